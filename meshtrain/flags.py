@@ -1,0 +1,284 @@
+"""From words to values: the command line, a configuration's Python file, and typed fields with every problem collected.
+
+ml_collections by itself stops at the first wrong flag, so the overrides are read here: `--config.group.field=value`.
+This file knows dataclasses of options in general and none of them in particular; it imports nothing heavy, so that
+`--help` answers at once.
+"""
+
+import argparse
+import dataclasses
+import math
+import numbers
+import pathlib
+import re
+import tempfile
+import traceback
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from meshtrain.errors import UserError, nearest, unknown
+
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_USAGE = """\
+Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
+`python -m meshtrain.config` lists the fields with their types, defaults and meanings.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One field of a configuration: what `python -m meshtrain.config` prints and what a value is checked against."""
+
+    kind: type
+    default: Any
+    text: str
+    choices: tuple[str, ...]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"arguments: {message}")
+
+
+def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """Reads the command line of an entry point; `--help` prints and leaves here.
+
+    Args:
+      argv: the words after the program's name.
+      extra: the entry point's own arguments, its `prog` and its description; None for none.
+
+    Returns:
+      A namespace with `config` (the file or None), `workdir` (a Path; runs/NAME_OF_THE_CONFIG where none is given),
+      `overrides` (dotted key -> text; of two for one key the later), `problems` (a line for each unknown argument, to
+      be reported with the configuration's), and what `extra` declares.
+
+    Raises:
+      UserError: a declared argument without its value, or with a wrong one.
+    """
+    rest, overrides, problems = _split(argv)
+    parser = _Parser(
+        prog=extra.prog if extra else None,
+        description=extra.description if extra else None,
+        epilog=_USAGE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[extra] if extra else [],
+        conflict_handler="resolve",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a Python file with get_config(), such as configs/3d.py")
+    parser.add_argument("--workdir", metavar="DIR", help="where the run lives (default: runs/ and the config's name)")
+    parser.add_argument("--config.GROUP.FIELD", dest="_", metavar="VALUE", help="sets one field of the configuration")
+    namespace, strangers = parser.parse_known_args(rest)
+    del namespace._
+    allowed = [word for action in parser._actions for word in action.option_strings if "." not in word]
+    problems += [_strange(word, allowed) for word in strangers if word.startswith("-")] or [
+        _strange(word, allowed) for word in strangers
+    ]
+    if namespace.workdir == "":
+        problems.append("--workdir: got ''; allowed: a folder's path")
+    name = pathlib.Path(namespace.config).stem if namespace.config else "default"
+    namespace.workdir = pathlib.Path(namespace.workdir or pathlib.Path("runs") / name).expanduser()
+    namespace.overrides, namespace.problems = overrides, problems
+    return namespace
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Returns (what is not an override, dotted key -> text, problems)."""
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    problems: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--config."):
+            rest.append(word)
+            continue
+        key, equals, text = word.removeprefix("--config.").partition("=")
+        if not equals and words and not words[0].startswith("--"):
+            equals, text = "=", words.pop(0)
+        if equals:
+            overrides[key] = text
+        else:
+            problems.append(f"{key}: got no value; allowed: --config.{key}=VALUE")
+    return rest, overrides, problems
+
+
+def _strange(word: str, allowed: Sequence[str]) -> str:
+    name = word.partition("=")[0]
+    if name.startswith("--") and "." in name:
+        return f"arguments: got '{word}'; allowed: {', '.join(allowed)}; did you mean '--config.{word[2:]}'?"
+    return unknown("arguments", name, allowed)
+
+
+def load(path: str, names: Sequence[str]) -> Any:
+    """Runs a configuration file and returns what its `get_config()` returns.
+
+    Args:
+      path: a Python file.
+      names: the names of groups and fields, for the near-miss of one that is misspelt.
+
+    Raises:
+      UserError: no such file, not Python, no `get_config`, or an error inside; one line with the file's line number.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        others = [str(other) for other in sorted(file.parent.glob("*.py"))]
+        listed = f"; in that folder: {', '.join(others)}" if others else ""
+        what = "is not a file" if file.exists() else "does not exist"
+        raise UserError(f"--config: '{path}' {what}; allowed: a Python file with get_config(){listed}"
+                        f"{nearest(path, others)}")  # fmt: skip
+    # Not imported: a name such as 3d.py is no module's name, and no __pycache__ should appear beside it.
+    module: dict[str, Any] = {"__name__": file.stem, "__file__": path}
+    try:
+        exec(compile(file.read_bytes(), path, "exec"), module)
+        if "get_config" not in module:
+            near = nearest("get_config", [name for name in module if callable(module[name])])
+            raise UserError(f"--config: '{path}' has no get_config(); allowed: a function that returns the configuration"
+                            f"{near}")  # fmt: skip
+        return module["get_config"]()
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{path}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
+    except Exception as error:
+        raise UserError(_inside(path, error, names)) from error
+
+
+def _inside(path: str, error: Exception, names: Sequence[str]) -> str:
+    """Returns one line for an exception that a configuration file raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    where = f"{path}:{frames[-1].lineno}" if frames else path
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    word = re.search(r"\w+", first_line)
+    if isinstance(error, (AttributeError, KeyError)) and word and word.group() not in names:
+        return f"{where}: unknown key '{word.group()}'{nearest(word.group(), names)}"
+    return f"{where}: {type(error).__name__}: {first_line}"
+
+
+def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
+    """Returns dotted key -> Entry for a dataclass of options and the dataclasses in it, in order of declaration."""
+    kinds = typing.get_type_hints(type(options))
+    found: dict[str, Entry] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= schema(value, f"{prefix}{field.name}.")
+        else:
+            text, choices = field.metadata["text"], field.metadata["choices"]
+            found[prefix + field.name] = Entry(kinds[field.name], value, text, choices)
+    return found
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns dotted key -> value for a nested mapping; an empty mapping below the top stays as it is."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return flat
+
+
+def collect(entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mapping[str, str]
+            ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """Brings values to their fields' types.
+
+    Args:
+      entries: what `schema` says.
+      given: dotted key -> value from Python or JSON.
+      texts: dotted key -> text from the command line; goes before `given`.
+
+    Returns:
+      dotted key -> value for every entry (its default where nothing is said or what is said is wrong), and one line
+      for each unknown key and each value of a wrong type.
+    """
+    values, problems = {key: entry.default for key, entry in entries.items()}, []
+    words: dict[str, Any] = {**given, **texts}
+    for key, value in words.items():
+        if key not in entries:
+            problems.append(_unknown_key(key, value, entries))
+            continue
+        try:
+            values[key] = typed(value, entries[key].kind, is_text=key in texts)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    return values, problems
+
+
+def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
+    """Returns `value` as int, float, bool or str; `is_text`: as written on a command line (1_000, 1e3, true).
+
+    Raises:
+      ValueError: `got ...; allowed: ...` where the value is not of that kind.
+    """
+    if kind is str and isinstance(value, str):
+        return str(value)
+    if kind is bool and is_text and value.strip().lower() in _BOOLS:
+        return _BOOLS[value.strip().lower()]
+    if kind is bool and isinstance(value, bool):
+        return value
+    number: Any = None
+    if kind in (int, float) and is_text:
+        number = _number(value)
+    elif kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = value if isinstance(value, numbers.Integral) else float(value)
+    if number is not None and math.isfinite(number):
+        if kind is float:
+            return float(number)
+        if number == int(number):
+            return int(number)
+    near = f"; nearest: {round(number)}" if kind is int and number is not None and math.isfinite(number) else ""
+    got = f"'{value}'" if is_text else f"{value!r} ({type(value).__name__})"
+    raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){near}")
+
+
+def _number(text: str) -> int | float | None:
+    # int first: a large whole number would lose digits on its way through float.
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
+    groups = {name.partition(".")[0] for name in entries if "." in name}
+    top, _, last = key.rpartition(".")
+    if key in groups:
+        fields = [name for name in entries if name.startswith(f"{key}.")]
+        return f"{key}: got {value!r}; allowed: a value for one of its fields: {', '.join(fields)}"
+    if top in entries:
+        return f"{key}: unknown key; '{top}' is a value and has no fields; did you mean '{top}'?"
+    same_name = [name for name in entries if name.rpartition(".")[2] == last]
+    near = f"; did you mean '{same_name[0]}'?" if len(same_name) == 1 else nearest(key, [*entries, *groups])
+    if top in groups:
+        allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
+    else:
+        allowed = "what `python -m meshtrain.config` lists"
+    return f"{key}: unknown key; allowed: {allowed}{near}"
+
+
+def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Returns a dataclass like `default` (with those inside it) whose fields are `values[dotted key]`."""
+    fields = {}
+    for field in dataclasses.fields(default):
+        inner, name = getattr(default, field.name), prefix + field.name
+        fields[field.name] = construct(inner, values, f"{name}.") if dataclasses.is_dataclass(inner) else values[name]
+    return dataclasses.replace(default, **fields)
+
+
+def unwritable(workdir: pathlib.Path) -> list[str]:
+    """Returns one line where `workdir` cannot be made or written, and leaves nothing behind."""
+    existing = workdir.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"--workdir: '{workdir}': '{existing}' is not a folder; allowed: a folder that can be written"]
+    try:
+        # Tried, not asked: permission bits say nothing to root, nor on a file system mounted read-only.
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".meshtrain-"):
+            return []
+    except OSError as error:
+        return [f"--workdir: '{workdir}' is not writable ({error.strerror}); allowed: a folder that can be written"]

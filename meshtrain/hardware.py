@@ -1,0 +1,170 @@
+"""What each accelerator can do by its maker's word, by the name under which JAX lists it. Imports no JAX.
+
+All rates are peaks per JAX device (on these TPUs a chip, on GPUs a card), dense: without the factor of two for sparsity
+that data sheets like to include.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """The published peaks of one device.
+
+    Attributes:
+      name: the short name, as users write it.
+      device_kinds: what `jax.Device.device_kind` says for it.
+      bfloat16_flops_per_second: dense matrix multiplications of bfloat16 inputs; float16 has the same peak on GPUs.
+      float32_flops_per_second: dense matrix multiplications of float32 inputs rounded to TF32, which is what XLA does
+        on NVIDIA GPUs by default; None where the maker names none (a TPU multiplies float32 in passes of bfloat16).
+      memory_bytes: device memory.
+      memory_bytes_per_second: reads and writes of device memory together.
+      num_links: fast links of one device (NVLink to the switch, ICI to the neighbours in the torus).
+      link_bytes_per_second: what one device can send over all of its fast links together, in one direction.
+      network_bytes_per_second: what one device's share of its host can send to other hosts (GPU) or other slices (TPU),
+        in one direction; None where the maker names none.
+      source: where the numbers stand.
+    """
+
+    name: str
+    device_kinds: tuple[str, ...]
+    bfloat16_flops_per_second: float
+    float32_flops_per_second: float | None
+    memory_bytes: int
+    memory_bytes_per_second: float
+    num_links: int
+    link_bytes_per_second: float
+    network_bytes_per_second: float | None
+    source: str
+
+
+# NVIDIA's memory_bytes is what the driver reports, from openxla/xla xla/backends/gpu/target_config/specs/*.txtpb: a
+# data sheet's 80 GB is neither 80e9 bytes nor 80 GiB. Where Google's tables say GB of memory they mean GiB (JAX's own
+# table, jax/_src/pallas/mosaic/tpu_info.py, has 17.2e9 bytes for v5e's 16 GB). Where a table counts a link in both
+# directions, half of it stands here.
+ACCELERATORS = (
+    Accelerator(
+        name="a100-80",
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
+        bfloat16_flops_per_second=312e12,
+        float32_flops_per_second=156e12,
+        memory_bytes=85_100_068_864,
+        memory_bytes_per_second=2.039e12,
+        num_links=12,
+        link_bytes_per_second=300e9,
+        network_bytes_per_second=25e9,
+        source="NVIDIA A100 data sheet (SXM, 80 GB); network: DGX A100, one 200 Gb/s adapter a GPU",
+    ),
+    Accelerator(
+        name="h100",
+        device_kinds=("NVIDIA H100 80GB HBM3",),
+        bfloat16_flops_per_second=989.4e12,
+        float32_flops_per_second=494.7e12,
+        memory_bytes=84_942_979_072,
+        memory_bytes_per_second=3.352e12,
+        num_links=18,
+        link_bytes_per_second=450e9,
+        network_bytes_per_second=50e9,
+        source="NVIDIA H100 architecture white paper (SXM5); network: DGX H100, one 400 Gb/s adapter a GPU",
+    ),
+    Accelerator(
+        name="h200",
+        device_kinds=("NVIDIA H200", "NVIDIA H200 141GB HBM3e"),
+        bfloat16_flops_per_second=989.4e12,
+        float32_flops_per_second=494.7e12,
+        memory_bytes=151_397_597_184,
+        memory_bytes_per_second=4.8e12,
+        num_links=18,
+        link_bytes_per_second=450e9,
+        network_bytes_per_second=50e9,
+        source="NVIDIA H200 data sheet (SXM; computes as an H100); network: DGX H200, one 400 Gb/s adapter a GPU",
+    ),
+    Accelerator(
+        name="b200",
+        device_kinds=("NVIDIA B200",),
+        bfloat16_flops_per_second=2250e12,
+        float32_flops_per_second=1100e12,
+        memory_bytes=191_514_411_008,
+        memory_bytes_per_second=7.672e12,
+        num_links=18,
+        link_bytes_per_second=900e9,
+        network_bytes_per_second=50e9,
+        source="NVIDIA Blackwell architecture brief (HGX B200, 1000 W); memory: the openxla/xla file above; "
+        "network: DGX B200, one 400 Gb/s adapter a GPU",
+    ),
+    Accelerator(
+        name="v4",
+        device_kinds=("TPU v4",),
+        bfloat16_flops_per_second=275e12,
+        float32_flops_per_second=None,
+        memory_bytes=32 * 2**30,
+        memory_bytes_per_second=1.2e12,
+        num_links=6,
+        link_bytes_per_second=300e9,
+        network_bytes_per_second=None,
+        source="cloud.google.com/tpu/docs/v4; links: six of 50 GB/s, Jouppi et al. 2023 (arXiv:2304.01433), table 4",
+    ),
+    Accelerator(
+        name="v5e",
+        device_kinds=("TPU v5 lite", "TPU v5e"),
+        bfloat16_flops_per_second=197e12,
+        float32_flops_per_second=None,
+        memory_bytes=16 * 2**30,
+        memory_bytes_per_second=819e9,
+        num_links=4,
+        link_bytes_per_second=200e9,
+        network_bytes_per_second=3.125e9,
+        source="cloud.google.com/tpu/docs/v5e; network: 6.4 Tb/s for a pod of 256",
+    ),
+    Accelerator(
+        name="v5p",
+        device_kinds=("TPU v5", "TPU v5p"),
+        bfloat16_flops_per_second=459e12,
+        float32_flops_per_second=None,
+        memory_bytes=95 * 2**30,
+        memory_bytes_per_second=2.765e12,
+        num_links=6,
+        link_bytes_per_second=600e9,
+        network_bytes_per_second=6.25e9,
+        source="cloud.google.com/tpu/docs/v5p; network: 50 Gb/s a chip",
+    ),
+    Accelerator(
+        name="v6e",
+        device_kinds=("TPU v6 lite", "TPU v6e"),
+        bfloat16_flops_per_second=918e12,
+        float32_flops_per_second=None,
+        memory_bytes=32 * 2**30,
+        memory_bytes_per_second=1.64e12,
+        num_links=4,
+        link_bytes_per_second=400e9,
+        network_bytes_per_second=12.5e9,
+        source="cloud.google.com/tpu/docs/v6e; network: 25.6 Tb/s for a pod of 256",
+    ),
+)
+
+
+def find(device_kind: str) -> Accelerator | None:
+    """Returns the accelerator behind `jax.Device.device_kind`, or None where its peaks are not known (any CPU).
+
+    The whole name must agree: "NVIDIA H100 PCIe", "NVIDIA GH200 480GB" or a slice such as "... MIG 1g.10gb" are other
+    devices than those they resemble, and a wrong peak is worse than none.
+    """
+    matches = [accelerator for accelerator in ACCELERATORS if device_kind in accelerator.device_kinds]
+    return matches[0] if matches else None
+
+
+def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
+    """Returns one device's peak for matrix multiplications, in FLOP/s, or None where it is not known.
+
+    Args:
+      device_kind: what `jax.Device.device_kind` says.
+      dtype: the dtype of the inputs: "bfloat16", "float16" or "float32". No peak is known for others, nor for float16
+        on a TPU, which does not multiply it natively.
+    """
+    accelerator = find(device_kind)
+    if accelerator is None:
+        return None
+    if dtype == "float32":
+        return accelerator.float32_flops_per_second
+    is_native = dtype == "bfloat16" or (dtype == "float16" and not device_kind.startswith("TPU"))
+    return accelerator.bfloat16_flops_per_second if is_native else None

@@ -1,0 +1,259 @@
+"""Logical axes and rules -> where each array lives. Nothing is ever split differently from what the rules say.
+
+A placement that cannot be had is a UserError, never a quieter one: an array that was meant to be split and is copied
+instead costs memory and traffic that nobody sees.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.errors import UserError, nearest, unknown
+from meshtrain.layout.rules import Rules
+from meshtrain.trees import leaves_with_paths
+
+Names = Sequence[str | None]
+Column = Mapping[str, tuple[str, ...]]
+
+
+def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each reason why an array cannot live where the rules put it; none if it can.
+
+    Args:
+      path: what the array is called in the lines.
+      shape: its shape.
+      names: a logical axis for each dim; None keeps the dim whole.
+      column: logical axis -> mesh axes: one column of the rules.
+      mesh_shape: the size of each mesh axis.
+    """
+    where = f"{path}: shape {tuple(shape)}"
+    if len(names) != len(shape):
+        fitted = (tuple(names) + (None,) * len(shape))[: len(shape)]
+        return [
+            f"{where}: got {len(names)} logical axes {tuple(names)} for {len(shape)} dims; "
+            f"allowed: one for each dim; nearest: {fitted}"
+        ]
+    found = []
+    taken: dict[str, int] = {}
+    for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
+        if name is None:
+            continue
+        if name not in column:
+            found.append(unknown(f"{where}: logical axis of dim {dim}", name, tuple(column)))
+            continue
+        for axis in column[name]:
+            if axis in taken:
+                freed = tuple(None if i == dim else n for i, n in enumerate(names))
+                found.append(
+                    f"{where}: mesh axis '{axis}' (size {mesh_shape[axis]}) would split both dim {taken[axis]} "
+                    f"'{names[taken[axis]]}' and dim {dim} '{name}'; allowed: one dim of an array for each mesh axis; "
+                    f"nearest: {freed}"
+                )
+            taken.setdefault(axis, dim)
+        if size % _parts(column[name], mesh_shape):
+            found.append(_uneven(f"{where}: dim {dim}", size, name, column[name], mesh_shape))
+    return found
+
+
+def _parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
+    return math.prod(mesh_shape[axis] for axis in axes)
+
+
+def _uneven(where: str, size: int, name: str, axes: Sequence[str], mesh_shape: Mapping[str, int]) -> str:
+    parts = _parts(axes, mesh_shape)
+    over = " x ".join(f"{axis} (size {mesh_shape[axis]})" for axis in axes)
+    multiple = max(parts, (size + parts // 2) // parts * parts)
+    fits = max(n for n in range(1, parts + 1) if size % n == 0)
+    change = f"{axes[0]}={fits}" if len(axes) == 1 else f"{' x '.join(axes)} = {fits}"
+    return (
+        f"{where} has size {size}, and rule '{name}' splits it over {over}; allowed: multiples of {parts}; "
+        f"nearest: {multiple}, or {change}"
+    )
+
+
+def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> PartitionSpec:
+    """Returns where one array lives.
+
+    Mesh axes of size 1 are left out, and so are trailing unsplit dims: one placement, one text.
+
+    Args:
+      path: what the array is called in an error.
+      shape: its shape.
+      names: a logical axis for each dim; None keeps the dim whole.
+      column: logical axis -> mesh axes: `rules.parameters`, `.activations` or `.gathered`.
+      mesh_shape: the size of each mesh axis.
+
+    Raises:
+      UserError: see `problems`.
+    """
+    found = problems(path, shape, names, column, mesh_shape)
+    if found:
+        raise UserError(*found)
+    return _spec(names, column, [axis for axis in mesh_shape if mesh_shape[axis] > 1])
+
+
+def _spec(names: Names, column: Column, axes: Sequence[str]) -> PartitionSpec:
+    """The spec of names known to be good, with only `axes` in it."""
+    parts: list[str | tuple[str, ...] | None] = []
+    for name in names:
+        used = tuple(axis for axis in (column[name] if name is not None else ()) if axis in axes)
+        parts.append(used[0] if len(used) == 1 else used or None)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
+
+
+def is_names(leaf: Any) -> TypeGuard[tuple[str | None, ...]]:
+    """Returns whether a node of a tree is one array's logical axes (and not a container, such as a namedtuple)."""
+    return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
+
+
+def placements(abstract_tree: Any, axes_tree: Any, rules: Rules, mesh: Mesh) -> Any:
+    """Returns where each stored array of a tree lives.
+
+    Args:
+      abstract_tree: arrays or `jax.ShapeDtypeStruct`s.
+      axes_tree: the same structure; each leaf is a tuple with a logical axis or None for each dim.
+      rules: the table; its column `parameters` counts.
+      mesh: the mesh.
+
+    Returns:
+      A tree of `NamedSharding` with the structure of `abstract_tree`.
+
+    Raises:
+      UserError: one line for each problem in the whole tree: an array without logical axes, axes without an array, a
+        user's rule that matches no array, and everything that `problems` finds.
+    """
+    arrays = dict(leaves_with_paths(abstract_tree))
+    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
+    found = []
+    for path, array in arrays.items():
+        names = axes.get(path)
+        if not is_names(names):
+            said = "has no logical axes" if names is None else f"got logical axes {names!r}"
+            whole = (None,) * len(array.shape)
+            found.append(
+                f"{path}: shape {tuple(array.shape)}: {said}; allowed: a tuple with a name or None for each dim; "
+                f"nearest: {whole} (a whole copy on each device)"
+            )
+        else:
+            found += problems(path, array.shape, names, rules.parameters, mesh.shape)
+    found += [
+        f"{path}: got logical axes {names}, but there is no such array; allowed: paths of arrays{nearest(path, arrays)}"
+        for path, names in axes.items()
+        if path not in arrays and names != ()
+    ]
+    used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
+    found += _unmatched(rules, used, mesh.shape)
+    if found:
+        raise UserError(*found)
+    large = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    flat = [NamedSharding(mesh, _spec(axes[path], rules.parameters, large)) for path in arrays]
+    return jax.tree.unflatten(jax.tree.structure(abstract_tree), flat)
+
+
+def _unmatched(rules: Rules, used: set[str], mesh_shape: Mapping[str, int]) -> list[str]:
+    """A rule that splits no weight is a typing error: what it was meant to split lives whole on every device."""
+    return [
+        f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
+        f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
+        for name in rules.own
+        if rules.parameters[name] and name not in used
+    ]
+
+
+def activation_sharding(
+    shape: Sequence[int], names: Names, rules: Rules, mesh: Mesh, path: str = "activation"
+) -> NamedSharding:
+    """Returns where an activation or an input (a batch: ("batch", "sequence")) lives.
+
+    Raises:
+      UserError: see `problems`.
+    """
+    return NamedSharding(mesh, spec(path, shape, names, rules.activations, mesh.shape))
+
+
+def constrain(x: jax.Array, names: Names, rules: Rules, mesh: Mesh) -> jax.Array:
+    """Returns `x`, an activation, held to where the rules put it.
+
+    Args:
+      x: any shape; inside a `jax.shard_map` the local shape along its manual axes.
+      names: a logical axis for each dim; None keeps the dim whole.
+      rules: the table; its column `activations` counts.
+      mesh: the mesh.
+
+    Raises:
+      UserError: see `problems`.
+    """
+    return _constrain(f"activation {tuple(names)}", x, names, rules.activations, mesh)
+
+
+def constrain_gathered(w: jax.Array, names: Names, rules: Rules, mesh: Mesh) -> jax.Array:
+    """Returns `w`, a weight about to compute (cast already), gathered over the axes that split it for storage only.
+
+    Without this the partitioner is free to leave the weight in pieces and to move activations instead, which is more.
+
+    Args:
+      w: any shape; inside a `jax.shard_map` the local shape along its manual axes.
+      names: a logical axis for each dim; None keeps the dim whole.
+      rules: the table; its column `gathered` counts.
+      mesh: the mesh.
+
+    Raises:
+      UserError: see `problems`.
+    """
+    return _constrain(f"weight {tuple(names)}", w, names, rules.gathered, mesh)
+
+
+def _constrain(path: str, x: jax.Array, names: Names, column: Column, mesh: Mesh) -> jax.Array:
+    current = jax.sharding.get_abstract_mesh()
+    manual = current.manual_axes
+    # What is manual here is split already: the partitioner neither sees that axis nor may be told about it.
+    sizes = {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
+    wanted = spec(path, x.shape, names, column, sizes)
+    # An empty spec is not a free one: it says "whole on each device". Only a single device has nothing to be told.
+    if all(size == 1 for size in sizes.values()):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(current if manual else mesh, wanted))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What a model gets to see of the mesh: two functions.
+
+    Attributes:
+      rules: the table; None means one device, where everything lives.
+      mesh: the mesh; None as well then.
+    """
+
+    rules: Rules | None
+    mesh: Mesh | None
+
+    @classmethod
+    def nowhere(cls) -> "Placement":
+        """Returns a placement that leaves everything as it is, for one device."""
+        return cls(None, None)
+
+    def activation(self, x: jax.Array, names: Names) -> jax.Array:
+        """Returns `x` held to where the rules put an activation; `names` has a logical axis or None for each dim.
+
+        Raises:
+          UserError: see `problems`.
+        """
+        if self.rules is None or self.mesh is None:
+            return x
+        return constrain(x, names, self.rules, self.mesh)
+
+    def weight(self, w: jax.Array, names: Names) -> jax.Array:
+        """Returns `w`, a cast weight, whole but for tensor parallelism; `names` has an axis or None for each dim.
+
+        Raises:
+          UserError: see `problems`.
+        """
+        if self.rules is None or self.mesh is None:
+            return w
+        return constrain_gathered(w, names, self.rules, self.mesh)

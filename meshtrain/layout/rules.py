@@ -1,0 +1,127 @@
+"""One table says which mesh axes split which logical axis, for weights and for activations."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from meshtrain.errors import UserError, unknown
+from meshtrain.layout.axes import AXES
+from meshtrain.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutOptions:
+    """What can be chosen about placement beyond the mesh."""
+
+    sequence_parallel: bool = option(False, "split norms and residuals along the sequence over the tensor axis")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Where one logical axis goes.
+
+    Attributes:
+      name: the logical axis.
+      parameters: the mesh axes that split it in a stored weight, the outermost first; () keeps it whole.
+      activations: the mesh axes that split it in an activation; () keeps it whole.
+    """
+
+    name: str
+    parameters: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The whole table.
+
+    Attributes:
+      entries: one rule for each logical axis.
+      own: names of the rules a user brought: each has to match at least one weight if it splits weights.
+      storage_axes: mesh axes that split weights for storage only: a weight is gathered over them before it computes.
+    """
+
+    entries: tuple[Rule, ...]
+    own: tuple[str, ...] = ()
+    storage_axes: tuple[str, ...] = ("fsdp",)
+
+    def __post_init__(self) -> None:
+        problems = []
+        seen: set[str] = set()
+        for rule in self.entries:
+            if rule.name in seen:
+                problems.append(f"rule '{rule.name}': stands twice; allowed: once; nearest: drop one of them")
+            seen.add(rule.name)
+            for column, axes in (("parameters", rule.parameters), ("activations", rule.activations)):
+                for axis in dict.fromkeys(axes):
+                    if axis not in AXES:
+                        problems.append(unknown(f"rule '{rule.name}', {column}: mesh axis", axis, AXES))
+                    if axes.count(axis) > 1:
+                        once = tuple(dict.fromkeys(axes))
+                        problems.append(
+                            f"rule '{rule.name}', {column}: got mesh axis '{axis}' {axes.count(axis)} times; "
+                            f"allowed: once; nearest: {once}"
+                        )
+        problems += [unknown("storage axis", axis, AXES) for axis in self.storage_axes if axis not in AXES]
+        if problems:
+            raise UserError(*problems)
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[str, ...]]:
+        """Logical axis -> mesh axes, for stored weights."""
+        return {rule.name: rule.parameters for rule in self.entries}
+
+    @property
+    def activations(self) -> Mapping[str, tuple[str, ...]]:
+        """Logical axis -> mesh axes, for activations."""
+        return {rule.name: rule.activations for rule in self.entries}
+
+    @property
+    def gathered(self) -> Mapping[str, tuple[str, ...]]:
+        """Logical axis -> mesh axes, for a weight at work inside a block: the storage axes are gone, tensor stays."""
+        return {
+            rule.name: tuple(axis for axis in rule.parameters if axis not in self.storage_axes) for rule in self.entries
+        }
+
+
+def default_rules(options: LayoutOptions) -> Rules:
+    """Returns the table for the built-in models; `extend` adds the logical axes of a model of one's own.
+
+    Megatron's tensor parallelism (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first product of a
+    pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) splits what
+    stands between the pairs, the residual stream, along the sequence over the same axis.
+    """
+    residual = ("tensor",) if options.sequence_parallel else ()
+    return Rules(
+        (
+            #     logical axis         a stored weight           an activation
+            Rule("batch",             (),                       ("data", "fsdp")),
+            Rule("sequence",          (),                       ()),
+            Rule("residual_sequence", (),                       residual),
+            Rule("vocab",             ("pipeline", "tensor"),   ("tensor",)),
+            Rule("embed",             ("fsdp",),                ()),
+            Rule("mlp",               ("tensor",),              ("tensor",)),
+            Rule("heads",             ("tensor",),              ("tensor",)),
+            Rule("kv_heads",          ("tensor",),              ("tensor",)),
+            Rule("head_dim",          (),                       ()),
+            Rule("layers",            ("pipeline",),            ()),
+            Rule("chunks",            (),                       ()),
+            Rule("positions",         (),                       ()),
+            Rule("norm",              (),                       ()),
+        )
+    )  # fmt: skip
+
+
+def extend(rules: Rules, *own: Rule) -> Rules:
+    """Returns the table with a user's rules in it; a rule of the same name takes the place of the one that was there.
+
+    Args:
+      rules: the table so far.
+      *own: the user's rules.
+
+    Raises:
+      UserError: a name twice among `own`, an unknown mesh axis, a mesh axis twice in one rule.
+    """
+    names = tuple(rule.name for rule in own)
+    kept = tuple(rule for rule in rules.entries if rule.name not in names)
+    marked = rules.own + tuple(name for name in names if name not in rules.own)
+    return dataclasses.replace(rules, entries=kept + own, own=marked)

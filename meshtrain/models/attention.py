@@ -1,0 +1,70 @@
+"""Causal self-attention with grouped queries, within the documents of a packed sequence.
+
+b: sequences, T: tokens a sequence, D: embed dim, N: query heads, K: key and value heads, H: head dim.
+"""
+
+import jax
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from meshtrain.layout.partition import Placement
+from meshtrain.models.layers import normal, rotate, weight
+
+
+class Attention(nn.Module):
+    """Heads split over the tensor axis: column-parallel q, k, v, row-parallel output. [b, T, D] -> [b, T, D]."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool
+    implementation: str
+    init_std: float
+    output_std: float
+    placement: Placement
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array, angles: jax.Array | None, mask: jax.Array | None) -> jax.Array:
+        """Applies attention.
+
+        Args:
+          x: [b, T, D].
+          angles: rotary angles float32 [b, T, H / 2], or None without rotary positions.
+          mask: bool [b, 1, T, T], true where a query (rows) may see a key (columns), besides causality; or None.
+        """
+        q = self._project("query", x, self.num_heads, "heads")
+        k = self._project("key", x, self.num_kv_heads, "kv_heads")
+        v = self._project("value", x, self.num_kv_heads, "kv_heads")
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        implementation = None if self.implementation == "auto" else self.implementation
+        heads = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
+        heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
+        embed_dim, outer = x.shape[-1], normal(self.output_std)
+        shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
+        output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
+        result = jax.lax.dot_general(heads, output, (((2, 3), (0, 1)), ((), ())))
+        if self.bias:
+            zeros = nn.initializers.zeros_init()
+            result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, self.placement, self.dtype)
+        return result
+
+    def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:
+        """Returns [b, T, num_heads, H]."""
+        shape, axes = (x.shape[-1], num_heads, self.head_dim), ("embed", axis, "head_dim")
+        kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
+        heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))
+        if self.bias:
+            zeros = nn.initializers.zeros_init()
+            heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)
+        return self.placement.activation(heads, ("batch", "sequence", axis, "head_dim"))
+
+
+def same_document(segment_ids: jax.Array) -> jax.Array:
+    """Returns bool [b, 1, T, T]: true where query and key stand in the same document of a packed sequence.
+
+    Args:
+      segment_ids: int32 [b, T].
+    """
+    return (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]

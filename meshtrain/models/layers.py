@@ -1,0 +1,153 @@
+"""The pieces of a transformer layer. Each weight is one line: its name, its shape, its logical axes, its initializer.
+
+b: sequences, T: tokens a sequence, D: embed dim, F: mlp dim, H: head dim.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from meshtrain.layout.partition import Placement
+
+Initializer = Callable[..., jax.Array]
+
+
+def weight(
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    initializer: Initializer,
+    placement: Placement,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Declares a float32 parameter and returns it as it meets activations: cast first, gathered second.
+
+    In this order the gather of a weight that is stored in shards moves the smaller dtype.
+    """
+    value = module.param(name, nn.with_logical_partitioning(initializer, axes), shape, jnp.float32)
+    return placement.weight(value.astype(dtype), axes)
+
+
+class Norm(nn.Module):
+    """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim, in float32.
+
+    [b, T, D] -> [b, T, D], in the dtype of the input.
+    """
+
+    kind: str
+    epsilon: float
+    bias: bool
+    placement: Placement
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes each position."""
+        ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
+        wide = x.astype(jnp.float32)
+        if self.kind == "layernorm":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        wide = wide * weight(self, "scale", x.shape[-1:], ("norm",), ones, self.placement, jnp.float32)
+        if self.bias:
+            wide = wide + weight(self, "bias", x.shape[-1:], ("norm",), zeros, self.placement, jnp.float32)
+        return wide.astype(x.dtype)
+
+
+class Mlp(nn.Module):
+    """Column-parallel up, row-parallel down: GELU (Hendrycks and Gimpel 2016) or SwiGLU (Shazeer 2020).
+
+    [b, T, D] -> [b, T, D] through [b, T, F], which is split over the tensor axis.
+    """
+
+    mlp_dim: int
+    activation: str
+    bias: bool
+    init_std: float
+    output_std: float
+    placement: Placement
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to each position."""
+        embed_dim = x.shape[-1]
+        inner, outer = normal(self.init_std), normal(self.output_std)
+        zeros, place, dtype = nn.initializers.zeros_init(), self.placement, self.dtype
+        up = weight(self, "up", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
+        down = weight(self, "down", (self.mlp_dim, embed_dim), ("mlp", "embed"), outer, place, dtype)
+        hidden = x @ up
+        if self.bias:
+            hidden = hidden + weight(self, "up_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
+        if self.activation == "swiglu":
+            gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
+            hidden = jax.nn.silu(x @ gate) * hidden
+        else:
+            hidden = jax.nn.gelu(hidden, approximate=True)
+        result = place.activation(hidden, ("batch", "sequence", "mlp")) @ down
+        if self.bias:
+            result = result + weight(self, "down_bias", (embed_dim,), ("norm",), zeros, place, dtype)
+        return result
+
+
+def normal(std: float) -> Initializer:
+    """Returns an initializer of independent normal numbers."""
+    return nn.initializers.normal(std)
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array, site: int) -> jax.Array:
+    """Sets entries of `x` to zero with probability `rate` and scales the others by 1 / (1 - rate).
+
+    Args:
+      x: [b, T, D].
+      rate: probability of zero, below 1; 0 is free.
+      keys: one key for each sequence [b], with step, sequence and layer already folded in.
+      site: which of the places in a layer this is.
+    """
+    if rate == 0.0:
+        return x
+
+    def mask(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x.shape[1:])
+
+    return jnp.where(jax.vmap(mask)(keys), x / (1.0 - rate), 0.0).astype(x.dtype)
+
+
+def rotary_angles(
+    positions: jax.Array, head_dim: int, base: float, scaling: tuple[float, float, float, int] | None
+) -> jax.Array:
+    """Returns the angle of each pair of channels at each position (Su et al. 2021), float32 [b, T, H / 2].
+
+    angle = position * base^(-2i / H). With Llama-3's scaling (its reference code and Hugging Face's `llama3` rope type),
+    wavelengths above original_length / low are stretched by `factor`, those below original_length / high stay,
+    and in between the two are mixed linearly in original_length / wavelength.
+
+    Args:
+      positions: int32 [b, T].
+      head_dim: H, even.
+      base: theta, 10,000 in the paper.
+      scaling: (factor, low, high, original_length in tokens), or None.
+    """
+    frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        factor, low, high, original_length = scaling
+        turns = original_length * frequencies / (2 * math.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / factor)
+    return positions[..., None].astype(jnp.float32) * frequencies
+
+
+def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Rotates the pair (x[i], x[i + H / 2]) of each head by its angle, in float32.
+
+    Args:
+      x: [b, T, heads, H].
+      angles: float32 [b, T, H / 2].
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cosine, sine = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1).astype(x.dtype)

@@ -1,0 +1,115 @@
+"""Cross-entropy over a vocabulary that may be split over a mesh axis, and the two exchanges that go with it.
+
+b: sequences, T: tokens a sequence, V: columns of the vocabulary held here (all of them where `axis` is None).
+
+`axis` is a *manual* mesh axis (inside `jax.shard_map`), or None. Splits over other axes are the partitioner's business.
+Differentiating through a psum there is wrong by the size of the axis, so each backward pass is written by hand
+(the pair of exchanges is that of Megatron-LM, Shoeybi et al. 2019, section 3).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Axis = str | None
+
+
+def psum_float32(x: jax.Array, axis: str) -> jax.Array:
+    """Sums over a manual axis in float32 (the CPU compiler aborts on bfloat16); returns the dtype of `x`."""
+    return jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copy_to_shards(x: jax.Array, axis: Axis) -> jax.Array:
+    """Hands the same `x` to every shard of a computation: identity forward, sum of the cotangents backward."""
+    return x
+
+
+def _copy_forward(x: jax.Array, axis: Axis) -> tuple[jax.Array, None]:
+    return x, None
+
+
+def _copy_backward(axis: Axis, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (cotangent if axis is None else psum_float32(cotangent, axis),)
+
+
+copy_to_shards.defvjp(_copy_forward, _copy_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_over_shards(x: jax.Array, axis: Axis) -> jax.Array:
+    """Adds up what each shard computed: sum forward, identity backward."""
+    return x if axis is None else psum_float32(x, axis)
+
+
+def _sum_forward(x: jax.Array, axis: Axis) -> tuple[jax.Array, None]:
+    return sum_over_shards(x, axis), None
+
+
+def _sum_backward(axis: Axis, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (cotangent,)
+
+
+sum_over_shards.defvjp(_sum_forward, _sum_backward)
+
+
+def first_column(num_columns: int, axis: Axis) -> jax.Array | int:
+    """Returns the index in the whole vocabulary of the first of this shard's `num_columns` columns."""
+    return 0 if axis is None else jax.lax.axis_index(axis) * num_columns
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_size: int, axis: Axis = None
+) -> jax.Array:
+    """Returns the weighted sum of -log softmax(logits)[target], a float32 scalar.
+
+    Args:
+      logits: [b, T, V], any float dtype; the softmax is taken in float32.
+      targets: int32 [b, T], indices into the whole vocabulary.
+      weights: float32 [b, T].
+      vocab_size: columns from here on are padding and get no probability.
+      axis: the manual mesh axis over which the columns are split, or None.
+    """
+    return _cross_entropy_forward(logits, targets, weights, vocab_size, axis)[0]
+
+
+def _cross_entropy_forward(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_size: int, axis: Axis
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    masked, is_target = _masked(logits, targets, vocab_size, axis)
+    maximum = jnp.max(masked, axis=-1)
+    if axis is not None:
+        maximum = jax.lax.pmax(maximum, axis)
+    normalizer = jnp.sum(jnp.exp(masked - maximum[..., None]), axis=-1)
+    target_logit = jnp.sum(jnp.where(is_target, masked, 0.0), axis=-1)
+    if axis is not None:
+        normalizer, target_logit = jax.lax.psum((normalizer, target_logit), axis)
+    log_normalizer = maximum + jnp.log(normalizer)
+    total = jnp.sum((log_normalizer - target_logit) * weights)
+    return total, (logits, targets, weights, log_normalizer)
+
+
+def _cross_entropy_backward(
+    vocab_size: int, axis: Axis, residuals: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, np.ndarray, jax.Array]:
+    logits, targets, weights, log_normalizer = residuals
+    masked, is_target = _masked(logits, targets, vocab_size, axis)
+    probabilities = jnp.exp(masked - log_normalizer[..., None])
+    gradient = (probabilities - is_target) * (weights * cotangent)[..., None]
+    # Targets are integers: their tangent type is float0. Weights are data, never trained.
+    return gradient.astype(logits.dtype), np.zeros(targets.shape, jax.dtypes.float0), jnp.zeros_like(weights)
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _masked(
+    logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
+) -> tuple[jax.Array, jax.Array]:
+    """Returns float32 logits with padding at -inf, and where the target's column is, both [b, T, V]."""
+    column = first_column(logits.shape[-1], axis) + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    masked = jnp.where(column < vocab_size, logits.astype(jnp.float32), -jnp.inf)
+    return masked, column == targets[..., None]

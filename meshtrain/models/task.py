@@ -1,0 +1,73 @@
+"""The contract between a model and the rest: what a user brings to train something of their own.
+
+B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: embed dim, K: layers in one stage's chunk.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+Batch = Mapping[str, jax.Array]
+Params = Any
+Metrics = Mapping[str, jax.Array]
+Loss = tuple[jax.Array, jax.Array, Metrics]
+
+# The step adds this entry, int32 [B]: the index of each sequence in the global batch, for dropout that no mesh changes.
+SEQUENCE_INDEX = "sequence_index"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A model cut for a pipeline: `last(repeated(... repeated(first(batch))))` is the task's loss.
+
+    `first` and `last` are run by all stages together, on the same values. Where `axis` names a mesh axis they may
+    split their work over it (`losses.py` has the exchanges); a function that ignores it is computed by every stage.
+
+    Attributes:
+      num_layers: layers in the whole model, the leading dim of each leaf of `params["layers"]`.
+      first: (params without layers, batch, rng, train, axis) -> activations [b, T, D].
+      repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> activations.
+      last: (params without layers, activations, batch, axis) -> (loss sum, weight, metrics), float32 scalars.
+      logits: (params without layers, activations, axis) -> this stage's columns of the logits, or None.
+    """
+
+    num_layers: int
+    first: Callable[..., jax.Array]
+    repeated: Callable[..., jax.Array]
+    last: Callable[..., Loss]
+    logits: Callable[..., jax.Array] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained. Linen, NNX or plain functions all fit.
+
+    Attributes:
+      init: rng -> params, a nested dict of float32 arrays; a leaf may be boxed with its logical axes
+        (`flax.linen.with_logical_partitioning`); a bare leaf is replicated.
+      loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
+        Metrics are sums too, divided by the same weight when they are shown.
+      batch: abstract batch, name -> `jax.ShapeDtypeStruct` with the global batch as leading dim.
+      logits: (params, batch) -> float32 [B, T, vocabulary], for generation; None where it makes no sense.
+      stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
+      flops_per_token: model FLOPs of one forward and backward pass for one token, 0 where unknown.
+      num_parameters: parameters without padding, 0 where unknown.
+    """
+
+    init: Callable[[jax.Array], Params]
+    loss: Callable[[Params, Batch, jax.Array, bool], Loss]
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    logits: Callable[[Params, Batch], jax.Array] | None = None
+    stages: Stages | None = None
+    flops_per_token: float = 0.0
+    num_parameters: int = 0
+
+
+def sequence_keys(rng: jax.Array, batch: Batch) -> jax.Array:
+    """Returns one key for each sequence, keys [b]: folds in the index in the global batch.
+
+    Random numbers drawn from these keys depend on neither mesh, microbatches nor manual axes.
+    """
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, batch[SEQUENCE_INDEX])

@@ -1,0 +1,243 @@
+"""How long steps take, told honestly, and what their numbers say.
+
+A step has ended when its result is there, not when it was dispatched. Waiting for each step at once would leave the
+device idle while the host prepares the next one; so the clock waits for the step *before the last*:
+
+    host     dispatch 3 | wait for 2 ......| log 2, data 4, dispatch 4 | wait for 3 ...
+    device   ... step 2 ................... | step 3 .......................... | step 4 ...
+"""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletedStep:
+    """A step whose result is there.
+
+    Attributes:
+      step: its number.
+      result: what the step returned; reading it does not wait.
+      step_seconds: from the completion before it (or the clock's start) to its own.
+      data_seconds: the part of step_seconds in which the loop waited for data.
+      is_first: it includes tracing and compilation, and no average counts it.
+    """
+
+    step: int
+    result: Any
+    step_seconds: float
+    data_seconds: float
+    is_first: bool
+
+
+class StepClock:
+    """Times the steps of a loop without stalling it.
+
+        clock = StepClock()
+        for step in ...:
+            with clock.waiting_for_data():
+                batch = next(batches)
+            state, result = train_step(state, batch)
+            for done in clock.dispatched(step, result):
+                ...  # done.result can be read; log `clock.averages(...)` every so many steps
+        for done in clock.drain():
+            ...
+
+    One step stays in flight, except that the first is waited for at once: its time (compile and first execution) is
+    told apart, and that the run has begun is news. Completions are seen when the loop comes by, so where data is the
+    bottleneck a single step's time may belong to its neighbour; sums and means are exact.
+    """
+
+    def __init__(
+        self, *, now: Callable[[], float] = time.perf_counter, wait: Callable[[Any], Any] = jax.block_until_ready
+    ) -> None:
+        """Starts the clock.
+
+        Args:
+          now: a monotonic time in seconds.
+          wait: blocks until a step's result is there.
+        """
+        self._now = now
+        self._wait = wait
+        self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
+        self._last_completion_seconds = now()
+        self._waited_seconds = 0.0
+        self._unaveraged: list[CompletedStep] = []
+        self._is_first = True
+        self.first_step_seconds: float | None = None
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the time of its block as waiting for data."""
+        start_seconds = self._now()
+        try:
+            yield
+        finally:
+            self._waited_seconds += self._now() - start_seconds
+
+    def dispatched(self, step: int, result: Any) -> list[CompletedStep]:
+        """Notes that a step was dispatched and waits for the one before it.
+
+        Args:
+          step: the step's number.
+          result: what it returned: arrays that no later step is given to overwrite (not the donated state).
+
+        Returns:
+          The steps newly known to be complete, oldest first: the one before, or the very first.
+        """
+        self._in_flight.append((step, result))
+        return self._complete(0 if self._is_first else 1)
+
+    def drain(self) -> list[CompletedStep]:
+        """Waits for every step in flight, and returns them: before an evaluation or a `pause`, and at the end."""
+        return self._complete(0)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keeps the time of its block (an evaluation, say) out of every step's. Call `drain` before it.
+
+        A step left in flight would run on within the block, and its time could not be told.
+        """
+        assert not self._in_flight, "drain the clock before pausing it"
+        start_seconds, waited_seconds = self._now(), self._waited_seconds
+        try:
+            yield
+        finally:
+            self._last_completion_seconds += self._now() - start_seconds
+            self._waited_seconds = waited_seconds
+
+    def averages(self, num_tokens_per_step: int) -> dict[str, float]:
+        """Returns the means over the steps completed since the last call, without the first step.
+
+        Args:
+          num_tokens_per_step: tokens in a global batch.
+
+        Returns:
+          step_seconds, data_seconds, data_share (of the time, 0 to 1) and tokens_per_second; nothing of them where no
+          step but the first completed. first_step_seconds, once, where the first is among them.
+        """
+        steps, self._unaveraged = self._unaveraged, []
+        first = [step for step in steps if step.is_first]
+        later = [step for step in steps if not step.is_first]
+        values = {"first_step_seconds": first[0].step_seconds} if first else {}
+        step_seconds = sum(step.step_seconds for step in later)
+        data_seconds = sum(step.data_seconds for step in later)
+        if step_seconds > 0:
+            values |= {
+                "step_seconds": step_seconds / len(later),
+                "data_seconds": data_seconds / len(later),
+                "data_share": data_seconds / step_seconds,
+                "tokens_per_second": num_tokens_per_step * len(later) / step_seconds,
+            }
+        return values
+
+    def _complete(self, num_left: int) -> list[CompletedStep]:
+        completed = []
+        while len(self._in_flight) > num_left:
+            step, result = self._in_flight.popleft()
+            self._wait(result)
+            now_seconds = self._now()
+            step_seconds = now_seconds - self._last_completion_seconds
+            done = CompletedStep(step, result, step_seconds, self._waited_seconds, self._is_first)
+            self._last_completion_seconds, self._waited_seconds = now_seconds, 0.0
+            if done.is_first:
+                self._is_first, self.first_step_seconds = False, step_seconds
+            completed.append(done)
+        # Averages need the times only; keeping the results would hold device memory until the next log line.
+        self._unaveraged += [dataclasses.replace(done, result=None) for done in completed]
+        return completed
+
+
+def scalars(result: Mapping[str, Any]) -> dict[str, float]:
+    """Fetches the scalars of a completed step's result: {name: array []} to {name: float}, one transfer for all.
+
+    Arrays that span several processes must be fully replicated.
+    """
+    return {name: float(value) for name, value in jax.device_get(dict(result)).items()}
+
+
+def model_flops_per_token(
+    num_matmul_params: int, num_layers: int, num_heads: int, head_dim: int, sequence_length: int
+) -> float:
+    """Returns the FLOPs that training a decoder needs for one token: 6 N + 12 L H Q T.
+
+    Forward and backward, without what rematerialization computes again, and attention without its causal half left out:
+    Chowdhery et al. 2022 (PaLM), appendix B, so that numbers compare with published ones.
+
+    Args:
+      num_matmul_params: N, the parameters that multiply activations: all but learned positions and the token table,
+        unless the table is also the output projection.
+      num_layers: L.
+      num_heads: H, query heads.
+      head_dim: Q.
+      sequence_length: T, tokens.
+    """
+    return 6.0 * num_matmul_params + 12.0 * num_layers * num_heads * head_dim * sequence_length
+
+
+def model_flops_per_second(flops_per_token: float, tokens_per_second: float) -> float:
+    """Returns the rate of useful work of all devices together, in FLOP/s.
+
+    Args:
+      flops_per_token: from `model_flops_per_token`, or a model's own count.
+      tokens_per_second: over all devices.
+    """
+    return flops_per_token * tokens_per_second
+
+
+def mfu(flops_per_second: float, num_devices: int, peak_flops_per_second: float | None) -> float | None:
+    """Returns the model FLOP/s utilization, 0 to 1: useful work over what the devices could do at their peak.
+
+    Chowdhery et al. 2022 (PaLM), appendix B, has it as observed tokens per second over those at peak FLOP/s: the same
+    ratio.
+
+    Args:
+      flops_per_second: from `model_flops_per_second`, over all devices.
+      num_devices: devices of the mesh.
+      peak_flops_per_second: of one device; None where it is not known, and then so is the result.
+    """
+    return None if peak_flops_per_second is None else flops_per_second / (num_devices * peak_flops_per_second)
+
+
+def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
+    """Returns one readable line of a row of metrics.
+
+    Names it knows come first, in a fixed order and with their units; others (a model's own metrics) follow by their
+    name. Absent and None values are left out, as is what another entry says already.
+
+    Args:
+      values: a row as written to metrics.jsonl.
+      num_steps: steps of the whole run; 0 leaves them out.
+    """
+    width = len(str(num_steps)) if num_steps else 1
+    known: dict[str, Callable[[float], str]] = {
+        "step": lambda value: f"step {value:{width}.0f}" + (f"/{num_steps}" if num_steps else ""),
+        "loss": lambda value: f"loss {value:.4f}",
+        "eval_loss": lambda value: f"eval loss {value:.4f}",
+        "learning_rate": lambda value: f"learning rate {value:.3g}",
+        "grad_norm": lambda value: f"grad norm {value:.3g}",
+        "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+        "step_seconds": lambda value: f"{value:.3g} s/step",
+        "data_share": lambda value: f"data wait {value:.1%}",
+        "first_step_seconds": lambda value: f"first step {value:.2f} s",
+        "model_flops_per_second": _flops_text,
+        "mfu": lambda value: f"MFU {value:.1%}",
+    }
+    said_already = {"tokens", "data_seconds"}
+    parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
+    for name, value in values.items():
+        if value is not None and name not in known and name not in said_already:
+            parts.append(f"{name.replace('_', ' ')} {value:.4g}")
+    return "  ".join(parts)
+
+
+def _flops_text(flops_per_second: float) -> str:
+    scales = [(1e15, "P"), (1e12, "T"), (1e9, "G")]
+    scale, prefix = next((pair for pair in scales if flops_per_second >= pair[0]), (1e6, "M"))
+    return f"{flops_per_second / scale:.3g} {prefix}FLOP/s"

@@ -1,0 +1,143 @@
+"""A profiler trace of the steps a user names, for XProf, TensorBoard or Perfetto."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import sys
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from meshtrain.errors import UserError
+from meshtrain.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileOptions:
+    """Which steps to trace."""
+
+    steps: str = option("", "first and last step to trace, as in 10,13 (or one step, as in 10); empty: no trace")
+
+
+def check(options: ProfileOptions) -> list[str]:
+    """Returns one line for each mistake in the options."""
+    try:
+        first_and_last_step(options)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:
+    """Returns the first and the last step to trace, counted from 1, or None for no trace.
+
+    Raises:
+      UserError: the text is neither one step nor two in order.
+    """
+    text = options.steps.strip()
+    if not text:
+        return None
+    # Parentheses too: a command line that assigns 10,13 may well hand over a tuple's text.
+    match = re.fullmatch(r"\(?\s*(\d+)\s*(?:,\s*(\d+)\s*)?,?\s*\)?", text)
+    allowed = "allowed: FIRST,LAST with 1 <= FIRST <= LAST, or one step"
+    if match is None:
+        raise UserError(f"profile.steps: got '{options.steps}'; {allowed}; for example 10,13")
+    first = int(match[1])
+    last = int(match[2]) if match[2] else first
+    if not 1 <= first <= last:
+        low, high = sorted((max(first, 1), max(last, 1)))
+        raise UserError(f"profile.steps: got '{options.steps}'; {allowed}; nearest: {low},{high}")
+    return first, last
+
+
+class Profiler:
+    """Traces the named steps, each from its dispatch to its result.
+
+        with Profiler(options, workdir / "profile") as profiler:
+            for step in ...:
+                profiler.before(step)
+                state, result = train_step(state, batch)
+                profiler.after(step, result)
+
+    Without steps to trace it does nothing. The steps at both ends of the trace are waited for, which costs the loop two
+    short stalls. A process that should write no trace is given options without steps.
+    """
+
+    def __init__(self, options: ProfileOptions, directory: str | os.PathLike[str]) -> None:
+        """Reads the options; nothing is written before the first step to trace.
+
+        Args:
+          options: which steps.
+          directory: where the trace goes; made where it is missing.
+
+        Raises:
+          UserError: the options do not name steps.
+        """
+        self._steps = first_and_last_step(options)
+        self.directory = pathlib.Path(directory)
+        self._last_result: Any = None
+        self._is_tracing = False
+        self._annotation = contextlib.ExitStack()
+
+    def before(self, step: int) -> None:
+        """Starts the trace if this is the first step to trace (or, in a resumed run, one of the later ones)."""
+        if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
+            return
+        if not self._is_tracing:
+            # Else the trace would begin with the rest of the step before.
+            jax.block_until_ready(self._last_result)
+            self._start()
+        if self._is_tracing:
+            self._annotation.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
+
+    def after(self, step: int, result: Any) -> None:
+        """Ends the trace if this was the last step to trace, once its result is there.
+
+        Args:
+          step: the step just dispatched.
+          result: what it returned: arrays that no later step is given to overwrite.
+        """
+        if self._steps is None:
+            return
+        self._annotation.close()
+        if self._is_tracing and step >= self._steps[1]:
+            jax.block_until_ready(result)
+            self.close()
+        self._last_result = None if step >= self._steps[1] else result
+
+    def close(self) -> None:
+        """Ends a trace that is still running, with what it has; a second time is fine."""
+        self._annotation.close()
+        if not self._is_tracing:
+            return
+        self._is_tracing, self._steps = False, None
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as error:
+            self._give_up(error)
+        else:
+            print(f"meshtrain: a trace is in {self.directory} (xprof --logdir={self.directory})", file=sys.stderr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            jax.profiler.start_trace(self.directory)
+            self._is_tracing = True
+        except (OSError, RuntimeError) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        # A trace is worth less than the run it looks at.
+        self._steps = None
+        print(f"meshtrain: WARNING: no trace in {self.directory}: {error}; training goes on", file=sys.stderr)

@@ -1,0 +1,106 @@
+"""What a person at the terminal sees: start-up phases, log lines, and a bar below them."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+import tqdm
+
+_IMPORTED_SECONDS = time.perf_counter()
+
+
+class Progress:
+    """Log lines and, on a terminal, a bar that stays below them; processes other than 0 are silent.
+
+    In use:
+        with Progress(num_steps, start_step, is_main=jax.process_index() == 0) as progress:
+            progress.line("step 10  loss 3.2")
+            progress.advance_to(10)
+    """
+
+    def __init__(self, num_steps: int, start_step: int = 0, *, is_main: bool = True, show_bar: bool = True) -> None:
+        """Draws the bar where there is to be one.
+
+        Args:
+          num_steps: steps of the whole run.
+          start_step: steps done before (a resumed run).
+          is_main: whether this is process 0.
+          show_bar: whether to draw a bar if standard error is a terminal; log lines are printed in any case.
+        """
+        self._is_main = is_main
+        # For tqdm, None means: only on a terminal.
+        disable = None if is_main and show_bar else True
+        self._bar = tqdm.tqdm(
+            total=num_steps, initial=start_step, disable=disable, unit="step", dynamic_ncols=True, file=sys.stderr
+        )
+
+    def line(self, text: str) -> None:
+        """Prints a line on standard output, above the bar."""
+        if self._is_main:
+            self._bar.write(text, file=sys.stdout)
+            # Into a pipe or a file, lines would else arrive in blocks, minutes late.
+            sys.stdout.flush()
+
+    def advance_to(self, step: int) -> None:
+        """Says that this many steps of the run are done."""
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and ends its line; a second time is fine."""
+        self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def phase(
+    name: str, *, is_main: bool = True, now: Callable[[], float] = time.perf_counter
+) -> Iterator[Callable[[str], None]]:
+    """Times a phase of start-up and prints its line on standard output once it is over; nothing where it failed.
+
+        with phase("mesh") as say:
+            ...
+            say("8 cpu devices")
+
+    prints `mesh            0.12 s  8 cpu devices`.
+
+    Args:
+      name: the phase.
+      is_main: whether this is process 0; the others are silent.
+      now: a monotonic time in seconds.
+
+    Yields:
+      A function that takes the text for the end of the line; called again, it replaces the text.
+    """
+    texts = [""]
+    start_seconds = now()
+    yield lambda text: texts.append(text)
+    if is_main:
+        print(f"{name:<12} {now() - start_seconds:7.2f} s  {texts[-1]}".rstrip(), flush=True)
+
+
+def since_process_start_seconds() -> float:
+    """Returns the time since this process began, including the interpreter's own start and every import.
+
+    Where the system does not tell when that was (Linux does, to a hundredth of a second), the time counts from the import
+    of this file.
+    """
+    try:
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            # proc_pid_stat(5): the command's name stands in parentheses and may hold spaces; field 22, the start in
+            # clock ticks since the machine's boot, is the 20th after it.
+            start_ticks = int(file.read().rpartition(")")[2].split()[19])
+        age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.perf_counter() - _IMPORTED_SECONDS
+    return max(age_seconds, time.perf_counter() - _IMPORTED_SECONDS)

@@ -1,0 +1,198 @@
+"""Where the numbers of a run are kept: `metrics.jsonl` and TensorBoard.
+
+A tracker has `write(step, values)` and `close()`. Trouble with the disk while a run is under way is said once, loudly,
+and does not end the run. Only process 0 should make trackers: processes would write over each other.
+"""
+
+import dataclasses
+import json
+import math
+import numbers
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from meshtrain.errors import UserError
+from meshtrain.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class ObserveOptions:
+    """What a run shows and keeps besides its log lines and `metrics.jsonl`."""
+
+    progress: bool = option(True, "draw a progress bar (process 0, on a terminal only)")
+    tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a row, `step` first, numbers unrounded.
+
+    Each row is a single write of a whole line, so a run that is killed leaves at most one torn line. JSON has no number
+    for not-a-number and infinities: null stands for them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
+        """Opens the file at the end of what a run resumed at `resume_step` has done.
+
+        Rows of later steps (they will be done again) and lines that are no rows (a torn last one) are dropped, by
+        replacing the file as a whole: whoever reads it sees the rows before or after, never a part.
+
+        Args:
+          path: the file; its folder must exist.
+          resume_step: the last step that need not be done again; 0 for a new run.
+
+        Raises:
+          UserError: the file cannot be read or written.
+        """
+        self.path = pathlib.Path(path)
+        self._has_warned = False
+        try:
+            _keep_rows_up_to(self.path, resume_step)
+            # Unbuffered: one write of ours is one write of the system's.
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            problem = f"metrics file: cannot write {self.path} ({error.strerror or error}); choose another workdir"
+            raise UserError(problem) from None
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Appends one row: `step`, then the values in their order."""
+        row = {"step": step} | {name: _json_number(value) for name, value in values.items() if name != "step"}
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        try:
+            size_bytes = os.fstat(self._file.fileno()).st_size
+            try:
+                num_written_bytes = self._file.write(line)
+                if num_written_bytes != len(line):
+                    raise OSError(f"only {num_written_bytes} of {len(line)} bytes were written")
+            except OSError:
+                # On a full disk a part may have arrived; cutting it off needs no space and keeps later rows whole.
+                os.ftruncate(self._file.fileno(), size_bytes)
+                raise
+        except OSError as error:
+            self._has_warned = _warn_once(self._has_warned, f"{self.path}: {error}; training goes on, rows are missing")
+
+    def close(self) -> None:
+        """Closes the file; a second time is fine."""
+        try:
+            self._file.close()
+        except OSError as error:
+            self._has_warned = _warn_once(self._has_warned, f"{self.path}: {error}; rows may be missing")
+
+
+class TensorBoard:
+    """TensorBoard's event files.
+
+    They are written by the calling thread: tensorboardX's own SummaryWriter hands events to a thread that dies of the
+    first disk error, after which its queue fills up and the training loop would wait for it forever.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], resume_step: int = 0, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Opens a new event file.
+
+        Args:
+          directory: made where it is missing.
+          resume_step: the last step that need not be done again; TensorBoard then hides what it holds of later ones.
+          now: a monotonic time in seconds.
+
+        Raises:
+          UserError: the folder cannot be written.
+        """
+        import tensorboardX.event_file_writer
+        import tensorboardX.proto.event_pb2
+        import tensorboardX.summary
+
+        self.directory = pathlib.Path(directory)
+        self._make_event = tensorboardX.proto.event_pb2.Event
+        self._make_summary = tensorboardX.summary.scalar
+        self._now = now
+        self._next_flush_seconds = now()
+        # The file's name has the time in whole seconds: a run resumed within one would write over its own file.
+        suffix = f".{os.getpid()}.{resume_step}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._writer = tensorboardX.event_file_writer.EventsWriter(str(self.directory / "events"), suffix)
+        except OSError as error:
+            raise UserError(
+                f"tensorboard: cannot write {self.directory} ({error.strerror or error}); "
+                "choose another workdir or observe.tensorboard=False"
+            ) from None
+        if resume_step:
+            start = tensorboardX.proto.event_pb2.SessionLog(status=tensorboardX.proto.event_pb2.SessionLog.START)
+            self._add(self._make_event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Adds a point to each value's curve; None is left out."""
+        for name, value in values.items():
+            if value is not None and name != "step":
+                summary = self._make_summary(name, float(value))
+                self._add(self._make_event(wall_time=time.time(), step=step, summary=summary))
+        if self._writer is not None and self._now() >= self._next_flush_seconds:
+            # A flush also syncs the disk: every row would be too often for a slow one.
+            self._next_flush_seconds = self._now() + 10
+            self._attempt(self._writer.flush)
+
+    def close(self) -> None:
+        """Writes what is left and closes the file; a second time is fine."""
+        if self._writer is not None:
+            self._attempt(self._writer.close)
+            self._writer = None
+
+    def _add(self, event: object) -> None:
+        if self._writer is not None:
+            self._attempt(lambda: self._writer.write_event(event))
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            # What follows a torn record in an event file cannot be read, so nothing is gained by going on.
+            _warn_once(False, f"{self.directory}: {error}; training goes on, without TensorBoard")
+            self._writer = None
+
+
+def _keep_rows_up_to(path: pathlib.Path, step: int) -> None:
+    """Replaces the file by its rows up to a step, if there are others."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_row_up_to(line, step)]
+    if kept == lines:
+        return
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _is_row_up_to(line: bytes, step: int) -> bool:
+    # Without its newline a line may be a number cut short, which still parses.
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+
+
+def _json_number(value: float | None) -> float | int | None:
+    """Returns a number that JSON has, or None; NumPy's and JAX's scalars [] become Python's, integers stay integers."""
+    if value is None:
+        return None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _warn_once(has_warned: bool, message: str) -> bool:
+    # Not warnings.warn: under -W error it would end the training that this is here to keep alive.
+    if not has_warned:
+        print(f"meshtrain: WARNING: {message}", file=sys.stderr, flush=True)
+    return True

@@ -1,0 +1,1 @@
+"""HOW do weights move? Learning rates, decay masks, optimizers."""

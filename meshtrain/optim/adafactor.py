@@ -1,0 +1,120 @@
+"""Adafactor's direction (Shazeer and Stern 2018), each stacked layer by itself.
+
+`optax.adafactor` factors over the two largest dims and takes its root mean squares over whole arrays: in a weight that
+stacks layers, each layer's update would depend on the others, and a stack of many small layers would be factored over
+them. Here what is factored and what is a block follow from the logical axes.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshtrain.optim.masks import Axes, MatrixDims, map_axes, matrix_dims, num_stacked
+
+# Section 9 of the paper: epsilon_1, epsilon_2, d and the exponent c of the decay 1 - step^-c.
+SQUARE_EPSILON = 1e-30
+SMALLEST_SCALE = 1e-3
+LARGEST_RMS = 1.0
+DECAY_EXPONENT = 0.8
+SMALLEST_FACTORED_DIM = 128
+
+
+class FactoredState(NamedTuple):
+    """The second moments. A matrix has `row` and `column`, any other weight `full`; what it lacks is a `MaskedNode`.
+
+    Attributes:
+      count: int32 scalar, updates done.
+      row: the mean over the output dims, which stay with size 1.
+      column: the mean over the reduction dims, which stay with size 1.
+      full: as large as the weight.
+    """
+
+    count: jax.Array
+    row: Any
+    column: Any
+    full: Any
+
+
+class _Moments(NamedTuple):
+    update: Any
+    row: Any
+    column: Any
+    full: Any
+
+
+def scale_by_adafactor(logical_axes: Any) -> optax.GradientTransformation:
+    """Returns Adafactor's direction, scaled by each weight's own root mean square, without momentum.
+
+    Args:
+      logical_axes: the tree of the parameters' logical axes.
+    """
+
+    def init(params: Any) -> FactoredState:
+        moments = jax.tree.map(_zeros, params, logical_axes)
+        return FactoredState(jnp.zeros((), jnp.int32), *(_part(moments, index) for index in (1, 2, 3)))
+
+    def update(gradients: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
+        assert params is not None, "Adafactor scales by the parameters: pass them to update"
+        decay = 1 - (state.count + 1).astype(jnp.float32) ** -DECAY_EXPONENT
+
+        def direction(g: jax.Array, axes: Axes, row: Any, column: Any, full: Any, weight: jax.Array) -> _Moments:
+            return _direction(g, _Moments(None, row, column, full), weight, axes, decay)
+
+        moments = jax.tree.map(direction, gradients, logical_axes, state.row, state.column, state.full, params)
+        count = optax.safe_increment(state.count)
+        return _part(moments, 0), FactoredState(count, *(_part(moments, index) for index in (1, 2, 3)))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _part(moments: Any, index: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index], moments, is_leaf=lambda node: isinstance(node, _Moments))
+
+
+def _factored(shape: tuple[int, ...], axes: Axes) -> MatrixDims | None:
+    """Returns the dims of a matrix that is large enough for factors to pay, or None."""
+    dims = matrix_dims(axes)
+    if dims is None or min(math.prod(shape[dim] for dim in part) for part in dims) < SMALLEST_FACTORED_DIM:
+        return None
+    return dims
+
+
+def _zeros(weight: Any, axes: Axes) -> _Moments:
+    nothing, dims = optax.MaskedNode(), _factored(weight.shape, axes)
+    if dims is None:
+        return _Moments(None, nothing, nothing, jnp.zeros(weight.shape, jnp.float32))
+    row, column = (
+        jnp.zeros([1 if dim in gone else size for dim, size in enumerate(weight.shape)], jnp.float32)
+        for gone in (dims.output, dims.reduction)
+    )
+    return _Moments(None, row, column, nothing)
+
+
+def _direction(gradient: jax.Array, old: _Moments, weight: jax.Array, axes: Axes, decay: jax.Array) -> _Moments:
+    """Returns one weight's update and new moments.
+
+    With g the gradient, R and C the row and column means of the moving average of g^2 + epsilon_1:
+
+        v = R C / mean(R),  u = g / sqrt(v),  update = max(epsilon_2, rms(weight)) * u / max(1, rms(u) / d)
+    """
+    square = jnp.square(gradient) + SQUARE_EPSILON
+    dims = _factored(weight.shape, axes)
+    row, column, full = old.row, old.column, old.full
+    if dims is None:
+        full = decay * full + (1 - decay) * square
+        update = gradient / jnp.sqrt(full)
+    else:
+        row = decay * row + (1 - decay) * jnp.mean(square, dims.output, keepdims=True)
+        column = decay * column + (1 - decay) * jnp.mean(square, dims.reduction, keepdims=True)
+        # Two roots: the product of a row and a column of a small gradient would underflow.
+        update = gradient / jnp.sqrt(row / jnp.mean(row, dims.reduction, keepdims=True)) / jnp.sqrt(column)
+    own = tuple(range(num_stacked(axes), weight.ndim))
+    update = update / jnp.maximum(1, _rms(update, own) / LARGEST_RMS)
+    return _Moments(update * jnp.maximum(_rms(weight, own), SMALLEST_SCALE), row, column, full)
+
+
+def _rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x), dims, keepdims=True))

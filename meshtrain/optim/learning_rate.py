@@ -1,0 +1,151 @@
+"""Learning rates: functions of the number of updates done so far.
+
+Throughout, `count` is the number of updates done (0 for the first one) and `step = count + 1` numbers the update at hand.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.errors import UserError
+from meshtrain.options import option, problems
+
+NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")
+BATCH_SCALINGS = ("none", "linear", "sqrt")
+
+Schedule = Callable[[jax.Array | int], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRateOptions:
+    """The learning rate over the run."""
+
+    name: str = option("cosine", "what follows the warm-up", choices=NAMES)
+    peak: float = option(1e-3, "highest learning rate; without effect on noam, see noam_factor", minimum=0.0)
+    warmup_steps: int = option(100, "updates of linear warm-up, the last of them at the peak; 0 means none", minimum=0)
+    decay_steps: int = option(0, "updates from the run's start to the end of the decay; 0 means num_steps", minimum=0)
+    final_fraction: float = option(0.1, "share of the peak where linear, cosine and ..._decay end", minimum=0.0)
+    stable_fraction: float = option(0.8, "share of the steps after warm-up at the peak (warmup_stable_decay)", minimum=0.0)
+    noam_factor: float = option(1.0, "factor of noam, in the place of the peak", minimum=0.0)
+    batch_scaling: str = option("none", "multiply by batch_size / base_batch_size or its root", choices=BATCH_SCALINGS)
+    base_batch_size: int = option(0, "sequences in the batch that the peak was tuned for; 0 means not set", minimum=0)
+
+
+def check(options: LearningRateOptions, path: str = "learning_rate") -> list[str]:
+    """Returns one line for each problem that `options.problems` does not see: limits from above and across fields."""
+    found = []
+    for name in ("final_fraction", "stable_fraction"):
+        value = getattr(options, name)
+        if value > 1:
+            found.append(f"{path}.{name}: got {value}; allowed: 0 to 1, a share; nearest: 1.0")
+    if options.name in ("linear", "cosine", "warmup_stable_decay") and 0 < options.decay_steps <= options.warmup_steps:
+        found.append(
+            f"{path}.decay_steps: got {options.decay_steps}; allowed: 0 (num_steps), or more than "
+            f"{path}.warmup_steps = {options.warmup_steps}; nearest: {options.warmup_steps + 1}"
+        )
+    if options.batch_scaling != "none" and options.base_batch_size == 0:
+        found.append(
+            f"{path}.base_batch_size: got 0; allowed with {path}.batch_scaling '{options.batch_scaling}': at least 1, "
+            f"the batch_size that the peak was tuned for; nearest: {path}.batch_scaling 'none'"
+        )
+    return found
+
+
+def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: int, batch_size: int) -> Schedule:
+    """Returns the learning rate as a function of the number of updates done so far (an optax schedule).
+
+    With w = warmup_steps, T = decay_steps or num_steps, f = final_fraction, and p = (count - w) / (T - w) held to 0..1:
+
+        warm-up              peak * step / w                                     step <= w, all but noam
+        constant             peak
+        linear               peak * (1 - (1 - f) p)
+        cosine               peak * (f + (1 - f) (1 + cos(pi p)) / 2)            Loshchilov and Hutter 2017
+        inverse_sqrt         peak * sqrt(max(w, 1) / step)                       Raffel et al. 2020
+        noam                 noam_factor * embed_dim^-0.5 * min(step^-0.5, step * w^-1.5)    Vaswani et al. 2017
+        warmup_stable_decay  peak, then linear in the last 1 - stable_fraction   Hu et al. 2024
+
+    The decay would arrive at f one update after the last, so that not even f = 0 wastes an update; nor does the warm-up,
+    which starts at peak / w. A run that is shorter than its warm-up ends while it still rises. Noam without warm-up is
+    noam with a warm-up of one step. A run continued with another num_steps gets another decay, unless decay_steps holds it.
+
+    All of it is multiplied by batch_size / base_batch_size ("linear", Goyal et al. 2017) or by its square root ("sqrt",
+    Malladi et al. 2022, for Adam's kin) where batch_scaling says so.
+
+    Args:
+      options: what to follow.
+      num_steps: updates in the run.
+      embed_dim: width of the model (noam).
+      batch_size: sequences in the global batch.
+
+    Returns:
+      A function of an int32 scalar (or any shape), usable under jit, to float32 of that shape.
+
+    Raises:
+      UserError: options out of bounds, one line each.
+    """
+    found = problems(options, "learning_rate") + check(options)
+    if found:
+        raise UserError(*found)
+    factor = _batch_factor(options, batch_size)
+    if options.name == "noam":
+        return _noam(factor * options.noam_factor, embed_dim, max(options.warmup_steps, 1))
+    warmup_steps, share = options.warmup_steps, _share_of_peak(options, options.decay_steps or num_steps)
+
+    def schedule(count: jax.Array | int) -> jax.Array:
+        count = jnp.asarray(count)
+        rising = (count + 1).astype(jnp.float32) / max(warmup_steps, 1)
+        return options.peak * factor * jnp.where(count < warmup_steps, rising, share(count))
+
+    return schedule
+
+
+def _batch_factor(options: LearningRateOptions, batch_size: int) -> float:
+    if options.batch_scaling == "none":
+        return 1.0
+    ratio = batch_size / options.base_batch_size
+    return ratio if options.batch_scaling == "linear" else math.sqrt(ratio)
+
+
+def _noam(factor: float, embed_dim: int, warmup_steps: int) -> Schedule:
+    def schedule(count: jax.Array | int) -> jax.Array:
+        step = (jnp.asarray(count) + 1).astype(jnp.float32)
+        return factor * embed_dim**-0.5 * jnp.minimum(1 / jnp.sqrt(step), step * warmup_steps**-1.5)
+
+    return schedule
+
+
+def _share_of_peak(options: LearningRateOptions, end: int) -> Callable[[jax.Array], jax.Array]:
+    """Returns what follows the warm-up, as a share of the peak: a function of count; `end` is T above."""
+    first, final = options.warmup_steps, options.final_fraction
+
+    def progress(count: jax.Array, start: int) -> jax.Array:
+        # The subtraction is in integers: exact however long the run. A run may end within its warm-up, hence the max.
+        return jnp.clip((count - start).astype(jnp.float32) / max(end - start, 1), 0, 1)
+
+    def constant(count: jax.Array) -> jax.Array:
+        return jnp.ones(count.shape, jnp.float32)
+
+    def linear(count: jax.Array) -> jax.Array:
+        return 1 - (1 - final) * progress(count, first)
+
+    def cosine(count: jax.Array) -> jax.Array:
+        return final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress(count, first)))
+
+    def inverse_sqrt(count: jax.Array) -> jax.Array:
+        return jnp.sqrt(max(first, 1) / (count + 1).astype(jnp.float32))
+
+    def warmup_stable_decay(count: jax.Array) -> jax.Array:
+        start = first + math.floor(options.stable_fraction * max(end - first, 0))
+        return 1 - (1 - final) * progress(count, start)
+
+    shares = {
+        "constant": constant,
+        "linear": linear,
+        "cosine": cosine,
+        "inverse_sqrt": inverse_sqrt,
+        "warmup_stable_decay": warmup_stable_decay,
+    }
+    return shares[options.name]

@@ -1,0 +1,87 @@
+"""Which weights decay, and which are matrices: told from their logical axes alone.
+
+Logical axes are a tuple for each weight, a name or None for each dim, such as ("layers", "embed", "heads", "head_dim").
+A dim stacks whole weights where its name stands in `STACKED` at the front; any other first dim belongs to the weight.
+
+    weight                           logical axes                               matrix   decays   muon
+    query, key, value                layers, embed, heads, head_dim             yes      yes      yes
+    attention's output               layers, heads, head_dim, embed             yes      yes      yes
+    mlp                              layers, embed, mlp                         yes      yes      yes
+    token table, head                vocab, embed                               yes      yes      no
+    learned positions                positions, embed                           yes      yes      no
+    biases                           layers, heads, head_dim / layers, mlp      no       no       no
+    norms                            layers, norm                               no       no       no
+
+Tables decay because GPT-2's and GPT-3's did (Brown et al. 2020 say weight decay, without an exception for them), and a
+tied table is the head as well.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
+
+STACKED = ("chunks", "layers")
+NORM = "norm"
+TABLES = ("vocab", "positions")
+
+Axes = tuple[str | None, ...]
+
+
+class MatrixDims(NamedTuple):
+    """The dims of a weight as those of the matrix in x W = y; the dims in neither stack several matrices.
+
+    Attributes:
+      reduction: the dims that the product sums over, W's rows.
+      output: the dims that the product leaves, W's columns.
+    """
+
+    reduction: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+def is_axes(node: Any) -> TypeGuard[Axes]:
+    """Returns whether a node of a tree is one weight's logical axes, not a container (a namedtuple is a container)."""
+    return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
+
+
+def map_axes(function: Callable[[Axes], Any], logical_axes: Any) -> Any:
+    """Returns the tree of what a function makes of each weight's logical axes."""
+    return jax.tree.map(function, logical_axes, is_leaf=is_axes)
+
+
+def num_stacked(axes: Axes) -> int:
+    """Returns how many dims at the front stack whole weights."""
+    for dim, name in enumerate(axes):
+        if name not in STACKED:
+            return dim
+    return len(axes)
+
+
+def matrix_dims(axes: Axes) -> MatrixDims | None:
+    """Returns the dims of a weight as a matrix, or None for a norm, a bias or a scalar.
+
+    Heads and the head_dim behind them are one feature dim, so a bias of (heads, head_dim) is no matrix. Of more than two
+    feature dims, `embed` alone is reduced where it comes first (a fused query, key and value); otherwise the last is the
+    output and all before it are reduced (a convolution: height, width, in, out).
+    """
+    features: list[tuple[int, ...]] = []
+    for dim in range(num_stacked(axes), len(axes)):
+        if axes[dim] == "head_dim" and features:
+            features[-1] += (dim,)
+        else:
+            features.append((dim,))
+    if len(features) < 2 or NORM in axes:
+        return None
+    split = 1 if axes[features[0][0]] == "embed" else len(features) - 1
+    return MatrixDims(sum(features[:split], ()), sum(features[split:], ()))
+
+
+def decays(logical_axes: Any) -> Any:
+    """Returns a tree of bool: True for each weight that decays, which are the matrices."""
+    return map_axes(lambda axes: matrix_dims(axes) is not None, logical_axes)
+
+
+def is_hidden_matrix(axes: Axes) -> bool:
+    """Returns whether a weight is a matrix between activations: neither a table (tokens, positions) nor the head."""
+    return matrix_dims(axes) is not None and not any(name in TABLES for name in axes)

@@ -1,0 +1,155 @@
+"""Optimizers: a direction by name, then decoupled weight decay, then the learning rate; and where their states live.
+
+Adam, SGD and Lion work on each element by itself. Adafactor and Muon reduce over whole weights (never over the stack of
+layers): under jit the partitioner adds what they must send, in a region with manual axes they would see slices.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from meshtrain.errors import UserError
+from meshtrain.optim.adafactor import scale_by_adafactor
+from meshtrain.optim.learning_rate import Schedule
+from meshtrain.optim.masks import Axes, decays, is_axes, is_hidden_matrix, map_axes, matrix_dims
+from meshtrain.options import option, problems
+
+NAMES = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
+
+# Gives Muon's updates the root mean square that Adam's tend to, so that both halves share a learning rate and a weight
+# decay (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
+MUON_RMS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """How weights move along their gradients."""
+
+    name: str = option("adamw", "adafactor's learning rate counts in shares of a weight's size", choices=NAMES)
+    beta1: float = option(0.9, "decay of the first moment (adam, adamw, lion, and muon's tables and norms)", minimum=0.0)
+    beta2: float = option(0.95, "decay of the second moment (the same); of the momentum in lion: 0.99", minimum=0.0)
+    epsilon: float = option(1e-8, "added to the root of the second moment (adam, adamw, muon's tables)", minimum=0.0)
+    weight_decay: float = option(0.1, "times the learning rate; matrices and tables only; not in adam", minimum=0.0)
+    momentum: float = option(0.95, "decay of the momentum in sgd (0.9 is usual) and of muon's matrices", minimum=0.0)
+    clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
+
+
+def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
+    """Returns one line for each problem that `options.problems` does not see: limits from above."""
+    return [
+        f"{path}.{name}: got {getattr(options, name)}; allowed: at least 0 and below 1; nearest: 0.999"
+        for name in ("beta1", "beta2", "momentum")
+        if getattr(options, name) >= 1
+    ]
+
+
+def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) -> optax.GradientTransformation:
+    """Returns the optimizer: float32 parameters and gradients to float32 updates, which are added to the parameters.
+
+    A weight w with direction u and learning rate a moves by -a (u + weight_decay * w); the second term only where
+    `masks.decays` says so, and never for "adam". Gradients are clipped elsewhere, by `clip_norm`.
+
+    Args:
+      options: what to build.
+      schedule: the learning rate, a function of the number of updates done so far.
+      logical_axes: the parameters' tree with a tuple of logical axes for each weight. Only its names count, so the same
+        tree serves a stack of any number of layers.
+
+    Returns:
+      A transformation whose `update` wants the parameters. Its moments are float32.
+
+    Raises:
+      UserError: options out of bounds, one line each.
+    """
+    found = problems(options, "optimizer") + check(options)
+    if found:
+        raise UserError(*found)
+    weight_decay = 0.0 if options.name == "adam" else options.weight_decay
+    return optax.chain(
+        _direction(options, logical_axes),
+        optax.add_decayed_weights(weight_decay, decays(logical_axes)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _direction(options: OptimizerOptions, logical_axes: Any) -> optax.GradientTransformation:
+    """Returns the part that gives an optimizer its name, without decay and learning rate."""
+    adam = optax.scale_by_adam(options.beta1, options.beta2, options.epsilon, mu_dtype=jnp.float32)
+    if options.name in ("adamw", "adam"):
+        return adam
+    if options.name == "sgd":
+        return optax.trace(options.momentum, accumulator_dtype=jnp.float32)
+    if options.name == "lion":
+        return optax.scale_by_lion(options.beta1, options.beta2, mu_dtype=jnp.float32)
+    if options.name == "adafactor":
+        return scale_by_adafactor(logical_axes)
+    assert options.name == "muon", options.name
+    labels = map_axes(lambda axes: "muon" if is_hidden_matrix(axes) else "adam", logical_axes)
+    return optax.partition({"muon": _muon(options.momentum, logical_axes), "adam": adam}, labels)
+
+
+def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
+    """Returns Muon (Jordan et al. 2024) for the hidden matrices of a tree that has a `MaskedNode` for any other weight.
+
+    Left to itself, optax takes every weight of two dims for a matrix and no other, so that stacked layers would go to
+    Adam and stacked norms would count as matrices.
+    """
+
+    def dimension_numbers(axes: Axes) -> Any:
+        dims = matrix_dims(axes)
+        return MuonDimensionNumbers(*dims) if dims is not None and is_hidden_matrix(axes) else optax.MaskedNode()
+
+    dimensions = map_axes(dimension_numbers, logical_axes)
+
+    def scale(update: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
+        sizes = [math.prod(update.shape[dim] for dim in part) for part in (dims.reduction_axis, dims.output_axis)]
+        return update * (MUON_RMS * math.sqrt(max(sizes)))
+
+    def scale_all(updates: Any, params: Any) -> Any:
+        del params
+        return jax.tree.map(scale, updates, dimensions)
+
+    return optax.chain(
+        scale_by_muon(beta=momentum, mu_dtype=jnp.float32, weight_dimension_numbers=dimensions),
+        optax.stateless(scale_all),
+    )
+
+
+def state_axes(
+    transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any
+) -> list[Axes]:
+    """Returns the logical axes of each array in an optimizer's state.
+
+    An array belongs to the parameter whose path its own path ends with. Each dim as large as the parameter's carries the
+    parameter's name (moments), each other dim None (the means of a factored moment keep their dims with size 1). What
+    belongs to no parameter (counts, constants) or has another rank carries None only.
+
+    Args:
+      transformation: any optax optimizer.
+      abstract_params: the parameters, or their `jax.ShapeDtypeStruct`s.
+      logical_axes: the parameters' tree with a tuple of logical axes for each weight.
+
+    Returns:
+      A tuple as long as the array's rank for each array, in the order of
+      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. A list, because an optimizer's state is
+      made of tuples, and so are logical axes.
+    """
+    shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
+    axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_axes)}
+    assert shapes.keys() == axes.keys(), "parameters and logical axes differ in structure"
+    state = jax.eval_shape(transformation.init, abstract_params)
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        ends = (tuple(path[start:]) for start in range(len(path) + 1))
+        owner = next((end for end in ends if end in shapes), None)
+        if owner is None or len(shapes[owner]) != leaf.ndim:
+            found.append((None,) * leaf.ndim)
+        else:
+            dims = zip(leaf.shape, shapes[owner], axes[owner], strict=True)
+            found.append(tuple(name if size == full else None for size, full, name in dims))
+    return found

@@ -1,0 +1,176 @@
+"""Is a table right, and what does it cost? Proof, timelines, bubbles and peaks, from the table alone. No JAX."""
+
+import dataclasses
+from collections import Counter
+from fractions import Fraction
+from typing import NamedTuple
+
+from meshtrain.errors import UserError
+from meshtrain.pipeline.schedules import Action, Schedule, dependencies, describe, is_split
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """How long one action takes, and one transfer to a neighbour; any one unit of time for all four, exact.
+
+    Attributes:
+      forward: one forward of one chunk.
+      backward: one action B: a whole backward, or the input gradient where the table splits the backward.
+      weight_gradient: one action W.
+      transfer: from the end of an action to the moment its result is at a neighbouring stage.
+    """
+
+    forward: Fraction = Fraction(1)
+    backward: Fraction = Fraction(1)
+    weight_gradient: Fraction = Fraction(1)
+    transfer: Fraction = Fraction(0)
+
+    def of(self, action: Action) -> Fraction:
+        """Returns how long an action takes."""
+        return {"F": self.forward, "B": self.backward, "W": self.weight_gradient}[action.kind]
+
+
+class Span(NamedTuple):
+    """One action's place in time on its stage."""
+
+    stage: int
+    action: Action
+    start: Fraction
+    end: Fraction
+
+
+def prove(schedule: Schedule) -> None:
+    """Raises UserError unless every microbatch passes every chunk once each way and every dependency is met.
+
+    A dependency is met if it stands in an *earlier row*: results travel to the neighbour between two rows.
+    """
+    found = _incomplete(schedule) or _violated(schedule)
+    if found:
+        raise UserError(*found)
+
+
+def _incomplete(schedule: Schedule) -> list[str]:
+    """Returns one line if an action is missing, doubled, or outside the table's numbers."""
+    kinds = "FBW" if is_split(schedule) else "FB"
+    chunks = schedule.num_chunks
+    for stage in range(schedule.num_stages):
+        seen = Counter(row[stage] for row in schedule.rows if row[stage] is not None)
+        wanted = [Action(k, m, c) for m in range(schedule.num_microbatches) for c in range(chunks) for k in kinds]  # type: ignore[arg-type]
+        for action in wanted:
+            if seen[action] != 1:
+                times = "is missing" if not seen[action] else f"stands there {seen[action]} times"
+                return [f"schedule {schedule.name}: {describe(action, chunks)} {times} on stage {stage}; allowed: exactly once"]
+        extra = set(seen) - set(wanted)
+        if extra:
+            action = min(action for action in extra if action is not None)
+            return [
+                f"schedule {schedule.name}: got {describe(action, chunks)} on stage {stage}; allowed: microbatches 0 to "
+                f"{schedule.num_microbatches - 1}, chunks 0 to {chunks - 1}"
+            ]
+    return []
+
+
+def _violated(schedule: Schedule) -> list[str]:
+    """Returns the first violated dependency as one line, with each stage's next action where even free stages would deadlock."""
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    row_of = {(stage, action): row for row, cells in enumerate(schedule.rows) for stage, action in enumerate(cells) if action}
+    for row, cells in enumerate(schedule.rows):
+        for stage, action in enumerate(cells):
+            for needed in dependencies(action, stage, stages, chunks) if action else []:
+                if row_of[needed] >= row:
+                    line = (
+                        f"schedule {schedule.name}: {describe(action, chunks)} in row {row} on stage {stage} needs "
+                        f"{describe(needed[1], chunks)} of stage {needed[0]}, which stands in row {row_of[needed]}; "
+                    )
+                    return [line + (_deadlock(schedule) or f"nearest: a row after {row_of[needed]}")]
+    return []
+
+
+def _deadlock(schedule: Schedule) -> str:
+    """Returns what every stage waits for if stages that run freely in this order get stuck, else an empty string."""
+    spans, left = _replay(schedule, Costs())
+    if not any(left):
+        return ""
+    finished = {(span.stage, span.action) for span in spans}
+    waits = []
+    for stage, actions in enumerate(left):
+        if not actions:
+            waits.append(f"stage {stage} is finished")
+            continue
+        needs = dependencies(actions[0], stage, schedule.num_stages, schedule.num_chunks)
+        place, needed = next(key for key in needs if key not in finished)
+        waits.append(
+            f"stage {stage} waits in {describe(actions[0], schedule.num_chunks)} for "
+            f"{describe(needed, schedule.num_chunks)} of stage {place}"
+        )
+    return f"deadlock: {', '.join(waits)}"
+
+
+def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Action]]]:
+    """Runs every stage freely in its own order. Returns what ran, and for each stage what never could."""
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    left = [[row[stage] for row in reversed(schedule.rows) if row[stage]] for stage in range(stages)]
+    ends, free, spans = dict[tuple[int, Action], Fraction](), [Fraction(0)] * stages, list[Span]()
+    progress = True
+    while progress:
+        progress = False
+        for stage, actions in enumerate(left):
+            while actions:
+                action = actions[-1]
+                assert action is not None
+                needs = dependencies(action, stage, stages, chunks)
+                if not all(key in ends for key in needs):
+                    break
+                arrivals = [ends[key] + (costs.transfer if key[0] != stage else 0) for key in needs]
+                start = max([free[stage], *arrivals])
+                ends[stage, action] = free[stage] = start + costs.of(action)
+                spans.append(Span(stage, action, start, free[stage]))
+                actions.pop()
+                progress = True
+    return spans, [[action for action in reversed(actions) if action] for actions in left]
+
+
+def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
+    """Returns the timeline of a proven table in which a stage starts an action as soon as it is free and its inputs are there."""
+    spans, left = _replay(schedule, costs)
+    assert not any(left), "only proven tables have a timeline"
+    return spans
+
+
+def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
+    """Returns the timeline of a proven table in which a row lasts, for every stage, as long as its slowest action.
+
+    So run programs in which each row ends with a permute between neighbours; the transfer follows each row with an F or a B.
+    """
+    spans, now = list[Span](), Fraction(0)
+    for row in schedule.rows:
+        busy = [(stage, action) for stage, action in enumerate(row) if action]
+        spans += [Span(stage, action, now, now + costs.of(action)) for stage, action in busy]
+        now += max((costs.of(action) for _, action in busy), default=Fraction(0))
+        now += costs.transfer if any(action.kind != "W" for _, action in busy) else 0
+    return spans
+
+
+def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
+    """Returns the exact share of the stages' time, from the first start to the last end, in which they do not work."""
+    makespan = max(span.end for span in spans)
+    work = sum((span.end - span.start for span in spans), Fraction(0))
+    return 1 - work / (num_stages * makespan)
+
+
+def peak_in_flight(schedule: Schedule) -> list[int]:
+    """Returns, for each stage, how many (microbatch, chunk) pairs it holds at most.
+
+    A pair is held from the start of its forward to the end of its backward (of its weight gradient, where the table splits
+    it). Only the order on a stage counts, so the number is the same for free stages and for stages in step.
+    """
+    last = "W" if is_split(schedule) else "B"
+    peaks = [0] * schedule.num_stages
+    for stage in range(schedule.num_stages):
+        held = 0
+        for row in schedule.rows:
+            kind = row[stage].kind if row[stage] else ""  # type: ignore[union-attr]
+            held += kind == "F"
+            peaks[stage] = max(peaks[stage], held)
+            held -= kind == last
+    return peaks

@@ -1,0 +1,261 @@
+"""A proven table, made ready to run: which buffer slot each row reads and writes, and which rows share a compiled body. No JAX.
+
+How a program runs. In an F row every stage reads a stage input, keeps it, and sends its output round the ring to stage s + 1; in
+a B row it reads the kept input and the output's cotangent and sends the input's cotangent to stage s - 1. What arrives at the end of
+a row is written into a slot right then. One buffer a stage holds inputs that wait and inputs that are kept for the backward:
+an input stays in its slot from arrival to backward. A second buffer holds cotangents that wait. A row reads before it writes, so
+what arrives may take the place of what this row has read for the last time.
+
+Table shapes: R rows, S stages; every table is int32 or bool.
+"""
+
+import dataclasses
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtrain.errors import UserError
+from meshtrain.pipeline.check import prove
+from meshtrain.pipeline.schedules import Action, Schedule, describe, is_split
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """Numpy tables that say, for each row and stage, what runs and where its data lie.
+
+    Slots `num_slots` and `num_cotangent_slots` are the dump slots: buffers have one slot more than they need, and what nobody
+    wants goes there. Idle cells read and write the dump slots, with microbatch and chunk 0.
+
+    Attributes:
+      schedule: the proven table that this program runs.
+      num_slots: slots for stage inputs on each stage, without the dump slot.
+      num_cotangent_slots: slots for waiting cotangents on each stage, without the dump slot.
+      kinds: F or B for each row.
+      microbatch: [R, S] int32.
+      chunk: [R, S] int32.
+      active: [R, S] bool; False where the stage idles and its work must be masked.
+      input_slot: [R, S] int32; where the stage input is read, in F rows and again in B rows.
+      embed_slot: [R, S] int32; where an F row first writes the embedded microbatch (stage 0 in chunk 0, else the dump slot).
+      receive_slot: [R, S] int32; where the arriving activation is written at the end of an F row.
+      cotangent_slot: [R, S] int32; where a B row reads the output's cotangent (dump slot in the last virtual stage: from the head).
+      receive_cotangent_slot: [R, S] int32; where the arriving cotangent is written at the end of a B row.
+      embed_microbatch: [R] int32; the microbatch that stage 0 embeds in this F row, else -1.
+      head_microbatch: [R] int32; the microbatch whose loss the last stage needs in this B row, else -1.
+      embed_backward_microbatch: [R] int32; the microbatch whose embedding gets its gradient in this B row, else -1.
+    """
+
+    schedule: Schedule
+    num_slots: int
+    num_cotangent_slots: int
+    kinds: tuple[str, ...]
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    active: np.ndarray
+    input_slot: np.ndarray
+    embed_slot: np.ndarray
+    receive_slot: np.ndarray
+    cotangent_slot: np.ndarray
+    receive_cotangent_slot: np.ndarray
+    embed_microbatch: np.ndarray
+    head_microbatch: np.ndarray
+    embed_backward_microbatch: np.ndarray
+
+
+class Signature(NamedTuple):
+    """What a row body must be able to do; where a flag is set, rows that do not need it mask it."""
+
+    kind: str
+    embed: bool
+    head: bool
+    embed_backward: bool
+
+
+class Segment(NamedTuple):
+    """Rows that run as one loop: `body`, `count` times over. A body holds row signatures and smaller segments, in order."""
+
+    body: tuple["Signature | Segment", ...]
+    count: int
+
+
+def refusals(schedule: Schedule) -> list[str]:
+    """Returns one line if no single program of one-kind rows can run this table, with the reason; empty if one can."""
+    nearest = "nearest: 1f1b" if schedule.num_chunks == 1 else "nearest: interleaved_1f1b"
+    for index, row in enumerate(schedule.rows):
+        kinds = {action.kind for action in row if action}
+        if "W" in kinds or (is_split(schedule) and "B" in kinds):
+            return [
+                f"schedule {schedule.name}: row {index} holds half a backward (B without its W); allowed: tables of F and whole "
+                f"backwards B, because a half would recompute the forward a second time; {nearest}"
+            ]
+        if len(kinds) > 1:
+            stages = {action.kind: f"{describe(action)} on stage {s}" for s, action in enumerate(row) if action}
+            return [
+                f"schedule {schedule.name}: row {index} mixes {' and '.join(stages.values())}; allowed: rows of one kind, because "
+                f"all stages move in step and would all wait for the slower kind; {nearest}"
+            ]
+    return []
+
+
+def executable(schedule: Schedule) -> Program:
+    """Returns the slots and flags with which one SPMD program runs a table.
+
+    Slots are given lowest free first, so equal tables get equal programs; sizes are the largest over the stages.
+
+    Raises:
+      UserError: the table is wrong (see `check.prove`), mixes kinds in a row, or splits the backward.
+    """
+    prove(schedule)
+    found = refusals(schedule)
+    if found:
+        raise UserError(*found)
+    rows = [row for row in schedule.rows if any(row)]
+    shape = len(rows), schedule.num_stages
+    tables = {name: np.zeros(shape, np.int32) for name in ("microbatch", "chunk")}
+    for row, cells in enumerate(rows):
+        for stage, action in enumerate(cells):
+            if action:
+                tables["microbatch"][row, stage], tables["chunk"][row, stage] = action.microbatch, action.chunk
+    slots = {name: np.full(shape, -1, np.int32) for name in _SLOT_TABLES}
+    num_slots, num_cotangent_slots = _assign_slots(schedule, rows, slots)
+    for name, table in slots.items():
+        table[table < 0] = num_cotangent_slots if "cotangent" in name else num_slots
+    first, last = (0, 0), (schedule.num_stages - 1, schedule.num_chunks - 1)
+    return Program(
+        schedule=schedule,
+        num_slots=num_slots,
+        num_cotangent_slots=num_cotangent_slots,
+        kinds=tuple(next(action.kind for action in row if action) for row in rows),
+        active=np.array([[action is not None for action in row] for row in rows]),
+        embed_microbatch=_microbatches_at(rows, "F", *first),
+        head_microbatch=_microbatches_at(rows, "B", *last),
+        embed_backward_microbatch=_microbatches_at(rows, "B", *first),
+        **tables,
+        **slots,
+    )
+
+
+_SLOT_TABLES = ("input_slot", "embed_slot", "receive_slot", "cotangent_slot", "receive_cotangent_slot")
+
+
+def _microbatches_at(rows: list[tuple[Action | None, ...]], kind: str, stage: int, chunk: int) -> np.ndarray:
+    """Returns, for each row, the microbatch that `stage` has in `chunk` in a row of this kind, else -1: [R] int32."""
+    cells = [row[stage] for row in rows]
+    return np.array([a.microbatch if a and (a.kind, a.chunk) == (kind, chunk) else -1 for a in cells], np.int32)
+
+
+class _Slots:
+    """The slots of one buffer on one stage: which are free, and who sits where."""
+
+    def __init__(self) -> None:
+        self.size, self.free, self.of = 0, list[int](), dict[tuple[int, int], int]()
+
+    def take(self, action: Action) -> int:
+        if self.free:
+            slot = heapq.heappop(self.free)
+        else:
+            slot, self.size = self.size, self.size + 1
+        assert (action.microbatch, action.chunk) not in self.of
+        self.of[action.microbatch, action.chunk] = slot
+        return slot
+
+    def leave(self, action: Action) -> int:
+        slot = self.of.pop((action.microbatch, action.chunk))
+        heapq.heappush(self.free, slot)
+        return slot
+
+
+def _assign_slots(
+    schedule: Schedule, rows: list[tuple[Action | None, ...]], tables: dict[str, np.ndarray]
+) -> tuple[int, int]:
+    """Fills the slot tables (-1 stays where there is none) and returns the sizes of both buffers."""
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    inputs, cotangents = [_Slots() for _ in range(stages)], [_Slots() for _ in range(stages)]
+    for row, cells in enumerate(rows):
+        busy = [(stage, action) for stage, action in enumerate(cells) if action]
+        for stage, action in busy:
+            key = (action.microbatch, action.chunk)
+            is_last = (stage, action.chunk) == (stages - 1, chunks - 1)
+            if action.kind == "F":
+                if (stage, action.chunk) == (0, 0):
+                    tables["embed_slot"][row, stage] = inputs[stage].take(action)
+                tables["input_slot"][row, stage] = inputs[stage].of[key]
+            else:
+                tables["input_slot"][row, stage] = inputs[stage].leave(action)
+                if not is_last:
+                    tables["cotangent_slot"][row, stage] = cotangents[stage].leave(action)
+        for stage, action in busy:
+            virtual = action.chunk * stages + stage + (1 if action.kind == "F" else -1)
+            if not 0 <= virtual < stages * chunks:
+                continue
+            arrived, place = action._replace(chunk=virtual // stages), virtual % stages
+            if action.kind == "F":
+                tables["receive_slot"][row, place] = inputs[place].take(arrived)
+            else:
+                tables["receive_cotangent_slot"][row, place] = cotangents[place].take(arrived)
+    assert not any(slots.of for slots in inputs + cotangents), "every slot is given back"
+    return max(slots.size for slots in inputs), max(slots.size for slots in cotangents)
+
+
+def segments(program: Program) -> tuple[Segment, ...]:
+    """Returns the rows as loops, so that a body is compiled once however many rows it runs.
+
+    Rows are told apart by kind and by the head, which costs matrix products and runs in no row that does not need it. The
+    embedding and its backward are look-ups: a body has them if one of its rows does, and its other rows mask them.
+
+    Returns:
+      Segments whose rows, in order, are exactly the program's rows.
+    """
+    letters = ["F" if kind == "F" else "H" if head >= 0 else "B" for kind, head in zip(program.kinds, program.head_microbatch, strict=True)]
+    # Two passes: first runs of a row or of a pair of rows, then repeats of such runs (groups of microbatches in chunks).
+    runs = [(tuple(body), count) for body, count in _repeats(letters, max_period=2)]
+    found, start = list[Segment](), 0
+    for body, count in _repeats(runs, max_period=len(runs)):
+        inner, offset, length = list[Signature | Segment](), start, sum(len(run) * times for run, times in body)
+        for run, times in body:
+            signatures = tuple(
+                _signature(program, offset + place, len(run), times, length, count) for place in range(len(run))
+            )
+            inner += signatures if times == 1 else [Segment(signatures, times)]
+            offset += len(run) * times
+        start += length * count
+        only = inner[0]
+        found.append(only if isinstance(only, Segment) and len(inner) == count == 1 else Segment(tuple(inner), count))
+    return tuple(found)
+
+
+def _signature(program: Program, first: int, step: int, times: int, outer_step: int, outer_times: int) -> Signature:
+    """Returns what the body needs that runs rows first + i step + j outer_step, for all i < times and j < outer_times."""
+    rows = [first + i * step + j * outer_step for j in range(outer_times) for i in range(times)]
+    flags = program.embed_microbatch, program.head_microbatch, program.embed_backward_microbatch
+    embed, head, embed_backward = (bool((flag[rows] >= 0).any()) for flag in flags)
+    assert {program.kinds[row] for row in rows} == {program.kinds[first]}
+    return Signature(program.kinds[first], embed, head, embed_backward)
+
+
+def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
+    """Splits a list into (part, count) so that the parts, each counted once, hold as few rows as possible.
+
+    Dynamic programming from the end: best[i] is the cheapest split of items[i:].
+    """
+
+    def cost(part: list) -> int:
+        return sum(len(item[0]) if isinstance(item, tuple) else 1 for item in part)
+
+    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (len(items) + 1)
+    for start in reversed(range(len(items))):
+        choices = []
+        for period in range(1, min(max_period, len(items) - start) + 1):
+            part, count = items[start : start + period], 0
+            while items[start + count * period : start + (count + 1) * period] == part:
+                count += 1
+                end = start + count * period
+                choices.append((cost(part) + best[end][0], -count * period, period, count))
+        cheapest = min(choices)
+        best[start] = (cheapest[0], cheapest[2], cheapest[3])
+    found, start = list[tuple[list, int]](), 0
+    while start < len(items):
+        _, period, count = best[start]
+        found.append((items[start : start + period], count))
+        start += period * count
+    return found

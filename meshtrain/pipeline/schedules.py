@@ -1,0 +1,242 @@
+"""In what order the stages run, as plain tables: one row after another, one cell a stage. No JAX.
+
+A stage holds `num_chunks` chunks of layers. Chunk c of stage s is the *virtual stage* v = c * num_stages + s: a microbatch passes
+the virtual stages in order, and the way from the last stage back to the first leads into the next chunk.
+
+Letters: S stages, M microbatches, V chunks a stage; s a stage, m a microbatch, c a chunk, u a unit (one microbatch in one chunk).
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from meshtrain.errors import UserError, nearest, unknown
+from meshtrain.options import option
+
+Kind = Literal["F", "B", "W"]
+NAMES = ("gpipe", "1f1b", "1f1b_classic", "interleaved_1f1b", "zero_bubble_h1")
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineOptions:
+    """In what order the stages of the mesh's pipeline axis run; without effect where that axis has size 1."""
+
+    schedule: str = option("1f1b", "order in which the stages run", choices=NAMES)
+    num_microbatches: int = option(4, "parts into which a step's batch is cut on its way through the stages", minimum=1)
+    num_chunks: int = option(1, "chunks of layers on each stage (interleaved_1f1b, or a table with chunks)", minimum=1)
+    table: str = option("", "path of a CSV file with a table of one's own instead of `schedule` (empty: none)")
+
+
+class Action(NamedTuple):
+    """What one stage does in one row.
+
+    Attributes:
+      kind: F is a forward, B a whole backward (or, in a table that has W, its input gradient), W a weight gradient.
+      microbatch: 0 .. num_microbatches - 1.
+      chunk: 0 .. num_chunks - 1.
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+
+Row = tuple[Action | None, ...]
+
+
+class Schedule(NamedTuple):
+    """A table: `rows[r][s]` is what stage s does in row r, None where it idles."""
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    rows: tuple[Row, ...]
+
+
+def describe(action: Action | None, num_chunks: int = 1) -> str:
+    """Returns an action as a cell of a table: `F3`, `F3.1` (chunk 1) where stages have several chunks, empty for idle."""
+    if action is None:
+        return ""
+    return f"{action.kind}{action.microbatch}" + (f".{action.chunk}" if num_chunks > 1 else "")
+
+
+def is_split(schedule: Schedule) -> bool:
+    """Returns whether the backward stands in two halves: B for the input's gradient, W for the weights'."""
+    return any(action is not None and action.kind == "W" for row in schedule.rows for action in row)
+
+
+def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[tuple[int, Action]]:
+    """Returns the (stage, action) pairs that must be finished before `action` may start on `stage`.
+
+    With v the virtual stage: F(m, v) needs F(m, v-1); B(m, v) needs F(m, v) and B(m, v+1); W(m, v) needs B(m, v).
+    """
+    virtual = action.chunk * num_stages + stage
+
+    def at(kind: Kind, place: int) -> tuple[int, Action]:
+        return place % num_stages, Action(kind, action.microbatch, place // num_stages)
+
+    if action.kind == "F":
+        return [at("F", virtual - 1)] if virtual > 0 else []
+    if action.kind == "W":
+        return [at("B", virtual)]
+    return [at("F", virtual)] + ([at("B", virtual + 1)] if virtual < num_stages * num_chunks - 1 else [])
+
+
+def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[str]:
+    """Returns one line for each reason why the named schedule has no table for these numbers; empty if it has one."""
+    if name not in NAMES:
+        return [unknown("pipeline.schedule", name, NAMES)]
+    counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
+    found = [f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1]
+    if found:
+        return found
+    if num_chunks > 1 and name != "interleaved_1f1b":
+        found.append(
+            f"pipeline.num_chunks: got {num_chunks}; {name} has 1 chunk a stage; nearest: 1, or the schedule interleaved_1f1b"
+        )
+    if name == "interleaved_1f1b" and num_microbatches % num_stages:
+        legal = num_stages * max(1, round(num_microbatches / num_stages))
+        found.append(
+            f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: multiples of its {num_stages} stages; "
+            f"nearest: {legal}"
+        )
+    if name == "zero_bubble_h1" and num_microbatches < num_stages:
+        found.append(
+            f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: at least its {num_stages} stages; "
+            f"nearest: {num_stages}"
+        )
+    return found
+
+
+def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Returns the named schedule's table.
+
+    Args:
+      name: one of NAMES.
+      num_stages: size of the mesh's pipeline axis.
+      num_microbatches: parts of a step's batch.
+      num_chunks: chunks of layers on each stage; above 1 for interleaved_1f1b only.
+
+    Raises:
+      UserError: an unknown name, or numbers for which the schedule has no table.
+    """
+    found = problems(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    if found:
+        raise UserError(*found)
+    tables = {
+        "gpipe": _gpipe,
+        "1f1b": _interleaved_1f1b,
+        "1f1b_classic": _classic_1f1b,
+        "interleaved_1f1b": _interleaved_1f1b,
+        "zero_bubble_h1": _zero_bubble_h1,
+    }
+    rows = tables[name](num_stages, num_microbatches, num_chunks)
+    return Schedule(name, num_stages, num_microbatches, num_chunks, tuple(rows))
+
+
+def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
+    """Stage s runs unit u = row - s: microbatches in groups of S, each group through all chunks before the next group.
+
+    Unit u is microbatch (u // (S V)) S + u mod S in chunk (u // S) mod V (Narayanan et al. 2021, figure 4).
+    """
+    cells: list[Action | None] = []
+    for stage in range(num_stages):
+        unit = row - stage
+        microbatch = unit // (num_stages * num_chunks) * num_stages + unit % num_stages
+        chunk = unit // num_stages % num_chunks
+        cells.append(Action("F", microbatch, chunk) if 0 <= unit < num_chunks * num_microbatches else None)
+    return tuple(cells)
+
+
+def _backward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
+    """The mirror of a forward row: the last stage begins, and the last chunk comes first."""
+    forward = _forward_row(row, num_stages, num_microbatches, num_chunks)
+    return tuple(
+        None if action is None else Action("B", action.microbatch, num_chunks - 1 - action.chunk) for action in forward[::-1]
+    )
+
+
+def _one_kind_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[list[Row], list[Row]]:
+    """Returns all forward rows and all backward rows, V M + S - 1 of each."""
+    numbers = num_stages, num_microbatches, num_chunks
+    count = num_chunks * num_microbatches + num_stages - 1
+    return [_forward_row(row, *numbers) for row in range(count)], [_backward_row(row, *numbers) for row in range(count)]
+
+
+def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+    """All forwards, then all backwards (Huang et al. 2019): bubble (S-1)/(M+S-1), M microbatches in flight."""
+    forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
+    return forward + backward
+
+
+def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+    """Rows of one kind, forward and backward in turn as soon as that is legal; with one chunk this is 1f1b.
+
+    The first backward (last virtual stage, microbatch 0) needs forward row V S - 1, so backward row i follows forward row
+    V S - 1 + i: no later unit needs more. Bubble (S-1)/(V M + S-1), and V S + S - 1 - 2 s units in flight on stage s, at most V M.
+    """
+    forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
+    lead = num_chunks * num_stages - 1
+    rows = forward[:lead]
+    for index, row in enumerate(backward):
+        rows += forward[lead + index : lead + index + 1] + [row]
+    return rows
+
+
+def _classic_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+    """The textbook's 1F1B (Narayanan et al. 2019): rows mix kinds, S - s microbatches in flight on stage s."""
+    orders = []
+    for stage in range(num_stages):
+        order, ahead = [Action("F", m) for m in range(min(num_stages - 1 - stage, num_microbatches))], num_stages - 1 - stage
+        for m in range(num_microbatches):
+            order += [Action("F", m + ahead)] if m + ahead < num_microbatches else []
+            order.append(Action("B", m))
+        orders.append(order)
+    return in_rows(orders, num_chunks)
+
+
+def _zero_bubble_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+    """1F1B with the weight gradients split off and put where stages would idle (ZB-H1 of Qi et al. 2023).
+
+    Stage s runs its weight gradients s microbatches behind its input gradients, so that every stage holds S microbatches and the
+    last stages answer early. Bubble (S-1)/(3M+S-1) at forward = input gradient = weight gradient.
+    """
+    orders = []
+    for stage in range(num_stages):
+        ahead = num_stages - 1 - stage
+        order = [Action("F", m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            order += [Action("F", m + ahead)] if m + ahead < num_microbatches else []
+            order.append(Action("B", m))
+            order += [Action("W", m - stage)] if m >= stage else []
+        orders.append(order + [Action("W", m) for m in range(max(0, num_microbatches - stage), num_microbatches)])
+    return in_rows(orders, num_chunks)
+
+
+def in_rows(orders: list[list[Action]], num_chunks: int = 1) -> list[Row]:
+    """Lays out each stage's order of actions in rows: every action in the first row that its dependencies allow.
+
+    Args:
+      orders: for each stage, its actions in order.
+      num_chunks: chunks of layers on each stage.
+
+    Returns:
+      The rows; every dependency of an action stands in an earlier row than the action.
+    """
+    num_stages, row_of, rows = len(orders), dict[tuple[int, Action], int](), list[Row]()
+    done = [0] * num_stages
+    while any(count < len(order) for count, order in zip(done, orders, strict=True)):
+        cells: list[Action | None] = []
+        for stage, order in enumerate(orders):
+            action = order[done[stage]] if done[stage] < len(order) else None
+            if action and all(key in row_of for key in dependencies(action, stage, num_stages, num_chunks)):
+                cells.append(action)
+            else:
+                cells.append(None)
+        assert any(cells), "each stage's order must be possible to run"
+        for stage, cell in enumerate(cells):
+            if cell:
+                row_of[stage, cell] = len(rows)
+                done[stage] += 1
+        rows.append(tuple(cells))
+    return rows

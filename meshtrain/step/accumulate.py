@@ -1,0 +1,68 @@
+"""Gradients of a sum over microbatches, added up in float32.
+
+B: sequences in the global batch, M: microbatches, b = B / M.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.layout.partition import Placement
+from meshtrain.models.task import Batch, Loss, Metrics, Params
+
+
+class Sums(NamedTuple):
+    """Sums over the targets of a batch: float32 scalars, and gradients like the parameters."""
+
+    loss: jax.Array
+    weight: jax.Array
+    metrics: Metrics
+    gradients: Any
+
+
+Gradients = Callable[[Params, Batch, jax.Array], Sums]
+
+
+def split(batch: Batch, num_microbatches: int, placement: Placement) -> Batch:
+    """Cuts [B, ...] into [M, b, ...]: microbatch m holds the sequences m, m + M, m + 2 M, ...
+
+    Cutting this way leaves each sequence on the device that has it. Consecutive sequences to a microbatch would send
+    the whole batch through the network.
+    """
+
+    def cut(x: jax.Array) -> jax.Array:
+        rows = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
+        names = (None, "batch", *(None,) * (x.ndim - 1))
+        return placement.activation(rows.swapaxes(0, 1), names)
+
+    return jax.tree.map(cut, batch)
+
+
+def accumulated(
+    loss: Callable[[Params, Batch, jax.Array, bool], Loss], num_microbatches: int, placement: Placement
+) -> Gradients:
+    """Returns the function that gives the sums and gradients of a whole batch, one microbatch at a time."""
+
+    def one(params: Params, batch: Batch, rng: jax.Array) -> Sums:
+        def total(params: Params) -> tuple[jax.Array, tuple[jax.Array, Metrics]]:
+            value, weight, metrics = loss(params, batch, rng, True)
+            return value, (weight, metrics)
+
+        (value, (weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(params)
+        return Sums(value, weight, metrics, gradients)
+
+    def many(params: Params, batch: Batch, rng: jax.Array) -> Sums:
+        microbatches = split(batch, num_microbatches, placement)
+
+        def add(sums: Sums, microbatch: Batch) -> tuple[Sums, None]:
+            return jax.tree.map(jnp.add, sums, one(params, microbatch, rng)), None
+
+        first = jax.tree.map(lambda x: x[0], microbatches)
+        shapes = jax.eval_shape(one, params, first, rng)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = zeros._replace(gradients=jax.tree.map(jnp.zeros_like, params))
+        return jax.lax.scan(add, zeros, microbatches)[0]
+
+    return one if num_microbatches == 1 else many

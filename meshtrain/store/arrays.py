@@ -1,0 +1,53 @@
+"""The arrays of a state by the path of their leaf, and what differs between two such sets."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from meshtrain.errors import nearest
+from meshtrain.trees import leaves_with_paths
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Returns path -> leaf in the order of `jax.tree.leaves`, whatever containers hold the leaves."""
+    leaves = leaves_with_paths(tree)
+    by_path = dict(leaves)
+    assert len(by_path) == len(leaves), "two leaves share a path: a key holds a '/'"
+    return by_path
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts of names from path -> leaf: what every reader of the format understands."""
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split("/")
+        node = root
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return root
+
+
+def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each array that is missing, left over, or of another shape or dtype.
+
+    A dtype counts because a reader would otherwise convert silently, and a resumed run would not be the same run.
+
+    Args:
+      stored: path -> what the checkpoint holds, anything with `.shape` and `.dtype`.
+      wanted: path -> what the run needs, likewise.
+    """
+    lines = []
+    for path, leaf in wanted.items():
+        if path not in stored:
+            lines.append(f"{path}: not in the checkpoint{nearest(path, stored.keys() - wanted.keys())}")
+            continue
+        got, allowed = _signature(stored[path]), _signature(leaf)
+        if got != allowed:
+            lines.append(f"{path}: got {got}; allowed: {allowed}")
+    return lines + [f"{path}: in the checkpoint, not in this run" for path in stored if path not in wanted]
+
+
+def _signature(leaf: Any) -> str:
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

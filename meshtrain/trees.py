@@ -1,0 +1,59 @@
+"""Trees of arrays as text: paths of leaves, byte counts, aligned tables."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def path_text(key_path: Sequence[Any]) -> str:
+    """Returns the path of a leaf as text, such as `layers/mlp/up/kernel`.
+
+    Args:
+      key_path: keys as `jax.tree_util.tree_flatten_with_path` gives them, of dicts, sequences and dataclasses.
+    """
+    return jax.tree_util.keystr(tuple(key_path), simple=True, separator="/")
+
+
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Returns (path, leaf) for each leaf of a tree, in the order of `jax.tree.leaves`."""
+    return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
+
+
+def num_bytes(array: Any) -> int:
+    """Returns the bytes of all of an array, or of anything with `.shape` and `.dtype` (of a PRNG key: of its data)."""
+    return int(math.prod(array.shape) * array.dtype.itemsize)
+
+
+def format_bytes(n: int) -> str:
+    """Returns a number of bytes, short: `512 B`, `1.50 KiB`, `24.0 MiB`, `31.4 GiB`; three digits unless exact."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    power = 0
+    # Half a unit early: 1023.9 KiB would be shown as 1024 KiB.
+    while power + 1 < len(units) and abs(n) >= 1024 ** (power + 1) - 1024**power // 2:
+        power += 1
+    unit = 1024**power
+    if n % unit == 0:
+        return f"{n // unit} {units[power]}"
+    value = n / unit
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f} {units[power]}"
+
+
+def aligned(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "") -> str:
+    """Returns a text table: a header, a rule, and a line for each row; columns two blanks apart, no trailing blanks.
+
+    Args:
+      rows: cells; each row as long as the header.
+      header: column titles.
+      align: `<` or `>` for each column; columns beyond its end are left-aligned.
+    """
+    assert all(len(row) == len(header) for row in rows), "a row is not as long as the header"
+    sides = align.ljust(len(header), "<")
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    rule = tuple("-" * width for width in widths)
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in (header, rule, *rows)
+    )
