@@ -112,12 +112,12 @@ def _strange(word: str, allowed: Sequence[str]) -> str:
     return unknown("arguments", name, allowed)
 
 
-def load(path: str, names: Sequence[str]) -> Any:
+def load(path: str, keys: Sequence[str]) -> Any:
     """Runs a configuration file and returns what its `get_config()` returns.
 
     Args:
       path: a Python file.
-      names: the names of groups and fields, for the near-miss of one that is misspelt.
+      keys: the dotted keys of the configuration, for the near-miss of a group or a field that is misspelt.
 
     Raises:
       UserError: no such file, not Python, no `get_config`, or an error inside; one line with the file's line number.
@@ -143,11 +143,12 @@ def load(path: str, names: Sequence[str]) -> Any:
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
     except Exception as error:
-        raise UserError(_inside(path, error, names)) from error
+        raise UserError(_inside(path, error, keys)) from error
 
 
-def _inside(path: str, error: Exception, names: Sequence[str]) -> str:
+def _inside(path: str, error: Exception, keys: Sequence[str]) -> str:
     """Returns one line for an exception that a configuration file raised."""
+    names = {name for key in keys for name in key.split(".")}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"{path}:{frames[-1].lineno}" if frames else path
     first_line = (str(error).strip() or "no message").splitlines()[0]

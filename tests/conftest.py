@@ -2,10 +2,15 @@
 
 import os
 
+import hypothesis
 import jax
 import pytest
 
 NUM_DEVICES = 8
+
+# The same examples on every run, and no deadline: a busy machine must not fail a test.
+hypothesis.settings.register_profile("meshtrain", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("meshtrain")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -66,7 +66,7 @@ def _row(path: str, array: Any, names: tuple[str | None, ...], home: NamedShardi
 def table(rows: Sequence[Row]) -> str:
     """Returns a line for each array and one for the totals.
 
-    `-` stands for a dim without a logical axis, and for a dim that is not split; `a+b` splits a dim over a, then over b.
+    `-` stands for a dim without a logical axis or one that is not split; `a+b` splits a dim over a, then over b.
     """
     header = ("array", "shape", "dtype", "logical axes", "split over", "a device")
     lines = [
@@ -122,7 +122,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     """
     shown = _shown(shape)
     columns = [(f, t) for f in shown["fsdp"] for t in shown["tensor"]]
-    width = max(3, len(str(math.prod(shape[axis] for axis in AXES) - 1)) + 2)
+    width = len(str(math.prod(shape[axis] for axis in AXES) - 1)) + 3
     lines = [_title(shape)]
     for i, d in enumerate(shown["data"]):
         lines.append("  ...\n" if _gap(shown["data"], i) else "")
@@ -158,8 +158,8 @@ def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
     num_columns, num_rows = len(shown["fsdp"]) * len(shown["tensor"]), len(shown["pipeline"])
     panels_across = max(1, min(len(shown["data"]), 8 // num_columns))
     panels_down = -(-len(shown["data"]) // panels_across)
-    panel_width, panel_height = num_columns * 1.12 + 0.3, num_rows * 1.5 + 0.62
-    width, height = panels_across * (panel_width + 0.2) + 1.2, panels_down * (panel_height + 0.2) + 1.35
+    panel_width, panel_height = num_columns * 1.12 + 0.3, num_rows * 1.5 + 0.72
+    width, height = max(4.6, panels_across * (panel_width + 0.2) + 1.2), panels_down * (panel_height + 0.2) + 1.35
     figure = Figure(figsize=(width, height), dpi=150, facecolor="white")
     canvas = figure.add_axes((0, 0, 1, 1))
     canvas.set(xlim=(0, width), ylim=(height, 0))
@@ -172,14 +172,22 @@ def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
         heading = f"data {d}" if not _gap(shown["data"], i) else f"…   data {d}"
         canvas.text(x + 0.18, y + 0.22, heading, fontsize=9.5, weight="bold", va="center", color="#333a44")
         for j, p in enumerate(shown["pipeline"]):
-            top = y + 0.46 + j * 1.5
+            top = y + 0.62 + j * 1.5
             if i % panels_across == 0:
                 before = "…\n" if _gap(shown["pipeline"], j) else ""
                 canvas.text(0.98, top + 0.65, f"{before}pipeline {p}", fontsize=9, ha="right", va="center")
             for k in range(num_columns):
                 f, t = shown["fsdp"][k // len(shown["tensor"])], shown["tensor"][k % len(shown["tensor"])]
-                _card(canvas, x + 0.2 + k * 1.12, top, shape, {"data": d, "pipeline": p, "fsdp": f, "tensor": t})
-    _legend(canvas, 1.1, height - 0.33, shape)
+                left = x + 0.2 + k * 1.12
+                if j == 0:
+                    column = [f"{axis} {at}" for axis, at in (("fsdp", f), ("tensor", t)) if shape[axis] > 1]
+                    canvas.text(left + 0.5, y + 0.46, ", ".join(column), fontsize=7, ha="center", va="center")
+                _card(canvas, left, top, shape, {"data": d, "pipeline": p, "fsdp": f, "tensor": t})
+    cut = " and ".join(
+        f"{axis} cuts it {way}" for axis, way in (("fsdp", "down"), ("tensor", "across")) if shape[axis] > 1
+    )
+    note = f"Filled: what a device holds{f'; of each weight, {cut}' if cut else ''}."
+    canvas.text(0.25, height - 0.3, note, fontsize=8, va="center", color="#4a525e")
     figure.savefig(path_png)
 
 
@@ -202,9 +210,11 @@ def _card(canvas: Any, x: float, y: float, shape: Mapping[str, int], at: Mapping
     _box(canvas, x, y, 1.0, 1.36, paper, ink, rounding=0.08)
     canvas.text(x + 0.5, y + 0.17, f"device {_device(shape, at)}", fontsize=7.5, ha="center", va="center", color="#222")
     share, num_shares = at["data"] * shape["fsdp"] + at["fsdp"], shape["data"] * shape["fsdp"]
-    _slices(canvas, (x + 0.12, y + 0.34, 0.76, 0.16), (1, num_shares), (0, share), ink)
-    _slices(canvas, (x + 0.12, y + 0.66, 0.2, 0.56), (shape["pipeline"], 1), (at["pipeline"], 0), ink)
-    _slices(canvas, (x + 0.44, y + 0.66, 0.44, 0.56), (shape["fsdp"], shape["tensor"]), (at["fsdp"], at["tensor"]), ink)
+    for left, below, word in ((0.5, 0.56, "batch"), (0.22, 1.28, "layers"), (0.66, 1.28, "weights")):
+        canvas.text(x + left, y + below, word, fontsize=5.5, ha="center", va="center", color="#4a525e")
+    _slices(canvas, (x + 0.12, y + 0.32, 0.76, 0.16), (1, num_shares), (0, share), ink)
+    _slices(canvas, (x + 0.12, y + 0.66, 0.2, 0.54), (shape["pipeline"], 1), (at["pipeline"], 0), ink)
+    _slices(canvas, (x + 0.44, y + 0.66, 0.44, 0.54), (shape["fsdp"], shape["tensor"]), (at["fsdp"], at["tensor"]), ink)
 
 
 def _slices(
@@ -221,12 +231,3 @@ def _slices(
         canvas.vlines([x + i * piece_width for i in range(1, num_columns)], y, y + height, "#8c95a3", linewidth=0.6)
     if num_rows <= 16:
         canvas.hlines([y + i * piece_height for i in range(1, num_rows)], x, x + width, "#8c95a3", linewidth=0.6)
-
-
-def _legend(canvas: Any, x: float, y: float, shape: Mapping[str, int]) -> None:
-    cut = [f"{axis} {what}" for axis, what in (("fsdp", "down"), ("tensor", "across")) if shape[axis] > 1]
-    weights = f"right: its piece of each weight ({', '.join(cut)})" if cut else "right: each weight, whole"
-    text = (
-        f"On each card, filled: what this device holds.   Bar: its share of the batch.   Left: its layers.   {weights}."
-    )
-    canvas.text(0.25, y, text.replace("right:", "Right:"), fontsize=7.5, va="center", color="#4a525e")

@@ -212,13 +212,16 @@ def decoder(
         x, _ = stack.apply({"params": layers}, x, indices, sequence_keys(rng, batch), angles, mask)
         return x
 
-    def logits(params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
+    def head(params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
         table = params["embedding"]["table"] if options.tied_embeddings else None
         num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
         return Head(options, num_columns, place, dtype).apply({"params": params["head"]}, x, table, axis)
 
+    def logits(params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
+        return losses.without_padding(head(params, x, axis), options.vocab_size, axis)
+
     def last(params: Params, x: jax.Array, batch: Batch, axis: losses.Axis = None) -> Loss:
-        columns = logits(params, x, axis)
+        columns = head(params, x, axis)
         total = losses.cross_entropy(columns, batch["targets"], batch["weights"], options.vocab_size, axis)
         return total, jnp.sum(batch["weights"]), {}
 
@@ -229,7 +232,7 @@ def decoder(
     def all_logits(params: Params, batch: Batch) -> jax.Array:
         rng = jax.random.key(0)
         x = repeated(params["layers"], first(params, batch, rng, False), batch, rng, 0, False, "none")
-        return logits(params, x)[..., : options.vocab_size].astype(jnp.float32)
+        return logits(params, x)
 
     ints = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
     batch = {name: ints for name in ("tokens", "targets", "segment_ids", "positions")}

@@ -106,10 +106,17 @@ def _cross_entropy_backward(
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
+def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
+    """Returns float32 logits [b, T, V] in which the columns from `vocab_size` on are at minus infinity."""
+    return jnp.where(_columns(logits, axis) < vocab_size, logits.astype(jnp.float32), -jnp.inf)
+
+
+def _columns(logits: jax.Array, axis: Axis) -> jax.Array:
+    return first_column(logits.shape[-1], axis) + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+
+
 def _masked(
     logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
 ) -> tuple[jax.Array, jax.Array]:
     """Returns float32 logits with padding at -inf, and where the target's column is, both [b, T, V]."""
-    column = first_column(logits.shape[-1], axis) + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    masked = jnp.where(column < vocab_size, logits.astype(jnp.float32), -jnp.inf)
-    return masked, column == targets[..., None]
+    return without_padding(logits, vocab_size, axis), _columns(logits, axis) == targets[..., None]

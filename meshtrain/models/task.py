@@ -5,7 +5,7 @@ B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: e
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,6 +16,15 @@ Loss = tuple[jax.Array, jax.Array, Metrics]
 
 # The step adds this entry, int32 [B]: the index of each sequence in the global batch, for dropout that no mesh changes.
 SEQUENCE_INDEX = "sequence_index"
+
+
+class Sums(NamedTuple):
+    """Sums over the targets of a batch: float32 scalars, and gradients like the parameters."""
+
+    loss: jax.Array
+    weight: jax.Array
+    metrics: Metrics
+    gradients: Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Stages:
       first: (params without layers, batch, rng, train, axis) -> activations [b, T, D].
       repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> activations.
       last: (params without layers, activations, batch, axis) -> (loss sum, weight, metrics), float32 scalars.
-      logits: (params without layers, activations, axis) -> this stage's columns of the logits, or None.
+      logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`, or None.
     """
 
     num_layers: int
@@ -46,11 +55,11 @@ class Task:
 
     Attributes:
       init: rng -> params, a nested dict of float32 arrays; a leaf may be boxed with its logical axes
-        (`flax.linen.with_logical_partitioning`); a bare leaf is replicated.
+        (`flax.linen.with_logical_partitioning`); on more than one device each has to be.
       loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
         Metrics are sums too, divided by the same weight when they are shown.
       batch: abstract batch, name -> `jax.ShapeDtypeStruct` with the global batch as leading dim.
-      logits: (params, batch) -> float32 [B, T, vocabulary], for generation; None where it makes no sense.
+      logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None where it makes no sense.
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
       flops_per_token: model FLOPs of one forward and backward pass for one token, 0 where unknown.
       num_parameters: parameters without padding, 0 where unknown.

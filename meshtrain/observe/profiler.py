@@ -103,10 +103,12 @@ class Profiler:
         if self._steps is None:
             return
         self._annotation.close()
-        if self._is_tracing and step >= self._steps[1]:
-            jax.block_until_ready(result)
-            self.close()
-        self._last_result = None if step >= self._steps[1] else result
+        self._last_result = result
+        if step >= self._steps[1]:
+            self._last_result = None
+            if self._is_tracing:
+                jax.block_until_ready(result)
+                self.close()
 
     def close(self) -> None:
         """Ends a trace that is still running, with what it has; a second time is fine."""

@@ -92,8 +92,8 @@ def phase(
 def since_process_start_seconds() -> float:
     """Returns the time since this process began, including the interpreter's own start and every import.
 
-    Where the system does not tell when that was (Linux does, to a hundredth of a second), the time counts from the import
-    of this file.
+    Where the system does not tell when that was (Linux does, to a hundredth of a second), the time counts from the
+    import of this file.
     """
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:

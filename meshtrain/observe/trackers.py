@@ -13,6 +13,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from meshtrain.errors import UserError
 from meshtrain.options import option
@@ -181,7 +182,7 @@ def _is_row_up_to(line: bytes, step: int) -> bool:
     return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
 
 
-def _json_number(value: float | None) -> float | int | None:
+def _json_number(value: Any) -> float | int | None:
     """Returns a number that JSON has, or None; NumPy's and JAX's scalars [] become Python's, integers stay integers."""
     if value is None:
         return None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.optim.masks import Axes, MatrixDims, map_axes, matrix_dims, num_stacked
+from meshtrain.optim.masks import Axes, MatrixDims, matrix_dims, num_stacked
 
 # Section 9 of the paper: epsilon_1, epsilon_2, d and the exponent c of the decay 1 - step^-c.
 SQUARE_EPSILON = 1e-30
@@ -26,13 +26,13 @@ class FactoredState(NamedTuple):
     """The second moments. A matrix has `row` and `column`, any other weight `full`; what it lacks is a `MaskedNode`.
 
     Attributes:
-      count: int32 scalar, updates done.
+      num_updates: int32 scalar, updates done.
       row: the mean over the output dims, which stay with size 1.
       column: the mean over the reduction dims, which stay with size 1.
       full: as large as the weight.
     """
 
-    count: jax.Array
+    num_updates: jax.Array
     row: Any
     column: Any
     full: Any
@@ -58,14 +58,14 @@ def scale_by_adafactor(logical_axes: Any) -> optax.GradientTransformation:
 
     def update(gradients: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
         assert params is not None, "Adafactor scales by the parameters: pass them to update"
-        decay = 1 - (state.count + 1).astype(jnp.float32) ** -DECAY_EXPONENT
+        decay = 1 - (state.num_updates + 1).astype(jnp.float32) ** -DECAY_EXPONENT
 
         def direction(g: jax.Array, axes: Axes, row: Any, column: Any, full: Any, weight: jax.Array) -> _Moments:
             return _direction(g, _Moments(None, row, column, full), weight, axes, decay)
 
         moments = jax.tree.map(direction, gradients, logical_axes, state.row, state.column, state.full, params)
-        count = optax.safe_increment(state.count)
-        return _part(moments, 0), FactoredState(count, *(_part(moments, index) for index in (1, 2, 3)))
+        num_updates = optax.safe_increment(state.num_updates)
+        return _part(moments, 0), FactoredState(num_updates, *(_part(moments, index) for index in (1, 2, 3)))
 
     return optax.GradientTransformation(init, update)
 
@@ -109,7 +109,7 @@ def _direction(gradient: jax.Array, old: _Moments, weight: jax.Array, axes: Axes
     else:
         row = decay * row + (1 - decay) * jnp.mean(square, dims.output, keepdims=True)
         column = decay * column + (1 - decay) * jnp.mean(square, dims.reduction, keepdims=True)
-        # Two roots: the product of a row and a column of a small gradient would underflow.
+        # Under one root the product could underflow where gradients are zero, and give 0 / 0.
         update = gradient / jnp.sqrt(row / jnp.mean(row, dims.reduction, keepdims=True)) / jnp.sqrt(column)
     own = tuple(range(num_stacked(axes), weight.ndim))
     update = update / jnp.maximum(1, _rms(update, own) / LARGEST_RMS)

@@ -1,6 +1,6 @@
 """Learning rates: functions of the number of updates done so far.
 
-Throughout, `count` is the number of updates done (0 for the first one) and `step = count + 1` numbers the update at hand.
+Throughout, `count` is the number of updates done (0 for the first one) and `step = count + 1` numbers the one at hand.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class LearningRateOptions:
     peak: float = option(1e-3, "highest learning rate; without effect on noam, see noam_factor", minimum=0.0)
     warmup_steps: int = option(100, "updates of linear warm-up, the last of them at the peak; 0 means none", minimum=0)
     decay_steps: int = option(0, "updates from the run's start to the end of the decay; 0 means num_steps", minimum=0)
-    final_fraction: float = option(0.1, "share of the peak where linear, cosine and ..._decay end", minimum=0.0)
-    stable_fraction: float = option(0.8, "share of the steps after warm-up at the peak (warmup_stable_decay)", minimum=0.0)
+    final_fraction: float = option(0.1, "share of the peak where linear, cosine and ...decay end", minimum=0.0)
+    stable_fraction: float = option(0.8, "warmup_stable_decay: share of the steps after warm-up at peak", minimum=0.0)
     noam_factor: float = option(1.0, "factor of noam, in the place of the peak", minimum=0.0)
     batch_scaling: str = option("none", "multiply by batch_size / base_batch_size or its root", choices=BATCH_SCALINGS)
     base_batch_size: int = option(0, "sequences in the batch that the peak was tuned for; 0 means not set", minimum=0)
@@ -67,9 +67,10 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
         noam                 noam_factor * embed_dim^-0.5 * min(step^-0.5, step * w^-1.5)    Vaswani et al. 2017
         warmup_stable_decay  peak, then linear in the last 1 - stable_fraction   Hu et al. 2024
 
-    The decay would arrive at f one update after the last, so that not even f = 0 wastes an update; nor does the warm-up,
-    which starts at peak / w. A run that is shorter than its warm-up ends while it still rises. Noam without warm-up is
-    noam with a warm-up of one step. A run continued with another num_steps gets another decay, unless decay_steps holds it.
+    The decay would arrive at f one update after the last, so that not even f = 0 wastes an update; nor does the
+    warm-up, which starts at peak / w. A run that is shorter than its warm-up ends while it still rises. Noam without
+    warm-up is noam with a warm-up of one step. A run continued with another num_steps gets another decay, unless
+    decay_steps holds it.
 
     All of it is multiplied by batch_size / base_batch_size ("linear", Goyal et al. 2017) or by its square root ("sqrt",
     Malladi et al. 2022, for Adam's kin) where batch_scaling says so.

@@ -61,9 +61,9 @@ def num_stacked(axes: Axes) -> int:
 def matrix_dims(axes: Axes) -> MatrixDims | None:
     """Returns the dims of a weight as a matrix, or None for a norm, a bias or a scalar.
 
-    Heads and the head_dim behind them are one feature dim, so a bias of (heads, head_dim) is no matrix. Of more than two
-    feature dims, `embed` alone is reduced where it comes first (a fused query, key and value); otherwise the last is the
-    output and all before it are reduced (a convolution: height, width, in, out).
+    Heads and the head_dim behind them are one feature dim, so a bias of (heads, head_dim) is no matrix. Of more than
+    two feature dims, `embed` alone is reduced where it comes first (a fused query, key and value); otherwise the last
+    is the output and all before it are reduced (a convolution: height, width, in, out).
     """
     features: list[tuple[int, ...]] = []
     for dim in range(num_stacked(axes), len(axes)):

@@ -31,9 +31,13 @@ class OptimizerOptions:
     """How weights move along their gradients."""
 
     name: str = option("adamw", "adafactor's learning rate counts in shares of a weight's size", choices=NAMES)
-    beta1: float = option(0.9, "decay of the first moment (adam, adamw, lion, and muon's tables and norms)", minimum=0.0)
-    beta2: float = option(0.95, "decay of the second moment (the same); of the momentum in lion: 0.99", minimum=0.0)
-    epsilon: float = option(1e-8, "added to the root of the second moment (adam, adamw, muon's tables)", minimum=0.0)
+    beta1: float = option(0.9, "decay of the first moment (adamw, adam, lion, muon outside its matrices)", minimum=0.0)
+    beta2: float = option(
+        0.95, "decay of the second moment (the same); of lion's momentum, where 0.99 is usual", minimum=0.0
+    )
+    epsilon: float = option(
+        1e-8, "added to the root of the second moment (adamw, adam, muon outside its matrices)", minimum=0.0
+    )
     weight_decay: float = option(0.1, "times the learning rate; matrices and tables only; not in adam", minimum=0.0)
     momentum: float = option(0.95, "decay of the momentum in sgd (0.9 is usual) and of muon's matrices", minimum=0.0)
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
@@ -120,14 +124,12 @@ def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
     )
 
 
-def state_axes(
-    transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any
-) -> list[Axes]:
+def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Axes]:
     """Returns the logical axes of each array in an optimizer's state.
 
-    An array belongs to the parameter whose path its own path ends with. Each dim as large as the parameter's carries the
-    parameter's name (moments), each other dim None (the means of a factored moment keep their dims with size 1). What
-    belongs to no parameter (counts, constants) or has another rank carries None only.
+    An array belongs to the parameter whose path its own path ends with. Each dim as large as the parameter's carries
+    the parameter's name (moments), each other dim None (the means of a factored moment keep their dims with size 1).
+    What belongs to no parameter (counts, constants) or has another rank carries None only.
 
     Args:
       transformation: any optax optimizer.

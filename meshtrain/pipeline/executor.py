@@ -15,21 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from meshtrain.models.task import Batch, Loss, Params, Stages
+from meshtrain.models.task import Batch, Loss, Params, Stages, Sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
 from meshtrain.pipeline.stages import PIPELINE
 
 MANUAL = frozenset({PIPELINE})
-
-
-class Sums(NamedTuple):
-    """Sums over the targets of a batch: float32 scalars, and gradients like the parameters."""
-
-    loss: jax.Array
-    weight: jax.Array
-    metrics: Any
-    gradients: Any
 
 
 class Carry(NamedTuple):

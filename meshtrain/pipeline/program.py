@@ -206,21 +206,19 @@ def segments(program: Program) -> tuple[Segment, ...]:
     Returns:
       Segments whose rows, in order, are exactly the program's rows.
     """
-    letters = ["F" if kind == "F" else "H" if head >= 0 else "B" for kind, head in zip(program.kinds, program.head_microbatch, strict=True)]
+    heads = program.head_microbatch >= 0
+    letters = ["F" if kind == "F" else "H" if head else "B" for kind, head in zip(program.kinds, heads, strict=True)]
     # Two passes: first runs of a row or of a pair of rows, then repeats of such runs (groups of microbatches in chunks).
     runs = [(tuple(body), count) for body, count in _repeats(letters, max_period=2)]
     found, start = list[Segment](), 0
-    for body, count in _repeats(runs, max_period=len(runs)):
-        inner, offset, length = list[Signature | Segment](), start, sum(len(run) * times for run, times in body)
-        for run, times in body:
-            signatures = tuple(
-                _signature(program, offset + place, len(run), times, length, count) for place in range(len(run))
-            )
-            inner += signatures if times == 1 else [Segment(signatures, times)]
+    for group, repeats in _repeats(runs, max_period=len(runs)):
+        inner, offset, length = list[Segment](), start, sum(len(run) * times for run, times in group)
+        for run, times in group:
+            body = tuple(_signature(program, offset + i, len(run), times, length, repeats) for i in range(len(run)))
+            inner.append(Segment(body, times))
             offset += len(run) * times
-        start += length * count
-        only = inner[0]
-        found.append(only if isinstance(only, Segment) and len(inner) == count == 1 else Segment(tuple(inner), count))
+        start += length * repeats
+        found += inner if repeats == 1 else [Segment(tuple(inner), repeats)]
     return tuple(found)
 
 

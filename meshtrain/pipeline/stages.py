@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from meshtrain.models.losses import psum_float32
 from meshtrain.models.task import Batch, Params, Stages
@@ -140,6 +140,10 @@ def forward_only(
     return one_pass(num_chunks - 1, source, finish, initial)
 
 
-def num_stages_of(mesh: Mesh) -> int:
-    """Returns S."""
-    return int(mesh.shape[PIPELINE])
+
+
+def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: int) -> list[range]:
+    """Returns the layers that a stage holds, a range for each of its chunks."""
+    size = num_layers // (num_stages * num_chunks)
+    starts = [(chunk * num_stages + stage) * size for chunk in range(num_chunks)]
+    return [range(start, start + size) for start in starts]

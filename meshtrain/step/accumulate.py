@@ -4,22 +4,12 @@ B: sequences in the global batch, M: microbatches, b = B / M.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.layout.partition import Placement
-from meshtrain.models.task import Batch, Loss, Metrics, Params
-
-
-class Sums(NamedTuple):
-    """Sums over the targets of a batch: float32 scalars, and gradients like the parameters."""
-
-    loss: jax.Array
-    weight: jax.Array
-    metrics: Metrics
-    gradients: Any
+from meshtrain.models.task import Batch, Loss, Metrics, Params, Sums
 
 
 Gradients = Callable[[Params, Batch, jax.Array], Sums]
@@ -64,5 +54,21 @@ def accumulated(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         zeros = zeros._replace(gradients=jax.tree.map(jnp.zeros_like, params))
         return jax.lax.scan(add, zeros, microbatches)[0]
+
+    return one if num_microbatches == 1 else many
+
+
+def summed(
+    loss: Callable[[Params, Batch, jax.Array, bool], Loss], num_microbatches: int, placement: Placement
+) -> Callable[[Params, Batch, jax.Array], Loss]:
+    """Returns the function that gives the sums of a whole batch without gradients, one microbatch at a time."""
+
+    def one(params: Params, batch: Batch, rng: jax.Array) -> Loss:
+        return loss(params, batch, rng, False)
+
+    def many(params: Params, batch: Batch, rng: jax.Array) -> Loss:
+        microbatches = split(batch, num_microbatches, placement)
+        parts = jax.lax.map(lambda microbatch: one(params, microbatch, rng), microbatches)
+        return jax.tree.map(lambda part: jnp.sum(part, axis=0), parts)
 
     return one if num_microbatches == 1 else many

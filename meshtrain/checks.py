@@ -1,0 +1,118 @@
+"""What has to divide what: checks across the rooms' options. Each gives lines of got / allowed / nearest fix.
+
+Sizes of the mesh come as {axis: size}. Where one is not known yet, 1 stands for it: that asks for less, never for
+something else.
+"""
+
+from collections.abc import Mapping
+
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.step.precision import PrecisionOptions
+
+
+def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length: int) -> list[str]:
+    """Returns one line for each contradiction inside a decoder's options, whatever the mesh.
+
+    Args:
+      options: each within its own bounds.
+      precision: the dtype that attention computes in.
+      sequence_length: in tokens.
+    """
+    found = []
+    heads, kv_heads = options.num_heads, options.num_kv_heads
+    if heads % kv_heads:
+        found.append(
+            f"model.num_kv_heads: got {kv_heads}; allowed: a divisor of model.num_heads = {heads}; "
+            f"nearest: {nearest_divisor(heads, kv_heads)}"
+        )
+    if not options.head_dim and options.embed_dim % heads:
+        found.append(
+            f"model.embed_dim: got {options.embed_dim}; allowed: a multiple of model.num_heads = {heads}, or a "
+            f"model.head_dim of its own; nearest: {nearest_multiple(options.embed_dim, heads)}"
+        )
+    elif options.positions == "rotary" and options.width_of_head % 2:
+        width = options.width_of_head
+        found.append(
+            f"model.head_dim: got {width}{'' if options.head_dim else ' (embed_dim / num_heads)'}; "
+            f"allowed: an even number with rotary positions; nearest: {width + 1}"
+        )
+    if options.positions == "learned" and 0 < options.max_positions < sequence_length:
+        found.append(
+            f"sequence_length: got {sequence_length}; allowed: at most model.max_positions = {options.max_positions} "
+            f"with learned positions; nearest: {options.max_positions}"
+        )
+    if options.dropout_rate >= 1:
+        found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
+    if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
+        found.append(
+            f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
+            f"rope_high; nearest: 1.0, 4.0"
+        )
+    if options.attention == "cudnn" and precision.policy == "float32":
+        found.append(
+            "model.attention: got cudnn with precision.policy = float32; allowed: cudnn with a 16-bit policy; nearest: "
+            "model.attention=xla, or precision.policy=bfloat16"
+        )
+    return found
+
+
+def model_on_mesh(options: DecoderOptions, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each dim of the weights that the mesh cannot split evenly."""
+    found = []
+    split = (
+        ("num_heads", ("tensor",)),
+        ("num_kv_heads", ("tensor",)),
+        ("mlp_dim", ("tensor",)),
+        ("embed_dim", ("tensor", "fsdp")),
+    )
+    for name, axes in split:
+        got = getattr(options, name)
+        for axis in axes:
+            size = mesh_shape[axis]
+            if got % size:
+                found.append(
+                    f"model.{name}: got {got}; allowed: a multiple of mesh.{axis} = {size}; "
+                    f"nearest: {nearest_multiple(got, size)}, or mesh.{axis}={nearest_divisor(got, size)}"
+                )
+    tensor, pipeline = mesh_shape["tensor"], mesh_shape["pipeline"]
+    if options.padded_vocab_size % (tensor * pipeline):
+        found.append(
+            f"model.vocab_multiple: got {options.vocab_multiple}, which pads the vocabulary to "
+            f"{options.padded_vocab_size}; allowed: a padded vocabulary divisible by {tensor * pipeline} = mesh.tensor "
+            f"{tensor} x mesh.pipeline {pipeline}; nearest: {nearest_multiple(options.vocab_multiple, tensor * pipeline)}"
+        )
+    return found
+
+
+def batch(batch_size: int, mesh_shape: Mapping[str, int], num_microbatches: int) -> list[str]:
+    """Returns one line where the global batch does not divide by data x fsdp x microbatches."""
+    data, fsdp = mesh_shape["data"], mesh_shape["fsdp"]
+    divisor = data * fsdp * num_microbatches
+    if batch_size % divisor == 0:
+        return []
+    return [
+        f"batch_size: got {batch_size}; allowed: a multiple of {divisor} = mesh.data {data} x mesh.fsdp {fsdp} x "
+        f"{num_microbatches} microbatches; nearest: {nearest_multiple(batch_size, divisor)}"
+    ]
+
+
+def sequence_on_mesh(sequence_length: int, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line where sequence parallelism cannot split the sequence over the tensor axis."""
+    tensor = mesh_shape["tensor"]
+    if sequence_length % tensor == 0:
+        return []
+    return [
+        f"sequence_length: got {sequence_length}; allowed with layout.sequence_parallel: a multiple of mesh.tensor = "
+        f"{tensor}; nearest: {nearest_multiple(sequence_length, tensor)}"
+    ]
+
+
+def nearest_multiple(number: int, divisor: int) -> int:
+    """Returns the multiple of `divisor` (at least `divisor`) that is nearest to `number`; of two the larger."""
+    return divisor * max(1, (2 * number + divisor) // (2 * divisor))
+
+
+def nearest_divisor(number: int, size: int) -> int:
+    """Returns the divisor of `number` that is nearest to `size`; of two the larger."""
+    divisors = (candidate for candidate in range(1, number + 1) if number % candidate == 0)
+    return min(divisors, key=lambda candidate: (abs(candidate - size), -candidate))

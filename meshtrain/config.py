@@ -1,0 +1,306 @@
+"""One configuration: the rooms' options summed up, checked together, and written down as text.
+
+Inside the program a configuration is the frozen `Config`. An ml_collections.ConfigDict stands only at this door, for
+files that edit the defaults:
+
+    from meshtrain.config import default
+
+    def get_config():
+        config = default()
+        config.mesh.data = 2
+        return config
+
+`python -m meshtrain.config [--config=FILE]` prints every field.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_collections
+
+from meshtrain import checks, flags
+from meshtrain.data import sources
+from meshtrain.data.sources import DataOptions
+from meshtrain.errors import UserError, run
+from meshtrain.layout import mesh
+from meshtrain.layout.mesh import MeshOptions
+from meshtrain.layout.rules import LayoutOptions
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.remat import RematOptions
+from meshtrain.observe import profiler
+from meshtrain.observe.profiler import ProfileOptions
+from meshtrain.observe.trackers import ObserveOptions
+from meshtrain.optim import learning_rate, optimizers
+from meshtrain.optim.learning_rate import LearningRateOptions
+from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.options import option, problems
+from meshtrain.pipeline import schedules
+from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.step.precision import PrecisionOptions
+from meshtrain.store.checkpoint import CheckpointOptions
+from meshtrain.trees import aligned
+
+CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdir
+
+# What a run may change when it is started again: where arrays live, in what order stages run, what is computed twice,
+# what is shown, measured and saved, and how long it goes on. All else would make it another run.
+FREE_ON_RESUME = (
+    "mesh", "zero", "layout", "pipeline", "remat", "num_steps", "log_every", "eval_every", "num_eval_batches",
+    "checkpoint", "profile", "observe", "data.num_threads", "data.num_prefetch_batches",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that a run is told."""
+
+    seed: int = option(0, "start of every random number: weights, data order, dropout", minimum=0)
+    num_steps: int = option(300, "optimizer steps; the last one always saves", minimum=1)
+    batch_size: int = option(32, "sequences in the global batch of a step", minimum=1)
+    sequence_length: int = option(128, "tokens in a sequence", minimum=1)
+    accumulation_steps: int = option(1, "parts of the batch whose gradients are added up before the update", minimum=1)
+    log_every: int = option(10, "steps between log lines", minimum=1)
+    eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
+    num_eval_batches: int = option(16, "batches of an evaluation; 0: the whole validation split", minimum=0)
+    init_from: str = option("", "workdir or checkpoints of another run whose weights this one starts from; '': none")
+    mesh: MeshOptions = option(MeshOptions(), "sizes of the mesh's axes")
+    layout: LayoutOptions = option(LayoutOptions(), "placement beyond the mesh")
+    model: DecoderOptions = option(DecoderOptions(), "the shape of the decoder")
+    pipeline: PipelineOptions = option(PipelineOptions(), "order of the stages")
+    precision: PrecisionOptions = option(PrecisionOptions(), "dtypes")
+    remat: RematOptions = option(RematOptions(), "what is computed twice")
+    optimizer: OptimizerOptions = option(OptimizerOptions(), "how weights move")
+    learning_rate: LearningRateOptions = option(LearningRateOptions(), "how far")
+    data: DataOptions = option(DataOptions(), "what goes in")
+    checkpoint: CheckpointOptions = option(CheckpointOptions(), "what is kept")
+    profile: ProfileOptions = option(ProfileOptions(), "traces")
+    observe: ObserveOptions = option(ObserveOptions(), "what is shown")
+
+
+def default() -> ml_collections.ConfigDict:
+    """Returns the defaults for a configuration file to edit.
+
+    It takes any key and any value: `resolve` refuses the wrong ones, all of them together, where a ConfigDict that is
+    locked and typed would stop at the first.
+    """
+    return ml_collections.ConfigDict(dataclasses.asdict(Config()), type_safe=False)
+
+
+def resolve(
+    given: Config | ml_collections.ConfigDict | Mapping[str, Any],
+    overrides: Mapping[str, str] | None = None,
+    also: Sequence[str] = (),
+    *,
+    own_task: bool = False,
+) -> Config:
+    """Returns the configuration with every value checked, as far as that goes without knowing the devices.
+
+    Args:
+      given: what a configuration file returns; what is not said has its default.
+      overrides: dotted key -> text as on the command line; goes before `given`.
+      also: problems found elsewhere, to be reported together with those found here.
+      own_task: the model is the caller's, and the options of the decoder are without effect.
+
+    Raises:
+      UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
+    """
+    config, found = _build(given, overrides or {})
+    found += problems(config, "")
+    faulty = {line.partition(":")[0] for line in found}
+    # The checks across fields need legal numbers: what is wrong takes its default, and lines about it are left out.
+    entries = flags.schema(Config())
+    defaults = {key: entry.default for key, entry in entries.items() if key in faulty}
+    mended = flags.construct(Config(), flags.flatten(dataclasses.asdict(config)) | defaults)
+    sizes = dataclasses.asdict(mended.mesh)
+    across = [
+        *mesh.check(mended.mesh),
+        *sources.check(mended.data),
+        *optimizers.check(mended.optimizer),
+        *learning_rate.check(mended.learning_rate),
+        *profiler.check(mended.profile),
+        *([] if own_task else checks.model(mended.model, mended.precision, mended.sequence_length)),
+        *check(mended, {axis: max(size, 1) for axis, size in sizes.items()}, own_task=own_task),
+    ]
+    found += [line for line in across if not any(key in line for key in faulty)]
+    if found or also:
+        raise UserError(*also, *found)
+    return config
+
+
+def check(config: Config, mesh_shape: Mapping[str, int], *, own_task: bool = False) -> list[str]:
+    """Returns one line for each way in which a configuration does not fit a mesh of these sizes.
+
+    `resolve` asks with what it knows (1 for an axis of -1); whoever knows the devices asks again before compiling.
+
+    Args:
+      config: resolved.
+      mesh_shape: the size of each of the four axes.
+      own_task: the model is the caller's: only what does not depend on it is checked.
+    """
+    found = checks.batch(config.batch_size, mesh_shape, num_microbatches(config, mesh_shape))
+    if config.layout.sequence_parallel:
+        found += checks.sequence_on_mesh(config.sequence_length, mesh_shape)
+    if not own_task:
+        found += checks.model_on_mesh(config.model, mesh_shape)
+        if mesh_shape["pipeline"] > 1:
+            found += schedules.check(
+                config.pipeline,
+                num_stages=mesh_shape["pipeline"],
+                num_layers=config.model.num_layers,
+                num_microbatches=num_microbatches(config, mesh_shape),
+            )
+    return found
+
+
+def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
+    """Returns into how many parts a step's batch is cut: by accumulation, and again by a pipeline where there is one."""
+    in_pipeline = config.pipeline.num_microbatches if mesh_shape["pipeline"] > 1 else 1
+    return config.accumulation_steps * in_pipeline
+
+
+def _build(
+    given: Config | ml_collections.ConfigDict | Mapping[str, Any], overrides: Mapping[str, str]
+) -> tuple[Config, list[str]]:
+    """Returns a configuration of the right types, and one line for each key or value that had to be left out."""
+    if isinstance(given, ml_collections.ConfigDict):
+        given = given.to_dict()
+    elif isinstance(given, Config):
+        given = dataclasses.asdict(given)
+    if not isinstance(given, Mapping):
+        what = type(given).__name__
+        raise UserError(f"--config: got {what} from get_config(); allowed: what meshtrain.config.default() returns")
+    values, found = flags.collect(flags.schema(Config()), flags.flatten(given), overrides)
+    return flags.construct(Config(), values), found
+
+
+def configure(arguments: argparse.Namespace, also: Sequence[str] = ()) -> Config:
+    """Returns the configuration that a command line asks for.
+
+    Args:
+      arguments: what `flags.arguments` returns.
+      also: problems found elsewhere, to be reported together with the configuration's.
+
+    Raises:
+      UserError: all problems of the file, of the overrides and of the two together.
+    """
+    also = [*arguments.problems, *also]
+    try:
+        given = flags.load(arguments.config, list(flags.schema(Config()))) if arguments.config else default()
+        _build(given, {})  # what is no configuration at all
+    except UserError as error:
+        # Without the file its values are not known, but the overrides' names and types are.
+        _, found = _build(default(), arguments.overrides)
+        raise UserError(*also, *error.problems, *found) from error
+    return resolve(given, arguments.overrides, also)
+
+
+def parse(argv: Sequence[str], extra: argparse.ArgumentParser | None = None) -> tuple[Config, argparse.Namespace]:
+    """Returns the configuration, and the namespace of `flags.arguments`, for an entry point.
+
+    Args:
+      argv: the words after the program's name.
+      extra: the entry point's own arguments.
+
+    Raises:
+      UserError: everything that is wrong with either.
+    """
+    arguments = flags.arguments(argv, extra)
+    return configure(arguments), arguments
+
+
+def to_json(config: Config) -> str:
+    """Returns the configuration as the text of `config.json`: nested as the options are, every field in it."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """Returns the configuration of another run; a field that is newer than the run has its default.
+
+    Types are checked; whether it fits this machine (paths, mesh) is not: `resolve` does that.
+
+    Raises:
+      UserError: not JSON, or a key or a value that no configuration has.
+    """
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run has written") from error
+    config, found = _build(given, {})
+    if found:
+        raise UserError(*(f"{CONFIG_FILE}: {line}" for line in found))
+    return config
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Returns `key: was X, now Y` for each difference that makes two configurations two runs.
+
+    Args:
+      old: the nested dict of a run that is to be resumed, as `json.loads` reads its config.json.
+      new: the nested dict of the configuration at hand. A key that one of them lacks counts with its default.
+    """
+    defaults = flags.flatten(dataclasses.asdict(Config()))
+    before, after = defaults | flags.flatten(old), defaults | flags.flatten(new)
+    found = []
+    for key in before | after:
+        free = any(key == name or key.startswith(f"{name}.") for name in FREE_ON_RESUME)
+        was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
+        if was != now and not free:
+            found.append(f"{key}: was {was}, now {now}")
+    return found
+
+
+def check_resume(workdir: pathlib.Path, config: Config) -> list[str]:
+    """Returns one line where `workdir` holds a run that this configuration does not go on with.
+
+    Args:
+      workdir: a folder, or none yet.
+      config: the configuration at hand.
+    """
+    file = workdir / CONFIG_FILE
+    if not file.exists():
+        return []
+    try:
+        old = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [f"--workdir: '{file}' cannot be read ({error}); allowed: what a run has written"]
+    found = difference(old, dataclasses.asdict(config))
+    if not found:
+        return []
+    return [
+        f"--workdir: '{workdir}' holds a run of another configuration ({'; '.join(found)}); free to change: "
+        f"{', '.join(FREE_ON_RESUME)}; nearest: another --workdir"
+    ]
+
+
+def table(config: Config) -> str:
+    """Returns a line for each field: key, type, default, one line of text; and its value where that differs."""
+    values = flags.flatten(dataclasses.asdict(config))
+    rows = []
+    for key, entry in flags.schema(Config()).items():
+        text = entry.text
+        if not all(choice in text for choice in entry.choices):
+            text += f" ({', '.join(entry.choices)})"
+        value = "" if values[key] == entry.default else json.dumps(values[key])
+        rows.append((key, entry.kind.__name__, json.dumps(entry.default), value, text))
+    header = ("field", "type", "default", "here", "meaning")
+    shown = [i for i in range(len(header)) if header[i] != "here" or any(row[i] for row in rows)]
+    return aligned([[row[i] for i in shown] for row in rows], [header[i] for i in shown])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints every field of the configuration that the arguments name, or of the default one."""
+    extra = argparse.ArgumentParser(
+        prog="python -m meshtrain.config", description="Prints every field of the configuration.", add_help=False
+    )
+    config, _ = parse(argv, extra)
+    print(table(config))
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

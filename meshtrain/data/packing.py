@@ -1,0 +1,229 @@
+"""Token streams cut or packed into examples of one length, each found by its number alone.
+
+Shapes: T sequence_length, N tokens of a stream, P pieces of documents, R rows.
+
+An example is a dict of arrays [T]: tokens, targets, segment_ids, positions (int32) and weights (float32: 1 where the
+target counts, else 0). Segment ids count from 1 within a row; 0 is padding. Positions count from 0 within a segment.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+Example = dict[str, np.ndarray]
+TokenPairs = Iterator[tuple[np.ndarray, np.ndarray]]
+
+_CHUNK_TOKENS = 1 << 22
+_NUM_OPEN_ROWS = 64
+
+
+class Examples(Protocol):
+    """Random access to examples, and to the token pairs that they are scored on."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+    def pairs(self) -> TokenPairs:
+        """Yields (token, target) int arrays of equal length: every position with weight 1, once, in chunks."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenStream:
+    """Tokens end to end over one or more 1-D arrays, which may be memory-mapped: only what is read is loaded.
+
+    Attributes:
+      parts: unsigned integer arrays, in order.
+      end_id: the token that ends a document.
+    """
+
+    parts: tuple[np.ndarray, ...]
+    end_id: int
+    starts: np.ndarray = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        starts = np.cumsum([0] + [len(part) for part in self.parts])
+        object.__setattr__(self, "starts", starts)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def _spans(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        part = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while start < stop:
+            begin, end = int(self.starts[part]), int(self.starts[part + 1])
+            if min(stop, end) > start:
+                yield self.parts[part][start - begin : min(stop, end) - begin]
+            start, part = max(start, min(stop, end)), part + 1
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns tokens start..stop as int32 [stop - start]."""
+        spans = [np.asarray(span, dtype=np.int32) for span in self._spans(start, stop)]
+        return spans[0] if len(spans) == 1 else np.concatenate([np.empty(0, np.int32), *spans])
+
+    def cut(self, start: int, stop: int) -> "TokenStream":
+        """Returns a stream of the tokens start..stop, without reading them."""
+        return TokenStream(tuple(self._spans(start, stop)), self.end_id)
+
+    def document_ends(self) -> np.ndarray:
+        """Returns the position behind each end token, int64 [number of end tokens], reading the stream once."""
+        ends = [np.empty(0, np.int64)]
+        for start in range(0, len(self), _CHUNK_TOKENS):
+            chunk = self.read(start, min(start + _CHUNK_TOKENS, len(self)))
+            ends.append(np.flatnonzero(chunk == self.end_id) + (start + 1))
+        return np.concatenate(ends)
+
+    def pairs(self, stop: int) -> TokenPairs:
+        """Yields (token, next token) within documents, for tokens 0..stop."""
+        for start in range(0, stop, _CHUNK_TOKENS):
+            chunk = self.read(start, min(start + _CHUNK_TOKENS, stop) + 1)
+            inside = chunk[:-1] != self.end_id
+            yield chunk[:-1][inside], chunk[1:][inside]
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamExamples:
+    """Example i is the window of tokens i*T .. i*T+T. What is left behind the last whole window is not used.
+
+    A document that began in an earlier window goes on as a segment of its own, from position 0. The end token is a
+    target; what follows it belongs to another document and does not count.
+    """
+
+    stream: TokenStream
+    sequence_length: int
+
+    def __len__(self) -> int:
+        return max(len(self.stream) - 1, 0) // self.sequence_length
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        length = self.sequence_length
+        window = self.stream.read(index * length, (index + 1) * length + 1)
+        tokens, targets = window[:-1], window[1:]
+        is_end = tokens == self.stream.end_id
+        is_first = np.concatenate([[True], is_end[:-1]])
+        steps = np.arange(length, dtype=np.int32)
+        return {
+            "tokens": tokens,
+            "targets": targets,
+            "segment_ids": np.cumsum(is_first, dtype=np.int32),
+            "positions": steps - np.maximum.accumulate(np.where(is_first, steps, 0)),
+            "weights": np.float32(1) - is_end.astype(np.float32),
+        }
+
+    def pairs(self) -> TokenPairs:
+        """Yields (token, target) for every position with weight 1."""
+        return self.stream.pairs(len(self) * self.sequence_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstFitExamples:
+    """Example i is row i of whole documents, packed by first fit; a document longer than T is cut into pieces.
+
+    A document of L tokens (its end token among them) has L - 1 inputs. A piece's last target is the next piece's first
+    input, so every token but a document's first is a target once.
+
+    Attributes:
+      stream: the documents, end to end.
+      sequence_length: T.
+      piece_starts: int64 [P], where each piece begins in the stream, ordered by row.
+      piece_lengths: int64 [P], number of inputs.
+      row_starts: int64 [R + 1]: row r holds the pieces row_starts[r] .. row_starts[r + 1].
+    """
+
+    stream: TokenStream
+    sequence_length: int
+    piece_starts: np.ndarray
+    piece_lengths: np.ndarray
+    row_starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row_starts) - 1
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        row: Example = {
+            name: np.zeros(self.sequence_length, np.int32) for name in ("tokens", "targets", "segment_ids", "positions")
+        }
+        row["weights"] = np.zeros(self.sequence_length, np.float32)
+        offset = 0
+        first, last = int(self.row_starts[index]), int(self.row_starts[index + 1])
+        for segment, piece in enumerate(range(first, last), start=1):
+            start, length = int(self.piece_starts[piece]), int(self.piece_lengths[piece])
+            window = self.stream.read(start, start + length + 1)
+            place = slice(offset, offset + length)
+            row["tokens"][place] = window[:-1]
+            row["targets"][place] = window[1:]
+            row["segment_ids"][place] = segment
+            row["positions"][place] = np.arange(length)
+            row["weights"][place] = 1
+            offset += length
+        return row
+
+    def pairs(self) -> TokenPairs:
+        """Yields (token, target) for every position with weight 1."""
+        return self.stream.pairs(max(len(self.stream) - 1, 0))
+
+
+def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Puts each piece into the first open row that has room for it; opening one closes the fullest.
+
+    With a bounded number of open rows the time is linear in the pieces and 64 rows fill about nine tenths.
+
+    Args:
+      lengths: int [P], each 1 .. capacity.
+      capacity: T, how much a row holds.
+
+    Returns:
+      int64 [P]: the row of each piece; rows are numbered in the order in which they were opened.
+    """
+    # A piece that fills a row needs no search, and in long documents most pieces do.
+    needs_search = np.flatnonzero(lengths < capacity)
+    rows = np.full(len(lengths), -1, np.int64)
+    room = np.zeros(_NUM_OPEN_ROWS, np.int64)
+    row_of_slot = np.zeros(_NUM_OPEN_ROWS, np.int64)
+    num_rows = 0
+    for piece in needs_search:
+        slot = int(np.argmax(room >= lengths[piece]))
+        if room[slot] < lengths[piece]:
+            slot = int(np.argmin(room))
+            room[slot], row_of_slot[slot] = capacity, num_rows
+            num_rows += 1
+        room[slot] -= lengths[piece]
+        rows[piece] = row_of_slot[slot]
+    is_full = rows < 0
+    rows[is_full] = num_rows + np.arange(np.count_nonzero(is_full))
+    return rows
+
+
+def pack(stream: TokenStream, sequence_length: int, packing: str) -> Examples:
+    """Returns the examples of a stream.
+
+    Args:
+      stream: documents end to end.
+      sequence_length: T.
+      packing: `stream` or `first_fit` (which reads the stream once, for the ends of the documents).
+    """
+    if packing == "stream":
+        return StreamExamples(stream, sequence_length)
+    assert packing == "first_fit", packing
+    stops = stream.document_ends()
+    if len(stream) and (not len(stops) or stops[-1] != len(stream)):
+        stops = np.append(stops, len(stream))
+    starts = np.concatenate([[0], stops[:-1]]).astype(np.int64)[: len(stops)]
+    num_inputs = stops - starts - 1
+    num_pieces = -(-num_inputs // sequence_length)
+    first_piece = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    offsets = (np.arange(num_pieces.sum()) - first_piece) * sequence_length
+    piece_starts = np.repeat(starts, num_pieces) + offsets
+    piece_lengths = np.minimum(np.repeat(num_inputs, num_pieces) - offsets, sequence_length)
+    rows = first_fit(piece_lengths, sequence_length)
+    by_row = np.argsort(rows, kind="stable")
+    num_rows = int(rows.max()) + 1 if len(rows) else 0
+    row_starts = np.searchsorted(rows[by_row], np.arange(num_rows + 1))
+    return FirstFitExamples(stream, sequence_length, piece_starts[by_row], piece_lengths[by_row], row_starts)

@@ -1,0 +1,159 @@
+"""Prepared token files: NAME.bin holds ids and nothing else, NAME.bin.json says what they are."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshtrain.data.text import some
+from meshtrain.errors import UserError, unknown
+
+DTYPES = ("uint16", "uint32")
+
+_CHUNK_BYTES = 1 << 24
+_WHOLE_UP_TO_BYTES = 1 << 32
+_NUM_SAMPLED_CHUNKS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """What NAME.bin.json says about NAME.bin.
+
+    Attributes:
+      dtype: `uint16` or `uint32`, little-endian.
+      vocab_size: one more than the largest id that the tokenizer can write.
+      num_tokens: how many ids the file holds.
+      num_documents: how many documents they are.
+      end_id: the id that ends each document; -1 where nothing does.
+      tokenizer: `bytes`, or the name of a tokenizer.json beside the file.
+      tokenizer_sha256: of that tokenizer.json; `` for bytes.
+    """
+
+    dtype: str
+    vocab_size: int
+    num_tokens: int
+    num_documents: int
+    end_id: int
+    tokenizer: str
+    tokenizer_sha256: str
+
+
+def sidecar_path(path: Path) -> Path:
+    """Returns where the description of the token file `path` stands."""
+    return path.with_name(path.name + ".json")
+
+
+def read_sidecar(path: Path) -> TokenFile:
+    """Reads the description of the token file `path` and checks the file's size against it.
+
+    Raises:
+      UserError: there is none, it is not one, or the file has another size than it says.
+    """
+    sidecar = sidecar_path(path)
+    wanted = {field.name: field.type for field in dataclasses.fields(TokenFile)}
+    try:
+        found = json.loads(sidecar.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"data.path: '{path}' has no readable '{sidecar.name}' beside it ({error.strerror}); allowed: files "
+            "written by python -m meshtrain.data.prepare; nearest: data.source=text if it is text"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); nearest: prepare '{path}' again") from error
+    if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in wanted.items()):
+        raise UserError(f"data.path: '{sidecar}' must be a JSON object with {', '.join(wanted)}; nearest: prepare again")
+    described = TokenFile(**{name: found[name] for name in wanted})
+    if described.dtype not in DTYPES:
+        raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES))
+    expected_bytes = described.num_tokens * np.dtype(described.dtype).itemsize
+    if path.stat().st_size != expected_bytes:
+        raise UserError(
+            f"data.path: '{path}' has {path.stat().st_size} bytes; its description says {described.num_tokens} tokens "
+            f"in {expected_bytes} bytes; nearest: prepare it again"
+        )
+    return described
+
+
+def _chunks(path: Path, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields (first position, ids): the whole file up to 4 GiB, else 64 evenly spaced chunks with both ends."""
+    array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+    length = _CHUNK_BYTES // array.itemsize
+    if array.nbytes <= _WHOLE_UP_TO_BYTES:
+        starts = range(0, len(array), length)
+    else:
+        starts = [int(start) for start in np.linspace(0, len(array) - length, _NUM_SAMPLED_CHUNKS)]
+    for start in starts:
+        yield start, array[start : start + length]
+
+
+def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
+    """Reads a token file once, in chunks: its digest, and the first id that does not fit.
+
+    Files beyond 4 GiB are sampled: a change or a bad id elsewhere in them is not seen here.
+
+    Args:
+      path: the token file.
+      described: its description.
+      vocab_size: the model's; every id must be below.
+
+    Returns:
+      Hexadecimal sha256 over size and chunks, and a line for the problem or ``.
+    """
+    digest = hashlib.sha256(f"{described.dtype} {described.num_tokens}".encode())
+    largest, problem = -1, ""
+    for start, ids in _chunks(path, described.dtype):
+        digest.update(ids.data)
+        largest = max(largest, int(ids.max()))
+        if largest >= vocab_size and not problem:
+            position = int(np.argmax(ids >= vocab_size))
+            problem = f"'{path}' holds id {ids[position]} at token {start + position}"
+    needed = max(largest + 1, described.vocab_size)
+    if not problem and needed > vocab_size:
+        problem = f"'{path}' was written with a vocabulary of {needed} ids"
+    if problem:
+        problem = f"data.path: {problem}; allowed: ids below model.vocab_size={vocab_size}; nearest: model.vocab_size={needed}"
+    return digest.hexdigest(), problem
+
+
+def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.ndarray], TokenFile, str]:
+    """Memory-maps token files that belong together.
+
+    Args:
+      files: the .bin files, in order.
+      vocab_size: the model's; every id must be below.
+
+    Returns:
+      One read-only array [num_tokens] a file, the description of the first, and the digest of them all.
+
+    Raises:
+      UserError: a description is missing or wrong, the files differ in tokenizer, or ids do not fit.
+    """
+    problems: list[str] = []
+    described: list[TokenFile] = []
+    digest = hashlib.sha256()
+    for path in files:
+        try:
+            one = read_sidecar(path)
+        except UserError as error:
+            problems += error.problems
+            continue
+        described.append(one)
+        names = ("vocab_size", "end_id", "tokenizer_sha256")
+        differing = [name for name in names if getattr(one, name) != getattr(described[0], name)]
+        problems += [
+            f"data.path: '{path}' has {name} {getattr(one, name)!r}, but the first file has "
+            f"{getattr(described[0], name)!r}; allowed: files prepared with one tokenizer"
+            for name in differing
+        ]
+        file_digest, problem = scan(path, one, vocab_size)
+        digest.update(file_digest.encode())
+        problems += [problem] if problem else []
+    if problems:
+        raise UserError(*some(problems))
+    arrays = [
+        np.memmap(path, np.dtype(one.dtype).newbyteorder("<"), "r") for path, one in zip(files, described, strict=True)
+    ]
+    return list(arrays), described[0], digest.hexdigest()

@@ -1,0 +1,128 @@
+"""Text to token ids and back: bytes, a tokenizer.json, or plain numbers."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshtrain.errors import UserError, nearest, unknown
+
+NUM_BYTES = 256
+
+# Tokens by which well-known tokenizers end a document, best known first.
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back.
+
+    Attributes:
+      name: `bytes`, `numbers`, or the path of the tokenizer.json.
+      vocab_size: one more than the largest id, the end id among them.
+      end_id: the id that ends a document; -1 where there are no documents.
+      encode_documents: texts -> one unsigned integer array each, without the end id.
+      encode: text -> ids, without the end id.
+      decode: ids -> text; ids that are not text (the end id, padding of the vocabulary) are left out.
+    """
+
+    name: str
+    vocab_size: int
+    end_id: int
+    encode_documents: Callable[[Sequence[str]], list[np.ndarray]]
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Iterable[int]], str]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smaller of little-endian uint16 and uint32 that holds every id."""
+        return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Returns the tokenizer whose ids are UTF-8 bytes, and 256 the end of a document."""
+
+    def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(ids: Iterable[int]) -> str:
+        # A model may emit half a character: show that it did instead of failing.
+        return bytes(int(i) for i in ids if 0 <= i < NUM_BYTES).decode(errors="replace")
+
+    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_documents, encode, decode)
+
+
+def number_tokenizer(vocab_size: int) -> Tokenizer:
+    """Returns the tokenizer of synthetic data, whose text is ids written as numbers with spaces between."""
+
+    def encode(text: str) -> list[int]:
+        words = text.split()
+        bad = [word for word in words if not word.isdecimal() or int(word) >= vocab_size]
+        if bad:
+            raise UserError(f"prompt: got '{bad[0]}'; allowed for synthetic data: numbers from 0 to {vocab_size - 1}")
+        return [int(word) for word in words]
+
+    def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(encode(text), np.uint32) for text in texts]
+
+    def decode(ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    return Tokenizer("numbers", vocab_size, -1, encode_documents, encode, decode)
+
+
+def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
+    """Returns the tokenizer of a Hugging Face tokenizer.json (package `tokenizers`).
+
+    Args:
+      path: the tokenizer.json.
+      end_token: the token that ends a document; `` takes a well-known one, or adds one id behind the last.
+
+    Raises:
+      UserError: the file cannot be read, is no tokenizer.json, or has no such token.
+    """
+    import tokenizers
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"data.tokenizer: got '{path}', which cannot be read ({error}); allowed: bytes, or the path of a "
+            f"tokenizer.json{nearest(path, ['bytes'])}"
+        ) from error
+    try:
+        loaded = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - the package raises plain Exception
+        raise UserError(
+            f"data.tokenizer: got '{path}', which is no tokenizer.json ({error}); allowed: what Tokenizer.save writes"
+        ) from error
+    # A document is tokenised whole: a length limit or padding stored in the file is for other uses.
+    loaded.no_truncation()
+    loaded.no_padding()
+    vocab = loaded.get_vocab(with_added_tokens=True)
+    vocab_size = max(vocab.values(), default=-1) + 1
+    if end_token and end_token not in vocab:
+        raise UserError(unknown(f"data.end_token for {path}", end_token, [t for t in _END_TOKENS if t in vocab]))
+    known = end_token or next((token for token in _END_TOKENS if token in vocab), "")
+    end_id = vocab[known] if known else vocab_size
+
+    def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, np.uint32) for one in encoded]
+
+    def encode(text: str) -> list[int]:
+        return list(loaded.encode(text, add_special_tokens=False).ids)
+
+    def decode(ids: Iterable[int]) -> str:
+        return str(loaded.decode([int(i) for i in ids if 0 <= i < vocab_size and i != end_id]))
+
+    return Tokenizer(path, max(vocab_size, end_id + 1), end_id, encode_documents, encode, decode)
+
+
+def open_tokenizer(name: str, end_token: str = "") -> Tokenizer:
+    """Returns the tokenizer called `name`: `bytes`, or the path of a tokenizer.json."""
+    return byte_tokenizer() if name == "bytes" else file_tokenizer(name, end_token)

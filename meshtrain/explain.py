@@ -1,0 +1,75 @@
+"""Prints what `assemble` decides for a configuration: the mesh, a line for each array, what each pipeline stage holds.
+
+    python -m meshtrain.explain --config=configs/3d.py [--config.mesh.tensor=4 ...]
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from meshtrain.assemble import Assembly, array_rows, assemble
+from meshtrain.config import check, parse
+from meshtrain.errors import UserError, run
+from meshtrain.launch import distributed
+from meshtrain.layout.explain import draw_mesh, mesh_text, table
+from meshtrain.layout.mesh import describe, mesh_shape, num_needed
+from meshtrain.pipeline.stages import layers_of_stage
+
+
+def text(assembly: Assembly) -> str:
+    """Returns everything that is worth knowing before a run."""
+    config = assembly.config
+    shape = dict(assembly.mesh.shape)
+    parts = [
+        f"parameters   {assembly.task.num_parameters:,} without padding",
+        f"mesh         {describe(assembly.mesh)}",
+        f"batch        {config.batch_size} sequences of {config.sequence_length} tokens",
+        "",
+        mesh_text(shape),
+        "",
+        table(array_rows(assembly)),
+        *stages_text(assembly),
+    ]
+    return "\n".join(parts)
+
+
+def stages_text(assembly: Assembly) -> list[str]:
+    """Returns a line for each pipeline stage, and what the schedule recomputes; nothing without a pipeline."""
+    program, stages = assembly.program, assembly.task.stages
+    if program is None or stages is None:
+        return []
+    schedule = program.schedule
+    lines = [f"schedule     {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} chunks a stage"]
+    share = f"1/{schedule.num_stages} of the vocabulary (embedding and head)"
+    for stage in range(schedule.num_stages):
+        held = layers_of_stage(stage, schedule.num_stages, stages.num_layers, schedule.num_chunks)
+        ranges = ", ".join(f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}" for part in held)
+        lines.append(f"stage {stage:<6} layers {ranges}; {share}")
+    policy = assembly.config.remat.policy
+    inner = "nothing more" if policy in ("none", "full") else f"what '{policy}' says, a third time"
+    lines.append(f"recomputed   each stage once from its input, in its backward row; inside a layer {inner}")
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    """Assembles from shapes alone and prints; no array is made."""
+    extra = argparse.ArgumentParser(
+        prog="python -m meshtrain.explain", description="Where each array of a configuration lives.", add_help=False
+    )
+    extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh as a PNG")
+    config, arguments = parse(argv, extra)
+    devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
+    shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
+    if problems := check(config, shape):
+        raise UserError(*problems)
+    print(text(assemble(config, shape, devices)))
+    for note in notes:
+        print(f"note         {note}")
+    if arguments.draw:
+        draw_mesh(shape, arguments.draw)
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

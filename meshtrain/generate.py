@@ -1,0 +1,110 @@
+"""Weights and a prompt -> text, on any mesh.
+
+R: rows of the batch (copies of the prompt that the mesh's data axes need), T: tokens a sequence, V: padded vocabulary.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshtrain.assemble import Assembly, assemble, stored_params
+from meshtrain.config import parse
+from meshtrain.data.corpus import Corpus, open_corpus
+from meshtrain.errors import UserError, run
+from meshtrain.launch import distributed
+from meshtrain.layout.mesh import mesh_shape, num_needed
+from meshtrain.models.task import Batch, Params
+from meshtrain.store.checkpoint import restore_params
+
+
+def sample(
+    assembly: Assembly, params: Params, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int
+) -> list[int]:
+    """Returns token ids that follow a prompt.
+
+    Every token is one forward pass over the last T tokens, all of them inside one compiled loop.
+
+    Args:
+      assembly: of a task with logits.
+      params: as the assembly stores them.
+      prompt: at least one token id; only the last T - 1 count.
+      num_tokens: how many to draw.
+      temperature: 0 takes the most probable token each time.
+      seed: of the drawing.
+    """
+    logits = assembly.logits
+    assert logits is not None
+    rows = assembly.mesh.shape["data"] * assembly.mesh.shape["fsdp"]
+    length = assembly.batch["tokens"].shape[1]
+    recent = list(prompt)[-(length - 1) :]
+    window = np.zeros((rows, length), np.int32)
+    window[:, : len(recent)] = recent
+
+    def draw(params: Params, window: jax.Array, filled: int, key: jax.Array) -> jax.Array:
+        def one(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            window, filled = carry
+            here = jnp.take(logits(params, _batch(window)), filled - 1, axis=1)[0]
+            token = jnp.argmax(here)
+            if temperature > 0:
+                token = jax.random.categorical(key, here / temperature)
+            is_full = filled == length
+            window = jnp.where(is_full, jnp.roll(window, -1, axis=1), window)
+            filled = jnp.where(is_full, length - 1, filled)
+            window = jax.lax.dynamic_update_slice(window, jnp.full((rows, 1), token, jnp.int32), (0, filled))
+            return (window, filled + 1), token
+
+        _, tokens = jax.lax.scan(one, (window, jnp.int32(filled)), jax.random.split(key, num_tokens))
+        return tokens
+
+    tokens = jax.jit(draw)(params, window, len(recent), jax.random.key(seed))
+    return [int(token) for token in np.asarray(tokens)]
+
+
+def _batch(window: jax.Array) -> Batch:
+    ones = jnp.ones(window.shape, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
+    return {"tokens": window, "targets": window, "segment_ids": ones, "positions": positions, "weights": ones.astype(jnp.float32)}
+
+
+def continued(assembly: Assembly, corpus: Corpus, params: Params, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+    """Returns the prompt and the text that follows it."""
+    ids = corpus.encode(prompt)
+    return prompt + corpus.decode(sample(assembly, params, ids, num_tokens, temperature, seed))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a text that follows a prompt, from the newest checkpoint of a workdir."""
+    extra = argparse.ArgumentParser(
+        prog="python -m meshtrain.generate", description="A run's newest weights continue a prompt.", add_help=False
+    )
+    extra.add_argument("--prompt", default="def ", help="the text to go on from")
+    extra.add_argument("--num-tokens", type=int, default=200, help="tokens to draw")
+    extra.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token each time")
+    config, arguments = parse(argv, extra)
+    problems = []
+    if arguments.num_tokens < 1:
+        problems.append(f"--num-tokens: got {arguments.num_tokens}; allowed: at least 1; nearest: 1")
+    if arguments.temperature < 0:
+        problems.append(f"--temperature: got {arguments.temperature}; allowed: at least 0; nearest: 0")
+    if not arguments.prompt:
+        problems.append("--prompt: got an empty text; allowed: at least one character; nearest: 'def '")
+    if problems:
+        raise UserError(*problems)
+    devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in vars(config.mesh).values())
+    shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
+    assembly = assemble(config, shape, devices)
+    kept = restore_params(arguments.workdir, assembly.kept_state.params)
+    corpus = open_corpus(
+        config.data, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size, seed=config.seed
+    )
+    params = stored_params(assembly, kept)
+    print(continued(assembly, corpus, params, arguments.prompt, arguments.num_tokens, arguments.temperature, config.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

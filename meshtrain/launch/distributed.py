@@ -1,0 +1,278 @@
+"""The one place where JAX is initialised: platform, processes, devices, compilation cache.
+
+Everything here must happen before the first device query, and nothing in the package queries a device at import.
+A process of several is known by its environment:
+
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID   set by a launcher, or by hand
+    Slurm's, Open MPI's, Kubernetes', Cloud TPU's own variables   read by JAX, where there are several processes
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshtrain.errors import UserError
+
+_NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
+_CACHE = Path("~/.cache/meshtrain/jax")
+_EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# JAX keeps only what took a second to compile; small programs are most of the start-up time on a CPU.
+_CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
+
+
+def start(num_devices_needed: int | None) -> tuple[list[jax.Device], list[str]]:
+    """Initialises JAX and returns the devices of the mesh. May be called again, and after others used JAX.
+
+    On CPU the devices are simulated, as many as are needed. Elsewhere they are what they are.
+
+    Args:
+      num_devices_needed: product of the mesh's axes over all processes; None for all there are (8 simulated on CPU).
+
+    Returns:
+      The devices, of all processes; and the lines that a user should read about how they came about (often none).
+
+    Raises:
+      UserError: fewer devices than needed; on several processes, another number than needed; processes that cannot
+        meet, or of which only a part is described.
+    """
+    _choose_platform()
+    how = processes(os.environ)
+    if how is not None and not jax.distributed.is_initialized():
+        _meet(how)
+    num_processes = int((how or {}).get("num_processes") or 1)
+    _simulate(devices_each(num_devices_needed, num_processes))
+    lines = _keep_compilations()
+    devices, said = choose(_devices(), num_devices_needed, jax.process_count())
+    return devices, [*lines, *_about_cpu(devices), *said]
+
+
+def is_main_process() -> bool:
+    """Returns whether this process writes files and talks to the user. Call it after `start`."""
+    return jax.process_index() == 0
+
+
+def processes(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Returns the arguments for `jax.distributed.initialize`, or None where this process is alone.
+
+    Only the environment is looked at, so that a machine outside a cluster neither waits for a network nor fails.
+    `num_processes` is among the arguments wherever the environment says it.
+
+    Raises:
+      UserError: some of the three JAX variables are missing or not numbers; Open MPI without a way to meet.
+    """
+    if "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ:
+        return _explicit(environ)
+    num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if num_tasks > 1 and "SLURM_STEP_NODELIST" in environ:
+        num_nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+        return _scheduler(environ, "slurm", num_tasks, one_on_each_host=num_tasks == num_nodes)
+    num_tasks = int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if num_tasks > 1:
+        one_on_each_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+        return _scheduler(environ, _open_mpi(environ), num_tasks, one_on_each_host)
+    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ and _installed("kubernetes"):
+        return {"cluster_detection_method": "k8s"}
+    return _cloud_tpu(environ, _setting("jax_platforms") or "")
+
+
+def devices_each(num_devices_needed: int | None, num_processes: int) -> int:
+    """Returns how many CPU devices each process simulates.
+
+    Raises:
+      UserError: the devices do not divide among the processes.
+    """
+    if num_devices_needed is None:
+        return max(1, _NUM_DEVICES_TO_FILL // num_processes)
+    each, left = divmod(num_devices_needed, num_processes)
+    if left or not each:
+        multiple = max(1, round(num_devices_needed / num_processes)) * num_processes
+        raise UserError(
+            f"mesh: got {num_devices_needed} devices; allowed: a multiple of the {num_processes} processes; "
+            f"nearest: {multiple}"
+        )
+    return each
+
+
+def choose(
+    found: Sequence[jax.Device], num_devices_needed: int | None, num_processes: int
+) -> tuple[list[jax.Device], list[str]]:
+    """Returns the devices that the mesh takes of those there are, and a line where some are left over.
+
+    Args:
+      found: `jax.devices()`.
+      num_devices_needed: product of the mesh's axes; None for all.
+      num_processes: how many processes share them.
+
+    Raises:
+      UserError: there are fewer; or another number, on several processes.
+    """
+    if num_devices_needed is None or num_devices_needed == len(found):
+        return list(found), []
+    what = f"{found[0].device_kind} {found[0].platform.upper()}" if found[0].platform != "cpu" else "CPU"
+    if num_processes > 1:
+        raise UserError(
+            f"mesh: got {num_devices_needed} devices; allowed: exactly the {len(found)} {what} devices of the "
+            f"{num_processes} processes; nearest: axes whose product is {len(found)}, or one axis of -1"
+        )
+    if num_devices_needed > len(found):
+        raise UserError(
+            f"mesh: got {num_devices_needed} devices; allowed: at most the {len(found)} {what} devices there are; "
+            f"nearest: {_nearest_fix(found, num_devices_needed)}"
+        )
+    return list(found[:num_devices_needed]), [f"the mesh takes the first {num_devices_needed} of {len(found)} devices"]
+
+
+def _nearest_fix(found: Sequence[jax.Device], num_devices_needed: int) -> str:
+    if found[0].platform == "cpu":
+        # Only possible where JAX was in use before: too late to simulate more.
+        setting = f'jax.config.update("jax_num_cpu_devices", {num_devices_needed})'
+        return f"restart Python, and before anything uses JAX call this program or {setting}"
+    return f"one axis of -1, or JAX_PLATFORMS=cpu, which simulates {num_devices_needed}"
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)  # JAX defines its options at run time: no type checker knows them
+
+
+def _devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        raise UserError(
+            f"devices: JAX cannot start on '{_setting('jax_platforms')}': {error}; nearest: JAX_PLATFORMS=cpu"
+        ) from error
+
+
+def _choose_platform() -> None:
+    """Settles on CPU where there is nothing else: an accelerator's plugin without its driver prints tracebacks."""
+    # Set by the user's JAX_PLATFORMS, or by JAX itself where it found TPU chips.
+    if _setting("jax_platforms"):
+        return
+    if not _nvidia_answers(os.environ) and not Path("/dev/kfd").exists():  # /dev/kfd: AMD's driver
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _nvidia_answers(environ: Mapping[str, str]) -> bool:
+    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    if Path("/proc/driver/nvidia/version").exists():
+        return True
+    # Windows' Linux has no such file, and its driver is reached through this program only.
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return False
+    try:
+        return subprocess.run([program, "-L"], capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _explicit(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    address, count, index = (environ.get(name, "") for name in _EXPLICIT)
+    if count == "1":
+        return None
+    if not (":" in address and count.isdecimal() and index.isdecimal() and int(index) < int(count)):
+        got = ", ".join(f"{name}={environ.get(name, '(not set)')}" for name in _EXPLICIT)
+        raise UserError(f"processes: got {got}; allowed: host:port, a number, and a number from 0 to one less")
+    return {
+        "coordinator_address": address,
+        "num_processes": int(count),
+        "process_id": int(index),
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def _scheduler(environ: Mapping[str, str], method: str, num_tasks: int, one_on_each_host: bool) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"cluster_detection_method": method, "num_processes": num_tasks}
+    # JAX gives process i of a host only the i-th device, which is wrong where a process is alone on its host, and
+    # where the scheduler already shows each process its own device and no other. An empty list means: all it sees.
+    bound = len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1
+    if (one_on_each_host or bound) and "JAX_LOCAL_DEVICE_IDS" not in environ:
+        arguments["local_device_ids"] = []
+    return arguments
+
+
+def _open_mpi(environ: Mapping[str, str]) -> str:
+    if "OMPI_MCA_orte_hnp_uri" in environ:
+        return "ompi"
+    if _installed("mpi4py"):  # from version 5 on, Open MPI's environment names no address to meet at
+        return "mpi4py"
+    raise UserError(
+        f"processes: got {environ['OMPI_COMM_WORLD_SIZE']} from Open MPI without an address to meet at; "
+        f"allowed: pip install mpi4py, or each process with its {', '.join(_EXPLICIT)}"
+    )
+
+
+def _cloud_tpu(environ: Mapping[str, str], platforms: str) -> dict[str, Any] | None:
+    if "tpu" not in platforms:
+        return None
+    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
+    if "," in hosts or int(environ.get("MEGASCALE_NUM_SLICES") or "1") > 1:
+        return {"cluster_detection_method": "gketpu" if hosts else "gcetpu"}
+    # Elsewhere in the cloud only the metadata server knows the other hosts. JAX itself sets this variable where there
+    # are no chips, and so do single-host images.
+    return {"cluster_detection_method": "gcetpu"} if not hosts and "TPU_SKIP_MDS_QUERY" not in environ else None
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _meet(how: Mapping[str, Any]) -> None:
+    try:
+        jax.distributed.initialize(**how)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"processes: cannot meet ({how['cluster_detection_method']}): {error}; "
+            f"allowed: each process with its {', '.join(_EXPLICIT)}, before anything uses JAX"
+        ) from error
+
+
+def _simulate(num_devices: int) -> None:
+    """Asks for CPU devices, unless as many were asked for already or JAX is in use."""
+    if _setting("jax_num_cpu_devices") >= num_devices:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        return  # JAX is in use: what is there is looked at next, and refused where it does not do
+
+
+def _about_cpu(devices: Sequence[jax.Device]) -> list[str]:
+    if devices[0].platform != "cpu":
+        return []
+    lines = []
+    if len(devices) > 1:
+        where = f"{jax.process_count()} processes" if jax.process_count() > 1 else "this machine's CPU"
+        lines.append(f"{len(devices)} devices are simulated on {where}")
+    if not _setting("jax_platforms") and _nvidia_answers(os.environ):
+        lines.append("an NVIDIA GPU is there, but this JAX cannot use it: pip install 'meshtrain[cuda12]'")
+    return lines
+
+
+def _keep_compilations() -> list[str]:
+    """Turns the persistent compilation cache on; returns a line where its directory cannot be written."""
+    if not _setting("jax_enable_compilation_cache"):
+        return []
+    directory = _setting("jax_compilation_cache_dir") or str(_CACHE)
+    if "://" not in directory:
+        try:
+            path = Path(directory).expanduser().absolute()
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                directory = str(path)
+        except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home directory
+            jax.config.update("jax_compilation_cache_dir", None)
+            return [f"compilation cache off: {directory}: {error}; JAX_COMPILATION_CACHE_DIR names another"]
+    jax.config.update("jax_compilation_cache_dir", directory)
+    for name, value in _CACHE_EVERYTHING.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
+    return []

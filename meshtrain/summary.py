@@ -1,0 +1,38 @@
+"""What a run says when it is done."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshtrain import workdir
+from meshtrain.assemble import Assembly
+from meshtrain.data.baseline import bigram_loss
+from meshtrain.data.corpus import Corpus
+from meshtrain.generate import continued
+from meshtrain.step.state import TrainState
+
+PROMPT, NUM_SAMPLE_TOKENS, TEMPERATURE = "def ", 160, 0.7
+
+
+def text(
+    assembly: Assembly, corpus: Corpus, state: TrainState, values: Mapping[str, float | None], run: Path
+) -> str:
+    """Returns the summary: losses beside the bigram's, tokens, speed, where things lie, and a sample of text."""
+    config = assembly.config
+    lines = ["", f"done: step {int(state.step)}"]
+    if (loss := values.get("eval_loss")) is not None:
+        lines.append(f"validation loss   {loss:.4f} nats a token (perplexity {math.exp(min(loss, 50.0)):.2f})")
+        bigram = workdir.kept(run, "bigram_loss", lambda: bigram_loss(corpus.train, corpus.validation))
+        if bigram is not None:
+            verdict = "better" if loss < bigram else "not better"
+            lines.append(f"bigram model      {bigram:.4f} on the same text: the run is {verdict}")
+    num_tokens = int(state.step) * config.batch_size * config.sequence_length
+    lines.append(f"tokens            {num_tokens:,}")
+    if rate := values.get("tokens_per_second"):
+        lines.append(f"tokens a second   {rate:,.0f}")
+    places = "config.json, layout.txt, metrics.jsonl, tensorboard/, checkpoints/"
+    lines.append(f"in                {run}: {places}")
+    if assembly.logits is not None and corpus.speaks:
+        sampled = continued(assembly, corpus, state.params, PROMPT, NUM_SAMPLE_TOKENS, TEMPERATURE, config.seed)
+        lines += ["a sample", *(f"  | {line}" for line in sampled.splitlines())]
+    return "\n".join(lines)

@@ -1,0 +1,148 @@
+# Sourced by the scripts beside it: makes the virtual environment they run in, or finds that it is up to date.
+#
+#   prepare_environment [EXTRA ...]   installs meshtrain with these extras of pyproject.toml (`cuda`: the one that fits
+#                                     the NVIDIA driver, if any); sets `environment`: run "$environment/bin/python"
+#
+# Reads PYTHON, the interpreter to build on (python3). Where PYTHON is another version than python3, the folder is
+# .venv-<version> rather than .venv, so that several versions live side by side.
+# shellcheck shell=bash
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+oldest_minor=11 # of Python 3; pyproject.toml says the same to pip
+
+say() { printf 'meshtrain: %s\n' "$*" >&2; }
+
+fail() {
+  printf 'meshtrain: error: %s\n' "$*" >&2
+  exit 2
+}
+
+# Prints "major.minor" of an interpreter, Python 2 included; fails where it does not run.
+version_of() { "$1" -c 'import sys; sys.stdout.write("%d.%d" % sys.version_info[:2])' 2>/dev/null </dev/null; }
+
+# True for Python 3.11 and newer. Takes "major.minor".
+new_enough() { [[ $1 =~ ^3\.([0-9]+)$ ]] && ((BASH_REMATCH[1] >= oldest_minor)); }
+
+# Prints the newest interpreter of that name below pyenv, whose shims answer for the enabled versions only.
+below_pyenv() {
+  local folder
+  folder=$(pyenv root 2>/dev/null) || return 1
+  find "$folder/versions" -mindepth 3 -maxdepth 3 -path "*/bin/$1" 2>/dev/null | sort -V | tail -n 1 | grep .
+}
+
+# Sets `interpreter` and `version`, or ends with one line.
+find_interpreter() {
+  interpreter=${PYTHON:-python3}
+  if ! version=$(version_of "$interpreter"); then
+    interpreter=$(below_pyenv "${PYTHON:-python3}") && version=$(version_of "$interpreter") ||
+      fail "${PYTHON:-python3} does not run; meshtrain needs Python 3.$oldest_minor or newer (PYTHON=... names another one)"
+  fi
+  if ! new_enough "$version"; then
+    local name other=""
+    for name in python3.{14,13,12,11}; do
+      version_of "$name" >/dev/null && other="; this machine has one: PYTHON=$name $0" && break
+    done
+    fail "meshtrain needs Python 3.$oldest_minor or newer; ${PYTHON:-python3} is Python $version$other"
+  fi
+  # Building on an interpreter that stands in one of our own environments would delete it on the way.
+  if [[ $(type -P "$interpreter") == "$root"/.venv* ]]; then
+    interpreter=$("$interpreter" -c 'import sys; print(sys._base_executable)')
+  fi
+}
+
+# Sets `cuda` to the extra that fits the NVIDIA driver, or to nothing. Says what it found.
+choose_cuda() {
+  local answer driver capability
+  # Asking the driver can take a second: what was chosen once stays.
+  if [[ $(recorded) =~ \ (cuda1[0-9])( |$) ]]; then
+    cuda=${BASH_REMATCH[1]}
+    return
+  fi
+  cuda=""
+  type -P nvidia-smi >/dev/null || return 0
+  answer=$(timeout 20 nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null </dev/null) ||
+    return 0
+  [[ ${answer%%$'\n'*} =~ ^([0-9]+)\.[0-9.]+,\ *([0-9]+)\.([0-9]+)$ ]] || return 0
+  driver=${BASH_REMATCH[1]} capability=${BASH_REMATCH[2]}${BASH_REMATCH[3]}
+  # CUDA 13 came with driver 580 and left out what is older than Turing; CUDA 12's packages want driver 525.
+  if ((driver >= 580 && capability >= 75)); then
+    cuda=cuda13
+  elif ((driver >= 525)); then
+    cuda=cuda12
+  else
+    say "nvidia-smi answers, but driver $driver is too old for CUDA 12 (525 or newer): installing for the CPU"
+    return
+  fi
+  say "nvidia-smi answers (driver $driver): installing the extra $cuda"
+}
+
+# Prints what is installed in the environment, in the form that `install` writes: "KEY extras: EXTRA ..."
+recorded() { cat "$environment/meshtrain-installed" 2>/dev/null || true; }
+
+# True where everything wanted is there. Takes the key (folder, Python, pyproject.toml) and the extras.
+up_to_date() {
+  local key=$1 extra have
+  shift
+  have=$(recorded)
+  [[ $have == "$key extras: "* && -x $environment/bin/python ]] || return 1
+  for extra in "$@"; do
+    [[ " ${have##*extras:} " == *" $extra "* ]] || return 1
+  done
+}
+
+prepare_environment() {
+  find_interpreter
+  environment=$root/.venv
+  if [[ -n ${PYTHON:-} && $version != "$(version_of python3)" ]]; then
+    environment=$root/.venv-$version
+  fi
+  local base key extras=("$@")
+  if [[ " $* " == *" cuda "* ]]; then
+    choose_cuda
+    extras=(${extras[@]/#cuda/$cuda})
+  fi
+  base="$root python$version"
+  key="$base $(sha256sum <"$root/pyproject.toml" | cut -c -16)"
+  if ! up_to_date "$key" "${extras[@]}"; then
+    # One at a time: a second script started meanwhile waits, and then finds everything there.
+    exec 9<"$root/scripts"
+    if type -P flock >/dev/null && ! flock --nonblock 9; then
+      say "another script is installing; waiting for it"
+      flock 9
+    fi
+    up_to_date "$key" "${extras[@]}" || install "$base" "$key" "${extras[@]}"
+    exec 9<&-
+  fi
+}
+
+# Makes the environment or brings it up to date. Its record says `installing` until all is done, so that one that was
+# interrupted is made afresh, while a changed pyproject.toml or a new extra is added to what is there.
+install() {
+  local base=$1 key=$2 have extras record
+  shift 2
+  "$interpreter" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "$interpreter has no module venv; on Debian and Ubuntu: apt install python3-venv"
+  have=$(recorded)
+  record=$environment/meshtrain-installed
+  if [[ $have == "$base "* ]]; then
+    extras=$(printf '%s\n' ${have##*extras:} "$@" | sort -u | xargs)
+  else
+    extras=$*
+    if [[ -z $have && -e $environment ]]; then
+      [[ $(version_of "$environment/bin/python") == "$version" ]] ||
+        fail "$environment is there and no environment of Python $version; move it away and start again"
+    else
+      rm -rf "$environment"
+    fi
+  fi
+  say "installing meshtrain${extras:+[${extras// /,}]} for Python $version into ${environment#"$root"/} (once; a few minutes)"
+  if [[ ! -x $environment/bin/python ]]; then
+    mkdir -p "$environment"
+    echo installing >"$record"
+    "$interpreter" -I -m venv "$environment" >&2 || fail "making $environment failed; see above"
+  fi
+  echo installing >"$record"
+  "$environment/bin/python" -I -m pip install --quiet --disable-pip-version-check --no-input \
+    --editable "$root${extras:+[${extras// /,}]}" >&2 </dev/null || fail "the installation failed; see pip's lines above"
+  echo "$key extras: $extras" >"$record"
+}

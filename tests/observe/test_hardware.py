@@ -1,0 +1,78 @@
+"""The table of accelerators: found by JAX's names and by nothing that resembles them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain import hardware
+
+
+@pytest.mark.parametrize(
+    "device_kind, name",
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+    ],
+)
+def test_known_devices_are_found(device_kind, name):
+    accelerator = hardware.find(device_kind)
+    assert accelerator is not None
+    assert accelerator.name == name
+
+
+@pytest.mark.parametrize(
+    "device_kind",
+    [
+        "cpu",
+        "",
+        "NVIDIA H100 PCIe",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GB200",
+        "TPU v4 lite",
+    ],
+)
+def test_devices_that_resemble_known_ones_have_no_peak(device_kind):
+    assert hardware.find(device_kind) is None
+    assert hardware.peak_flops_per_second(device_kind, "bfloat16") is None
+
+
+def test_peaks_by_dtype():
+    assert hardware.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
+    assert hardware.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "float16") == 312e12
+    assert hardware.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "float32") == 156e12
+    assert hardware.peak_flops_per_second("TPU v5", "bfloat16") == 459e12
+    assert hardware.peak_flops_per_second("TPU v5", "float32") is None
+    assert hardware.peak_flops_per_second("TPU v5", "float16") is None
+    assert hardware.peak_flops_per_second("NVIDIA H200", "float64") is None
+
+
+def test_every_device_has_one_entry_with_its_source():
+    kinds = [kind for accelerator in hardware.ACCELERATORS for kind in accelerator.device_kinds]
+    assert len(set(kinds)) == len(kinds)
+    names = [accelerator.name for accelerator in hardware.ACCELERATORS]
+    assert names == ["a100-80", "h100", "h200", "b200", "v4", "v5e", "v5p", "v6e"]
+    assert all(accelerator.source for accelerator in hardware.ACCELERATORS)
+
+
+def test_units_agree():
+    # A factor of 1000 (GB for bytes) or of 2 in the wrong place would leave these bounds.
+    for accelerator in hardware.ACCELERATORS:
+        assert 100e12 < accelerator.bfloat16_flops_per_second < 3e15
+        assert 16e9 < accelerator.memory_bytes < 200e9
+        assert 100 < accelerator.bfloat16_flops_per_second / accelerator.memory_bytes_per_second < 600
+        assert 25e9 <= accelerator.link_bytes_per_second / accelerator.num_links <= 100e9
+        assert accelerator.network_bytes_per_second is None or accelerator.network_bytes_per_second <= 50e9
+
+
+def test_imports_no_jax():
+    script = "import sys, meshtrain.hardware; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

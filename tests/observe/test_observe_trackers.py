@@ -1,0 +1,189 @@
+"""metrics.jsonl and TensorBoard: whole rows, resumes, and disks that fail."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from meshtrain.errors import UserError
+from meshtrain.observe import trackers
+
+
+def rows(path):
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def write_steps(path, *steps, resume_step=0):
+    file = trackers.MetricsFile(path, resume_step)
+    for step in steps:
+        file.write(step, {"loss": step / 10})
+    file.close()
+
+
+def test_rows_are_unrounded_and_legal_json(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    loss = float(np.float32(1.2345678))
+    file = trackers.MetricsFile(path)
+    file.write(7, {"loss": loss, "tokens": 10**12, "grad_norm": float("nan"), "scale": float("inf"), "mfu": None})
+    # Before it is closed: whoever looks while the run goes on sees every row.
+    assert rows(path) == [{"step": 7, "loss": loss, "tokens": 10**12, "grad_norm": None, "scale": None, "mfu": None}]
+    assert path.read_text().startswith('{"step": 7, "loss"')
+    assert '"tokens": 1000000000000,' in path.read_text()
+    file.close()
+    file.close()
+
+
+def test_array_scalars_become_numbers(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = trackers.MetricsFile(path)
+    file.write(1, {"loss": jnp.float32(0.5), "num": np.int64(3), "step": 99})
+    file.close()
+    assert rows(path) == [{"step": 1, "loss": 0.5, "num": 3}]
+
+
+def test_a_new_run_continues_no_old_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 10, 20)
+    write_steps(path, 10)
+    assert [row["step"] for row in rows(path)] == [10]
+
+
+def test_a_resume_replaces_the_rows_it_does_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 10, 20, 30, 40)
+    write_steps(path, 30, 35, resume_step=20)
+    assert [row["step"] for row in rows(path)] == [10, 20, 30, 35]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 30, "lo', '{"step": 30}', '{"step": 1', "\x00\x00"])
+def test_a_torn_last_line_is_removed(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 10, 20)
+    with path.open("a") as file:
+        file.write(torn)
+    write_steps(path, 40, resume_step=30)
+    assert [row["step"] for row in rows(path)] == [10, 20, 40]
+
+
+def test_a_failed_replacement_leaves_the_old_rows(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 10, 20)
+    before = path.read_text()
+
+    def fail(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "replace", fail)
+    with pytest.raises(UserError, match="No space left on device"):
+        trackers.MetricsFile(path, resume_step=10)
+    assert path.read_text() == before
+
+
+def test_an_untouched_file_is_not_rewritten(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 10, 20)
+    inode = path.stat().st_ino
+    write_steps(path, 30, resume_step=20)
+    assert path.stat().st_ino == inode
+
+
+def test_a_missing_folder_is_a_users_mistake(tmp_path):
+    with pytest.raises(UserError, match=r"metrics file: cannot write .*choose another workdir"):
+        trackers.MetricsFile(tmp_path / "missing" / "metrics.jsonl")
+
+
+def test_a_full_disk_is_said_once_and_tears_no_row(tmp_path):
+    # In a process of its own, whose files may not grow past 100 bytes: the third row arrives in part.
+    path = tmp_path / "metrics.jsonl"
+    script = f"""
+import resource
+from meshtrain.observe.trackers import MetricsFile
+file = MetricsFile({str(path)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+for step in range(1, 6):
+    file.write(step, {{"loss": 0.123456789012345678}})
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+file.write(6, {{"loss": 0.5}})
+file.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.count("WARNING") == 1
+    assert str(path) in done.stderr
+    assert [row["step"] for row in rows(path)] == [1, 2, 6]
+
+
+def events(directory):
+    found = []
+    for path in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:
+            # A record: length (8 bytes), its checksum (4), the event, its checksum (4).
+            num_bytes = int.from_bytes(data[:8], "little")
+            found.append(event_pb2.Event.FromString(data[12 : 12 + num_bytes]))
+            data = data[16 + num_bytes :]
+    return found
+
+
+def points(directory):
+    return [(event.step, v.tag, v.simple_value) for event in events(directory) for v in event.summary.value]
+
+
+def test_tensorboard_points(tmp_path):
+    board = trackers.TensorBoard(tmp_path / "a" / "tensorboard")
+    board.write(10, {"step": 10, "loss": 2.5, "mfu": None})
+    board.write(20, {"loss": 1.5, "eval_loss": 1.75})
+    board.close()
+    board.close()
+    assert points(tmp_path / "a" / "tensorboard") == [(10, "loss", 2.5), (20, "loss", 1.5), (20, "eval_loss", 1.75)]
+
+
+def test_tensorboard_flushes_while_the_run_goes_on(tmp_path):
+    seconds = [0.0]
+    board = trackers.TensorBoard(tmp_path, now=lambda: seconds[0])
+    board.write(1, {"loss": 1.0})
+    assert len(points(tmp_path)) == 1
+    board.write(2, {"loss": 1.0})
+    assert len(points(tmp_path)) == 1
+    seconds[0] = 60.0
+    board.write(3, {"loss": 1.0})
+    assert len(points(tmp_path)) == 3
+    board.close()
+
+
+def test_tensorboard_resume_hides_later_points_and_keeps_the_old_file(tmp_path):
+    for resume_step, steps in ((0, (10, 20, 30)), (20, (30,))):
+        board = trackers.TensorBoard(tmp_path, resume_step)
+        for step in steps:
+            board.write(step, {"loss": 1.0})
+        board.close()
+    assert [step for step, _, _ in points(tmp_path)] == [10, 20, 30, 30]
+    starts = [event.step for event in events(tmp_path) if event.session_log.status == event_pb2.SessionLog.START]
+    assert starts == [21]
+
+
+def test_tensorboard_survives_the_disk(tmp_path, capsys, monkeypatch):
+    board = trackers.TensorBoard(tmp_path)
+    writer = board._writer
+
+    def fail(event):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_event", fail)
+    for step in range(5):
+        board.write(step, {"loss": 1.0})
+    board.close()
+    writer.close()
+    assert capsys.readouterr().err.count("WARNING") == 1
+
+
+def test_tensorboard_in_a_file_is_a_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"observe\.tensorboard=False"):
+        trackers.TensorBoard(tmp_path / "file" / "tensorboard")
