@@ -4,8 +4,11 @@ Sizes of the mesh come as {axis: size}. Where one is not known yet, 1 stands for
 something else.
 """
 
+import math
 from collections.abc import Mapping
 
+from meshtrain.data.sources import DataOptions
+from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step.precision import PrecisionOptions
 
@@ -59,29 +62,37 @@ def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length:
 def model_on_mesh(options: DecoderOptions, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line for each dim of the weights that the mesh cannot split evenly."""
     found = []
-    split = (
-        ("num_heads", ("tensor",)),
-        ("num_kv_heads", ("tensor",)),
-        ("mlp_dim", ("tensor",)),
-        ("embed_dim", ("tensor", "fsdp")),
-    )
-    for name, axes in split:
-        got = getattr(options, name)
-        for axis in axes:
-            size = mesh_shape[axis]
-            if got % size:
-                found.append(
-                    f"model.{name}: got {got}; allowed: a multiple of mesh.{axis} = {size}; "
-                    f"nearest: {nearest_multiple(got, size)}, or mesh.{axis}={nearest_divisor(got, size)}"
-                )
+    split = {"tensor": ("num_heads", "num_kv_heads", "mlp_dim", "embed_dim"), "fsdp": ("embed_dim",)}
+    for axis, names in split.items():
+        size = mesh_shape[axis]
+        dims = {name: getattr(options, name) for name in names}
+        # One size of the axis that mends every line at once.
+        legal = nearest_divisor(math.gcd(*dims.values()), size)
+        found += [
+            f"model.{name}: got {dim}; allowed: a multiple of mesh.{axis} = {size}; "
+            f"nearest: {nearest_multiple(dim, size)}, or mesh.{axis}={legal}"
+            for name, dim in dims.items()
+            if dim % size
+        ]
     tensor, pipeline = mesh_shape["tensor"], mesh_shape["pipeline"]
-    if options.padded_vocab_size % (tensor * pipeline):
+    parts = tensor * pipeline
+    if options.padded_vocab_size % parts:
         found.append(
             f"model.vocab_multiple: got {options.vocab_multiple}, which pads the vocabulary to "
-            f"{options.padded_vocab_size}; allowed: a padded vocabulary divisible by {tensor * pipeline} = mesh.tensor "
-            f"{tensor} x mesh.pipeline {pipeline}; nearest: {nearest_multiple(options.vocab_multiple, tensor * pipeline)}"
+            f"{options.padded_vocab_size}; allowed: a padded vocabulary divisible by {parts} = mesh.tensor {tensor} x "
+            f"mesh.pipeline {pipeline}; nearest: {nearest_multiple(options.vocab_multiple, parts)}"
         )
     return found
+
+
+def vocabulary(options: DecoderOptions, data: DataOptions) -> list[str]:
+    """Returns one line where the byte tokenizer has more tokens than the model; others are known once data are read."""
+    if data.source not in ("python", "text") or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
+        return []
+    return [
+        f"model.vocab_size: got {options.vocab_size}; allowed with data.tokenizer = bytes: at least {NUM_BYTES + 1}, "
+        f"the bytes and the end of a document; nearest: {NUM_BYTES + 1}"
+    ]
 
 
 def batch(batch_size: int, mesh_shape: Mapping[str, int], num_microbatches: int) -> list[str]:

@@ -16,7 +16,6 @@ files that edit the defaults:
 import argparse
 import dataclasses
 import json
-import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ from meshtrain.optim import learning_rate, optimizers
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.options import option, problems
-from meshtrain.pipeline import schedules
+from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.store.checkpoint import CheckpointOptions
@@ -68,18 +67,18 @@ class Config:
     eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
     num_eval_batches: int = option(16, "batches of an evaluation; 0: the whole validation split", minimum=0)
     init_from: str = option("", "workdir or checkpoints of another run whose weights this one starts from; '': none")
-    mesh: MeshOptions = option(MeshOptions(), "sizes of the mesh's axes")
-    layout: LayoutOptions = option(LayoutOptions(), "placement beyond the mesh")
-    model: DecoderOptions = option(DecoderOptions(), "the shape of the decoder")
-    pipeline: PipelineOptions = option(PipelineOptions(), "order of the stages")
-    precision: PrecisionOptions = option(PrecisionOptions(), "dtypes")
-    remat: RematOptions = option(RematOptions(), "what is computed twice")
-    optimizer: OptimizerOptions = option(OptimizerOptions(), "how weights move")
-    learning_rate: LearningRateOptions = option(LearningRateOptions(), "how far")
-    data: DataOptions = option(DataOptions(), "what goes in")
-    checkpoint: CheckpointOptions = option(CheckpointOptions(), "what is kept")
-    profile: ProfileOptions = option(ProfileOptions(), "traces")
-    observe: ObserveOptions = option(ObserveOptions(), "what is shown")
+    mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
+    layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
+    model: DecoderOptions = dataclasses.field(default_factory=DecoderOptions)
+    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
+    precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
+    remat: RematOptions = dataclasses.field(default_factory=RematOptions)
+    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    learning_rate: LearningRateOptions = dataclasses.field(default_factory=LearningRateOptions)
+    data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    checkpoint: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
+    profile: ProfileOptions = dataclasses.field(default_factory=ProfileOptions)
+    observe: ObserveOptions = dataclasses.field(default_factory=ObserveOptions)
 
 
 def default() -> ml_collections.ConfigDict:
@@ -97,6 +96,7 @@ def resolve(
     also: Sequence[str] = (),
     *,
     own_task: bool = False,
+    reads_data: bool = True,
 ) -> Config:
     """Returns the configuration with every value checked, as far as that goes without knowing the devices.
 
@@ -105,6 +105,7 @@ def resolve(
       overrides: dotted key -> text as on the command line; goes before `given`.
       also: problems found elsewhere, to be reported together with those found here.
       own_task: the model is the caller's, and the options of the decoder are without effect.
+      reads_data: whether the data have to be here; a plan for another cluster does without.
 
     Raises:
       UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
@@ -119,11 +120,12 @@ def resolve(
     sizes = dataclasses.asdict(mended.mesh)
     across = [
         *mesh.check(mended.mesh),
-        *sources.check(mended.data),
+        *(sources.check(mended.data) if reads_data else []),
         *optimizers.check(mended.optimizer),
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
         *([] if own_task else checks.model(mended.model, mended.precision, mended.sequence_length)),
+        *([] if own_task else checks.vocabulary(mended.model, mended.data)),
         *check(mended, {axis: max(size, 1) for axis, size in sizes.items()}, own_task=own_task),
     ]
     found += [line for line in across if not any(key in line for key in faulty)]
@@ -147,18 +149,17 @@ def check(config: Config, mesh_shape: Mapping[str, int], *, own_task: bool = Fal
         found += checks.sequence_on_mesh(config.sequence_length, mesh_shape)
     if not own_task:
         found += checks.model_on_mesh(config.model, mesh_shape)
-        if mesh_shape["pipeline"] > 1:
-            found += schedules.check(
-                config.pipeline,
-                num_stages=mesh_shape["pipeline"],
-                num_layers=config.model.num_layers,
-                num_microbatches=num_microbatches(config, mesh_shape),
-            )
+        found += pipeline_check.check(
+            config.pipeline,
+            num_stages=mesh_shape["pipeline"],
+            num_layers=config.model.num_layers,
+            num_microbatches=num_microbatches(config, mesh_shape),
+        )
     return found
 
 
 def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    """Returns into how many parts a step's batch is cut: by accumulation, and again by a pipeline where there is one."""
+    """Returns into how many parts a step's batch is cut: by accumulation, and again by a pipeline if there is one."""
     in_pipeline = config.pipeline.num_microbatches if mesh_shape["pipeline"] > 1 else 1
     return config.accumulation_steps * in_pipeline
 
@@ -178,12 +179,13 @@ def _build(
     return flags.construct(Config(), values), found
 
 
-def configure(arguments: argparse.Namespace, also: Sequence[str] = ()) -> Config:
+def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_data: bool = True) -> Config:
     """Returns the configuration that a command line asks for.
 
     Args:
       arguments: what `flags.arguments` returns.
       also: problems found elsewhere, to be reported together with the configuration's.
+      reads_data: see `resolve`.
 
     Raises:
       UserError: all problems of the file, of the overrides and of the two together.
@@ -196,21 +198,24 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = ()) -> Config
         # Without the file its values are not known, but the overrides' names and types are.
         _, found = _build(default(), arguments.overrides)
         raise UserError(*also, *error.problems, *found) from error
-    return resolve(given, arguments.overrides, also)
+    return resolve(given, arguments.overrides, also, reads_data=reads_data)
 
 
-def parse(argv: Sequence[str], extra: argparse.ArgumentParser | None = None) -> tuple[Config, argparse.Namespace]:
+def parse(
+    argv: Sequence[str], extra: argparse.ArgumentParser | None = None, *, reads_data: bool = True
+) -> tuple[Config, argparse.Namespace]:
     """Returns the configuration, and the namespace of `flags.arguments`, for an entry point.
 
     Args:
       argv: the words after the program's name.
       extra: the entry point's own arguments.
+      reads_data: see `resolve`.
 
     Raises:
       UserError: everything that is wrong with either.
     """
     arguments = flags.arguments(argv, extra)
-    return configure(arguments), arguments
+    return configure(arguments, reads_data=reads_data), arguments
 
 
 def to_json(config: Config) -> str:
@@ -254,29 +259,6 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def check_resume(workdir: pathlib.Path, config: Config) -> list[str]:
-    """Returns one line where `workdir` holds a run that this configuration does not go on with.
-
-    Args:
-      workdir: a folder, or none yet.
-      config: the configuration at hand.
-    """
-    file = workdir / CONFIG_FILE
-    if not file.exists():
-        return []
-    try:
-        old = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return [f"--workdir: '{file}' cannot be read ({error}); allowed: what a run has written"]
-    found = difference(old, dataclasses.asdict(config))
-    if not found:
-        return []
-    return [
-        f"--workdir: '{workdir}' holds a run of another configuration ({'; '.join(found)}); free to change: "
-        f"{', '.join(FREE_ON_RESUME)}; nearest: another --workdir"
-    ]
-
-
 def table(config: Config) -> str:
     """Returns a line for each field: key, type, default, one line of text; and its value where that differs."""
     values = flags.flatten(dataclasses.asdict(config))
@@ -297,7 +279,7 @@ def main(argv: Sequence[str]) -> int:
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain.config", description="Prints every field of the configuration.", add_help=False
     )
-    config, _ = parse(argv, extra)
+    config, _ = parse(argv, extra, reads_data=False)
     print(table(config))
     return 0
 

@@ -6,6 +6,7 @@ This file knows dataclasses of options in general and none of them in particular
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import numbers
@@ -135,8 +136,7 @@ def load(path: str, keys: Sequence[str]) -> Any:
         exec(compile(file.read_bytes(), path, "exec"), module)
         if "get_config" not in module:
             near = nearest("get_config", [name for name in module if callable(module[name])])
-            raise UserError(f"--config: '{path}' has no get_config(); allowed: a function that returns the configuration"
-                            f"{near}")  # fmt: skip
+            raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{near}")
         return module["get_config"]()
     except UserError:
         raise
@@ -152,9 +152,11 @@ def _inside(path: str, error: Exception, keys: Sequence[str]) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"{path}:{frames[-1].lineno}" if frames else path
     first_line = (str(error).strip() or "no message").splitlines()[0]
-    word = re.search(r"\w+", first_line)
-    if isinstance(error, (AttributeError, KeyError)) and word and word.group() not in names:
-        return f"{where}: unknown key '{word.group()}'{nearest(word.group(), names)}"
+    # A ConfigDict that lacks a key says so with the key in quotes, quoted again, and other keys after it.
+    word = re.match(r'\W*(?:Key ")?(\w+)', first_line)
+    last_frame = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
+        return f"{where}: unknown key '{word[1]}'{nearest(word[1], names)}"
     return f"{where}: {type(error).__name__}: {first_line}"
 
 
@@ -191,8 +193,8 @@ def collect(entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mappi
       texts: dotted key -> text from the command line; goes before `given`.
 
     Returns:
-      dotted key -> value for every entry (its default where nothing is said or what is said is wrong), and one line
-      for each unknown key and each value of a wrong type.
+      dotted key -> value for every entry (where what is said is wrong, the next best: `given`, the default), and one
+      line for each unknown key and each value of a wrong type.
     """
     values, problems = {key: entry.default for key, entry in entries.items()}, []
     words: dict[str, Any] = {**given, **texts}
@@ -204,6 +206,9 @@ def collect(entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mappi
             values[key] = typed(value, entries[key].kind, is_text=key in texts)
         except ValueError as error:
             problems.append(f"{key}: {error}")
+            if key in texts and key in given:
+                with contextlib.suppress(ValueError):
+                    values[key] = typed(given[key], entries[key].kind)
     return values, problems
 
 
@@ -222,7 +227,7 @@ def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
     number: Any = None
     if kind in (int, float) and is_text:
         number = _number(value)
-    elif kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
+    elif kind in (int, float) and not isinstance(value, bool) and isinstance(value, numbers.Real):
         number = value if isinstance(value, numbers.Integral) else float(value)
     if number is not None and math.isfinite(number):
         if kind is float:

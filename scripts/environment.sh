@@ -70,7 +70,7 @@ choose_cuda() {
   elif ((driver >= 525)); then
     cuda=cuda12
   else
-    say "nvidia-smi answers, but driver $driver is too old for CUDA 12 (525 or newer): installing for the CPU"
+    say "nvidia-smi answers, but driver $driver is too old for CUDA 12 (it needs 525): staying on the CPU"
     return
   fi
   say "nvidia-smi answers (driver $driver): installing the extra $cuda"
@@ -118,14 +118,18 @@ prepare_environment() {
 # Makes the environment or brings it up to date. Its record says `installing` until all is done, so that one that was
 # interrupted is made afresh, while a changed pyproject.toml or a new extra is added to what is there.
 install() {
-  local base=$1 key=$2 have extras record
+  local base=$1 key=$2 have extra extras record
   shift 2
   "$interpreter" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$interpreter has no module venv; on Debian and Ubuntu: apt install python3-venv"
   have=$(recorded)
   record=$environment/meshtrain-installed
   if [[ $have == "$base "* ]]; then
-    extras=$(printf '%s\n' ${have##*extras:} "$@" | sort -u | xargs)
+    extras=${have##*extras: }
+    for extra in "$@"; do
+      [[ " $extras " == *" $extra "* ]] || extras+=" $extra"
+    done
+    extras=${extras# }
   else
     extras=$*
     if [[ -z $have && -e $environment ]]; then
@@ -142,7 +146,7 @@ install() {
     "$interpreter" -I -m venv "$environment" >&2 || fail "making $environment failed; see above"
   fi
   echo installing >"$record"
-  "$environment/bin/python" -I -m pip install --quiet --disable-pip-version-check --no-input \
+  "$environment/bin/python" -I -m pip install -qq --disable-pip-version-check --no-input \
     --editable "$root${extras:+[${extras// /,}]}" >&2 </dev/null || fail "the installation failed; see pip's lines above"
   echo "$key extras: $extras" >"$record"
 }

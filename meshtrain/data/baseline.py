@@ -1,6 +1,6 @@
 """What a model that sees one token reaches: the loss that training has to get under.
 
-Shapes: V vocab_size.
+Shapes: V vocabulary.
 """
 
 import itertools
@@ -13,16 +13,18 @@ from meshtrain.data.packing import Examples, TokenPairs
 LARGEST_VOCAB = 512
 
 # Synthetic data has no end worth waiting for; this many tokens settle V * V counts.
-_MOST_TRAIN_CHUNKS = 1 << 14
+_MOST_TRAIN_CHUNKS = 1 << 12
 _STRENGTHS = tuple(2.0**power for power in range(-6, 13))
 
 
-def _count(pairs: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int) -> np.ndarray:
-    """Returns how often each token follows each, float64 [V, V]."""
-    counts = np.zeros(vocab_size * vocab_size)
+def _count(pairs: TokenPairs) -> np.ndarray | None:
+    """Returns how often each token follows each, float64 [512, 512], or None where an id is beyond."""
+    counts = np.zeros(LARGEST_VOCAB * LARGEST_VOCAB)
     for tokens, targets in pairs:
-        counts += np.bincount(tokens.astype(np.int64) * vocab_size + targets, minlength=len(counts))
-    return counts.reshape(vocab_size, vocab_size)
+        if max(tokens.max(initial=0), targets.max(initial=0)) >= LARGEST_VOCAB:
+            return None
+        counts += np.bincount(tokens.astype(np.int64) * LARGEST_VOCAB + targets, minlength=len(counts))
+    return counts.reshape(LARGEST_VOCAB, LARGEST_VOCAB)
 
 
 def _scored(examples: Examples, indices: Iterable[int]) -> TokenPairs:
@@ -46,7 +48,7 @@ def _strength(counts: np.ndarray) -> float:
     """Returns the smoothing under which each training pair is likeliest once it is itself left out of the counts."""
     seen = counts > 0
     unigram = (counts.sum(0) + 1) / (counts.sum() + len(counts))
-    rest, follows = counts - 1, counts.sum(1, keepdims=True) - 1
+    rest, follows = counts - 1, np.maximum(counts.sum(1, keepdims=True) - 1, 0)
 
     def likelihood(strength: float) -> float:
         left_out = (rest + strength * unigram) / (follows + strength)
@@ -55,9 +57,7 @@ def _strength(counts: np.ndarray) -> float:
     return max(_STRENGTHS, key=likelihood)
 
 
-def bigram_loss(
-    train: Examples, validation: Examples, *, vocab_size: int, indices: Iterable[int] | None = None
-) -> float | None:
+def bigram_loss(train: Examples, validation: Examples, *, indices: Iterable[int] | None = None) -> float | None:
     """Returns the validation loss of a smoothed bigram model, in nats per token.
 
     It is fitted to every training token, smoothing included, and scored on the tokens that the model is scored on.
@@ -65,18 +65,17 @@ def bigram_loss(
     Args:
       train: examples to count in.
       validation: examples to score.
-      vocab_size: one more than the largest id.
       indices: which validation examples; None is all.
 
     Returns:
       The mean over the positions with weight 1; None beyond 512 ids, or where nothing is scored.
     """
-    if vocab_size > LARGEST_VOCAB:
+    counts = _count(itertools.islice(train.pairs(), _MOST_TRAIN_CHUNKS))
+    asked = _count(validation.pairs() if indices is None else _scored(validation, indices))
+    if counts is None or asked is None or not counts.sum() or not asked.sum():
         return None
-    counts = _count(itertools.islice(train.pairs(), _MOST_TRAIN_CHUNKS), vocab_size)
-    scored = validation.pairs() if indices is None else _scored(validation, indices)
-    asked = _count(scored, vocab_size)
-    if not asked.sum() or not counts.sum():
-        return None
+    # Ids that occur nowhere must not take a share of the smoothing.
+    size = int(np.flatnonzero((counts + asked).sum(0) + (counts + asked).sum(1)).max()) + 1
+    counts, asked = counts[:size, :size], asked[:size, :size]
     log_probabilities = np.log(_probabilities(counts, _strength(counts)))
     return float(-(asked * log_probabilities).sum() / asked.sum())

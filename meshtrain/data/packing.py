@@ -171,7 +171,7 @@ class FirstFitExamples:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Puts each piece into the first open row that has room for it; opening one closes the fullest.
+    """Puts each piece into the oldest open row that has room for it; opening one closes the fullest.
 
     With a bounded number of open rows the time is linear in the pieces and 64 rows fill about nine tenths.
 
@@ -191,7 +191,10 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     for piece in needs_search:
         slot = int(np.argmax(room >= lengths[piece]))
         if room[slot] < lengths[piece]:
-            slot = int(np.argmin(room))
+            # Oldest first: the fullest leaves its place to the rows behind it, and the new one comes last.
+            fullest = int(np.argmin(room))
+            room[fullest:-1], row_of_slot[fullest:-1] = room[fullest + 1 :], row_of_slot[fullest + 1 :]
+            slot = _NUM_OPEN_ROWS - 1
             room[slot], row_of_slot[slot] = capacity, num_rows
             num_rows += 1
         room[slot] -= lengths[piece]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.data.text import some
+from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, file_tokenizer
 from meshtrain.errors import UserError, unknown
 
 DTYPES = ("uint16", "uint32")
@@ -30,6 +31,7 @@ class TokenFile:
       end_id: the id that ends each document; -1 where nothing does.
       tokenizer: `bytes`, or the name of a tokenizer.json beside the file.
       tokenizer_sha256: of that tokenizer.json; `` for bytes.
+      end_token: the option data.end_token under which it was prepared.
     """
 
     dtype: str
@@ -39,6 +41,7 @@ class TokenFile:
     end_id: int
     tokenizer: str
     tokenizer_sha256: str
+    end_token: str
 
 
 def sidecar_path(path: Path) -> Path:
@@ -64,7 +67,7 @@ def read_sidecar(path: Path) -> TokenFile:
     except ValueError as error:
         raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); nearest: prepare '{path}' again") from error
     if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in wanted.items()):
-        raise UserError(f"data.path: '{sidecar}' must be a JSON object with {', '.join(wanted)}; nearest: prepare again")
+        raise UserError(f"data.path: '{sidecar}' must be an object with {', '.join(wanted)}; nearest: prepare again")
     described = TokenFile(**{name: found[name] for name in wanted})
     if described.dtype not in DTYPES:
         raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES))
@@ -82,7 +85,7 @@ def _chunks(path: Path, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
     array = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
     length = _CHUNK_BYTES // array.itemsize
     if array.nbytes <= _WHOLE_UP_TO_BYTES:
-        starts = range(0, len(array), length)
+        starts = list(range(0, len(array), length))
     else:
         starts = [int(start) for start in np.linspace(0, len(array) - length, _NUM_SAMPLED_CHUNKS)]
     for start in starts:
@@ -114,11 +117,28 @@ def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
     if not problem and needed > vocab_size:
         problem = f"'{path}' was written with a vocabulary of {needed} ids"
     if problem:
-        problem = f"data.path: {problem}; allowed: ids below model.vocab_size={vocab_size}; nearest: model.vocab_size={needed}"
+        problem = (
+            f"data.path: {problem}; allowed: ids below model.vocab_size, {vocab_size}; nearest: set it to {needed}"
+        )
     return digest.hexdigest(), problem
 
 
-def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.ndarray], TokenFile, str]:
+def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
+    """Returns the tokenizer that wrote the token file `path`.
+
+    Raises:
+      UserError: its tokenizer.json no longer stands beside the file, or is another one.
+    """
+    if described.tokenizer == "bytes":
+        return byte_tokenizer()
+    beside = path.with_name(described.tokenizer)
+    tokenizer = file_tokenizer(str(beside), described.end_token)
+    if hashlib.sha256(beside.read_bytes()).hexdigest() != described.tokenizer_sha256:
+        raise UserError(f"data.path: '{beside}' is not the tokenizer that wrote '{path}'; nearest: prepare it again")
+    return tokenizer
+
+
+def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.ndarray], str]:
     """Memory-maps token files that belong together.
 
     Args:
@@ -126,7 +146,7 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
       vocab_size: the model's; every id must be below.
 
     Returns:
-      One read-only array [num_tokens] a file, the description of the first, and the digest of them all.
+      One read-only array [num_tokens] a file, and the digest of them all.
 
     Raises:
       UserError: a description is missing or wrong, the files differ in tokenizer, or ids do not fit.
@@ -156,4 +176,4 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
     arrays = [
         np.memmap(path, np.dtype(one.dtype).newbyteorder("<"), "r") for path, one in zip(files, described, strict=True)
     ]
-    return list(arrays), described[0], digest.hexdigest()
+    return list(arrays), digest.hexdigest()

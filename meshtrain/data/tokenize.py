@@ -96,7 +96,7 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
         ) from error
     try:
         loaded = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001 - the package raises plain Exception
+    except Exception as error:  # the package raises nothing narrower
         raise UserError(
             f"data.tokenizer: got '{path}', which is no tokenizer.json ({error}); allowed: what Tokenizer.save writes"
         ) from error

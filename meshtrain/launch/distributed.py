@@ -44,10 +44,12 @@ def start(num_devices_needed: int | None) -> tuple[list[jax.Device], list[str]]:
     """
     _choose_platform()
     how = processes(os.environ)
+    # Before the processes meet: what is wrong in one must not leave the others waiting.
+    num_devices = devices_each(num_devices_needed, (how or {}).get("num_processes", 1))
     if how is not None and not jax.distributed.is_initialized():
         _meet(how)
-    num_processes = int((how or {}).get("num_processes") or 1)
-    _simulate(devices_each(num_devices_needed, num_processes))
+    if num_devices_needed is not None or _setting("jax_num_cpu_devices") < 1:
+        _simulate(num_devices)
     lines = _keep_compilations()
     devices, said = choose(_devices(), num_devices_needed, jax.process_count())
     return devices, [*lines, *_about_cpu(devices), *said]
@@ -144,9 +146,10 @@ def _setting(name: str) -> Any:
 def _devices() -> list[jax.Device]:
     try:
         return jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where the only platform asked for has no device
+        reason = str(error) or "it has no device"
         raise UserError(
-            f"devices: JAX cannot start on '{_setting('jax_platforms')}': {error}; nearest: JAX_PLATFORMS=cpu"
+            f"devices: JAX cannot start on '{_setting('jax_platforms')}': {reason}; nearest: JAX_PLATFORMS=cpu"
         ) from error
 
 
@@ -155,17 +158,18 @@ def _choose_platform() -> None:
     # Set by the user's JAX_PLATFORMS, or by JAX itself where it found TPU chips.
     if _setting("jax_platforms"):
         return
-    if not _nvidia_answers(os.environ) and not Path("/dev/kfd").exists():  # /dev/kfd: AMD's driver
+    if not nvidia_answers(os.environ) and not Path("/dev/kfd").exists():  # /dev/kfd: AMD's driver
         jax.config.update("jax_platforms", "cpu")
 
 
-def _nvidia_answers(environ: Mapping[str, str]) -> bool:
+def nvidia_answers(environ: Mapping[str, str]) -> bool:
+    """Returns whether an NVIDIA driver is there and may be used, without loading anything of it."""
     if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     if Path("/proc/driver/nvidia/version").exists():
         return True
     # Windows' Linux has no such file, and its driver is reached through this program only.
-    program = shutil.which("nvidia-smi")
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return False
     try:
@@ -230,8 +234,8 @@ def _meet(how: Mapping[str, Any]) -> None:
         jax.distributed.initialize(**how)
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            f"processes: cannot meet ({how['cluster_detection_method']}): {error}; "
-            f"allowed: each process with its {', '.join(_EXPLICIT)}, before anything uses JAX"
+            f"processes: cannot meet: {error}; "
+            f"allowed: start them before anything uses JAX, each with its {', '.join(_EXPLICIT)}"
         ) from error
 
 
@@ -252,7 +256,7 @@ def _about_cpu(devices: Sequence[jax.Device]) -> list[str]:
     if len(devices) > 1:
         where = f"{jax.process_count()} processes" if jax.process_count() > 1 else "this machine's CPU"
         lines.append(f"{len(devices)} devices are simulated on {where}")
-    if not _setting("jax_platforms") and _nvidia_answers(os.environ):
+    if not _setting("jax_platforms") and nvidia_answers(os.environ):
         lines.append("an NVIDIA GPU is there, but this JAX cannot use it: pip install 'meshtrain[cuda12]'")
     return lines
 

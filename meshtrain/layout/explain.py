@@ -183,10 +183,9 @@ def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
                     column = [f"{axis} {at}" for axis, at in (("fsdp", f), ("tensor", t)) if shape[axis] > 1]
                     canvas.text(left + 0.5, y + 0.46, ", ".join(column), fontsize=7, ha="center", va="center")
                 _card(canvas, left, top, shape, {"data": d, "pipeline": p, "fsdp": f, "tensor": t})
-    cut = " and ".join(
-        f"{axis} cuts it {way}" for axis, way in (("fsdp", "down"), ("tensor", "across")) if shape[axis] > 1
-    )
-    note = f"Filled: what a device holds{f'; of each weight, {cut}' if cut else ''}."
+    cuts = [f"{axis} into {parts}" for axis, parts in (("fsdp", "rows"), ("tensor", "columns")) if shape[axis] > 1]
+    split = f" Weights are split by {' and by '.join(cuts)}." if cuts else ""
+    note = f"Filled: what a device holds.{split}"
     canvas.text(0.25, height - 0.3, note, fontsize=8, va="center", color="#4a525e")
     figure.savefig(path_png)
 

@@ -56,7 +56,7 @@ def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:
 class Profiler:
     """Traces the named steps, each from its dispatch to its result.
 
-        with Profiler(options, workdir / "profile") as profiler:
+        with Profiler(options, workdir) as profiler:
             for step in ...:
                 profiler.before(step)
                 state, result = train_step(state, batch)
@@ -71,13 +71,13 @@ class Profiler:
 
         Args:
           options: which steps.
-          directory: where the trace goes; made where it is missing.
+          directory: the run's folder; the trace goes into its `profile/`.
 
         Raises:
           UserError: the options do not name steps.
         """
         self._steps = first_and_last_step(options)
-        self.directory = pathlib.Path(directory)
+        self.directory = pathlib.Path(directory) / "profile"
         self._last_result: Any = None
         self._is_tracing = False
         self._annotation = contextlib.ExitStack()

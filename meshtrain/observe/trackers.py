@@ -4,6 +4,7 @@ A tracker has `write(step, values)` and `close()`. Trouble with the disk while a
 and does not end the run. Only process 0 should make trackers: processes would write over each other.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,7 +14,8 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from meshtrain.errors import UserError
 from meshtrain.options import option
@@ -25,6 +27,58 @@ class ObserveOptions:
 
     progress: bool = option(True, "draw a progress bar (process 0, on a terminal only)")
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
+
+
+class Trackers:
+    """All trackers of a run, as one; on processes other than 0 it does nothing.
+
+    In use:
+        with Trackers(options, directory, start_step, is_main=jax.process_index() == 0) as trackers:
+            trackers.write(10, {"loss": 3.2})
+    """
+
+    def __init__(
+        self, options: ObserveOptions, directory: str | os.PathLike[str], resume_step: int = 0, *, is_main: bool = True
+    ) -> None:
+        """Opens `metrics.jsonl` and, where the options want it, `tensorboard/` in the run's folder.
+
+        Args:
+          options: what to keep.
+          directory: the run's folder, which must exist.
+          resume_step: the last step that need not be done again; 0 for a new run.
+          is_main: whether this is process 0.
+
+        Raises:
+          UserError: one of them cannot be written.
+        """
+        self._opened = contextlib.ExitStack()
+        self._trackers: list[MetricsFile | TensorBoard] = []
+        if not is_main:
+            return
+        with contextlib.ExitStack() as opened:
+            self._trackers.append(MetricsFile(pathlib.Path(directory) / "metrics.jsonl", resume_step))
+            opened.callback(self._trackers[-1].close)
+            if options.tensorboard:
+                self._trackers.append(TensorBoard(pathlib.Path(directory) / "tensorboard", resume_step))
+                opened.callback(self._trackers[-1].close)
+            self._opened = opened.pop_all()
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Writes a row of values into each tracker."""
+        for tracker in self._trackers:
+            tracker.write(step, values)
+
+    def close(self) -> None:
+        """Closes each tracker; a second time is fine."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class MetricsFile:

@@ -1,12 +1,15 @@
 """Is a table right, and what does it cost? Proof, timelines, bubbles and peaks, from the table alone. No JAX."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
 from meshtrain.errors import UserError
-from meshtrain.pipeline.schedules import Action, Schedule, dependencies, describe, is_split
+from meshtrain.pipeline import schedules
+from meshtrain.pipeline.schedules import Action, Kind, PipelineOptions, Schedule, dependencies, describe, is_split
+from meshtrain.pipeline.table import chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,54 @@ class Span(NamedTuple):
     end: Fraction
 
 
+def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_microbatches: int) -> list[str]:
+    """Returns one line for each problem that keeps the executor from running a configuration; empty if there is none.
+
+    Names and bounds of single options are left to `options.problems`; here stand the checks across fields.
+
+    Args:
+      options: the configuration's `pipeline`.
+      num_stages: size of the mesh's pipeline axis; with 1, nothing of all this has an effect and nothing is wrong.
+      num_layers: layers of the model.
+      num_microbatches: parts of a step's batch.
+    """
+    out_of_bounds = min(num_microbatches, options.num_chunks) < 1 or options.schedule not in schedules.NAMES
+    if num_stages <= 1 or out_of_bounds:
+        return []
+    found = []
+    parts = num_stages * options.num_chunks
+    if num_layers % parts:
+        found.append(
+            f"model.num_layers: got {num_layers}; allowed: multiples of mesh.pipeline {num_stages} x "
+            f"pipeline.num_chunks {options.num_chunks} = {parts}; nearest: {parts * max(1, round(num_layers / parts))}"
+        )
+    try:
+        schedule = chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)
+        prove(schedule)
+    except UserError as error:
+        return found + list(error.problems)
+    return found + refusals(schedule)
+
+
+def refusals(schedule: Schedule) -> list[str]:
+    """Returns one line if no single program of one-kind rows can run this table, with the reason; empty if one can."""
+    nearest = "nearest: 1f1b" if schedule.num_chunks == 1 else "nearest: interleaved_1f1b"
+    if is_split(schedule):
+        return [
+            f"schedule {schedule.name}: splits the backward in two (B and W), so it has a chart but does not "
+            f"train: each half would recompute the forward; allowed: tables of F and whole backwards B; {nearest}"
+        ]
+    for index, row in enumerate(schedule.rows):
+        cells = {a.kind: f"{describe(a, schedule.num_chunks)} on stage {s}" for s, a in enumerate(row) if a}
+        if len(cells) > 1:
+            return [
+                f"schedule {schedule.name}: mixes {' and '.join(cells.values())} in row {index}, so it has a "
+                "chart but does not train: all stages move in step and would wait for the slower kind; allowed: rows of "
+                f"one kind; {nearest}"
+            ]
+    return []
+
+
 def prove(schedule: Schedule) -> None:
     """Raises UserError unless every microbatch passes every chunk once each way and every dependency is met.
 
@@ -51,29 +102,30 @@ def prove(schedule: Schedule) -> None:
 
 def _incomplete(schedule: Schedule) -> list[str]:
     """Returns one line if an action is missing, doubled, or outside the table's numbers."""
-    kinds = "FBW" if is_split(schedule) else "FB"
-    chunks = schedule.num_chunks
+    kinds: tuple[Kind, ...] = ("F", "B", "W") if is_split(schedule) else ("F", "B")
+    microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
         seen = Counter(row[stage] for row in schedule.rows if row[stage] is not None)
-        wanted = [Action(k, m, c) for m in range(schedule.num_microbatches) for c in range(chunks) for k in kinds]  # type: ignore[arg-type]
-        for action in wanted:
-            if seen[action] != 1:
-                times = "is missing" if not seen[action] else f"stands there {seen[action]} times"
-                return [f"schedule {schedule.name}: {describe(action, chunks)} {times} on stage {stage}; allowed: exactly once"]
-        extra = set(seen) - set(wanted)
-        if extra:
-            action = min(action for action in extra if action is not None)
+        for microbatch, chunk, kind in itertools.product(range(microbatches), range(chunks), kinds):
+            times = seen.pop(Action(kind, microbatch, chunk), 0)
+            if times != 1:
+                what = describe(Action(kind, microbatch, chunk), chunks)
+                often = f"stands {times} times" if times else "is missing"
+                return [f"schedule {schedule.name}: {what} {often} on stage {stage}; allowed: exactly once"]
+        for action in seen:
             return [
-                f"schedule {schedule.name}: got {describe(action, chunks)} on stage {stage}; allowed: microbatches 0 to "
-                f"{schedule.num_microbatches - 1}, chunks 0 to {chunks - 1}"
+                f"schedule {schedule.name}: got {describe(action, 2)} on stage {stage}; allowed: microbatches 0 to "
+                f"{microbatches - 1}, chunks 0 to {chunks - 1}"
             ]
     return []
 
 
 def _violated(schedule: Schedule) -> list[str]:
-    """Returns the first violated dependency as one line, with each stage's next action where even free stages would deadlock."""
+    """Returns the first violated dependency as one line, and each stage's next action where free stages would deadlock."""
     stages, chunks = schedule.num_stages, schedule.num_chunks
-    row_of = {(stage, action): row for row, cells in enumerate(schedule.rows) for stage, action in enumerate(cells) if action}
+    row_of = {
+        (stage, action): row for row, cells in enumerate(schedule.rows) for stage, action in enumerate(cells) if action
+    }
     for row, cells in enumerate(schedule.rows):
         for stage, action in enumerate(cells):
             for needed in dependencies(action, stage, stages, chunks) if action else []:
@@ -131,7 +183,7 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Act
 
 
 def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table in which a stage starts an action as soon as it is free and its inputs are there."""
+    """Returns the timeline of a proven table whose stages start an action as soon as they are free and have its inputs."""
     spans, left = _replay(schedule, costs)
     assert not any(left), "only proven tables have a timeline"
     return spans
@@ -140,7 +192,7 @@ def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
 def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
     """Returns the timeline of a proven table in which a row lasts, for every stage, as long as its slowest action.
 
-    So run programs in which each row ends with a permute between neighbours; the transfer follows each row with an F or a B.
+    So run programs in which each row ends with a permute between neighbours; rows with an F or B pay for a transfer.
     """
     spans, now = list[Span](), Fraction(0)
     for row in schedule.rows:
@@ -161,15 +213,16 @@ def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
 def peak_in_flight(schedule: Schedule) -> list[int]:
     """Returns, for each stage, how many (microbatch, chunk) pairs it holds at most.
 
-    A pair is held from the start of its forward to the end of its backward (of its weight gradient, where the table splits
-    it). Only the order on a stage counts, so the number is the same for free stages and for stages in step.
+    A pair is held from the start of its forward to the end of its backward (of its weight gradient, where the table
+    splits it). Only the order on a stage counts, so the number is the same for free stages and for stages in step.
     """
     last = "W" if is_split(schedule) else "B"
     peaks = [0] * schedule.num_stages
     for stage in range(schedule.num_stages):
         held = 0
         for row in schedule.rows:
-            kind = row[stage].kind if row[stage] else ""  # type: ignore[union-attr]
+            action = row[stage]
+            kind = action.kind if action else ""
             held += kind == "F"
             peaks[stage] = max(peaks[stage], held)
             held -= kind == last

@@ -1,10 +1,10 @@
-"""A proven table, made ready to run: which buffer slot each row reads and writes, and which rows share a compiled body. No JAX.
+"""A proven table, made ready to run: which buffer slots each row uses, and which rows share a compiled body. No JAX.
 
-How a program runs. In an F row every stage reads a stage input, keeps it, and sends its output round the ring to stage s + 1; in
-a B row it reads the kept input and the output's cotangent and sends the input's cotangent to stage s - 1. What arrives at the end of
-a row is written into a slot right then. One buffer a stage holds inputs that wait and inputs that are kept for the backward:
-an input stays in its slot from arrival to backward. A second buffer holds cotangents that wait. A row reads before it writes, so
-what arrives may take the place of what this row has read for the last time.
+How a program runs. In an F row every stage reads a stage input, keeps it, and sends its output round the ring to stage
+s + 1; in a B row it reads the kept input and the output's cotangent and sends the input's cotangent to stage s - 1.
+What arrives at the end of a row is written into a slot right then. One buffer a stage holds inputs that wait and inputs
+that are kept for the backward: an input stays in its slot from arrival to backward. A second buffer holds cotangents
+that wait. A row reads before it writes, so what arrives may take the place of what this row has read for the last time.
 
 Table shapes: R rows, S stages; every table is int32 or bool.
 """
@@ -16,16 +16,16 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.errors import UserError
-from meshtrain.pipeline.check import prove
-from meshtrain.pipeline.schedules import Action, Schedule, describe, is_split
+from meshtrain.pipeline.check import prove, refusals
+from meshtrain.pipeline.schedules import Action, Row, Schedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """Numpy tables that say, for each row and stage, what runs and where its data lie.
 
-    Slots `num_slots` and `num_cotangent_slots` are the dump slots: buffers have one slot more than they need, and what nobody
-    wants goes there. Idle cells read and write the dump slots, with microbatch and chunk 0.
+    Slots `num_slots` and `num_cotangent_slots` are the dump slots: buffers have one slot more than they need,
+    and what nobody wants goes there. Idle cells read and write the dump slots, with microbatch and chunk 0.
 
     Attributes:
       schedule: the proven table that this program runs.
@@ -36,9 +36,10 @@ class Program:
       chunk: [R, S] int32.
       active: [R, S] bool; False where the stage idles and its work must be masked.
       input_slot: [R, S] int32; where the stage input is read, in F rows and again in B rows.
-      embed_slot: [R, S] int32; where an F row first writes the embedded microbatch (stage 0 in chunk 0, else the dump slot).
+      embed_slot: [R, S] int32; where an F row first writes the embedded microbatch (stage 0 in chunk 0, else dump).
       receive_slot: [R, S] int32; where the arriving activation is written at the end of an F row.
-      cotangent_slot: [R, S] int32; where a B row reads the output's cotangent (dump slot in the last virtual stage: from the head).
+      cotangent_slot: [R, S] int32; where a B row reads the output's cotangent (dump slot where the head gives it:
+        last stage, last chunk).
       receive_cotangent_slot: [R, S] int32; where the arriving cotangent is written at the end of a B row.
       embed_microbatch: [R] int32; the microbatch that stage 0 embeds in this F row, else -1.
       head_microbatch: [R] int32; the microbatch whose loss the last stage needs in this B row, else -1.
@@ -71,30 +72,12 @@ class Signature(NamedTuple):
     embed_backward: bool
 
 
-class Segment(NamedTuple):
-    """Rows that run as one loop: `body`, `count` times over. A body holds row signatures and smaller segments, in order."""
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Rows that run as one loop: `body`, `count` times over. A body holds signatures or smaller segments, in order."""
 
     body: tuple["Signature | Segment", ...]
     count: int
-
-
-def refusals(schedule: Schedule) -> list[str]:
-    """Returns one line if no single program of one-kind rows can run this table, with the reason; empty if one can."""
-    nearest = "nearest: 1f1b" if schedule.num_chunks == 1 else "nearest: interleaved_1f1b"
-    for index, row in enumerate(schedule.rows):
-        kinds = {action.kind for action in row if action}
-        if "W" in kinds or (is_split(schedule) and "B" in kinds):
-            return [
-                f"schedule {schedule.name}: row {index} holds half a backward (B without its W); allowed: tables of F and whole "
-                f"backwards B, because a half would recompute the forward a second time; {nearest}"
-            ]
-        if len(kinds) > 1:
-            stages = {action.kind: f"{describe(action)} on stage {s}" for s, action in enumerate(row) if action}
-            return [
-                f"schedule {schedule.name}: row {index} mixes {' and '.join(stages.values())}; allowed: rows of one kind, because "
-                f"all stages move in step and would all wait for the slower kind; {nearest}"
-            ]
-    return []
 
 
 def executable(schedule: Schedule) -> Program:
@@ -138,7 +121,7 @@ def executable(schedule: Schedule) -> Program:
 _SLOT_TABLES = ("input_slot", "embed_slot", "receive_slot", "cotangent_slot", "receive_cotangent_slot")
 
 
-def _microbatches_at(rows: list[tuple[Action | None, ...]], kind: str, stage: int, chunk: int) -> np.ndarray:
+def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.ndarray:
     """Returns, for each row, the microbatch that `stage` has in `chunk` in a row of this kind, else -1: [R] int32."""
     cells = [row[stage] for row in rows]
     return np.array([a.microbatch if a and (a.kind, a.chunk) == (kind, chunk) else -1 for a in cells], np.int32)
@@ -165,9 +148,7 @@ class _Slots:
         return slot
 
 
-def _assign_slots(
-    schedule: Schedule, rows: list[tuple[Action | None, ...]], tables: dict[str, np.ndarray]
-) -> tuple[int, int]:
+def _assign_slots(schedule: Schedule, rows: list[Row], tables: dict[str, np.ndarray]) -> tuple[int, int]:
     """Fills the slot tables (-1 stays where there is none) and returns the sizes of both buffers."""
     stages, chunks = schedule.num_stages, schedule.num_chunks
     inputs, cotangents = [_Slots() for _ in range(stages)], [_Slots() for _ in range(stages)]
@@ -200,15 +181,15 @@ def _assign_slots(
 def segments(program: Program) -> tuple[Segment, ...]:
     """Returns the rows as loops, so that a body is compiled once however many rows it runs.
 
-    Rows are told apart by kind and by the head, which costs matrix products and runs in no row that does not need it. The
-    embedding and its backward are look-ups: a body has them if one of its rows does, and its other rows mask them.
+    Rows are told apart by kind and by the head, which costs matrix products and runs in no row that does not need it.
+    The embedding and its backward are look-ups: a body has them if one of its rows does, and its other rows mask them.
 
     Returns:
       Segments whose rows, in order, are exactly the program's rows.
     """
     heads = program.head_microbatch >= 0
     letters = ["F" if kind == "F" else "H" if head else "B" for kind, head in zip(program.kinds, heads, strict=True)]
-    # Two passes: first runs of a row or of a pair of rows, then repeats of such runs (groups of microbatches in chunks).
+    # Two passes: first runs of a row or of a pair of rows, then repeats of such runs (microbatches in groups).
     runs = [(tuple(body), count) for body, count in _repeats(letters, max_period=2)]
     found, start = list[Segment](), 0
     for group, repeats in _repeats(runs, max_period=len(runs)):
@@ -223,7 +204,7 @@ def segments(program: Program) -> tuple[Segment, ...]:
 
 
 def _signature(program: Program, first: int, step: int, times: int, outer_step: int, outer_times: int) -> Signature:
-    """Returns what the body needs that runs rows first + i step + j outer_step, for all i < times and j < outer_times."""
+    """Returns what the body needs that runs rows first + i step + j outer_step, for i < times and j < outer_times."""
     rows = [first + i * step + j * outer_step for j in range(outer_times) for i in range(times)]
     flags = program.embed_microbatch, program.head_microbatch, program.embed_backward_microbatch
     embed, head, embed_backward = (bool((flag[rows] >= 0).any()) for flag in flags)
@@ -236,21 +217,17 @@ def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
 
     Dynamic programming from the end: best[i] is the cheapest split of items[i:].
     """
-
-    def cost(part: list) -> int:
-        return sum(len(item[0]) if isinstance(item, tuple) else 1 for item in part)
-
+    bodies = [len(item[0]) if isinstance(item, tuple) else 1 for item in items]
     best: list[tuple[int, int, int]] = [(0, 0, 0)] * (len(items) + 1)
     for start in reversed(range(len(items))):
         choices = []
         for period in range(1, min(max_period, len(items) - start) + 1):
-            part, count = items[start : start + period], 0
-            while items[start + count * period : start + (count + 1) * period] == part:
-                count += 1
-                end = start + count * period
-                choices.append((cost(part) + best[end][0], -count * period, period, count))
-        cheapest = min(choices)
-        best[start] = (cheapest[0], cheapest[2], cheapest[3])
+            part, cost, end = items[start : start + period], sum(bodies[start : start + period]), start
+            while items[end : end + period] == part:
+                end += period
+                choices.append((cost + best[end][0], start - end, period))
+        cheapest, rows, period = min(choices)
+        best[start] = (cheapest, period, -rows // period)
     found, start = list[tuple[list, int]](), 0
     while start < len(items):
         _, period, count = best[start]

@@ -1,15 +1,17 @@
 """In what order the stages run, as plain tables: one row after another, one cell a stage. No JAX.
 
-A stage holds `num_chunks` chunks of layers. Chunk c of stage s is the *virtual stage* v = c * num_stages + s: a microbatch passes
-the virtual stages in order, and the way from the last stage back to the first leads into the next chunk.
+A stage holds `num_chunks` chunks of layers. Chunk c of stage s is the *virtual stage* v = c * num_stages + s: a
+microbatch passes the virtual stages in order, and the way from the last stage back to the first leads into the next
+chunk.
 
-Letters: S stages, M microbatches, V chunks a stage; s a stage, m a microbatch, c a chunk, u a unit (one microbatch in one chunk).
+Letters: S stages, M microbatches, V chunks a stage; s a stage, m a microbatch, c a chunk, u a unit (a microbatch in one
+chunk).
 """
 
 import dataclasses
 from typing import Literal, NamedTuple
 
-from meshtrain.errors import UserError, nearest, unknown
+from meshtrain.errors import UserError, unknown
 from meshtrain.options import option
 
 Kind = Literal["F", "B", "W"]
@@ -54,7 +56,7 @@ class Schedule(NamedTuple):
 
 
 def describe(action: Action | None, num_chunks: int = 1) -> str:
-    """Returns an action as a cell of a table: `F3`, `F3.1` (chunk 1) where stages have several chunks, empty for idle."""
+    """Returns an action as a cell of a table: `F3`, or `F3.1` where stages have several chunks; empty for idle."""
     if action is None:
         return ""
     return f"{action.kind}{action.microbatch}" + (f".{action.chunk}" if num_chunks > 1 else "")
@@ -87,18 +89,18 @@ def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: i
     if name not in NAMES:
         return [unknown("pipeline.schedule", name, NAMES)]
     counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
-    found = [f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1]
+    found = [
+        f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
+    ]
     if found:
         return found
     if num_chunks > 1 and name != "interleaved_1f1b":
-        found.append(
-            f"pipeline.num_chunks: got {num_chunks}; {name} has 1 chunk a stage; nearest: 1, or the schedule interleaved_1f1b"
-        )
+        found.append(f"pipeline.num_chunks: got {num_chunks}; allowed for {name}: 1; nearest: 1, or interleaved_1f1b")
     if name == "interleaved_1f1b" and num_microbatches % num_stages:
         legal = num_stages * max(1, round(num_microbatches / num_stages))
         found.append(
-            f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: multiples of its {num_stages} stages; "
-            f"nearest: {legal}"
+            f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: multiples of its {num_stages} "
+            f"stages; nearest: {legal}"
         )
     if name == "zero_bubble_h1" and num_microbatches < num_stages:
         found.append(
@@ -152,7 +154,8 @@ def _backward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: 
     """The mirror of a forward row: the last stage begins, and the last chunk comes first."""
     forward = _forward_row(row, num_stages, num_microbatches, num_chunks)
     return tuple(
-        None if action is None else Action("B", action.microbatch, num_chunks - 1 - action.chunk) for action in forward[::-1]
+        None if action is None else Action("B", action.microbatch, num_chunks - 1 - action.chunk)
+        for action in forward[::-1]
     )
 
 
@@ -172,8 +175,9 @@ def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]
 def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Rows of one kind, forward and backward in turn as soon as that is legal; with one chunk this is 1f1b.
 
-    The first backward (last virtual stage, microbatch 0) needs forward row V S - 1, so backward row i follows forward row
-    V S - 1 + i: no later unit needs more. Bubble (S-1)/(V M + S-1), and V S + S - 1 - 2 s units in flight on stage s, at most V M.
+    The first backward (last virtual stage, microbatch 0) needs forward row V S - 1, so backward row i follows forward
+    row V S - 1 + i: no later unit needs more. Bubble (S-1)/(V M + S-1), and V S + S - 1 - 2 s units in flight on
+    stage s, at most V M.
     """
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
     lead = num_chunks * num_stages - 1
@@ -187,7 +191,10 @@ def _classic_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> li
     """The textbook's 1F1B (Narayanan et al. 2019): rows mix kinds, S - s microbatches in flight on stage s."""
     orders = []
     for stage in range(num_stages):
-        order, ahead = [Action("F", m) for m in range(min(num_stages - 1 - stage, num_microbatches))], num_stages - 1 - stage
+        order, ahead = (
+            [Action("F", m) for m in range(min(num_stages - 1 - stage, num_microbatches))],
+            num_stages - 1 - stage,
+        )
         for m in range(num_microbatches):
             order += [Action("F", m + ahead)] if m + ahead < num_microbatches else []
             order.append(Action("B", m))
@@ -198,8 +205,8 @@ def _classic_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> li
 def _zero_bubble_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """1F1B with the weight gradients split off and put where stages would idle (ZB-H1 of Qi et al. 2023).
 
-    Stage s runs its weight gradients s microbatches behind its input gradients, so that every stage holds S microbatches and the
-    last stages answer early. Bubble (S-1)/(3M+S-1) at forward = input gradient = weight gradient.
+    Stage s runs its weight gradients s microbatches behind its input gradients, so that every stage holds S
+    microbatches and the last stages answer early. Bubble (S-1)/(3M+S-1) at forward = input gradient = weight gradient.
     """
     orders = []
     for stage in range(num_stages):

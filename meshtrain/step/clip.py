@@ -17,7 +17,7 @@ def clip_by_global_norm(gradients: Any, max_norm: float) -> tuple[Any, jax.Array
     Returns:
       The clipped gradients, and their norm before, a float32 scalar.
     """
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     if max_norm == 0.0:
         return gradients, norm
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))

@@ -1,5 +1,6 @@
 """metrics.jsonl and TensorBoard: whole rows, resumes, and disks that fail."""
 
+import gc
 import json
 import os
 import pathlib
@@ -187,3 +188,36 @@ def test_tensorboard_in_a_file_is_a_users_mistake(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"observe\.tensorboard=False"):
         trackers.TensorBoard(tmp_path / "file" / "tensorboard")
+
+
+def test_all_trackers_of_a_run(tmp_path):
+    with trackers.Trackers(trackers.ObserveOptions(), tmp_path) as run:
+        run.write(10, {"loss": 2.5})
+        run.write(20, {"loss": 1.5})
+    run.close()
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 2.5}, {"step": 20, "loss": 1.5}]
+    assert points(tmp_path / "tensorboard") == [(10, "loss", 2.5), (20, "loss", 1.5)]
+    with trackers.Trackers(trackers.ObserveOptions(), tmp_path, 10) as run:
+        run.write(20, {"loss": 1.25})
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 2.5}, {"step": 20, "loss": 1.25}]
+    assert [event.step for event in events(tmp_path / "tensorboard") if event.HasField("session_log")] == [11]
+
+
+def test_tensorboard_is_an_option(tmp_path):
+    with trackers.Trackers(trackers.ObserveOptions(tensorboard=False), tmp_path) as run:
+        run.write(10, {"loss": 2.5})
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_other_processes_write_nothing(tmp_path):
+    with trackers.Trackers(trackers.ObserveOptions(), tmp_path / "missing", is_main=False) as run:
+        run.write(10, {"loss": 2.5})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tracker_that_cannot_open_leaves_none_open(tmp_path):
+    (tmp_path / "tensorboard").write_text("")
+    with pytest.raises(UserError, match="tensorboard: cannot write"):
+        trackers.Trackers(trackers.ObserveOptions(), tmp_path)
+    # An open file that nobody closes would be a warning here, and warnings are errors.
+    gc.collect()

@@ -1,5 +1,6 @@
 """A state comes back bitwise, on any mesh; what does not fit is refused by name; the newest save is never lost."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshtrain.errors import UserError
-from meshtrain.step.state import TrainState, init_state
 from meshtrain.store.checkpoint import CHECKPOINTS, CheckpointOptions, Checkpoints, find, restore_params
 
 EXTRA = {"data": {"next_example": 96}, "versions": {"jax": jax.__version__}, "configuration": {"seed": 0}}
@@ -35,7 +35,16 @@ def abstract(tree, mesh, spec):
     )
 
 
-def make_state(on_mesh=None, spec=P("data", "tensor")) -> TrainState:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    step: jax.Array
+    params: dict
+    opt_state: tuple
+    rng: jax.Array
+
+
+def make_state() -> State:
     """A state with a bfloat16 weight and an optimizer whose state holds tuples, empty states and masked leaves."""
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
@@ -44,8 +53,8 @@ def make_state(on_mesh=None, spec=P("data", "tensor")) -> TrainState:
     }
     mask = {"layers": {"up": True, "scale": False}, "embed": True}
     transformation = optax.chain(optax.clip_by_global_norm(1.0), optax.masked(optax.adam(1e-3), mask))
-    state = init_state(params, transformation, keys[2])
-    return placed(state, on_mesh or mesh(2, 4), spec)
+    state = State(jnp.int32(7), params, transformation.init(params), jax.random.key_data(keys[2]))
+    return placed(state, mesh(2, 4), P("data", "tensor"))
 
 
 def assert_same(got, want):
@@ -157,7 +166,7 @@ def refused(workdir, change) -> tuple[str, ...]:
 def with_params(**changes):
     def change(state):
         params = {**state.params, **changes}
-        return TrainState(state.step, {k: v for k, v in params.items() if v}, state.opt_state, state.rng)
+        return State(state.step, {k: v for k, v in params.items() if v}, state.opt_state, state.rng)
 
     return change
 

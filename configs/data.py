@@ -1,0 +1,20 @@
+"""Data parallelism: every device has all weights and an eighth of the batch.
+
+Purpose: one all-reduce of the gradients a step, and nothing else on the wire.
+Parameters: 1.12 M.
+Hardware: 8 devices; on a CPU they are simulated.
+Command: python -m meshtrain.main --config=configs/data.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration: the default small decoder on source text."""
+    config = default()
+    config.mesh.data = 8
+    config.learning_rate.peak = 3e-3
+    config.learning_rate.warmup_steps = 30
+    return config

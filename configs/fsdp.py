@@ -1,0 +1,20 @@
+"""Fully sharded data parallelism: every device keeps an eighth of the weights and of the optimizer's state.
+
+Purpose: weights are gathered when a layer needs them, gradients reduced to where their weights live.
+Parameters: 1.12 M.
+Hardware: 8 devices; on a CPU they are simulated.
+Command: python -m meshtrain.main --config=configs/fsdp.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration: the default small decoder on source text."""
+    config = default()
+    config.mesh.fsdp = 8
+    config.learning_rate.peak = 3e-3
+    config.learning_rate.warmup_steps = 30
+    return config

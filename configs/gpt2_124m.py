@@ -1,0 +1,46 @@
+"""GPT-2 small (Radford et al. 2019) on one host of 8 GPUs.
+
+Purpose: the model to compare with other programs; 0.52 M tokens a step, 10 B in all.
+Parameters: 124,439,808 (124.4 M).
+Hardware: 8 GPUs of 80 GB.
+Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
+  --config.data.source=tokens --config.data.path='TOKENS/*.bin'
+Command: python -m meshtrain.main --config=configs/gpt2_124m.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration."""
+    config = default()
+    config.mesh.data = 8
+    config.num_steps = 19_073
+    config.batch_size = 512
+    config.sequence_length = 1024
+    config.accumulation_steps = 4
+    config.eval_every = 500
+    config.model.num_layers = 12
+    config.model.embed_dim = 768
+    config.model.mlp_dim = 3072
+    config.model.num_heads = 12
+    config.model.num_kv_heads = 12
+    config.model.vocab_size = 50257
+    config.model.positions = "learned"
+    config.model.norm = "layernorm"
+    config.model.activation = "gelu"
+    config.model.tied_embeddings = True
+    config.model.biases = True
+    # As in the original: text of neighbouring documents is seen, and attention needs no mask but the causal one.
+    config.model.within_documents = False
+    config.learning_rate.peak = 6e-4
+    config.learning_rate.warmup_steps = 700
+    config.precision.policy = "bfloat16"
+    config.optimizer.beta2 = 0.95
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.clip_norm = 1.0
+    config.data.source = "synthetic"
+    config.checkpoint.every = 1000
+    return config

@@ -1,0 +1,54 @@
+"""Megatron-Turing NLG 530B (Smith et al. 2022): data 16 x pipeline 35 x tensor 8.
+
+Purpose: three layers on each of 35 stages, 120 microbatches; 3.9 M tokens a step.
+Parameters: 529,581,506,560 (529.6 B).
+Hardware: 4,480 A100 of 80 GB.
+Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
+  --config.data.source=tokens --config.data.path='TOKENS/*.bin'
+Command: python -m meshtrain.main --config=configs/mtnlg_530b.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration."""
+    config = default()
+    config.mesh.data = 16
+    config.mesh.pipeline = 35
+    config.mesh.tensor = 8
+    config.layout.sequence_parallel = True
+    config.pipeline.schedule = "1f1b"
+    config.pipeline.num_microbatches = 120
+    config.num_steps = 68_665
+    config.batch_size = 1920
+    config.sequence_length = 2048
+    config.eval_every = 1000
+    config.remat.policy = "full"
+    config.model.num_layers = 105
+    config.model.embed_dim = 20480
+    config.model.mlp_dim = 81920
+    config.model.num_heads = 128
+    config.model.num_kv_heads = 128
+    # The vocabulary is split over 35 stages x 8 tensor devices.
+    config.model.vocab_multiple = 280
+    config.model.init_std = 4e-3
+    config.model.vocab_size = 50257
+    config.model.positions = "learned"
+    config.model.norm = "layernorm"
+    config.model.activation = "gelu"
+    config.model.tied_embeddings = True
+    config.model.biases = True
+    # As in the original: text of neighbouring documents is seen, and attention needs no mask but the causal one.
+    config.model.within_documents = False
+    config.learning_rate.peak = 5e-5
+    config.learning_rate.warmup_steps = 250
+    config.precision.policy = "bfloat16"
+    config.optimizer.beta2 = 0.95
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.clip_norm = 1.0
+    config.data.source = "synthetic"
+    config.checkpoint.every = 1000
+    return config

@@ -1,0 +1,23 @@
+"""Pipeline parallelism: every device holds one layer of eight, and microbatches pass from one to the next.
+
+Purpose: 1F1B in one program; memory does not grow with the number of microbatches.
+Parameters: 2.17 M.
+Hardware: 8 devices; on a CPU they are simulated.
+Command: python -m meshtrain.main --config=configs/pipeline.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration: the default small decoder on source text."""
+    config = default()
+    config.mesh.pipeline = 8
+    config.model.num_layers = 8
+    config.pipeline.schedule = "1f1b"
+    config.pipeline.num_microbatches = 16
+    config.learning_rate.peak = 3e-3
+    config.learning_rate.warmup_steps = 30
+    return config

@@ -1,0 +1,23 @@
+"""Tensor parallelism: every device computes an eighth of each layer's heads, mlp and vocabulary.
+
+Purpose: column-parallel, then row-parallel weights, with norms and residuals split along the sequence.
+Parameters: 1.12 M.
+Hardware: 8 devices; on a CPU they are simulated.
+Command: python -m meshtrain.main --config=configs/tensor.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration: the default small decoder on source text."""
+    config = default()
+    config.mesh.tensor = 8
+    config.layout.sequence_parallel = True
+    config.model.num_heads = 8
+    config.model.num_kv_heads = 8
+    config.learning_rate.peak = 3e-3
+    config.learning_rate.warmup_steps = 30
+    return config

@@ -1,0 +1,209 @@
+"""Options -> Corpus: train and validation examples by number, a fingerprint, text <-> ids.
+
+Shapes: T sequence_length.
+"""
+
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from meshtrain.data.packing import Examples, TokenStream, pack
+from meshtrain.data.sources import DataOptions, check
+from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES, SyntheticExamples
+from meshtrain.data.text import find_files, read_documents, share, some, standard_library
+from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
+from meshtrain.data.tokenize import Tokenizer, number_tokenizer, open_tokenizer
+from meshtrain.errors import UserError
+from meshtrain.options import problems as option_problems
+
+# Fewer documents than this are split at one place instead of by hash: hashes would hit the share badly or not at all.
+_SPLIT_BY_HASH_FROM = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Opened data.
+
+    Attributes:
+      train: examples by number; each a dict of tokens, targets, segment_ids, positions (int32 [T]) and weights
+        (float32 [T]).
+      validation: the same, from documents or tokens that `train` does not hold; may have length 0.
+      fingerprint: hexadecimal sha256 over the ids used and where they are split: another corpus has another one.
+      summary: one line for people.
+      num_tokens: ids in both splits, end of documents included.
+      vocab_size: one more than the largest id that the tokenizer can give.
+      end_id: the id that ends a document; -1 where nothing does.
+      encode: text -> ids.
+      decode: ids -> text.
+      speaks: whether `decode` gives text that people read.
+    """
+
+    train: Examples
+    validation: Examples
+    fingerprint: str
+    summary: str
+    num_tokens: int
+    vocab_size: int
+    end_id: int
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Iterable[int]], str]
+    speaks: bool
+
+
+def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
+    """Returns the tokenizer of a source without reading its data.
+
+    Args:
+      options: as for training.
+      vocab_size: the model's, which synthetic data takes for its own.
+
+    Raises:
+      UserError: a file that it needs is missing or wrong.
+    """
+    if options.source == "synthetic":
+        return number_tokenizer(vocab_size)
+    if options.source == "tokens":
+        files, problems = find_files(options.path)
+        if problems:
+            raise UserError(*problems)
+        return token_file_tokenizer(files[0], read_sidecar(files[0]))
+    return open_tokenizer(options.tokenizer, options.end_token)
+
+
+def _documents(options: DataOptions) -> list[tuple[str, str]]:
+    """Returns (what decides its split, text) of each document of a text source."""
+    if options.source == "python":
+        return standard_library()
+    files, problems = find_files(options.path)
+    documents: list[tuple[str, str]] = []
+    for path in files if not problems else []:
+        try:
+            # By its content, a document stays in its split when its file is renamed, and so does its copy.
+            documents += [(text, text) for text, _ in read_documents(path, options.text_field)]
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*some(problems))
+    return documents
+
+
+def _stream(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
+    pieces: list[np.ndarray] = []
+    end = np.asarray([tokenizer.end_id], tokenizer.dtype)
+    for ids in tokenizer.encode_documents(texts):
+        pieces += [ids, end]
+    array = np.concatenate(pieces, dtype=tokenizer.dtype, casting="same_kind") if pieces else end[:0]
+    return TokenStream((array,), tokenizer.end_id)
+
+
+def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:
+    """Splits a stream at one place: the end of it is for validation."""
+    place = len(stream) - int(len(stream) * validation_fraction)
+    return stream.cut(0, place), stream.cut(place, len(stream))
+
+
+def _text_streams(options: DataOptions, tokenizer: Tokenizer) -> tuple[TokenStream, TokenStream, str]:
+    documents = _documents(options)
+    if len(documents) < _SPLIT_BY_HASH_FROM:
+        train, validation = _cut(_stream(tokenizer, [text for _, text in documents]), options.validation_fraction)
+    else:
+        splits: tuple[list[str], list[str]] = ([], [])
+        for key, text in documents:
+            splits[share(key) < options.validation_fraction].append(text)
+        train, validation = _stream(tokenizer, splits[0]), _stream(tokenizer, splits[1])
+    digest = hashlib.sha256()
+    for stream in (train, validation):
+        for part in stream.parts:
+            digest.update(np.ascontiguousarray(part).data)
+    return train, validation, digest.hexdigest()
+
+
+def _too_little(name: str, stream: TokenStream, examples: Examples, sequence_length: int) -> list[str]:
+    if len(examples):
+        return []
+    return [
+        f"data: {len(stream)} tokens are left for {name}; allowed: at least one sequence, sequence_length + 1 = "
+        f"{sequence_length + 1} tokens; nearest: a smaller sequence_length, more data, or another validation_fraction"
+    ]
+
+
+def _synthetic(sequence_length: int, vocab_size: int, seed: int) -> Corpus:
+    if vocab_size < 2:
+        raise UserError(f"model.vocab_size: got {vocab_size}; allowed for synthetic data: at least 2; nearest: 2")
+    tokenizer = number_tokenizer(vocab_size)
+    return Corpus(
+        train=SyntheticExamples(NUM_TRAIN_EXAMPLES, sequence_length, vocab_size, seed, split=0),
+        validation=SyntheticExamples(NUM_VALIDATION_EXAMPLES, sequence_length, vocab_size, seed, split=1),
+        fingerprint=hashlib.sha256(f"synthetic {sequence_length} {vocab_size} {seed}".encode()).hexdigest(),
+        summary=f"synthetic counting, {vocab_size} ids",
+        num_tokens=(NUM_TRAIN_EXAMPLES + NUM_VALIDATION_EXAMPLES) * sequence_length,
+        vocab_size=vocab_size,
+        end_id=tokenizer.end_id,
+        encode=tokenizer.encode,
+        decode=tokenizer.decode,
+        speaks=False,
+    )
+
+
+def _streams(options: DataOptions, tokenizer: Tokenizer, vocab_size: int) -> tuple[TokenStream, TokenStream, str, str]:
+    """Returns the streams of both splits, the digest of their ids, and what they are in words."""
+    if options.source == "tokens":
+        files, _ = find_files(options.path)
+        arrays, digest = open_token_files(files, vocab_size)
+        train, validation = _cut(TokenStream(tuple(arrays), tokenizer.end_id), options.validation_fraction)
+        return train, validation, digest, f"{len(files)} token file(s)"
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"model.vocab_size: got {vocab_size}; allowed for tokenizer '{tokenizer.name}' with its end of document: "
+            f"at least {tokenizer.vocab_size}; nearest: {tokenizer.vocab_size}"
+        )
+    train, validation, digest = _text_streams(options, tokenizer)
+    version = ".".join(str(number) for number in sys.version_info[:3])
+    what = f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"
+    return train, validation, digest, what
+
+
+def open_corpus(options: DataOptions, *, sequence_length: int, vocab_size: int, seed: int) -> Corpus:
+    """Opens the data. Token files stay on disk; text is held as ids.
+
+    Args:
+      options: which data.
+      sequence_length: T, tokens an example.
+      vocab_size: the model's, which every id must be below.
+      seed: decides synthetic examples; real data does not depend on it.
+
+    Raises:
+      UserError: a line for each thing wrong with the data: missing, empty, unreadable, not UTF-8, ids past the
+        vocabulary, too little for one sequence.
+    """
+    problems = option_problems(options, "data") + check(options)
+    if problems:
+        raise UserError(*problems)
+    if options.source == "synthetic":
+        return _synthetic(sequence_length, vocab_size, seed)
+    tokenizer = tokenizer_for(options, vocab_size=vocab_size)
+    train_stream, validation_stream, digest, what = _streams(options, tokenizer, vocab_size)
+    train = pack(train_stream, sequence_length, options.packing)
+    validation = pack(validation_stream, sequence_length, options.packing)
+    problems = _too_little("training", train_stream, train, sequence_length)
+    if options.validation_fraction:
+        problems += _too_little("validation", validation_stream, validation, sequence_length)
+    if problems:
+        raise UserError(*problems)
+    split = f"{len(train_stream)} {len(validation_stream)} {tokenizer.end_id}"
+    num_tokens = len(train_stream) + len(validation_stream)
+    return Corpus(
+        train=train,
+        validation=validation,
+        fingerprint=hashlib.sha256(f"{digest} {split}".encode()).hexdigest(),
+        summary=f"{what}: {num_tokens:,} tokens, {len(train):,} + {len(validation):,} sequences",
+        num_tokens=num_tokens,
+        vocab_size=tokenizer.vocab_size,
+        end_id=tokenizer.end_id,
+        encode=tokenizer.encode,
+        decode=tokenizer.decode,
+        speaks=True,
+    )

@@ -1,0 +1,152 @@
+"""Text to a token file, once: `python -m meshtrain.data.prepare --path='books/*.txt' --output=books.bin`."""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from tqdm import tqdm
+
+from meshtrain.data.text import find_files, read_documents
+from meshtrain.data.token_files import TokenFile, sidecar_path
+from meshtrain.data.tokenize import Tokenizer, open_tokenizer
+from meshtrain.errors import UserError, run
+
+# Large enough to keep the tokenizer's threads busy, small enough to see the bar move.
+_GROUP_BYTES = 1 << 22
+
+
+def _groups(files: Sequence[Path], text_field: str) -> Iterator[tuple[list[str], int]]:
+    """Yields documents a few MiB at a time, and how many bytes of the files they took."""
+    texts: list[str] = []
+    num_bytes = 0
+    for path in files:
+        for text, taken_bytes in read_documents(path, text_field):
+            texts.append(text)
+            num_bytes += taken_bytes
+            if num_bytes >= _GROUP_BYTES:
+                yield texts, num_bytes
+                texts, num_bytes = [], 0
+    if texts:
+        yield texts, num_bytes
+
+
+def _write_tokens(files: Sequence[Path], text_field: str, tokenizer: Tokenizer, out: BinaryIO) -> tuple[int, int]:
+    """Writes the ids of all documents, each with the end id behind it; returns (num_tokens, num_documents)."""
+    num_tokens = num_documents = 0
+    end = np.asarray([tokenizer.end_id], tokenizer.dtype).tobytes()
+    total_bytes = sum(path.stat().st_size for path in files)
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="prepare", disable=None) as bar:
+        for texts, num_bytes in _groups(files, text_field):
+            for ids in tokenizer.encode_documents(texts):
+                out.write(ids.astype(tokenizer.dtype).tobytes())
+                out.write(end)
+                num_tokens += len(ids) + 1
+                num_documents += 1
+            bar.update(num_bytes)
+    return num_tokens, num_documents
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a small file so that it is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def prepare(
+    path: str,
+    output: str,
+    *,
+    tokenizer: str = "bytes",
+    end_token: str = "",
+    text_field: str = "text",
+    overwrite: bool = False,
+) -> TokenFile:
+    """Writes OUTPUT (ids, uint16 or uint32) and OUTPUT.json (what they are); a tokenizer.json is copied beside them.
+
+    The description comes last: without it the file is not taken for a whole one.
+
+    Args:
+      path: files or globs, comma separated.
+      output: the .bin file to write.
+      tokenizer: `bytes`, or the path of a tokenizer.json.
+      end_token: the token that ends a document; `` takes a well-known one, or adds one id.
+      text_field: the field of a .jsonl line that holds the document.
+      overwrite: replace files that are there.
+
+    Returns:
+      The description that was written.
+
+    Raises:
+      UserError: the text or the tokenizer cannot be read, or the output is there or cannot be written.
+    """
+    out_path = Path(output)
+    copied = out_path.with_name(out_path.name + ".tokenizer.json")
+    targets = [out_path, sidecar_path(out_path)] + ([copied] if tokenizer != "bytes" else [])
+    there = [str(target) for target in targets if target.exists()]
+    files, problems = find_files(path)
+    if there and not overwrite:
+        problems.append(f"--output: '{there[0]}' is there already; allowed: a new name; nearest: --overwrite")
+    if not out_path.parent.is_dir():
+        problems.append(f"--output: the folder '{out_path.parent}' does not exist; nearest: create it")
+    if out_path.exists() and any(one.exists() and one.samefile(out_path) for one in files):
+        problems.append(f"--output: '{output}' is also read as text; allowed: another name; nearest: {output}.bin")
+    if problems:
+        raise UserError(*problems)
+    opened = open_tokenizer(tokenizer, end_token)
+    content = b"" if tokenizer == "bytes" else Path(tokenizer).read_bytes()
+    partial = out_path.with_name(out_path.name + ".partial")
+    try:
+        with partial.open("wb") as out:
+            num_tokens, num_documents = _write_tokens(files, text_field, opened, out)
+            out.flush()
+            os.fsync(out.fileno())
+        described = TokenFile(
+            dtype=opened.dtype.name,
+            vocab_size=opened.vocab_size,
+            num_tokens=num_tokens,
+            num_documents=num_documents,
+            end_id=opened.end_id,
+            tokenizer=copied.name if content else "bytes",
+            tokenizer_sha256=hashlib.sha256(content).hexdigest() if content else "",
+            end_token=end_token,
+        )
+        sidecar_path(out_path).unlink(missing_ok=True)
+        if content:
+            _replace(copied, content)
+        os.replace(partial, out_path)
+        _replace(sidecar_path(out_path), json.dumps(dataclasses.asdict(described), indent=2).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"--output: '{output}' cannot be written ({error.strerror or error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return described
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Parses the command line, prepares, and says what was written."""
+    parser = argparse.ArgumentParser(prog="python -m meshtrain.data.prepare", description=__doc__)
+    parser.add_argument("--path", required=True, help="files or globs, comma separated: .txt, .py, .jsonl")
+    parser.add_argument("--output", required=True, help="the .bin file to write")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
+    parser.add_argument("--end_token", default="", help="the token that ends a document")
+    parser.add_argument("--text_field", default="text", help="the field of a .jsonl line that holds the document")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    flags = parser.parse_args(arguments)
+    described = prepare(**vars(flags))
+    print(
+        f"{flags.output}: {described.num_tokens:,} tokens of {described.num_documents:,} documents, {described.dtype}, "
+        f"vocabulary {described.vocab_size:,}"
+    )
+    print(f"train on it: --config.data.source=tokens --config.data.path={flags.output}")
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

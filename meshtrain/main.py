@@ -1,0 +1,35 @@
+"""Flags -> train: `python -m meshtrain.main --config=configs/3d.py [--workdir=DIR] [--config.mesh.tensor=4 ...]`."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from meshtrain import flags
+from meshtrain.errors import run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains what the arguments say, or goes on with it where the workdir holds a run, and returns the exit code.
+
+    Raises:
+      UserError: whatever is wrong with arguments, configuration and workdir, all of it together.
+    """
+    extra = argparse.ArgumentParser(
+        prog="python -m meshtrain.main",
+        description="Trains a transformer on a mesh. Run again with the same workdir, it goes on where it stopped.",
+        add_help=False,
+    )
+    arguments = flags.arguments(argv, extra)
+    # The one place with imports at run time: JAX and its company take longer to load than `--help` may take to answer.
+    config = importlib.import_module("meshtrain.config")
+    found = flags.unwritable(arguments.workdir)
+    if arguments.config is None:
+        found.append("--config: got nothing; allowed: a file with get_config(); nearest: --config=configs/3d.py")
+    configuration = config.configure(arguments, found)
+    importlib.import_module("meshtrain.train").train(configuration, arguments.workdir)
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

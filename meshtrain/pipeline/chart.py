@@ -1,0 +1,149 @@
+"""Draws a schedule: stages down, time across, as text and as a picture. No JAX; matplotlib only for the picture."""
+
+import collections
+import pathlib
+from fractions import Fraction
+from typing import Any
+
+from meshtrain.errors import UserError
+from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
+from meshtrain.pipeline.schedules import Schedule, describe, is_split
+
+FORMATS = (".png", ".svg", ".pdf")
+# What fills a cell after its label, so that its length can be seen.
+FILL = {"F": " ", "B": "-", "W": "~"}
+WORDS = {"F": "forward", "B": "backward", "W": "weight gradient"}
+# Two colours that also differ in grey and for colour-blind eyes, and a third for the half that few schedules have.
+COLOURS = {"F": "#8db8e3", "B": "#f2a65a", "W": "#b7d69a"}
+
+
+def caption(schedule: Schedule, costs: Costs) -> list[str]:
+    """Returns the lines under a chart: what it shows, its bubbles, and what the stages hold."""
+    chunks = f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else ""
+    durations = f"forward {_number(costs.forward)}, "
+    if is_split(schedule):
+        durations += f"input gradient {_number(costs.backward)}, weight gradient {_number(costs.weight_gradient)}"
+    else:
+        durations += f"backward {_number(costs.backward)}"
+    if costs.transfer:
+        durations += f", transfer {_number(costs.transfer)}"
+    free, step = (bubble_fraction(run(schedule, costs), schedule.num_stages) for run in (run_freely, run_in_step))
+    held = " ".join(str(peak) for peak in peak_in_flight(schedule))
+    what = "microbatches" if schedule.num_chunks == 1 else "microbatches x chunks"
+    return [
+        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches{chunks}; {durations}",
+        f"bubble {float(free):.1%} where stages run freely, {float(step):.1%} where they move in step",
+        f"memory: stages hold at most {held} {what} (first to last stage)",
+    ]
+
+
+def as_text(schedule: Schedule, costs: Costs, *, in_step: bool = False, max_columns: int = 120) -> str:
+    """Returns a chart as lines of text, each at most `max_columns` wide: a long one is cut into several blocks.
+
+    Args:
+      schedule: a proven table.
+      costs: how long actions take.
+      in_step: draw the stages moving row by row, not as soon as their inputs are there.
+      max_columns: characters in a line.
+    """
+    spans = (run_in_step if in_step else run_freely)(schedule, costs)
+    labels = [describe(span.action, schedule.num_chunks) for span in spans]
+    shortest = min((span.end - span.start for span in spans if span.end > span.start), default=Fraction(1))
+    scale = (max(len(label) for label in labels) + 1) / shortest
+    makespan = max(span.end for span in spans)
+    lines = [[" "] * round(makespan * scale) for _ in range(schedule.num_stages)]
+    for span, label in zip(spans, labels, strict=True):
+        start, end = round(span.start * scale), round(span.end * scale)
+        lines[span.stage][start:end] = f"{label:{FILL[span.action.kind]}<{end - start - 1}} "
+    head = max(len("stage 0"), len(f"stage {schedule.num_stages - 1}"))
+    width = max(max_columns - head - 2, 1)
+    blocks = []
+    for start in range(0, len(lines[0]), width):
+        block = [f"{'time':<{head}}  {_ruler(makespan, scale)[start : start + width]}"]
+        block += [f"{f'stage {s}':<{head}}  {''.join(line[start : start + width])}" for s, line in enumerate(lines)]
+        blocks.append("\n".join(line.rstrip() for line in block))
+    return "\n\n".join(blocks) + "\n\n" + "\n".join(caption(schedule, costs)) + "\n"
+
+
+def _number(value: Fraction) -> str:
+    return f"{float(value):g}"
+
+
+def _ruler(makespan: Fraction, scale: Fraction) -> str:
+    """Returns the times over a chart, at round distances that leave their numbers room."""
+    distance = Fraction(1)
+    while distance * scale < 12:
+        distance *= 2
+    columns, tick = [" "] * (round(makespan * scale) + 12), Fraction(0)
+    while tick <= makespan:
+        column, number = round(tick * scale), _number(tick)
+        columns[column : column + len(number)] = number
+        tick += distance
+    return "".join(columns).rstrip()
+
+
+def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool = False) -> None:
+    """Writes a chart as a picture; the ending of `path` says which kind.
+
+    Args:
+      schedule: a proven table.
+      costs: how long actions take.
+      path: a file that ends in .png, .svg or .pdf.
+      in_step: draw the stages moving row by row, not as soon as their inputs are there.
+
+    Raises:
+      UserError: another ending, or a place that cannot be written.
+    """
+    if pathlib.Path(path).suffix.lower() not in FORMATS:
+        raise UserError(f"--out: got '{path}'; allowed endings: {', '.join(FORMATS)}; nearest: {path}.png")
+    # Not at the top, because matplotlib takes half a second to import; no pyplot, whose state is the whole process's.
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    spans = (run_in_step if in_step else run_freely)(schedule, costs)
+    makespan, stages = float(max(span.end for span in spans)), schedule.num_stages
+    shortest = min(float(span.end - span.start) for span in spans)
+    inches = min(max(makespan * 0.28 / (shortest or 1.0), 6.0), 40.0)
+    figure = Figure(figsize=(inches, 0.42 * stages + 1.5), layout="constrained")
+    axes = figure.add_subplot()
+    groups = collections.defaultdict[tuple[int, str, int], list[tuple[float, float]]](list)
+    for span in spans:
+        bar = (float(span.start), float(span.end - span.start))
+        groups[span.stage, span.action.kind, span.action.chunk].append(bar)
+    for (stage, kind, chunk), bars in groups.items():
+        shade = _lighter(COLOURS[kind], chunk / max(schedule.num_chunks - 1, 1))
+        axes.broken_barh(bars, (stage - 0.46, 0.92), facecolors=shade, edgecolors="white", linewidth=0.8)
+    _write_numbers(axes, spans, inches * 72 / makespan)
+    axes.set(xlim=(0, makespan), ylim=(stages - 0.5, -0.5))
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    title, bubbles, memory = caption(schedule, costs)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(
+        f"{bubbles}\n{memory}" + ("; lighter: later chunks" if schedule.num_chunks > 1 else ""), loc="left", fontsize=9
+    )
+    kinds = [kind for kind in COLOURS if any(span.action.kind == kind for span in spans)]
+    words = WORDS | {"B": "input gradient"} if is_split(schedule) else WORDS
+    handles = [Patch(color=COLOURS[kind], label=words[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=9)
+    try:
+        figure.savefig(path, dpi=150, facecolor="white")
+    except OSError as error:
+        raise UserError(f"--out: got '{path}'; cannot write it: {error.strerror or error}") from error
+
+
+def _lighter(colour: str, share: float) -> tuple[float, ...]:
+    """Mixes `#rrggbb` with white, so that later chunks of a stage can be told apart."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return tuple(part + (1 - part) * 0.55 * share for part in parts)
+
+
+def _write_numbers(axes: Any, spans: list[Span], points: float) -> None:
+    """Writes each microbatch into its cell, where the cell has room; `points` is the width of one unit of time."""
+    digits = max(len(str(span.action.microbatch)) for span in spans)
+    for span in spans:
+        size = min(9.0, float(span.end - span.start) * points / (digits * 0.75))
+        if size >= 4:
+            place = (float(span.start + span.end) / 2, span.stage + 0.03)
+            axes.text(*place, str(span.action.microbatch), ha="center", va="center", fontsize=size)

@@ -1,0 +1,97 @@
+"""A schedule as a CSV file: one line a row, one column a stage, cells like `F3` or `F3.1`. No JAX.
+
+    F0,
+    F1,F0
+    ,B0
+    B0,B1
+
+A cell is a kind (F forward, B backward, W weight gradient), a microbatch, and after a dot the chunk (0 where there is
+none). An empty cell idles, and every line has a cell for each stage. `python -m meshtrain.pipeline --csv` prints any
+schedule in this form.
+"""
+
+import csv
+import re
+
+from meshtrain.errors import UserError
+from meshtrain.pipeline.schedules import Action, PipelineOptions, Row, Schedule, build, describe
+
+CELL = re.compile(r"([FBW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", re.ASCII)
+
+
+def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) -> Schedule:
+    """Returns the table of a configuration: its CSV file, or else the schedule it names.
+
+    Raises:
+      UserError: the file is unreadable, malformed, or made for other numbers; or the schedule has no table for them.
+    """
+    if not options.table:
+        return build(
+            options.schedule, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=options.num_chunks
+        )
+    schedule = read_table(options.table)
+    pairs = [
+        ("mesh.pipeline", num_stages, schedule.num_stages, "stages"),
+        ("pipeline.num_microbatches", num_microbatches, schedule.num_microbatches, "microbatches"),
+        ("pipeline.num_chunks", options.num_chunks, schedule.num_chunks, "chunks"),
+    ]
+    found = [
+        f"{name}: got {got}; allowed: {has}, because the table {options.table} has {has} {what}; nearest: {has}"
+        for name, got, has, what in pairs
+        if got != has
+    ]
+    if found:
+        raise UserError(*found)
+    return schedule
+
+
+def read_table(path: str) -> Schedule:
+    """Returns the table in a CSV file; not yet proven (see `check.prove`).
+
+    Raises:
+      UserError: the file cannot be read, is empty, or is malformed; the line names line and column, counted from 1.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            lines = [(number, cells) for number, cells in enumerate(csv.reader(file, strict=True), start=1) if cells]
+    except OSError as error:
+        raise UserError(f"pipeline.table: got '{path}'; cannot read it: {error.strerror or error}") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"pipeline.table: got '{path}'; allowed: a CSV file in UTF-8, but: {error}") from error
+    rows = [_row(path, number, cells, len(lines[0][1])) for number, cells in lines]
+    actions = [action for row in rows for action in row if action]
+    if not actions:
+        raise UserError(
+            f"pipeline.table: got '{path}' without any action; allowed: one line a row, one cell a stage, like F0,"
+        )
+    return Schedule(
+        name=path,
+        num_stages=len(rows[0]),
+        num_microbatches=1 + max(action.microbatch for action in actions),
+        num_chunks=1 + max(action.chunk for action in actions),
+        rows=tuple(rows),
+    )
+
+
+def _row(path: str, number: int, cells: list[str], num_stages: int) -> Row:
+    """Returns one line's actions, or raises UserError naming line and column."""
+    if len(cells) != num_stages:
+        raise UserError(
+            f"pipeline.table: {path} line {number}: got {len(cells)} columns; allowed: {num_stages}, one for each "
+            "stage, as in the first line"
+        )
+    row = list[Action | None]()
+    for column, cell in enumerate(cells, start=1):
+        match = CELL.fullmatch(cell.strip())
+        if cell.strip() and not match:
+            raise UserError(
+                f"pipeline.table: {path} line {number} column {column}: got '{cell.strip()}'; allowed: F, B or W with "
+                "a microbatch, as F3, or with a chunk, as F3.1; empty for idle"
+            )
+        row.append(Action(match[1], int(match[2]), int(match[3] or 0)) if match else None)  # type: ignore[arg-type]
+    return tuple(row)
+
+
+def format_table(schedule: Schedule) -> str:
+    """Returns a schedule as the text of a CSV file that `read_table` reads."""
+    return "".join(",".join(describe(action, schedule.num_chunks) for action in row) + "\n" for row in schedule.rows)

@@ -1,0 +1,265 @@
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain import config as configuration
+from meshtrain import flags
+from meshtrain.config import Config, check, default, difference, from_json, parse, resolve, to_json
+from meshtrain.errors import UserError
+from meshtrain.main import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def problems(changes=(), **keywords):
+    """The lines that a default configuration with these texts gets."""
+    try:
+        resolve(default(), dict(change.split("=", 1) for change in changes), **keywords)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def test_defaults_are_legal():
+    assert resolve(default()) == Config()
+    assert resolve(Config()) == Config()
+    assert resolve({}) == Config()
+
+
+def test_a_file_edits_and_the_command_line_goes_before_it():
+    given = default()
+    given.mesh.data = 2
+    given.batch_size = 64
+    given.learning_rate.peak = 1
+    config = resolve(given, {"mesh.data": "4", "num_steps": "1e2", "observe.progress": "no", "learning_rate.warmup_steps": "0"})
+    assert (config.mesh.data, config.batch_size, config.num_steps, config.observe.progress) == (4, 64, 100, False)
+    assert type(config.learning_rate.peak) is float
+    assert type(config.num_steps) is int
+
+
+def test_all_problems_of_a_file_are_reported_together():
+    given = default()
+    given.mesh.tensr = 4
+    given.model.num_heads = "four"
+    given.model.vocab_size = 0
+    given.optimizer = 3
+    given.batch_size = 30
+    given.mesh.data = 4
+    with pytest.raises(UserError) as caught:
+        resolve(given, {"seed": "x"})
+    named = [line.partition(":")[0] for line in caught.value.problems]
+    assert sorted(named) == ["batch_size", "mesh.tensr", "model.num_heads", "model.vocab_size", "optimizer", "seed"]
+    assert "mesh.tensr: unknown key; allowed: mesh.data, mesh.fsdp, mesh.tensor, mesh.pipeline; did you mean" in str(
+        caught.value
+    )
+
+
+def test_what_is_wrong_by_itself_is_not_reported_again_by_what_depends_on_it():
+    assert problems(["model.num_heads=0", "mesh.tensor=4"]) == ["model.num_heads: got 0; allowed: at least 1; nearest: 1"]
+
+
+# Every mistake that the configuration alone shows: texts, the line's key, and the nearest fix.
+MISTAKES = [
+    (["mesh.data=-1", "mesh.fsdp=-1"], "mesh.data, mesh.fsdp", "nearest: mesh.fsdp=1"),
+    (["mesh.data=0"], "mesh.data", "nearest: 1"),
+    (["mesh.data=-2"], "mesh.data", "nearest: -1"),
+    (["mesh.tensor=3", "model.mlp_dim=513", "model.embed_dim=132", "model.num_kv_heads=3", "model.num_heads=4",
+      "model.head_dim=33", "model.vocab_multiple=3"], "model.num_heads", "nearest: 3, or mesh.tensor=1"),
+    (["mesh.tensor=2", "model.num_kv_heads=1"], "model.num_kv_heads", "nearest: 2, or mesh.tensor=1"),
+    (["mesh.tensor=4", "model.mlp_dim=510"], "model.mlp_dim", "nearest: 512, or mesh.tensor=2"),
+    (["mesh.tensor=4", "model.embed_dim=130", "model.head_dim=32"], "model.embed_dim", "nearest: 132, or mesh.tensor=2"),
+    (["mesh.fsdp=16", "model.embed_dim=120", "batch_size=16"], "model.embed_dim", "nearest: 128, or mesh.fsdp=15"),
+    (["mesh.pipeline=3"], "model.num_layers", "nearest: 3"),
+    (["mesh.data=3"], "batch_size", "nearest: 33"),
+    (["mesh.data=4", "mesh.fsdp=2", "mesh.pipeline=2", "batch_size=40"], "batch_size", "nearest: 32"),
+    (["mesh.data=8", "accumulation_steps=3"], "batch_size", "nearest: 24"),
+    (["mesh.pipeline=2", "pipeline.num_microbatches=1", "pipeline.schedule=interleaved_1f1b"],
+     "pipeline.num_microbatches", "nearest: 2"),
+    (["pipeline.num_microbatches=0"], "pipeline.num_microbatches", "nearest: 1"),
+    (["mesh.tensr=2"], "mesh.tensr", "did you mean 'mesh.tensor'?"),
+    (["num_step=2"], "num_step", "did you mean 'num_steps'?"),
+    (["mesh.tensor=two"], "mesh.tensor", "allowed: a whole number"),
+    (["model.tied_embeddings=maybe"], "model.tied_embeddings", "allowed: true or false"),
+    (["learning_rate.peak=high"], "learning_rate.peak", "allowed: a number"),
+    (["model.positions=rotery"], "model.positions", "allowed: rotary, learned; did you mean 'rotary'?"),
+    (["model.norm=rms"], "model.norm", "did you mean 'rmsnorm'?"),
+    (["model.activation=relu"], "model.activation", "allowed: swiglu, gelu"),
+    (["optimizer.name=adan"], "optimizer.name", "did you mean 'adam'?"),
+    (["learning_rate.name=cosin"], "learning_rate.name", "did you mean 'cosine'?"),
+    (["pipeline.schedule=1f2b"], "pipeline.schedule", "did you mean '1f1b'?"),
+    (["precision.policy=bf16"], "precision.policy", "did you mean 'bfloat16'?"),
+    (["remat.policy=ful"], "remat.policy", "did you mean 'full'?"),
+    (["data.source=txt"], "data.source", "did you mean 'text'?"),
+    (["data.source=text", "data.path=/nowhere/at/all.txt"], "data.path", "/nowhere/at/all.txt"),
+    (["data.source=tokens"], "data.path", "allowed"),
+    (["profile.steps=13,10"], "profile.steps", "nearest: 10,13"),
+    (["optimizer.beta1=1"], "optimizer.beta1", "nearest"),
+    (["learning_rate.final_fraction=2"], "learning_rate.final_fraction", "nearest: 1"),
+    (["model.num_heads=6", "model.embed_dim=192"], "model.num_kv_heads", "nearest: 3"),
+    (["model.embed_dim=130"], "model.embed_dim", "nearest: 132"),
+    (["model.num_heads=128", "model.num_kv_heads=4"], "model.head_dim", "nearest: 2"),
+    (["model.positions=learned", "model.max_positions=64"], "sequence_length", "nearest: 64"),
+    (["model.dropout_rate=1"], "model.dropout_rate", "0 to below 1"),
+    (["model.rope_factor=8", "model.rope_low=4"], "model.rope_low, model.rope_high", "rope_low < rope_high"),
+    (["model.attention=cudnn"], "model.attention", "nearest: model.attention=xla"),
+    (["model.vocab_size=256"], "model.vocab_size", "nearest: 257"),
+    (["mesh.tensor=8", "mesh.pipeline=35", "model.num_layers=35", "model.num_heads=8", "model.num_kv_heads=8"],
+     "model.vocab_multiple", "nearest: 280"),
+    (["layout.sequence_parallel=true", "mesh.tensor=4", "sequence_length=126"], "sequence_length", "nearest: 128"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("texts, key, fix", MISTAKES, ids=[" ".join(mistake[0]) for mistake in MISTAKES])
+def test_each_mistake_is_one_line_with_its_fix(texts, key, fix):
+    [line] = problems(texts)
+    assert line.startswith(f"{key}: ")
+    assert fix in line
+    assert "\n" not in line
+    assert any(word in line for word in ("allowed", "exist"))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["pipeline.schedule=gpipe", "pipeline.num_microbatches=7", "batch_size=1"],  # no effect without a pipeline
+        ["mesh.data=-1", "batch_size=5"],  # nothing is known yet that 5 would have to divide by
+        ["num_steps=1", "learning_rate.warmup_steps=100", "checkpoint.every=1000"],  # shorter than its warm-up
+        ["model.attention=cudnn", "precision.policy=bfloat16"],
+        ["model.head_dim=50", "model.embed_dim=130"],
+        ["data.source=synthetic", "model.vocab_size=10"],
+    ],
+)
+def test_what_looks_odd_and_is_legal(texts):
+    assert problems(texts) == []
+
+
+def test_an_open_axis_is_checked_once_its_size_is_known():
+    config = resolve(default(), {"mesh.data": "-1", "batch_size": "20"})
+    shape = {"data": 8, "pipeline": 1, "fsdp": 1, "tensor": 1}
+    [line] = check(config, shape)
+    assert line.endswith("a multiple of 8 = mesh.data 8 x mesh.fsdp 1 x 1 microbatches; nearest: 24")
+    assert check(config, shape | {"data": 4}) == []
+
+
+def test_a_model_of_ones_own_is_not_measured_by_the_decoders_options():
+    texts = ["mesh.tensor=8", "model.num_heads=3", "batch_size=8"]
+    assert problems(texts)
+    assert problems(texts, own_task=True) == []
+    assert problems(["mesh.data=3"], own_task=True)
+
+
+def test_a_plan_needs_no_data():
+    texts = ["data.source=tokens", "data.path=/cluster/only/*.bin"]
+    assert problems(texts)
+    assert problems(texts, reads_data=False) == []
+
+
+def test_problems_found_elsewhere_come_first():
+    assert problems(["seed=-1"], also=["first"]) == ["first", "seed: got -1; allowed: at least 0; nearest: 0"]
+    assert problems(also=["alone"]) == ["alone"]
+
+
+def test_json_goes_there_and_back():
+    config = resolve(default(), {"mesh.data": "2", "model.rope_base": "500000", "data.path": ""})
+    text = to_json(config)
+    assert from_json(text) == config
+    assert json.loads(text)["mesh"] == {"data": 2, "fsdp": 1, "tensor": 1, "pipeline": 1}
+
+
+def test_json_of_another_version():
+    older = json.loads(to_json(Config()))
+    del older["model"]["rope_base"], older["remat"]
+    assert from_json(json.dumps(older)) == Config()
+    with pytest.raises(UserError, match=r"config.json: model.colour: unknown key"):
+        from_json(json.dumps(older | {"model": {"colour": 1}}))
+    with pytest.raises(UserError, match=r"config.json: not JSON"):
+        from_json("{")
+
+
+def test_what_may_change_on_resume_and_what_may_not():
+    old = json.loads(to_json(Config()))
+    free = ["mesh.data=2", "pipeline.num_microbatches=8", "remat.policy=full", "num_steps=9", "checkpoint.every=3",
+            "log_every=1", "observe.progress=no", "profile.steps=1,2", "layout.sequence_parallel=yes"]  # fmt: skip
+    bound = {"seed": 1, "batch_size": 64, "model.mlp_dim": 256, "optimizer.beta1": 0.8, "learning_rate.name": "noam",
+             "data.packing": "first_fit", "precision.policy": "bfloat16", "sequence_length": 64}  # fmt: skip
+    changed = resolve(default(), dict(text.split("=", 1) for text in free))
+    assert difference(old, dataclasses.asdict(changed)) == []
+    changed = resolve(changed, {key: str(value) for key, value in bound.items()})
+    lines = difference(old, dataclasses.asdict(changed))
+    assert sorted(line.partition(":")[0] for line in lines) == sorted(bound)
+    assert "seed: was 0, now 1" in lines
+    assert 'learning_rate.name: was "cosine", now "noam"' in lines
+
+
+def test_a_run_older_than_a_field_goes_on_with_its_default():
+    old = json.loads(to_json(Config()))
+    del old["model"]["rope_base"]
+    assert difference(old, dataclasses.asdict(Config())) == []
+    changed = dataclasses.asdict(resolve(default(), {"model.rope_base": "2"}))
+    assert difference(old, changed) == ["model.rope_base: was 10000.0, now 2.0"]
+    assert difference(old | {"gone": 1}, dataclasses.asdict(Config())) == ["gone: was 1, now absent"]
+
+
+def test_parse_reports_arguments_file_and_overrides_together(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from meshtrain.config import default\ndef get_config():\n    c = default()\n    c.batch_sise = 3\n    return c")
+    with pytest.raises(UserError) as caught:
+        parse([f"--config={file}", "--config.mesh.tensr=2", "--confg=x", "--config.seed=one"])
+    named = [line.partition(":")[0] for line in caught.value.problems]
+    assert sorted(named) == ["arguments", "batch_sise", "mesh.tensr", "seed"]
+
+
+def test_overrides_are_checked_although_the_file_is_broken(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def get_config():\n    return 3")
+    with pytest.raises(UserError) as caught:
+        parse([f"--config={file}", "--config.seed=one"])
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["--config", "seed"]
+    assert "got int from get_config()" in caught.value.problems[0]
+
+
+def test_every_field_has_a_text_and_a_plain_type():
+    for key, entry in flags.schema(Config()).items():
+        assert entry.kind in (int, float, bool, str), key
+        assert isinstance(entry.default, entry.kind), key
+        assert entry.text, key
+        assert "\n" not in entry.text, key
+
+
+def test_the_table_of_fields(capsys):
+    assert configuration.main(["--config.mesh.data=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["field", "type", "default", "here", "meaning"]
+    assert len(lines) == 2 + len(flags.schema(Config()))
+    [line] = [line for line in lines if line.startswith("mesh.data")]
+    assert line.split()[:4] == ["mesh.data", "int", "1", "2"]
+    [line] = [line for line in lines if line.startswith("model.norm ")]
+    assert "rmsnorm, layernorm" in line
+
+
+def test_main_refuses_before_it_starts(tmp_path):
+    with pytest.raises(UserError) as caught:
+        main(["--workdir=/proc/run", "--config.seed=x"])
+    assert [line.partition(":")[0] for line in caught.value.problems] == ["--workdir", "--config", "seed"]
+
+
+def test_the_programs_exit_with_2_and_one_line_for_each_problem():
+    code = [sys.executable, "-m", "meshtrain.main", "--config=configs/tiny.py", "--config.mesh.tensor=3", "--config.sed=1"]
+    done = subprocess.run(code, capture_output=True, text=True, cwd=ROOT, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2, done.stderr
+    assert not done.stdout
+    assert len(lines) == 5
+    assert all(line.startswith("meshtrain: error: ") for line in lines)
+
+
+def test_the_table_touches_no_device():
+    # JAX refuses another number of CPU devices once it has looked for them.
+    code = "import jax\nfrom meshtrain import config\nconfig.main([])\njax.config.update('jax_num_cpu_devices', 3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mesh.tensor" in done.stdout

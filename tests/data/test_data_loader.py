@@ -1,0 +1,199 @@
+import dataclasses
+import itertools
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshtrain.data import loader
+from meshtrain.data.loader import batches, next_sample, sample_order
+
+LENGTH = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered:
+    """Examples whose tokens say which example they are, and which note that they were read."""
+
+    num_examples: int
+    read: list = dataclasses.field(default_factory=list)
+
+    def __len__(self):
+        return self.num_examples
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.num_examples:
+            raise IndexError(index)
+        self.read.append(int(index))
+        tokens = np.arange(LENGTH, dtype=np.int32) + 10 * np.int32(index)
+        same = dict.fromkeys(("targets", "segment_ids", "positions"), np.ones(LENGTH, np.int32))
+        return {"tokens": tokens, **same, "weights": np.ones(LENGTH, np.float32)}
+
+    def pairs(self):
+        raise NotImplementedError
+
+
+def sharded(data=8, sequence=1, spec=None, num_devices=8):
+    mesh = jax.make_mesh(
+        (data, sequence), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:num_devices]
+    )
+    return NamedSharding(mesh, P("data", "sequence") if spec is None else spec)
+
+
+def drawn(examples, count=None, **options):
+    options = {"batch_size": 8, "sharding": sharded(), "seed": 3} | options
+    iterator = batches(examples, **options)
+    found = [jax.device_get(batch) for batch in itertools.islice(iterator, count)]
+    if hasattr(iterator, "close"):
+        iterator.close()
+    return found
+
+
+def numbers(found):
+    """Which example stands in each row, -1 for padding."""
+    return [np.where(batch["weights"][:, 0] > 0, batch["tokens"][:, 0] // 10, -1).tolist() for batch in found]
+
+
+def test_each_epoch_holds_every_example_once_in_another_order():
+    flat = sum(numbers(drawn(Numbered(20), 10)), [])  # noqa: RUF017 - ten short lists
+    epochs = [flat[start : start + 20] for start in range(0, 80, 20)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(20))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert epochs[0] != sorted(epochs[0])
+
+
+def test_seeds_differ_in_every_epoch():
+    first, second = (sample_order(50, seed=seed) for seed in (3, 4))
+    epochs = {tuple(order[e * 50 + i] for i in range(50)) for order in (first, second) for e in range(3)}
+    assert len(epochs) == 6
+
+
+def test_unshuffled_keeps_the_order():
+    assert numbers(drawn(Numbered(12), 3, shuffle=False)) == [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [8, 9, 10, 11, 0, 1, 2, 3],
+        [4, 5, 6, 7, 8, 9, 10, 11],
+    ]
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 4])
+@pytest.mark.parametrize("start_step", [1, 5, 17])
+def test_resumes_exactly(start_step, num_threads):
+    whole = numbers(drawn(Numbered(20), 20))
+    assert (
+        numbers(drawn(Numbered(20), 20 - start_step, start_step=start_step, num_threads=num_threads))
+        == whole[start_step:]
+    )
+
+
+def test_resuming_reads_nothing_that_came_before():
+    examples = Numbered(10_000)
+    order = sample_order(10_000, seed=3)
+    drawn(examples, 1, start_step=700, num_threads=0)
+    first = next_sample(700, 8)
+    assert examples.read[-8:] == [order[first + row] for row in range(8)]
+    assert len(examples.read) <= 10
+
+
+SHARDINGS = {
+    "one device": lambda: sharded(1, 1, num_devices=1),
+    "data": sharded,
+    "data x sequence": lambda: sharded(4, 2),
+    "sequence": lambda: sharded(2, 4, P(None, "sequence")),
+    "both axes on the batch": lambda: sharded(4, 2, P(("data", "sequence"))),
+    "reversed axes": lambda: sharded(4, 2, P(("sequence", "data"), None)),
+    "replicated": lambda: sharded(8, 1, P()),
+}
+
+
+@pytest.mark.parametrize("make", SHARDINGS.values(), ids=SHARDINGS)
+def test_the_mesh_changes_nothing_but_where_rows_lie(make):
+    wanted = drawn(Numbered(30), 5, sharding=sharded(1, 1, num_devices=1))
+    sharding = make()
+    iterator = batches(Numbered(30), batch_size=8, sharding=sharding, seed=3)
+    for expected in wanted:
+        batch = next(iterator)
+        assert set(batch) == {"tokens", "targets", "segment_ids", "positions", "weights"}
+        for name, array in batch.items():
+            assert array.shape == (8, LENGTH)
+            assert array.sharding == sharding
+            assert np.array_equal(array, expected[name])
+    iterator.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class OneProcess:
+    """The part of a sharding that one of several processes sees."""
+
+    whole: NamedSharding
+    devices: tuple
+
+    def addressable_devices_indices_map(self, shape):
+        indices = self.whole.devices_indices_map(shape)
+        return {device: indices[device] for device in self.devices}
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(("sequence", "data")), P(None, "sequence"), P()])
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_each_process_reads_its_own_rows_of_the_same_batch(spec, num_processes):
+    whole = sharded(4, 2, spec)
+    order = sample_order(30, seed=3)
+    [wanted] = drawn(Numbered(30), 1, start_step=2)
+    for devices in np.array_split(np.asarray(jax.devices()), num_processes):
+        process = OneProcess(whole, tuple(devices))
+        rows = loader._local_rows(process, (8, LENGTH))
+        held = {
+            row for index in process.addressable_devices_indices_map((8, LENGTH)).values() for row in range(8)[index[0]]
+        }
+        assert rows.tolist() == sorted(held)
+        examples = Numbered(30)
+        local = loader._local_batch(examples, order, next_sample(2, 8), rows)
+        assert np.array_equal(local["tokens"], wanted["tokens"][rows])
+        assert len(examples.read) == len(rows)
+
+
+def test_the_last_batch_of_an_evaluation_is_filled_with_nothing():
+    found = drawn(Numbered(11), shuffle=False, num_epochs=1)
+    assert numbers(found) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, -1, -1, -1, -1, -1]]
+    assert all((array[3:] == 0).all() for array in found[1].values())
+    assert sum(batch["weights"].sum() for batch in found) == 11 * LENGTH
+
+
+def test_fewer_examples_than_rows():
+    assert numbers(drawn(Numbered(3), shuffle=False, num_epochs=1)) == [[0, 1, 2, -1, -1, -1, -1, -1]]
+    [first] = numbers(drawn(Numbered(3), 1))
+    assert sorted(first[:3]) == sorted(first[3:6]) == [0, 1, 2]
+    assert numbers(drawn(Numbered(1), 2)) == [[0] * 8] * 2
+    assert drawn(Numbered(0), 1) == []
+
+
+def test_nothing_is_left_behind_the_end():
+    assert drawn(Numbered(16), num_epochs=2, start_step=4) == []
+    assert drawn(Numbered(16), num_epochs=2, start_step=9) == []
+    assert len(drawn(Numbered(16), num_epochs=2, start_step=3)) == 1
+
+
+def test_an_error_while_reading_ahead_arrives():
+    class Broken(Numbered):
+        def __getitem__(self, index):
+            if index == 13:
+                raise OSError("disk")
+            return super().__getitem__(index)
+
+    with pytest.raises(OSError, match="disk"):
+        drawn(Broken(16), shuffle=False, num_epochs=1)
+
+
+def test_closing_ends_the_threads():
+    iterator = batches(Numbered(1000), batch_size=8, sharding=sharded(), seed=0, num_threads=3)
+    next(iterator)
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("grain-prefetch")]
+    assert mine
+    iterator.close()
+    for thread in mine:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in mine)

@@ -1,0 +1,235 @@
+"""The laws of the house, read off the source: sizes, names, imports inside functions, docstrings, options, title pages."""
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "meshtrain").rglob("*.py"))
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+FILE_LINES = 300
+FUNCTION_LINES = 60
+LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.py": 100, "meshtrain/step/step.py": 100}
+# `--help` must answer before JAX is imported.
+LAZY_IMPORTERS = {"meshtrain/main.py", "meshtrain/__init__.py"}
+FORBIDDEN_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
+TITLE_PAGE = ("Purpose:", "Parameters:", "Hardware:", "Command:")
+# In two halves, so that this file does not find itself.
+MACHINE_WORDS = re.compile(
+    r"/(?:wor" + r"k|ro" + r"ot|home/\w+)/|/opt/(?:whe" + r"els|py" + r"pi)|pypi\.or" + r"g|pythonhoste" + r"d"
+)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name_of(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parsed(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def functions(tree: ast.AST) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def public(tree: ast.Module) -> Iterator[Function]:
+    """The functions of a module, and the methods of its classes, that carry a public name."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for holder in (tree, *classes):
+        for node in holder.body:
+            if isinstance(node, Function) and not node.name.startswith("_"):
+                yield node
+
+
+def long_files(path: pathlib.Path) -> list[str]:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    return [f"{lines} lines in one file; at most {FILE_LINES}"] if lines > FILE_LINES else []
+
+
+def long_functions(path: pathlib.Path) -> list[str]:
+    most = LONGER_FUNCTIONS.get(name_of(path), FUNCTION_LINES)
+    return [
+        f"{node.lineno}: {node.name} has {lines} lines; at most {most}"
+        for node in functions(parsed(path))
+        if (lines := node.end_lineno - node.lineno + 1) > most
+    ]
+
+
+def hidden_imports(path: pathlib.Path) -> list[str]:
+    """Imports of our own modules inside functions, by statement or through importlib."""
+    found = []
+    for function in functions(parsed(path)):
+        for node in ast.walk(function):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = ["meshtrain" if node.level else node.module or ""]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+                "import_module",
+                "__import__",
+            ):
+                modules = [] if name_of(path) in LAZY_IMPORTERS else ["meshtrain"]
+            if any(module.split(".")[0] == "meshtrain" for module in modules):
+                found.append(f"{node.lineno}: {ast.unparse(node)} inside {function.name}")
+    return found
+
+
+def second_defaults(path: pathlib.Path) -> list[str]:
+    return [
+        f"{node.lineno}: {ast.unparse(node)}: a default stands in one place, with its option"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "get"
+        and len(node.args) + len(node.keywords) > 1
+    ]
+
+
+def undocumented(path: pathlib.Path) -> list[str]:
+    tree = parsed(path)
+    found = [] if ast.get_docstring(tree) else ["1: the module says nothing about itself"]
+    for node in public(tree):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        bare = [a.arg for a in arguments if a and a.annotation is None and a.arg not in ("self", "cls")]
+        if bare or node.returns is None:
+            found.append(f"{node.lineno}: {node.name}: not annotated: {', '.join(bare) or 'what it returns'}")
+        if not ast.get_docstring(node):
+            found.append(f"{node.lineno}: {node.name}: no docstring")
+    return found
+
+
+def stubs(path: pathlib.Path) -> list[str]:
+    """Functions that do nothing yet; the body of a Protocol's method or an overload is `...` for good."""
+    tree = parsed(path)
+    declared = {
+        method
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+        for method in node.body
+    }
+    found = []
+    for node in functions(tree):
+        body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+        is_empty = not body or all(isinstance(part, ast.Pass) for part in body)
+        is_declaration = node in declared or any("overload" in ast.unparse(part) for part in node.decorator_list)
+        if is_empty and not is_declaration or any("NotImplemented" in ast.unparse(part) for part in body):
+            found.append(f"{node.lineno}: {node.name}: a stub")
+    return found
+
+
+def odd_options(path: pathlib.Path) -> list[str]:
+    """Fields of an options class that do not go through `option`, with one line of text, or are of another type."""
+    found = []
+    for node in ast.walk(parsed(path)):
+        if not (isinstance(node, ast.ClassDef) and node.name.endswith("Options")):
+            continue
+        for field in (part for part in node.body if isinstance(part, ast.AnnAssign)):
+            where = f"{field.lineno}: {node.name}.{ast.unparse(field.target)}"
+            if ast.unparse(field.annotation) not in ("int", "float", "bool", "str"):
+                found.append(f"{where}: of type {ast.unparse(field.annotation)}")
+            call = field.value
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "option" and len(call.args) == 2):
+                found.append(f"{where}: is not option(default, text)")
+            elif not isinstance(call.args[1], ast.JoinedStr) and not is_one_line(call.args[1]):
+                found.append(f"{where}: its text is not one line")
+    return found
+
+
+def is_one_line(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and 0 < len(node.value)
+        and "\n" not in node.value
+    )
+
+
+LAWS = [long_files, long_functions, hidden_imports, second_defaults, undocumented, stubs, odd_options]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_package_keeps_the_law(law):
+    assert PACKAGE
+    broken = [f"{name_of(path)}:{line}" for path in PACKAGE for line in law(path)]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("law", "text"),
+    [
+        (long_files, "x = 1\n" * 301),
+        (long_functions, "def f():\n" + "    x = 1\n" * 60),
+        (hidden_imports, "def f():\n    from meshtrain import trees\n"),
+        (hidden_imports, "def f():\n    import json, meshtrain.trees\n"),
+        (hidden_imports, "def f():\n    from . import trees\n"),
+        (hidden_imports, "def f():\n    importlib.import_module('meshtrain.trees')\n"),
+        (second_defaults, "x = options.get('size', 3)\n"),
+        (undocumented, "x = 1\n"),
+        (undocumented, '"""M."""\ndef f(x) -> int:\n    """F."""\n'),
+        (undocumented, '"""M."""\ndef f(x: int):\n    """F."""\n'),
+        (undocumented, '"""M."""\nclass C:\n    def f(self, x: int) -> int:\n        return x\n'),
+        (stubs, "def f():\n    pass\n"),
+        (stubs, 'def f():\n    """Later."""\n    ...\n'),
+        (stubs, "def f():\n    raise NotImplementedError\n"),
+        (odd_options, "class AOptions:\n    size: int = 3\n"),
+        (odd_options, "class AOptions:\n    size: list = option(1, 'text')\n"),
+        (odd_options, "class AOptions:\n    size: int = option(1, '')\n"),
+        (odd_options, "class AOptions:\n    size: int = option(1, 'two\\nlines')\n"),
+    ],
+)
+def test_breaking_the_law_is_noticed(law, text, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "sample.py"
+    path.write_text(text)
+    assert law(path)
+
+
+def test_exceptions_to_the_laws_are_still_needed_by_files_that_are_there():
+    names = {name_of(path) for path in PACKAGE}
+    assert set(LONGER_FUNCTIONS) <= names
+    assert names >= LAZY_IMPORTERS
+
+
+def test_every_folder_is_a_package_and_says_what_it_holds():
+    folders = {path.parent for path in PACKAGE}
+    missing = [name_of(folder) for folder in folders if not (folder / "__init__.py").exists()]
+    assert not missing, missing
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    everything = [*PACKAGE, *CONFIGS, *(ROOT / "scripts").iterdir(), *(ROOT / "tests").rglob("*.py")]
+    vague = [name_of(path) for path in everything if FORBIDDEN_NAMES & set(re.split(r"[_.\-]", path.name))]
+    assert not vague, vague
+
+
+def test_nothing_names_the_machine_it_was_written_on():
+    files = [*PACKAGE, *CONFIGS, *(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    files += [*(ROOT / "scripts").iterdir(), ROOT / "pyproject.toml", ROOT / ".ci" / "run"]
+    found = [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in files
+        if path.is_file()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if MACHINE_WORDS.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_has_a_title_page(path):
+    title = ast.get_docstring(parsed(path)) or ""
+    missing = [word for word in TITLE_PAGE if not re.search(rf"^{word} *\S", title, re.MULTILINE)]
+    assert not missing, f"{name_of(path)} does not say: {', '.join(missing)}"
+    assert f"--config={name_of(path)}" in title, "its command starts another configuration"
+    assert not long_files(path)
+
+
+def test_there_are_configurations():
+    assert CONFIGS

@@ -1,0 +1,233 @@
+"""What scripts/train and scripts/test do on machines of many kinds; the interpreter only writes down its calls."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# Answers for its version, makes "environments" that hold itself, and logs everything else.
+PYTHON = """#!/bin/bash
+case "$*" in
+  *version_info*) printf %s "${FAKE_VERSION:-3.11}" ;;
+  *"import ensurepip, venv"*) exit "${FAKE_NO_VENV:-0}" ;;
+  "-I -m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo "venv $4" >>"$FAKE_LOG" ;;
+  *"-m pip install"*) echo "pip ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
+  *) echo "run $*" >>"$FAKE_LOG" ;;
+esac
+"""
+PROGRAMS = "bash cat cut dirname env find flock grep mkdir cp rm sha256sum sort tail timeout"
+LINT = '#!/bin/bash\necho "lint-imports" >>"$FAKE_LOG"\n'
+
+
+class Machine:
+    """A copy of the scripts on a machine that has these programs and no other Python."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.root = folder / "a checkout"
+        self.bin = folder / "bin"
+        self.log = folder / "log"
+        self.bin.mkdir()
+        shutil.copytree(ROOT / "scripts", self.root / "scripts")
+        shutil.copy(ROOT / "pyproject.toml", self.root)
+        for name in PROGRAMS.split():
+            (self.bin / name).symlink_to(shutil.which(name))
+        self.program("python3", PYTHON)
+
+    def program(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def run(self, script: str, *words: str, **environment: str) -> tuple[int, str, list[str]]:
+        """Returns the exit code, standard error, and the calls that the interpreters logged."""
+        self.log.write_text("")
+        done = subprocess.run(
+            [self.root / "scripts" / script, *words],
+            env={"PATH": str(self.bin), "FAKE_LOG": str(self.log), **environment},
+            cwd=self.bin.parent,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stderr, self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def machine(tmp_path: pathlib.Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_the_first_start_installs_and_the_second_only_runs(machine):
+    code, said, calls = machine.run("train", "--config=a b.py", "--x")
+    assert code == 0
+    assert calls == [
+        f"venv {machine.root}/.venv",
+        f"pip {machine.root}",
+        "run -m meshtrain.main --config=a b.py --x",
+    ]
+    assert said.count("\n") == 1, said
+    assert "into .venv" in said
+    assert machine.run("train", "--y") == (0, "", ["run -m meshtrain.main --y"])
+
+
+def test_a_changed_pyproject_is_installed_again_in_place(machine):
+    machine.run("train")
+    with open(machine.root / "pyproject.toml", "a") as file:
+        file.write("# changed\n")
+    assert machine.run("train")[2] == [f"pip {machine.root}", "run -m meshtrain.main"]
+    assert machine.run("train")[2] == ["run -m meshtrain.main"]
+
+
+def test_extras_add_up(machine):
+    machine.run("train")
+    assert f"pip {machine.root}[dev]" in machine.run("test", "x")[2]
+    assert machine.run("train")[2] == ["run -m meshtrain.main"]
+    assert machine.run("test", "x")[2] == ["run -m pytest x"]
+
+
+def test_another_python3_makes_the_environment_afresh(machine):
+    machine.run("train")
+    assert f"venv {machine.root}/.venv" in machine.run("train", FAKE_VERSION="3.13")[2]
+
+
+def test_a_moved_checkout_makes_the_environment_afresh(machine):
+    machine.run("train")
+    machine.root = machine.root.rename(machine.root.with_name("moved"))
+    assert f"venv {machine.root}/.venv" in machine.run("train")[2]
+
+
+def test_an_interrupted_installation_is_redone(machine):
+    code, said, calls = machine.run("train", FAKE_PIP="1")
+    assert code == 2
+    assert "the installation failed" in said
+    assert not any(call.startswith("run") for call in calls)
+    (machine.root / ".venv" / "half").touch()
+    assert machine.run("train")[2][0] == f"venv {machine.root}/.venv"
+    assert not (machine.root / ".venv" / "half").exists()
+
+
+def test_an_environment_made_by_hand_is_kept(machine):
+    (machine.root / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(machine.bin / "python3", machine.root / ".venv" / "bin" / "python")
+    assert machine.run("train")[2] == [f"pip {machine.root}", "run -m meshtrain.main"]
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.10"])
+def test_an_older_python_gets_one_line(machine, version):
+    code, said, calls = machine.run("train", FAKE_VERSION=version)
+    assert (code, calls) == (2, [])
+    assert said == f"meshtrain: error: meshtrain needs Python 3.11 or newer; python3 is Python {version}\n"
+
+
+def test_an_older_python_beside_a_newer_one_names_it(machine):
+    machine.program("python3.12", PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12"))
+    code, said, _ = machine.run("train", FAKE_VERSION="3.9")
+    assert code == 2
+    assert "PYTHON=python3.12 " in said
+    assert said.count("\n") == 1
+
+
+def test_no_python_and_no_venv_module_get_one_line_each(machine):
+    code, said, calls = machine.run("train", FAKE_NO_VENV="1")
+    assert (code, calls, said.count("\n")) == (2, [], 1)
+    assert "python3-venv" in said
+    (machine.bin / "python3").unlink()
+    code, said, calls = machine.run("train")
+    assert (code, calls, said.count("\n")) == (2, [], 1)
+    assert "python3 does not run" in said
+
+
+def test_another_python_has_a_folder_of_its_own_and_runs_no_linters(machine):
+    machine.program("python3.12", PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12"))
+    code, _, calls = machine.run("test", PYTHON="python3.12")
+    assert code == 0
+    assert calls == [
+        f"venv {machine.root}/.venv-3.12",
+        f"pip {machine.root}[dev]",
+        "run -m pytest -n 2 --dist worksteal",
+    ]
+    machine.program("python3.11", PYTHON)
+    assert f"venv {machine.root}/.venv" in machine.run("test", "x", PYTHON="python3.11")[2]
+
+
+def test_a_python_that_only_pyenv_knows_is_found(machine):
+    versions = machine.bin.parent / "pyenv" / "versions"
+    for version in ("3.12.1", "3.12.10", "3.12.9"):
+        (versions / version / "bin").mkdir(parents=True)
+    program = versions / "3.12.10" / "bin" / "python3.12"
+    machine.program("python3.12", "#!/bin/bash\necho 'pyenv: python3.12: command not found' >&2; exit 127\n")
+    machine.program("pyenv", f"#!/bin/bash\necho '{versions.parent}'\n")
+    code, said, calls = machine.run("test", "x", PYTHON="python3.12")
+    assert (code, calls) == (2, [])
+    assert "python3.12 does not run" in said
+    program.write_text(PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12"))
+    program.chmod(0o755)
+    assert f"venv {machine.root}/.venv-3.12" in machine.run("test", "x", PYTHON="python3.12")[2]
+
+
+def test_linters_run_before_the_tests(machine):
+    machine.run("test", "x")
+    lint = machine.root / ".venv" / "bin" / "lint-imports"
+    lint.write_text(LINT)
+    lint.chmod(0o755)
+    assert machine.run("test")[2] == [
+        "run -m ruff check .",
+        "run -m ruff format --check .",
+        "run -m mypy",
+        "lint-imports",
+        "run -m pytest -n 2 --dist worksteal",
+    ]
+    slow = machine.run("test", "--slow", "-x")[2]
+    assert slow == ["run -m pytest -n 2 --dist worksteal -m slow and not accelerator -x"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "extra"),
+    [
+        ("580.65.06, 9.0\\n580.65.06, 9.0", "[cuda13]"),
+        ("590.10, 12.0", "[cuda13]"),
+        ("580.65.06, 7.0", "[cuda12]"),  # Volta
+        ("535.104.05, 8.0", "[cuda12]"),
+        ("525.60.13, 8.0", "[cuda12]"),
+        ("470.82.01, 8.0", ""),
+        ("No devices were found", ""),
+    ],
+)
+def test_the_extra_fits_the_driver(machine, answer, extra):
+    machine.program("nvidia-smi", f"#!/bin/bash\necho nvidia-smi >>\"$FAKE_LOG\"\nprintf '{answer}\\n'\n")
+    _, said, calls = machine.run("train")
+    assert f"pip {machine.root}{extra}" in calls
+    assert (f"the extra {extra[1:-1]}\n" in said) == bool(extra)
+    again = machine.run("train")[2]
+    assert again == ([] if extra else ["nvidia-smi"]) + ["run -m meshtrain.main"]
+
+
+def test_a_driver_that_does_not_answer_leaves_the_cpu(machine):
+    machine.program("nvidia-smi", "#!/bin/bash\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    code, said, calls = machine.run("train")
+    assert code == 0
+    assert f"pip {machine.root}" in calls
+    assert "nvidia" not in said
+
+
+@pytest.mark.slow
+def test_a_fresh_checkout_installs_for_real(tmp_path):
+    """No CUDA comes with it, and the program answers from any folder."""
+    for name in ("scripts", "meshtrain", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / "new" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / "new")
+    script = tmp_path / "new" / "scripts" / "train"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    first = subprocess.run([script, "--help"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    assert "--config" in first.stdout
+    (found,) = (tmp_path / "new").glob(".venv*")
+    packages = subprocess.run([found / "bin/python", "-m", "pip", "freeze"], capture_output=True, text=True, check=True)
+    assert "jaxlib" in packages.stdout
+    assert "nvidia" not in packages.stdout
+    assert "cuda" not in packages.stdout

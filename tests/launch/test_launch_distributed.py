@@ -1,0 +1,200 @@
+"""How processes find each other, how many devices each one has, and what a user is told about it."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshtrain.errors import UserError
+from meshtrain.launch import distributed
+
+ROOT = Path(__file__).parents[2]
+SLURM = {"SLURM_STEP_NODELIST": "node[1-4]", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
+MEET = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1",
+}
+
+
+def launch(code, **environ):
+    """Starts Python on `code`, with what `start` prints or raises made visible."""
+    keep = {name: os.environ[name] for name in ("PATH", "HOME", "VIRTUAL_ENV") if name in os.environ}
+    text = f"import jax\nfrom meshtrain.errors import run\nfrom meshtrain.launch.distributed import *\n{code}"
+    command = [sys.executable, "-W", "error", "-c", text]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**keep, **environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process, code=0):
+    try:
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()  # of two that wait for each other, neither stays behind
+    assert process.returncode == code, errors
+    return output, errors
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        {**MEET, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # inside a batch script, outside srun
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"},  # a shell inside an allocation
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    ],
+)
+def test_a_process_that_is_alone_meets_nobody(environ):
+    assert distributed.processes(environ) is None
+
+
+def test_the_three_variables_win_over_every_scheduler():
+    assert distributed.processes({**SLURM, **OPEN_MPI, **MEET}) == {
+        "coordinator_address": "host:1234",
+        "num_processes": 2,
+        "process_id": 1,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"JAX_COORDINATOR_ADDRESS": ""},
+        {"JAX_COORDINATOR_ADDRESS": "host"},
+        {"JAX_NUM_PROCESSES": ""},
+        {"JAX_NUM_PROCESSES": "two"},
+        {"JAX_PROCESS_ID": ""},
+        {"JAX_PROCESS_ID": "2"},
+    ],
+)
+def test_half_a_description_is_refused(change):
+    with pytest.raises(UserError, match="allowed: host:port"):
+        distributed.processes({**MEET, **change})
+
+
+def test_slurm_gives_each_process_its_share_of_a_hosts_devices():
+    method = {"cluster_detection_method": "slurm"}
+    one_on_each_host = {**SLURM, "SLURM_STEP_NUM_TASKS": "2"}
+    assert distributed.processes(SLURM) == {**method, "num_processes": 8}
+    assert distributed.processes(one_on_each_host) == {**method, "num_processes": 2, "local_device_ids": []}
+    bound = {**SLURM, "CUDA_VISIBLE_DEVICES": "3"}
+    assert distributed.processes(bound) == {**method, "num_processes": 8, "local_device_ids": []}
+    assert distributed.processes({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == {**method, "num_processes": 8}
+    by_hand = {**one_on_each_host, "JAX_LOCAL_DEVICE_IDS": "0,1"}
+    assert distributed.processes(by_hand) == {**method, "num_processes": 2}
+
+
+def test_open_mpi_without_an_address_says_what_to_do(monkeypatch):
+    assert distributed.processes(OPEN_MPI) == {"cluster_detection_method": "ompi", "num_processes": 4}
+    newer = {name: value for name, value in OPEN_MPI.items() if name != "OMPI_MCA_orte_hnp_uri"}
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install mpi4py"):
+        distributed.processes(newer)
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: name)
+    assert distributed.processes(newer) == {"cluster_detection_method": "mpi4py", "num_processes": 4}
+    indexed_job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+    assert distributed.processes(indexed_job) == {"cluster_detection_method": "k8s"}
+
+
+@pytest.mark.parametrize(
+    ("needed", "processes", "each"), [(8, 1, 8), (8, 4, 2), (1, 1, 1), (None, 1, 8), (None, 2, 4), (None, 16, 1)]
+)
+def test_simulated_devices_are_shared_among_processes(needed, processes, each):
+    assert distributed.devices_each(needed, processes) == each
+
+
+@pytest.mark.parametrize(("needed", "processes", "nearest"), [(3, 2, 4), (9, 4, 8), (1, 2, 2)])
+def test_devices_that_do_not_divide_are_refused(needed, processes, nearest):
+    with pytest.raises(UserError, match=f"got {needed} devices; .* {processes} processes; nearest: {nearest}$"):
+        distributed.devices_each(needed, processes)
+
+
+def test_one_process_takes_the_first_devices_and_says_so():
+    devices = jax.devices()
+    assert distributed.choose(devices, None, 1) == (devices, [])
+    assert distributed.choose(devices, 8, 1) == (devices, [])
+    assert distributed.choose(devices, 3, 1) == (devices[:3], ["the mesh takes the first 3 of 8 devices"])
+
+
+class Card:
+    platform, device_kind = "gpu", "NVIDIA H100"
+
+
+def test_too_few_devices_are_refused_with_a_way_out():
+    with pytest.raises(UserError, match=r'got 16 devices; .* 8 CPU .*jax_num_cpu_devices", 16'):
+        distributed.choose(jax.devices(), 16, 1)
+    with pytest.raises(UserError, match=r"got 16 devices; .* at most the 4 NVIDIA H100 GPU .*JAX_PLATFORMS=cpu"):
+        distributed.choose([Card()] * 4, 16, 1)
+
+
+@pytest.mark.parametrize("needed", [4, 16])
+def test_several_processes_must_have_exactly_as_many(needed):
+    with pytest.raises(UserError, match=rf"got {needed} devices; allowed: exactly the 8 .* of the 2 processes"):
+        distributed.choose(jax.devices(), needed, 2)
+    assert distributed.choose(jax.devices(), 8, 2) == (jax.devices(), [])
+
+
+def test_an_nvidia_driver_is_looked_for_without_loading_it(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o755)
+    assert distributed.nvidia_answers({"PATH": str(tmp_path)})
+    assert not distributed.nvidia_answers({"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert distributed.nvidia_answers({"PATH": str(tmp_path)}) == Path("/proc/driver/nvidia/version").exists()
+
+
+def test_start_simulates_says_so_keeps_compilations_and_may_be_called_again(tmp_path):
+    code = """
+devices, lines = start(6)
+assert len(devices) == 6 and lines == ["6 devices are simulated on this machine's CPU"], lines
+assert is_main_process() and jax.config.jax_platforms == "cpu"
+jax.jit(lambda x: x + 1)(1)
+assert len(start(6)[0]) == 6
+assert start(4)[1][-1] == "the mesh takes the first 4 of 6 devices"
+assert len(start(None)[0]) == 6
+run(lambda: start(7) and 1)
+"""
+    _, errors = finish(launch(code, HOME=str(tmp_path), CUDA_VISIBLE_DEVICES=""), code=2)
+    assert errors.startswith("meshtrain: error: mesh: got 7 devices; allowed: at most the 6 CPU devices")
+    assert len(errors.splitlines()) == 1
+    assert list((tmp_path / ".cache/meshtrain/jax").glob("jit_*"))
+
+
+def test_start_takes_what_a_notebook_has_and_goes_on_without_a_cache(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = str(tmp_path / "file" / "cache")
+    code = """
+jax.devices()
+devices, lines = start(None)
+assert len(devices) == 1, devices
+assert len(lines) == 1 and lines[0].startswith("compilation cache off: "), lines
+jax.jit(lambda x: x + 1)(1)
+"""
+    _, errors = finish(launch(code, JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=cache))
+    assert not errors
+
+
+def test_two_processes_meet_and_share_the_devices(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    code = """
+devices, lines = start(8)
+print(len(devices), len(jax.local_devices()), is_main_process(), *lines)
+assert len(start(8)[0]) == 8
+"""
+    environ = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+    started = [launch(code, HOME=str(tmp_path), JAX_PROCESS_ID=str(i), **environ) for i in range(2)]
+    printed = [finish(process)[0].strip() for process in started]
+    assert printed == [f"8 4 {main} 8 devices are simulated on 2 processes" for main in (True, False)]
