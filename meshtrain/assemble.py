@@ -268,7 +268,8 @@ def _computations(
     """Returns (gradients, evaluation, logits) of a batch: through the pipeline, or microbatch after microbatch."""
     num_parts, mesh = num_microbatches(config, shape), placement.mesh
     if program is None or mesh is None:
-        return accumulated(task.loss, num_parts, placement), summed(task.loss, num_parts, placement), task.logits
+        plain = task.logits and (lambda params, batch: task.logits(params, with_sequence_index(batch)))
+        return accumulated(task.loss, num_parts, placement), summed(task.loss, num_parts, placement), plain
     stages = task.stages
     if stages is None:
         raise UserError(

@@ -27,13 +27,14 @@ _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 
-def start(num_devices_needed: int | None) -> tuple[list[jax.Device], list[str]]:
+def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[list[jax.Device], list[str]]:
     """Initialises JAX and returns the devices of the mesh. May be called again, and after others used JAX.
 
     On CPU the devices are simulated, as many as are needed. Elsewhere they are what they are.
 
     Args:
       num_devices_needed: product of the mesh's axes over all processes; None for all there are (8 simulated on CPU).
+      is_open: an axis says "what is left": the number counts where devices are simulated, elsewhere all are taken.
 
     Returns:
       The devices, of all processes; and the lines that a user should read about how they came about (often none).
@@ -45,13 +46,18 @@ def start(num_devices_needed: int | None) -> tuple[list[jax.Device], list[str]]:
     _choose_platform()
     how = processes(os.environ)
     # Before the processes meet: what is wrong in one must not leave the others waiting.
-    num_devices = devices_each(num_devices_needed, (how or {}).get("num_processes", 1))
+    num_processes = (how or {}).get("num_processes", 1)
+    num_devices = devices_each(num_devices_needed, num_processes, is_open)
     if how is not None and not jax.distributed.is_initialized():
         _meet(how)
     if num_devices_needed is not None or _setting("jax_num_cpu_devices") < 1:
         _simulate(num_devices)
     lines = _keep_compilations()
-    devices, said = choose(_devices(), num_devices_needed, jax.process_count())
+    found = _devices()
+    if is_open and num_devices_needed is not None:
+        fills_up = found[0].platform != "cpu" or jax.process_count() > 1
+        num_devices_needed = None if fills_up else min(num_devices_needed, len(found))
+    devices, said = choose(found, num_devices_needed, jax.process_count())
     return devices, [*lines, *_about_cpu(devices), *said]
 
 
@@ -84,14 +90,19 @@ def processes(environ: Mapping[str, str]) -> dict[str, Any] | None:
     return _cloud_tpu(environ, _setting("jax_platforms") or "")
 
 
-def devices_each(num_devices_needed: int | None, num_processes: int) -> int:
+def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bool = False) -> int:
     """Returns how many CPU devices each process simulates.
+
+    Args:
+      num_devices_needed: over all processes; None for the number that a simulated mesh is filled to.
+      num_processes: how many share them.
+      is_open: an axis takes what is left, so that a remainder may be left out.
 
     Raises:
       UserError: the devices do not divide among the processes.
     """
-    if num_devices_needed is None:
-        return max(1, _NUM_DEVICES_TO_FILL // num_processes)
+    if num_devices_needed is None or is_open:
+        return max(1, (num_devices_needed or _NUM_DEVICES_TO_FILL) // num_processes)
     each, left = divmod(num_devices_needed, num_processes)
     if left or not each:
         multiple = max(1, round(num_devices_needed / num_processes)) * num_processes

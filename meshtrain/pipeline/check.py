@@ -84,8 +84,8 @@ def refusals(schedule: Schedule) -> list[str]:
         if len(cells) > 1:
             return [
                 f"schedule {schedule.name}: mixes {' and '.join(cells.values())} in row {index}, so it has a "
-                "chart but does not train: all stages move in step and would wait for the slower kind; allowed: rows of "
-                f"one kind; {nearest}"
+                "chart but does not train: all stages move in step and would wait for the slower kind; allowed: "
+                f"rows of one kind; {nearest}"
             ]
     return []
 
@@ -121,7 +121,7 @@ def _incomplete(schedule: Schedule) -> list[str]:
 
 
 def _violated(schedule: Schedule) -> list[str]:
-    """Returns the first violated dependency as one line, and each stage's next action where free stages would deadlock."""
+    """Returns the first violated dependency as one line, and what each stage waits for if even free ones deadlock."""
     stages, chunks = schedule.num_stages, schedule.num_chunks
     row_of = {
         (stage, action): row for row, cells in enumerate(schedule.rows) for stage, action in enumerate(cells) if action
@@ -183,7 +183,7 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Act
 
 
 def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table whose stages start an action as soon as they are free and have its inputs."""
+    """Returns the timeline of a proven table in which a stage starts an action once it is free and has the inputs."""
     spans, left = _replay(schedule, costs)
     assert not any(left), "only proven tables have a timeline"
     return spans

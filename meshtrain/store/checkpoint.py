@@ -11,6 +11,7 @@ held them, so neither a mesh nor a container type has to be the same when they a
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +52,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, options: CheckpointOptions | None) -> None:
+        logging.getLogger("absl").addFilter(_is_no_chatter)
         self.directory = Path(directory).expanduser().absolute()
         self._writes = options is not None
         if options is None:
@@ -260,6 +262,11 @@ def _state_handler() -> ocp.PyTreeCheckpointHandler:
     )
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _is_no_chatter(record: logging.LogRecord) -> bool:
+    # Orbax warns on the terminal of what is no mistake, such as a save that waits for the one before it.
+    return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts
 
 
 def _create(directory: Path) -> None:

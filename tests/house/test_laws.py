@@ -1,4 +1,4 @@
-"""The laws of the house, read off the source: sizes, names, imports inside functions, docstrings, options, title pages."""
+"""The laws of the house, read off the source: sizes, names, hidden imports, docstrings, options, title pages."""
 
 import ast
 import pathlib
@@ -119,7 +119,7 @@ def stubs(path: pathlib.Path) -> list[str]:
         body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
         is_empty = not body or all(isinstance(part, ast.Pass) for part in body)
         is_declaration = node in declared or any("overload" in ast.unparse(part) for part in node.decorator_list)
-        if is_empty and not is_declaration or any("NotImplemented" in ast.unparse(part) for part in body):
+        if (is_empty and not is_declaration) or any("NotImplemented" in ast.unparse(part) for part in body):
             found.append(f"{node.lineno}: {node.name}: a stub")
     return found
 
@@ -143,12 +143,8 @@ def odd_options(path: pathlib.Path) -> list[str]:
 
 
 def is_one_line(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and 0 < len(node.value)
-        and "\n" not in node.value
-    )
+    text = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(text, str) and text.strip() != "" and "\n" not in text
 
 
 LAWS = [long_files, long_functions, hidden_imports, second_defaults, undocumented, stubs, odd_options]

@@ -164,8 +164,13 @@ def test_a_python_that_only_pyenv_knows_is_found(machine):
     code, said, calls = machine.run("test", "x", PYTHON="python3.12")
     assert (code, calls) == (2, [])
     assert "python3.12 does not run" in said
-    program.write_text(PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12"))
-    program.chmod(0o755)
+    for path, version in {
+        program: "3.12",
+        versions / "3.12.9/bin/python3.12": "3.1",
+        program.with_name("z"): "3.2",
+    }.items():
+        path.write_text(PYTHON.replace("${FAKE_VERSION:-3.11}", version))
+        path.chmod(0o755)
     assert f"venv {machine.root}/.venv-3.12" in machine.run("test", "x", PYTHON="python3.12")[2]
 
 

@@ -113,6 +113,20 @@ def test_simulated_devices_are_shared_among_processes(needed, processes, each):
     assert distributed.devices_each(needed, processes) == each
 
 
+@pytest.mark.parametrize(("needed", "processes", "each"), [(8, 3, 2), (8, 16, 1), (6, 1, 6)])
+def test_an_open_axis_leaves_no_process_without_devices(needed, processes, each):
+    assert distributed.devices_each(needed, processes, is_open=True) == each
+
+
+def test_devices_asked_for_before_stay(monkeypatch):
+    asked = []
+    monkeypatch.setattr(type(jax.config), "update", lambda config, name, value: asked.append((name, value)))
+    distributed._simulate(4)  # the tests themselves asked for 8
+    assert asked == []
+    distributed._simulate(16)
+    assert asked == [("jax_num_cpu_devices", 16)]
+
+
 @pytest.mark.parametrize(("needed", "processes", "nearest"), [(3, 2, 4), (9, 4, 8), (1, 2, 2)])
 def test_devices_that_do_not_divide_are_refused(needed, processes, nearest):
     with pytest.raises(UserError, match=f"got {needed} devices; .* {processes} processes; nearest: {nearest}$"):
@@ -162,7 +176,8 @@ assert is_main_process() and jax.config.jax_platforms == "cpu"
 jax.jit(lambda x: x + 1)(1)
 assert len(start(6)[0]) == 6
 assert start(4)[1][-1] == "the mesh takes the first 4 of 6 devices"
-assert len(start(None)[0]) == 6
+assert len(start(None)[0]) == len(start(8, is_open=True)[0]) == 6
+assert len(start(3, is_open=True)[0]) == 3
 run(lambda: start(7) and 1)
 """
     _, errors = finish(launch(code, HOME=str(tmp_path), CUDA_VISIBLE_DEVICES=""), code=2)

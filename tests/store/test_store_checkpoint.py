@@ -1,6 +1,7 @@
 """A state comes back bitwise, on any mesh; what does not fit is refused by name; the newest save is never lost."""
 
 import dataclasses
+import logging
 import shutil
 from pathlib import Path
 
@@ -134,20 +135,31 @@ def test_keeps_the_newest_and_skips_a_step_that_is_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
 
 
-def test_a_save_killed_half_way_is_ignored_and_the_step_is_saved_again(workdir, tmp_path):
+def test_a_save_killed_half_way_is_ignored_and_cleaned_up(workdir, tmp_path):
     directory = tmp_path / CHECKPOINTS
     shutil.copytree(workdir / CHECKPOINTS, directory)
-    half = directory / "9.orbax-checkpoint-tmp"
+    half = directory / "8.orbax-checkpoint-tmp"
     shutil.copytree(directory / "7" / "state", half / "state.orbax-checkpoint-tmp")
     shutil.copy(directory / "7" / "_CHECKPOINT_METADATA", half)
     with Checkpoints(directory, None) as reader:
         assert reader.latest_step() == 7
-        assert half.exists(), "a reader cleaned up what another process may still write"
+    assert half.exists(), "a reader cleaned up what another process may still write"
     with Checkpoints(directory, CheckpointOptions()) as checkpoints:
         assert checkpoints.latest_step() == 7
         assert checkpoints.save(9, make_state(), EXTRA)
         assert checkpoints.steps() == [7, 9]
     assert {path.name for path in directory.iterdir()} == {"7", "9"}
+
+
+def test_orbax_keeps_quiet_and_others_do_not(tmp_path, caplog):
+    """A reader without handlers warns about every item; errors and other libraries' words must pass."""
+    with Checkpoints(tmp_path, CheckpointOptions()) as checkpoints:
+        checkpoints.save(1, {"w": jnp.zeros(1)}, {})
+    with ocp.CheckpointManager(tmp_path) as plain:
+        plain.item_metadata(1)
+    assert not caplog.records
+    logging.getLogger("absl").warning("of another library")
+    assert [record.message for record in caplog.records] == ["of another library"]
 
 
 def test_arrays_lie_under_names_that_other_readers_see(workdir):
@@ -219,11 +231,12 @@ def test_weights_of_another_run_onto_another_mesh(workdir, inner):
     assert {leaf.sharding.spec for leaf in jax.tree.leaves(got) if leaf.ndim >= 2} == {spec}
 
 
-def test_weights_are_read_without_the_optimizer(tmp_path):
+def test_the_newest_weights_are_read_without_the_optimizer(tmp_path):
     num_bytes = 32 << 20
     state = {"params": {"w": jnp.arange(8.0)}, "opt_state": jax.random.bits(jax.random.key(0), (num_bytes // 4,))}
     with Checkpoints(tmp_path, CheckpointOptions()) as checkpoints:
-        checkpoints.save(1, state, {})
+        checkpoints.save(1, {**state, "params": {"w": jnp.zeros(8)}}, {})
+        checkpoints.save(2, state, {})
     # Only the big array's data files are that big; without them nothing but the weights can be read.
     big = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > num_bytes // 64]
     assert sum(path.stat().st_size for path in big) > num_bytes // 2

@@ -1,0 +1,145 @@
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain.errors import UserError
+from meshtrain.pipeline import __main__ as program
+from meshtrain.pipeline.chart import as_text
+from meshtrain.pipeline.check import Costs
+from meshtrain.pipeline.schedules import NAMES, build
+from meshtrain.pipeline.table import format_table
+
+CHARTS = pathlib.Path(__file__).parent / "charts"
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", ["meshtrain.pipeline", *flags])
+        program.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_charts_are_as_committed(name, printed):
+    """A change to a schedule shows here: `python -m meshtrain.pipeline --schedule=... > tests/pipeline/charts/...`."""
+    chunks = "--chunks=2" if name == "interleaved_1f1b" else "--chunks=1"
+    chart = printed(f"--schedule={name}", "--stages=4", "--microbatches=8", chunks)
+    assert chart == (CHARTS / f"{name}.txt").read_text()
+    assert max(len(line) for line in chart.splitlines()) <= 120
+
+
+def test_a_chart_in_step_lets_everybody_wait_for_the_slowest():
+    schedule = build("1f1b_classic", num_stages=2, num_microbatches=2)
+    chart = as_text(schedule, Costs(), in_step=False).splitlines()
+    assert [line.rstrip() for line in chart[1:3]] == ["stage 0  F0 F1    B0    B1", "stage 1     F0 B0 F1 B1"]
+    slow = as_text(schedule, Costs(backward=Costs().backward * 2), in_step=True).splitlines()
+    assert [line.rstrip() for line in slow[1:3]] == [
+        "stage 0  F0 F1       B0---       B1---",
+        "stage 1     F0 B0--- F1    B1---",
+    ]
+
+
+def test_json_holds_exactly_the_table_and_its_numbers(printed):
+    flags = ["--schedule=1f1b", "--stages=2", "--microbatches=2", "--forward=1", "--backward=1", "--json"]
+    numbers = json.loads(printed(*flags))
+    assert numbers["rows"] == [
+        [["F", 0, 0], None],
+        [["F", 1, 0], ["F", 0, 0]],
+        [None, ["B", 0, 0]],
+        [None, ["F", 1, 0]],
+        [["B", 0, 0], ["B", 1, 0]],
+        [["B", 1, 0], None],
+    ]
+    assert numbers["bubble_fraction"] == numbers["bubble_fraction_in_step"] == 1 / 3
+    assert numbers["peak_in_flight"] == [2, 1]
+
+
+def test_backward_is_the_whole_backward(printed):
+    split = ["--schedule=zero_bubble_h1", "--stages=4", "--microbatches=8", "--json"]
+    assert json.loads(printed(*split, "--backward=2"))["bubble_fraction"] == 3 / 27
+    assert printed(*split, "--backward=2") == printed(*split, "--backward=2", "--weight-gradient=1")
+    assert printed(*split, "--backward=3") == printed(*split, "--backward=3", "--weight-gradient=1.5")
+    # Stages as one: forwards 8, backwards 8 x 3, so nothing of the whole backward may get lost.
+    one = ["--schedule=zero_bubble_h1", "--stages=1", "--microbatches=8", "--columns=400"]
+    chart = printed(*one, "--backward=3", "--weight-gradient=2").splitlines()[1]
+    assert chart.split()[2:5] == ["F0", "B0", "W0~~~"]
+
+
+def test_times_are_exact(printed):
+    flags = ["--schedule=1f1b", "--stages=4", "--microbatches=8", "--forward=0.1", "--backward=0.2", "--json"]
+    assert json.loads(printed(*flags))["bubble_fraction"] == 3 / 11
+
+
+def test_csv_goes_out_and_in_again(printed, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(printed("--schedule=gpipe", "--stages=3", "--microbatches=2", "--csv"))
+    assert path.read_text() == format_table(build("gpipe", num_stages=3, num_microbatches=2))
+    mine = json.loads(printed(f"--table={path}", "--json"))
+    assert mine["rows"] == json.loads(printed("--schedule=gpipe", "--stages=3", "--microbatches=2", "--json"))["rows"]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_pictures_are_written(suffix, printed, tmp_path):
+    path = tmp_path / f"chart{suffix}"
+    text = printed("--schedule=interleaved_1f1b", "--stages=2", "--microbatches=4", "--chunks=2", f"--out={path}")
+    assert "bubble" in text
+    content = path.read_bytes()
+    assert content.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix])
+    if suffix == ".svg":
+        words = [
+            b"2 chunks a stage",
+            b"bubble",
+            b"memory",
+            b"stage 1",
+            b"forward",
+            b"backward",
+            b"lighter: later chunks",
+        ]
+        assert all(word in content for word in words)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--schedule=1f1c"], ["did you mean '1f1b'?"]),
+        (["--schedule=interleaved_1f1b", "--stages=4", "--microbatches=6"], ["got 6", "nearest: 8"]),
+        (["--stages=four"], ["--stages", "'four'"]),
+        (["--stages=0"], ["got 0 stages", "nearest: 1"]),
+        (["--forward=0"], ["--forward", "got '0'"]),
+        (["--backward=nan"], ["--backward", "got 'nan'"]),
+        (["--transfer=-1"], ["--transfer", "got '-1'"]),
+        (["--schedule=zero_bubble_h1", "--weight-gradient=3"], ["got 3", "less than --backward 3", "nearest: 1.5"]),
+        (["--forwards=2"], ["--forwards=2"]),
+        (["--json", "--csv"], ["--csv", "--json"]),
+        (["--table=none.csv", "--stages=4"], ["--stages"]),
+        (["--table=none.csv"], ["none.csv", "No such file"]),
+        (["--out=chart.txt"], ["chart.txt", ".png"]),
+        (["--out=/no/such/place/chart.png"], ["cannot write it"]),
+        (["--columns=3"], ["at least 20"]),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, words, printed):
+    with pytest.raises(UserError) as caught:
+        printed(*flags)
+    assert len(caught.value.problems) == 1
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_mistake_is_one_line_and_exit_code_2():
+    command = [sys.executable, "-m", "meshtrain.pipeline", "--schedule=gpip", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("meshtrain: error: pipeline.schedule: got 'gpip'")
+    assert done.stderr.count("\n") == 1
+
+
+def test_tables_and_charts_need_no_jax():
+    code = "import meshtrain.pipeline.__main__, meshtrain.pipeline.program, sys; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

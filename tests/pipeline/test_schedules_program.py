@@ -1,0 +1,225 @@
+import random
+
+import numpy as np
+import pytest
+
+from meshtrain.errors import UserError
+from meshtrain.pipeline.program import Segment, Signature, executable, segments
+from meshtrain.pipeline.schedules import Action, Schedule, build
+
+CASES = [
+    ("gpipe", 4, 16, 1),
+    ("gpipe", 3, 1, 1),
+    ("1f1b", 1, 3, 1),
+    ("1f1b", 2, 2, 1),
+    ("1f1b", 4, 16, 1),
+    ("1f1b", 5, 3, 1),
+    ("interleaved_1f1b", 2, 2, 3),
+    ("interleaved_1f1b", 4, 8, 2),
+    ("interleaved_1f1b", 4, 4, 4),
+    ("interleaved_1f1b", 1, 3, 2),
+]
+
+
+def program_of(name, num_stages, num_microbatches, num_chunks=1):
+    return executable(build(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks))
+
+
+def late_table(num_microbatches=5):
+    """A table of one-kind rows in which activations and cotangents wait for several rows."""
+    stages, rows, draw = 3, [], random.Random(1)
+    done = {}
+    while len(done) < 2 * stages * num_microbatches:
+        kind, row = draw.choice("FB"), [None] * stages
+        for stage in range(stages):
+            for m in range(num_microbatches):
+                before = done.get(("F", stage - 1, m), 0 if stage == 0 else None)
+                if kind == "B":
+                    after = done.get(("B", stage + 1, m), 0 if stage == stages - 1 else None)
+                    before = after if ("F", stage, m) in done else None
+                ready = before is not None and before <= len(rows) and (kind, stage, m) not in done
+                if ready and draw.random() < 0.5:
+                    row[stage] = Action(kind, m)
+                    break
+        for stage, action in enumerate(row):
+            if action:
+                done[kind, stage, action.microbatch] = len(rows) + 1
+        rows.append(tuple(row))
+    return Schedule("late", stages, num_microbatches, 1, tuple(rows))
+
+
+def act_out(program):
+    """Runs a program with names for arrays, as the executor does: every stage in every row, idle ones with garbage."""
+    stages, chunks = program.schedule.num_stages, program.schedule.num_chunks
+    inputs = [["garbage"] * (program.num_slots + 1) for _ in range(stages)]
+    cotangents = [["garbage"] * (program.num_cotangent_slots + 1) for _ in range(stages)]
+    losses, embedded, ran = [], [], 0
+    for row, kind in enumerate(program.kinds):
+        sent = []
+        for stage in range(stages):
+            m, c = int(program.microbatch[row, stage]), int(program.chunk[row, stage])
+            active, virtual = program.active[row, stage], c * stages + stage
+            if kind == "F":
+                inputs[stage][program.embed_slot[row, stage]] = f"x{program.embed_microbatch[row]} into 0"
+            x = inputs[stage][program.input_slot[row, stage]]
+            if active:
+                ran += 1
+                assert x == f"x{m} into {virtual}"
+            if kind == "F":
+                sent.append(f"x{m} into {virtual + 1}" if active else "garbage")
+                continue
+            given = cotangents[stage][program.cotangent_slot[row, stage]]
+            if active and virtual == stages * chunks - 1:
+                assert given == "garbage"
+                losses.append(int(program.head_microbatch[row]))
+                assert losses[-1] == m
+            elif active:
+                assert given == f"d{m} out of {virtual}"
+            if active and virtual == 0:
+                embedded.append(int(program.embed_backward_microbatch[row]))
+                assert embedded[-1] == m
+            sent.append(f"d{m} out of {virtual - 1}" if active else "garbage")
+        for stage in range(stages):
+            if kind == "F":
+                inputs[stage][program.receive_slot[row, stage]] = sent[stage - 1]
+            else:
+                slot = program.receive_cotangent_slot[row, stage]
+                cotangents[stage][slot] = sent[(stage + 1) % stages]
+                cotangents[stage][-1] = "garbage"
+    everything = list(range(program.schedule.num_microbatches))
+    assert losses == embedded == everything or program.schedule.name == "late"
+    assert sorted(losses) == sorted(embedded) == everything
+    assert ran == 2 * stages * chunks * len(everything)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_finds_its_data_in_its_slots(case):
+    act_out(program_of(*case))
+
+
+def test_data_that_wait_for_several_rows_keep_their_slots():
+    schedule = late_table()
+    program = executable(schedule)
+    assert program.num_cotangent_slots > 1
+    act_out(program)
+    assert flat(segments(program)) == [Signature(*row) for row in exact_or_masked(program)]
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+def test_memory_does_not_grow_with_microbatches(num_stages):
+    few, many = (program_of("1f1b", num_stages, m) for m in (4 * num_stages, 16 * num_stages))
+    assert few.num_slots == many.num_slots == 2 * num_stages - 1
+    assert few.num_cotangent_slots == many.num_cotangent_slots == 1
+    few, many = (program_of("interleaved_1f1b", num_stages, m, 2) for m in (4 * num_stages, 16 * num_stages))
+    assert few.num_slots == many.num_slots
+    assert few.num_cotangent_slots == many.num_cotangent_slots == 1
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4, 32])
+def test_gpipe_keeps_one_input_a_microbatch(num_microbatches):
+    assert program_of("gpipe", 4, num_microbatches).num_slots == num_microbatches
+
+
+def test_tables_are_numpy_of_the_promised_types():
+    program = program_of("1f1b", 4, 8)
+    rows = len(program.kinds)
+    for name in ("microbatch", "chunk", "input_slot", "embed_slot", "receive_slot", "cotangent_slot"):
+        table = getattr(program, name)
+        assert type(table) is np.ndarray
+        assert (table.shape, table.dtype) == ((rows, 4), np.int32)
+    assert (program.active.shape, program.active.dtype) == ((rows, 4), np.bool_)
+    for name in ("embed_microbatch", "head_microbatch", "embed_backward_microbatch"):
+        assert (getattr(program, name).shape, getattr(program, name).dtype) == ((rows,), np.int32)
+
+
+def test_idle_cells_touch_only_the_dump_slots():
+    program = program_of("1f1b", 4, 8)
+    idle = ~program.active
+    assert set(program.input_slot[idle]) == set(program.embed_slot[idle]) == {program.num_slots}
+    assert set(program.cotangent_slot[idle]) == {program.num_cotangent_slots}
+    assert (program.embed_slot[:, 1:] == program.num_slots).all()
+
+
+def test_equal_tables_give_equal_programs():
+    one, two = program_of("interleaved_1f1b", 4, 8, 2), program_of("interleaved_1f1b", 4, 8, 2)
+    assert (one.input_slot == two.input_slot).all()
+    assert segments(one) == segments(two)
+
+
+@pytest.mark.parametrize("name", ["1f1b_classic", "zero_bubble_h1"])
+def test_mixed_and_split_tables_are_refused(name):
+    with pytest.raises(UserError, match="nearest: 1f1b"):
+        program_of(name, 4, 8)
+
+
+def test_wrong_tables_are_refused():
+    schedule = build("1f1b", num_stages=2, num_microbatches=2)
+    with pytest.raises(UserError, match="B1 in row 0 on stage 0 needs F1 of stage 0"):
+        executable(schedule._replace(rows=schedule.rows[::-1]))
+
+
+def test_rows_without_any_action_are_left_out():
+    schedule = build("1f1b", num_stages=2, num_microbatches=2)
+    padded = schedule._replace(rows=((None, None), *schedule.rows))
+    assert executable(padded).kinds == executable(schedule).kinds
+
+
+def show(node):
+    if isinstance(node, Signature):
+        return node.kind + "e" * node.embed + "h" * node.head + "d" * node.embed_backward
+    return f"({' '.join(show(child) for child in node.body)})x{node.count}"
+
+
+def flat(nodes):
+    rows = []
+    for node in nodes:
+        rows += flat(node.body) * node.count if isinstance(node, Segment) else [node]
+    return rows
+
+
+def bodies(nodes):
+    return [row for node in nodes for row in (bodies(node.body) if isinstance(node, Segment) else [node])]
+
+
+def exact_or_masked(program):
+    """Yields each row's signature as its segment has it, after checking that it can do what the row needs."""
+    rows = flat(segments(program))
+    assert len(rows) == len(program.kinds)
+    for index, row in enumerate(rows):
+        assert row.kind == program.kinds[index]
+        assert row.head == (program.head_microbatch[index] >= 0)
+        assert row.embed >= (program.embed_microbatch[index] >= 0)
+        assert row.embed_backward >= (program.embed_backward_microbatch[index] >= 0)
+        yield row
+
+
+@pytest.mark.parametrize(
+    "case, expected",
+    [
+        (("1f1b", 4, 16), "(Fe)x3 (Fe Bhd)x16 (Bd)x3"),
+        (("1f1b", 2, 4), "(Fe)x1 (Fe Bhd)x4 (Bd)x1"),
+        (("1f1b", 1, 4), "(Fe Bhd)x4"),
+        (("1f1b", 4, 2), "(Fe)x3 (F Bh)x2 (Bd)x3"),
+        (("gpipe", 4, 16), "(Fe)x19 (Bhd)x16 (Bd)x3"),
+        (("interleaved_1f1b", 4, 16, 2), "(Fe)x7 (Fe Bh)x4 ((Fe Bd)x4 (Fe Bhd)x4)x3 (Bd)x7"),
+        (("interleaved_1f1b", 2, 8, 3), "(Fe)x5 (Fe Bh)x2 ((Fe Bd)x4 (Fe Bhd)x2)x3 (Bd)x5"),
+    ],
+)
+def test_segments_compile_few_bodies(case, expected):
+    assert " ".join(show(segment) for segment in segments(program_of(*case))) == expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_segments_are_the_program_s_rows(case):
+    program = program_of(*case)
+    rows = list(exact_or_masked(program))
+    assert sum(row.head for row in rows) == case[2]
+    for row in bodies(segments(program)):
+        assert not (row.kind == "F" and (row.head or row.embed_backward))
+        assert not (row.kind == "B" and row.embed)
+
+
+def test_the_number_of_bodies_does_not_grow_with_microbatches():
+    for name, num_chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
+        few, many = (len(bodies(segments(program_of(name, 4, m, num_chunks)))) for m in (8, 64))
+        assert few == many <= 8
