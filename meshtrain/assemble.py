@@ -1,6 +1,6 @@
 """Config and devices -> everything that a run is made of, from shapes alone. No array is made here.
 
-    config -> mesh -> task (abstract) -> placements -> sharded init -> step
+config -> mesh -> task (abstract) -> placements -> sharded init -> step
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ import optax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.config import Config
+from meshtrain.config import Config, num_microbatches
 from meshtrain.errors import UserError
 from meshtrain.layout import partition
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.partition import Placement
 from meshtrain.layout.rules import Rules, default_rules
-from meshtrain.models.decoder import decoder
+from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Params, Task
 from meshtrain.optim.learning_rate import learning_rate
 from meshtrain.optim.optimizers import optimizer, state_axes
@@ -158,11 +158,6 @@ def built_in(config: Config, placement: Placement) -> Task:
     )
 
 
-def num_microbatches(config: Config, shape: Mapping[str, int]) -> int:
-    """Returns into how many parts a batch is cut. A pipeline takes the accumulation steps in the same stream."""
-    return config.accumulation_steps * (config.pipeline.num_microbatches if shape["pipeline"] > 1 else 1)
-
-
 def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None:
     """Returns the schedule, proven and ready to run; None on a pipeline of size 1."""
     if shape["pipeline"] == 1:
@@ -204,7 +199,9 @@ def _abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any
     if num_chunks > 1:
         chunked = lambda leaf: storage.chunked_names(leaf, num_chunks)  # noqa: E731
         axes = {**axes, "layers": jax.tree.map(chunked, axes["layers"], is_leaf=partition.is_names)}
-    return jax.eval_shape(lambda: _stored(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params), num_chunks)), axes
+    return jax.eval_shape(
+        lambda: _stored(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params), num_chunks)
+    ), axes
 
 
 def _stored(params: Params, num_chunks: int) -> Params:
@@ -268,7 +265,8 @@ def _computations(
     """Returns (gradients, evaluation, logits) of a batch: through the pipeline, or microbatch after microbatch."""
     num_parts, mesh = num_microbatches(config, shape), placement.mesh
     if program is None or mesh is None:
-        plain = task.logits and (lambda params, batch: task.logits(params, with_sequence_index(batch)))
+        whole = task.logits
+        plain = whole and (lambda params, batch: whole(params, with_sequence_index(batch)))
         return accumulated(task.loss, num_parts, placement), summed(task.loss, num_parts, placement), plain
     stages = task.stages
     if stages is None:

@@ -1,6 +1,6 @@
 """Prints what `assemble` decides for a configuration: the mesh, a line for each array, what each pipeline stage holds.
 
-    python -m meshtrain.explain --config=configs/3d.py [--config.mesh.tensor=4 ...]
+python -m meshtrain.explain --config=configs/3d.py [--config.mesh.tensor=4 ...]
 """
 
 import argparse
@@ -40,7 +40,9 @@ def stages_text(assembly: Assembly) -> list[str]:
     if program is None or stages is None:
         return []
     schedule = program.schedule
-    lines = [f"schedule     {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} chunks a stage"]
+    lines = [
+        f"schedule     {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} chunks a stage"
+    ]
     share = f"1/{schedule.num_stages} of the vocabulary (embedding and head)"
     for stage in range(schedule.num_stages):
         held = layers_of_stage(stage, schedule.num_stages, stages.num_layers, schedule.num_chunks)
@@ -58,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m meshtrain.explain", description="Where each array of a configuration lives.", add_help=False
     )
     extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh as a PNG")
-    config, arguments = parse(argv, extra)
+    config, arguments = parse(argv, extra, reads_data=False)
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
     if problems := check(config, shape):

@@ -67,10 +67,18 @@ def sample(
 def _batch(window: jax.Array) -> Batch:
     ones = jnp.ones(window.shape, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
-    return {"tokens": window, "targets": window, "segment_ids": ones, "positions": positions, "weights": ones.astype(jnp.float32)}
+    return {
+        "tokens": window,
+        "targets": window,
+        "segment_ids": ones,
+        "positions": positions,
+        "weights": ones.astype(jnp.float32),
+    }
 
 
-def continued(assembly: Assembly, corpus: Corpus, params: Params, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+def continued(
+    assembly: Assembly, corpus: Corpus, params: Params, prompt: str, num_tokens: int, temperature: float, seed: int
+) -> str:
     """Returns the prompt and the text that follows it."""
     ids = corpus.encode(prompt)
     return prompt + corpus.decode(sample(assembly, params, ids, num_tokens, temperature, seed))
@@ -102,7 +110,9 @@ def main(argv: Sequence[str]) -> int:
         config.data, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size, seed=config.seed
     )
     params = stored_params(assembly, kept)
-    print(continued(assembly, corpus, params, arguments.prompt, arguments.num_tokens, arguments.temperature, config.seed))
+    print(
+        continued(assembly, corpus, params, arguments.prompt, arguments.num_tokens, arguments.temperature, config.seed)
+    )
     return 0
 
 

@@ -57,7 +57,13 @@ class Actions:
 
 
 def run(
-    state: Any, start_step: int, batches: Iterator[Any], plan: Plan, actions: Actions, progress: Progress, profiler: Profiler
+    state: Any,
+    start_step: int,
+    batches: Iterator[Any],
+    plan: Plan,
+    actions: Actions,
+    progress: Progress,
+    profiler: Profiler,
 ) -> tuple[Any, dict[str, float | None]]:
     """Trains from `start_step` to `plan.num_steps`.
 
@@ -142,7 +148,9 @@ def refuse_nan(step: int, values: Mapping[str, float | None]) -> None:
     for name in ("loss", "grad_norm"):
         value = values[name]
         if value is None or not math.isfinite(value):
-            raise TrainingStopped(f"{name} is {value} at step {step}; the checkpoints before it stay; try a lower learning rate")
+            raise TrainingStopped(
+                f"{name} is {value} at step {step}; the checkpoints before it stay; try a lower learning rate"
+            )
 
 
 @contextlib.contextmanager

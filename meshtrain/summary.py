@@ -14,9 +14,7 @@ from meshtrain.step.state import TrainState
 PROMPT, NUM_SAMPLE_TOKENS, TEMPERATURE = "def ", 160, 0.7
 
 
-def text(
-    assembly: Assembly, corpus: Corpus, state: TrainState, values: Mapping[str, float | None], run: Path
-) -> str:
+def text(assembly: Assembly, corpus: Corpus, state: TrainState, values: Mapping[str, float | None], run: Path) -> str:
     """Returns the summary: losses beside the bigram's, tokens, speed, where things lie, and a sample of text."""
     config = assembly.config
     lines = ["", f"done: step {int(state.step)}"]

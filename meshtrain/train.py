@@ -2,34 +2,30 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import jax
-
-from meshtrain import loop, summary, workdir
-from meshtrain.assemble import Assembly, MakeTask, array_rows, assemble, stored_params
-from meshtrain.config import Config, check, to_json
-from meshtrain.data.corpus import Corpus, open_corpus
-from meshtrain.data.loader import batches
+from meshtrain import loop, resume, summary, workdir
+from meshtrain.assemble import Assembly, MakeTask, array_rows, assemble
+from meshtrain.config import Config, check
+from meshtrain.data.corpus import open_corpus
 from meshtrain.errors import UserError
+from meshtrain.evaluate import evaluate, training_batches
 from meshtrain.hardware import peak_flops_per_second
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.rules import Rules
-from meshtrain.observe.metrics import scalars
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
 from meshtrain.step.state import TrainState
-from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints, restore_params
+from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run leaves in memory: its last state, the values last logged, and what it was made of."""
+    """What a run leaves in memory: its last state, the values last logged, its folder, and what it was made of."""
 
     state: TrainState
     values: Mapping[str, float | None]
@@ -56,7 +52,7 @@ def train(
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = distributed.is_main_process()
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    if problems := check(config, shape):
+    if problems := check(config, shape, own_task=make_task is not None):
         raise UserError(*problems)
     run = workdir.opened(Path(directory), config, writes=is_main)
     show = functools.partial(phase, is_main=is_main)
@@ -65,97 +61,48 @@ def train(
             config.data, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size, seed=config.seed
         )
         workdir.refuse_other_corpus(run, corpus.fingerprint, writes=is_main)
-        say(f"{corpus.num_tokens:,} tokens, {len(corpus.train):,} training sequences")
+        say(corpus.summary)
     with show("mesh") as say:
         assembly = assemble(config, shape, devices, make_task, rules)
         if is_main:
             workdir.write_text(run, "layout.txt", table(array_rows(assembly)))
         say("; ".join([describe(assembly.mesh), *notes]))
-    with show("compile") as say:
-        train_step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
-        say(f"{assembly.task.num_parameters:,} parameters")
     with Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints:
         start_step = checkpoints.latest_step() or 0
         with show("restore" if start_step else "init") as say:
-            state = starting_state(assembly, checkpoints, start_step)
+            state = resume.starting_state(assembly, checkpoints, start_step)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
+        with show("compile") as say:
+            train_step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+            say(f"{assembly.task.num_parameters:,} parameters")
         with (
             Trackers(config.observe, run, start_step, is_main=is_main) as trackers,
             Progress(config.num_steps, start_step, is_main=is_main, show_bar=config.observe.progress) as progress,
             Profiler(config.profile, run) as profiler,
         ):
-            sharding = assembly.batch["tokens"].sharding
-            stream = batches(
-                corpus.train,
-                batch_size=config.batch_size,
-                sharding=sharding,
-                seed=config.seed,
-                start_step=start_step,
-                num_threads=config.data.num_threads,
-                num_prefetch_batches=config.data.num_prefetch_batches,
-            )
-            plan = loop.Plan(
-                num_steps=config.num_steps,
-                log_every=config.log_every,
-                eval_every=config.eval_every,
-                save_every=config.checkpoint.every,
-                num_tokens_per_step=config.batch_size * config.sequence_length,
-                flops_per_token=assembly.task.flops_per_token,
-                num_devices=assembly.mesh.size,
-                peak_flops_per_second=peak_flops_per_second(devices[0].device_kind, config.precision.policy),
-            )
             actions = loop.Actions(
                 train_step=train_step,
                 evaluate=functools.partial(evaluate, assembly, corpus),
-                save=functools.partial(save, assembly, checkpoints, corpus),
+                save=functools.partial(resume.save, assembly, checkpoints, corpus),
                 write=trackers.write,
             )
-            state, values = loop.run(state, start_step, stream, plan, actions, progress, profiler)
+            batches = training_batches(assembly, corpus, start_step)
+            state, values = loop.run(state, start_step, batches, plan_of(assembly), actions, progress, profiler)
     if is_main:
         print(summary.text(assembly, corpus, state, values, run), flush=True)
     return Result(state, values, run, assembly)
 
 
-def starting_state(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
-    """Returns the state that was saved at `step`; at 0 initial weights, or those of `init_from`."""
-    if step:
-        return assembly.from_kept(checkpoints.restore(step, assembly.kept_state))
-    state = assembly.init(jax.random.key_data(jax.random.key(assembly.config.seed)))
-    if not assembly.config.init_from:
-        return state
-    kept = restore_params(assembly.config.init_from, assembly.kept_state.params)
-    return dataclasses.replace(state, params=stored_params(assembly, kept))
-
-
-def save(assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus, step: int, state: TrainState) -> None:
-    """Starts to save a step; returns once the state's buffers may be overwritten."""
-    extra = {
-        "next_sample": step * assembly.config.batch_size,
-        "corpus": corpus.fingerprint,
-        "config": json.loads(to_json(assembly.config)),
-        "versions": {"jax": jax.__version__},
-    }
-    checkpoints.save(step, assembly.to_kept(state), extra)
-
-
-def evaluate(assembly: Assembly, corpus: Corpus, state: TrainState) -> dict[str, float]:
-    """Returns the mean loss over the first batches of the validation split, each sequence counted once."""
-    config = assembly.config
-    stream = batches(
-        corpus.validation,
-        batch_size=config.batch_size,
-        sharding=assembly.batch["tokens"].sharding,
-        seed=config.seed,
-        start_step=0,
-        shuffle=False,
-        num_epochs=1,
-        num_threads=config.data.num_threads,
+def plan_of(assembly: Assembly) -> loop.Plan:
+    """Returns when the loop does what, and what a step is worth."""
+    config, device = assembly.config, assembly.mesh.devices.flat[0]
+    return loop.Plan(
+        num_steps=config.num_steps,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        save_every=config.checkpoint.every,
+        num_tokens_per_step=config.batch_size * config.sequence_length,
+        flops_per_token=assembly.task.flops_per_token,
+        num_devices=assembly.mesh.size,
+        peak_flops_per_second=peak_flops_per_second(device.device_kind, config.precision.policy),
     )
-    sums: dict[str, float] = {}
-    for index, batch in enumerate(stream):
-        if index == config.num_eval_batches > 0:
-            break
-        for name, value in scalars(assembly.eval_step(state.params, batch)).items():
-            sums[name] = sums.get(name, 0.0) + value
-    weight = sums.pop("weight", 0.0)
-    return {f"eval_{name}": value / max(weight, 1.0) for name, value in sums.items()}

@@ -83,4 +83,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError:
-        raise UserError(f"{path}: not a JSON object; allowed: the file as the run wrote it; nearest: another --workdir") from None
+        raise UserError(
+            f"{path}: not a JSON object; allowed: the file as the run wrote it; nearest: another --workdir"
+        ) from None

@@ -54,10 +54,9 @@ class TokenStream:
     def _spans(self, start: int, stop: int) -> Iterator[np.ndarray]:
         part = int(np.searchsorted(self.starts, start, side="right")) - 1
         while start < stop:
-            begin, end = int(self.starts[part]), int(self.starts[part + 1])
-            if min(stop, end) > start:
-                yield self.parts[part][start - begin : min(stop, end) - begin]
-            start, part = max(start, min(stop, end)), part + 1
+            begin, end = int(self.starts[part]), min(int(self.starts[part + 1]), stop)
+            yield self.parts[part][start - begin : end - begin]
+            start, part = end, part + 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns tokens start..stop as int32 [stop - start]."""

@@ -60,6 +60,19 @@ def _replace(path: Path, content: bytes) -> None:
     os.replace(partial, path)
 
 
+def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: bool) -> list[str]:
+    """Returns one line for each reason not to write `targets`, the token file first, from `files`."""
+    problems, out_path = [], targets[0]
+    there = [str(target) for target in targets if target.exists()]
+    if there and not overwrite:
+        problems.append(f"--output: '{there[0]}' is there already; allowed: a new name; nearest: --overwrite")
+    if not out_path.parent.is_dir():
+        problems.append(f"--output: the folder '{out_path.parent}' does not exist; nearest: create it")
+    if out_path.exists() and any(one.samefile(out_path) for one in files):
+        problems.append(f"--output: '{out_path}' is also read as text; allowed: another name; nearest: {out_path}.bin")
+    return problems
+
+
 def prepare(
     path: str,
     output: str,
@@ -89,16 +102,9 @@ def prepare(
     """
     out_path = Path(output)
     copied = out_path.with_name(out_path.name + ".tokenizer.json")
-    targets = [out_path, sidecar_path(out_path)] + ([copied] if tokenizer != "bytes" else [])
-    there = [str(target) for target in targets if target.exists()]
+    targets = [out_path, sidecar_path(out_path), copied][: 2 if tokenizer == "bytes" else 3]
     files, problems = find_files(path)
-    if there and not overwrite:
-        problems.append(f"--output: '{there[0]}' is there already; allowed: a new name; nearest: --overwrite")
-    if not out_path.parent.is_dir():
-        problems.append(f"--output: the folder '{out_path.parent}' does not exist; nearest: create it")
-    if out_path.exists() and any(one.exists() and one.samefile(out_path) for one in files):
-        problems.append(f"--output: '{output}' is also read as text; allowed: another name; nearest: {output}.bin")
-    if problems:
+    if problems := problems + _output_problems(targets, files, overwrite):
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)
     content = b"" if tokenizer == "bytes" else Path(tokenizer).read_bytes()

@@ -46,7 +46,7 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
     _choose_platform()
     how = processes(os.environ)
     # Before the processes meet: what is wrong in one must not leave the others waiting.
-    num_processes = (how or {}).get("num_processes", 1)
+    num_processes = how["num_processes"] if how and "num_processes" in how else 1
     num_devices = devices_each(num_devices_needed, num_processes, is_open)
     if how is not None and not jax.distributed.is_initialized():
         _meet(how)
@@ -77,11 +77,11 @@ def processes(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """
     if "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ:
         return _explicit(environ)
-    num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    num_tasks = _count(environ, "SLURM_STEP_NUM_TASKS")
     if num_tasks > 1 and "SLURM_STEP_NODELIST" in environ:
-        num_nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
-        return _scheduler(environ, "slurm", num_tasks, one_on_each_host=num_tasks == num_nodes)
-    num_tasks = int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+        one_on_each_host = num_tasks == _count(environ, "SLURM_STEP_NUM_NODES")
+        return _scheduler(environ, "slurm", num_tasks, one_on_each_host)
+    num_tasks = _count(environ, "OMPI_COMM_WORLD_SIZE")
     if num_tasks > 1:
         one_on_each_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
         return _scheduler(environ, _open_mpi(environ), num_tasks, one_on_each_host)
@@ -189,12 +189,16 @@ def nvidia_answers(environ: Mapping[str, str]) -> bool:
         return False
 
 
+def _count(environ: Mapping[str, str], name: str) -> int:
+    return int(environ.get(name) or "1")  # a scheduler that does not say started one
+
+
 def _explicit(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    address, count, index = (environ.get(name, "") for name in _EXPLICIT)
+    address, count, index = (environ.get(name) or "" for name in _EXPLICIT)
     if count == "1":
         return None
     if not (":" in address and count.isdecimal() and index.isdecimal() and int(index) < int(count)):
-        got = ", ".join(f"{name}={environ.get(name, '(not set)')}" for name in _EXPLICIT)
+        got = ", ".join(f"{name}={environ.get(name) or '(not set)'}" for name in _EXPLICIT)
         raise UserError(f"processes: got {got}; allowed: host:port, a number, and a number from 0 to one less")
     return {
         "coordinator_address": address,
@@ -208,7 +212,7 @@ def _scheduler(environ: Mapping[str, str], method: str, num_tasks: int, one_on_e
     arguments: dict[str, Any] = {"cluster_detection_method": method, "num_processes": num_tasks}
     # JAX gives process i of a host only the i-th device, which is wrong where a process is alone on its host, and
     # where the scheduler already shows each process its own device and no other. An empty list means: all it sees.
-    bound = len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1
+    bound = "CUDA_VISIBLE_DEVICES" in environ and "," not in environ["CUDA_VISIBLE_DEVICES"]
     if (one_on_each_host or bound) and "JAX_LOCAL_DEVICE_IDS" not in environ:
         arguments["local_device_ids"] = []
     return arguments
@@ -229,7 +233,7 @@ def _cloud_tpu(environ: Mapping[str, str], platforms: str) -> dict[str, Any] | N
     if "tpu" not in platforms:
         return None
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
-    if "," in hosts or int(environ.get("MEGASCALE_NUM_SLICES") or "1") > 1:
+    if "," in hosts or _count(environ, "MEGASCALE_NUM_SLICES") > 1:
         return {"cluster_detection_method": "gketpu" if hosts else "gcetpu"}
     # Elsewhere in the cloud only the metadata server knows the other hosts. JAX itself sets this variable where there
     # are no chips, and so do single-host images.

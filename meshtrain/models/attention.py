@@ -3,6 +3,8 @@
 b: sequences, T: tokens a sequence, D: embed dim, N: query heads, K: key and value heads, H: head dim.
 """
 
+from typing import Any
+
 import jax
 from flax import linen as nn
 from jax.typing import DTypeLike
@@ -38,7 +40,7 @@ class Attention(nn.Module):
         v = self._project("value", x, self.num_kv_heads, "kv_heads")
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        implementation = None if self.implementation == "auto" else self.implementation
+        implementation: Any = None if self.implementation == "auto" else self.implementation
         heads = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         embed_dim, outer = x.shape[-1], normal(self.output_std)

@@ -1,10 +1,7 @@
-"""Decoder-only transformers of the GPT-2 and Llama families, by configuration.
+"""The modules of a decoder-only transformer, of the GPT-2 or the Llama family by configuration.
 
-B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: embed dim, V: padded vocabulary,
-v: columns of it held by one stage, K: layers in a stack.
-
-params = {"embedding": {table [V, D], positions [T, D]}, "layers": {... each leaf [layers, ...]},
-          "head": {"norm": ..., kernel [D, V]}}
+b: sequences in a microbatch, T: tokens a sequence, D: embed dim, v: rows of the padded vocabulary that are held here,
+K: layers in a stack.
 """
 
 import dataclasses
@@ -20,10 +17,10 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import Placement
 from meshtrain.models import losses
-from meshtrain.models.attention import Attention, same_document
+from meshtrain.models.attention import Attention
 from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
 from meshtrain.models.remat import RESIDUAL, checkpoint_policy
-from meshtrain.models.task import Batch, Loss, Params, Stages, Task, sequence_keys
+from meshtrain.models.task import Batch
 from meshtrain.options import option
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
@@ -40,7 +37,7 @@ class DecoderOptions:
     num_kv_heads: int = option(4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1)
     head_dim: int = option(0, "width of a head; 0 means embed_dim / num_heads", minimum=0)
     vocab_size: int = option(257, "tokens in the vocabulary, without padding", minimum=1)
-    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this; padding has no probability", minimum=1)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this, without probability", minimum=1)
     dropout_rate: float = option(0.0, "probability of zero, on embeddings and on what each block adds", minimum=0.0)
     positions: str = option("rotary", "how positions are told", choices=("rotary", "learned"))
     max_positions: int = option(0, "rows of learned positions; 0 means sequence_length", minimum=0)
@@ -48,7 +45,7 @@ class DecoderOptions:
     rope_factor: float = option(1.0, "Llama-3 rope scaling factor; 1 means none", minimum=1.0)
     rope_low: float = option(1.0, "Llama-3 rope scaling: low frequency factor")
     rope_high: float = option(4.0, "Llama-3 rope scaling: high frequency factor")
-    rope_original_length: int = option(8192, "Llama-3 rope scaling: sequence length before scaling, in tokens", minimum=1)
+    rope_original_length: int = option(8192, "Llama-3 rope scaling: tokens a sequence had before", minimum=1)
     norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
     activation: str = option("swiglu", "of the mlp", choices=("swiglu", "gelu"))
@@ -152,7 +149,7 @@ class Head(nn.Module):
         return place.activation(x @ kernel, ("batch", "sequence", "vocab"))
 
 
-def _layers(
+def layer_stack(
     options: DecoderOptions, num_layers: int, placement: Placement, dtype: DTypeLike, train: bool, remat: str
 ) -> Any:
     """Returns a stack of `num_layers` layers as one scanned Linen module."""
@@ -170,133 +167,11 @@ def _layers(
     return stack(options, placement, dtype, train)
 
 
-def decoder(
-    options: DecoderOptions,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    dtype: DTypeLike = jnp.float32,
-    remat: str = "none",
-    placement: Placement | None = None,
-) -> Task:
-    """Returns the task of a decoder: next-token cross-entropy on packed sequences.
-
-    Args:
-      options: the model's shape.
-      batch_size: B, sequences in the global batch.
-      sequence_length: T, tokens.
-      dtype: of activations and of the weights that meet them; parameters are float32.
-      remat: the policy's name (`remat.py`). In a pipeline the backward pass computes each stage again from its input, so
-        `full` adds nothing there.
-      placement: where activations and gathered weights live; None means wherever their inputs are.
-    """
-    place = placement or Placement.nowhere()
-    num_positions = options.max_positions or sequence_length
-
-    def embedding(num_rows: int, placement: Placement = place) -> Embedding:
-        return Embedding(options, num_rows, num_positions, placement, dtype)
-
-    def first(params: Params, batch: Batch, rng: jax.Array, train: bool, axis: losses.Axis = None) -> jax.Array:
-        num_rows = params["embedding"]["table"].shape[0]
-        variables = {"params": params["embedding"]}
-        return embedding(num_rows).apply(variables, batch, sequence_keys(rng, batch), train, axis)
-
-    def repeated(
-        layers: Params, x: jax.Array, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool, policy: str
-    ) -> jax.Array:
-        num_layers = jax.tree.leaves(layers)[0].shape[0]
-        stack = _layers(options, num_layers, place, dtype, train, policy if train else "none")
-        indices = start + jnp.arange(num_layers)
-        angles = _angles(options, batch["positions"])
-        mask = same_document(batch["segment_ids"]) if options.within_documents else None
-        x, _ = stack.apply({"params": layers}, x, indices, sequence_keys(rng, batch), angles, mask)
-        return x
-
-    def head(params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
-        table = params["embedding"]["table"] if options.tied_embeddings else None
-        num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
-        return Head(options, num_columns, place, dtype).apply({"params": params["head"]}, x, table, axis)
-
-    def logits(params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
-        return losses.without_padding(head(params, x, axis), options.vocab_size, axis)
-
-    def last(params: Params, x: jax.Array, batch: Batch, axis: losses.Axis = None) -> Loss:
-        columns = head(params, x, axis)
-        total = losses.cross_entropy(columns, batch["targets"], batch["weights"], options.vocab_size, axis)
-        return total, jnp.sum(batch["weights"]), {}
-
-    def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
-        x = first(params, batch, rng, train)
-        return last(params, repeated(params["layers"], x, batch, rng, 0, train, remat), batch)
-
-    def all_logits(params: Params, batch: Batch) -> jax.Array:
-        rng = jax.random.key(0)
-        x = repeated(params["layers"], first(params, batch, rng, False), batch, rng, 0, False, "none")
-        return logits(params, x)
-
-    ints = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
-    batch = {name: ints for name in ("tokens", "targets", "segment_ids", "positions")}
-    batch["weights"] = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.float32)
-    inner = "none" if remat == "full" else remat
-    num_parameters = count_parameters(options, num_positions)
-    return Task(
-        init=functools.partial(_init, options, num_positions),
-        loss=loss,
-        batch=batch,
-        logits=all_logits,
-        stages=Stages(options.num_layers, first, functools.partial(repeated, policy=inner), last, logits),
-        flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
-        num_parameters=num_parameters,
-    )
-
-
-def _angles(options: DecoderOptions, positions: jax.Array) -> jax.Array | None:
+def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | None:
+    """Returns the rotary angles of int32 positions [b, T], float32 [b, T, H / 2]; None with learned positions."""
     if options.positions != "rotary":
         return None
     scaling = (options.rope_factor, options.rope_low, options.rope_high, options.rope_original_length)
     return rotary_angles(
         positions, options.width_of_head, options.rope_base, scaling if options.rope_factor != 1.0 else None
     )
-
-
-def _init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
-    """Returns initial float32 parameters, each boxed with its logical axes. The values depend on `rng` alone."""
-    nowhere = Placement.nowhere()
-    keys = jax.random.split(rng, 3)
-    ints = jnp.zeros((1, 1), jnp.int32)
-    batch = {"tokens": ints, "positions": ints}
-    sequence = jax.random.split(rng, 1)
-    rows = options.padded_vocab_size
-    x = jnp.zeros((1, 1, options.embed_dim))
-    embedding = Embedding(options, rows, num_positions, nowhere, jnp.float32)
-    layers = _layers(options, options.num_layers, nowhere, jnp.float32, False, "none")
-    head = Head(options, rows, nowhere, jnp.float32)
-    table = jnp.zeros((rows, options.embed_dim)) if options.tied_embeddings else None
-    arguments = (jnp.arange(options.num_layers), sequence, _angles(options, ints), None)
-    return {
-        "embedding": embedding.init(keys[0], batch, sequence, False, None)["params"],
-        "layers": layers.init(keys[1], x, *arguments)["params"],
-        "head": head.init(keys[2], x, table, None)["params"],
-    }
-
-
-def count_parameters(options: DecoderOptions, num_positions: int) -> int:
-    """Returns the number of parameters from shapes alone, without the padding of the vocabulary."""
-    unpadded = dataclasses.replace(options, vocab_multiple=1)
-    shapes = jax.eval_shape(functools.partial(_init, unpadded, num_positions), jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nn.unbox(shapes)))
-
-
-def flops_per_token(
-    options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int
-) -> float:
-    """Returns model FLOPs of a forward and backward pass for one token: 6 N + 12 L T N_heads H (full attention).
-
-    N counts the weights that take part in a matmul: the lookup table only where it is also the head, positions never
-    (PaLM, Chowdhery et al. 2022, appendix B).
-    """
-    lookups = 0 if options.tied_embeddings else options.vocab_size * options.embed_dim
-    if options.positions == "learned":
-        lookups += num_positions * options.embed_dim
-    attention = 12 * options.num_layers * sequence_length * options.num_heads * options.width_of_head
-    return 6.0 * (num_parameters - lookups) + attention

@@ -5,6 +5,7 @@ b: sequences, T: tokens a sequence, D: embed dim, F: mlp dim, H: head dim.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def weight(
 
     In this order the gather of a weight that is stored in shards moves the smaller dtype.
     """
-    value = module.param(name, nn.with_logical_partitioning(initializer, axes), shape, jnp.float32)
+    value: Any = module.param(name, nn.with_logical_partitioning(initializer, axes), shape, jnp.float32)
     return placement.weight(value.astype(dtype), axes)
 
 
@@ -122,7 +123,7 @@ def rotary_angles(
 ) -> jax.Array:
     """Returns the angle of each pair of channels at each position (Su et al. 2021), float32 [b, T, H / 2].
 
-    angle = position * base^(-2i / H). With Llama-3's scaling (its reference code and Hugging Face's `llama3` rope type),
+    angle = position * base^(-2i / H). With Llama-3's scaling (as in its reference code and Hugging Face's `llama3` type)
     wavelengths above original_length / low are stretched by `factor`, those below original_length / high stay,
     and in between the two are mixed linearly in original_length / wavelength.
 

@@ -115,8 +115,6 @@ def _columns(logits: jax.Array, axis: Axis) -> jax.Array:
     return first_column(logits.shape[-1], axis) + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
 
 
-def _masked(
-    logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis
-) -> tuple[jax.Array, jax.Array]:
+def _masked(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis) -> tuple[jax.Array, jax.Array]:
     """Returns float32 logits with padding at -inf, and where the target's column is, both [b, T, V]."""
     return without_padding(logits, vocab_size, axis), _columns(logits, axis) == targets[..., None]

@@ -1,6 +1,6 @@
 """The contract between a model and the rest: what a user brings to train something of their own.
 
-B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: embed dim, K: layers in one stage's chunk.
+B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: embed dim, K: layers in a stage's chunk.
 """
 
 import dataclasses
@@ -59,7 +59,8 @@ class Task:
       loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
         Metrics are sums too, divided by the same weight when they are shown.
       batch: abstract batch, name -> `jax.ShapeDtypeStruct` with the global batch as leading dim.
-      logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None where it makes no sense.
+      logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None where it
+        makes no sense.
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
       flops_per_token: model FLOPs of one forward and backward pass for one token, 0 where unknown.
       num_parameters: parameters without padding, 0 where unknown.

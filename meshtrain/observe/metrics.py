@@ -162,30 +162,11 @@ def scalars(result: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in jax.device_get(dict(result)).items()}
 
 
-def model_flops_per_token(
-    num_matmul_params: int, num_layers: int, num_heads: int, head_dim: int, sequence_length: int
-) -> float:
-    """Returns the FLOPs that training a decoder needs for one token: 6 N + 12 L H Q T.
-
-    Forward and backward, without what rematerialization computes again, and attention without its causal half left out:
-    Chowdhery et al. 2022 (PaLM), appendix B, so that numbers compare with published ones.
-
-    Args:
-      num_matmul_params: N, the parameters that multiply activations: all but learned positions and the token table,
-        unless the table is also the output projection.
-      num_layers: L.
-      num_heads: H, query heads.
-      head_dim: Q.
-      sequence_length: T, tokens.
-    """
-    return 6.0 * num_matmul_params + 12.0 * num_layers * num_heads * head_dim * sequence_length
-
-
 def model_flops_per_second(flops_per_token: float, tokens_per_second: float) -> float:
     """Returns the rate of useful work of all devices together, in FLOP/s.
 
     Args:
-      flops_per_token: from `model_flops_per_token`, or a model's own count.
+      flops_per_token: the task's own count.
       tokens_per_second: over all devices.
     """
     return flops_per_token * tokens_per_second

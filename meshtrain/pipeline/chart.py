@@ -9,6 +9,7 @@ from meshtrain.errors import UserError
 from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Schedule, describe, is_split
 
+MAX_TEXT_COLUMNS = 200_000
 FORMATS = (".png", ".svg", ".pdf")
 # What fills a cell after its label, so that its length can be seen.
 FILL = {"F": " ", "B": "-", "W": "~"}
@@ -45,12 +46,20 @@ def as_text(schedule: Schedule, costs: Costs, *, in_step: bool = False, max_colu
       costs: how long actions take.
       in_step: draw the stages moving row by row, not as soon as their inputs are there.
       max_columns: characters in a line.
+
+    Raises:
+      UserError: some actions last so much longer than others that the chart would not be readable.
     """
     spans = (run_in_step if in_step else run_freely)(schedule, costs)
     labels = [describe(span.action, schedule.num_chunks) for span in spans]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=Fraction(1))
     scale = (max(len(label) for label in labels) + 1) / shortest
     makespan = max(span.end for span in spans)
+    if makespan * scale > MAX_TEXT_COLUMNS:
+        raise UserError(
+            f"costs: got a chart of {float(makespan * scale):.3g} columns, because the shortest action lasts only "
+            f"{float(shortest):g}; allowed as text: {MAX_TEXT_COLUMNS} columns; nearest: --json, or costs closer together"
+        )
     lines = [[" "] * round(makespan * scale) for _ in range(schedule.num_stages)]
     for span, label in zip(spans, labels, strict=True):
         start, end = round(span.start * scale), round(span.end * scale)

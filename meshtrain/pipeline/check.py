@@ -1,7 +1,6 @@
 """Is a table right, and what does it cost? Proof, timelines, bubbles and peaks, from the table alone. No JAX."""
 
 import dataclasses
-import itertools
 from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
@@ -106,15 +105,16 @@ def _incomplete(schedule: Schedule) -> list[str]:
     microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
         seen = Counter(row[stage] for row in schedule.rows if row[stage] is not None)
-        for microbatch, chunk, kind in itertools.product(range(microbatches), range(chunks), kinds):
-            times = seen.pop(Action(kind, microbatch, chunk), 0)
+        # Lazily: a file may hold any microbatch, and the first one that is missing ends the search.
+        for action in (Action(k, m, c) for m in range(microbatches) for c in range(chunks) for k in kinds):
+            times = seen.pop(action, 0)
             if times != 1:
-                what = describe(Action(kind, microbatch, chunk), chunks)
+                what = describe(action, chunks)
                 often = f"stands {times} times" if times else "is missing"
                 return [f"schedule {schedule.name}: {what} {often} on stage {stage}; allowed: exactly once"]
-        for action in seen:
+        for extra in seen:
             return [
-                f"schedule {schedule.name}: got {describe(action, 2)} on stage {stage}; allowed: microbatches 0 to "
+                f"schedule {schedule.name}: got {describe(extra, 2)} on stage {stage}; allowed: microbatches 0 to "
                 f"{microbatches - 1}, chunks 0 to {chunks - 1}"
             ]
     return []

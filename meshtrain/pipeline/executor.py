@@ -1,8 +1,8 @@
 """Runs a proven schedule: one SPMD program in which every stage takes its own column of the table, row by row.
 
-A row is a matrix product for everybody or for nobody: stages that idle compute on garbage and their results are dropped by
-`where`, never by a multiplication (0 x infinity is not 0). The backward of a row is made here by hand, `jax.vjp` from the kept stage
-input, so that nothing but stage inputs outlives a row. Embedding and head are computed by all stages together (vocabulary
+A row is work for every stage: those that idle compute on garbage, and what comes of it is dropped by `where`, never by a
+multiplication (0 x infinity is not 0). The backward of a row is made here by hand, `jax.vjp` from the kept stage input, so
+that nothing but stage inputs outlives a row. Embedding and head are computed by all stages together (vocabulary
 parallelism for pipelines, Yeung et al. 2024).
 
 M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, R: rows.
@@ -64,26 +64,18 @@ def gradients(
       rng: a typed key.
     """
 
-    def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Sums:
+    def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> tuple[Any, ...]:
         rows = Rows(stages, program, params, batch, jax.random.wrap_key_data(key_data))
         cells, carry, start = rows.cells(), rows.start(), 0
         for segment in segments(program):
             length = num_rows(segment)
             part = jax.tree.map(lambda table, begin=start, end=start + length: table[begin:end], cells)
             carry, start = run_segment(rows, segment, carry, part), start + length
-        return Sums(*carry.sums, {"layers": carry.layers, **carry.outer})
+        return (*carry.sums, {"layers": carry.layers, **carry.outer})
 
-    manual = ring.manual_specs(specs, MANUAL)
     whole = PartitionSpec()
-    run = jax.shard_map(
-        on_stage,
-        mesh=mesh,
-        in_specs=(manual, whole, whole),
-        out_specs=Sums(whole, whole, whole, manual),
-        axis_names=MANUAL,
-        check_vma=False,
-    )
-    return run(params, batch, jax.random.key_data(rng))
+    out_specs = (whole, whole, whole, ring.manual_specs(specs, MANUAL))
+    return Sums(*_on_mesh(on_stage, mesh, specs, out_specs)(params, batch, jax.random.key_data(rng)))
 
 
 def num_rows(node: Signature | Segment) -> int:
@@ -181,9 +173,7 @@ class Rows:
         arrived = ring.to_previous(x_cotangent, self.num_stages)
         return carry._replace(cotangents=_write(carry.cotangents, arrived, cell.receive_cotangent_slot))
 
-    def head_backward(
-        self, carry: Carry, cell: Cell, y: jax.Array, cotangent: jax.Array
-    ) -> tuple[Carry, jax.Array]:
+    def head_backward(self, carry: Carry, cell: Cell, y: jax.Array, cotangent: jax.Array) -> tuple[Carry, jax.Array]:
         """Adds a microbatch's loss; returns the cotangent of `y` where this is the last stage in its last chunk."""
         wanted, m = cell.head_microbatch >= 0, jnp.maximum(cell.head_microbatch, 0)
         is_last = (self.stage == self.num_stages - 1) & (cell.chunk == self.num_chunks - 1)

@@ -1,11 +1,12 @@
 """What a stage of the pipeline does with its own share, inside `jax.shard_map` over the pipeline axis.
 
-M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, K: layers a chunk.
+M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, K: layers each.
 
-Layer storage is [V K S, ...] in layer order where V is 1, else [V, K S, ...] with the second dim over the stages: stage s
-then holds in chunk c the layers (c S + s) K ... (c S + s) K + K - 1, and [V, K S, ...] is layer order cut, not reordered.
+Layer storage is [V K S, ...] in layer order where V is 1, else [V, K S, ...] with the second dim over the stages: stage
+s then holds in chunk c the layers (c S + s) K ... (c S + s) K + K - 1, and layer order is cut, not changed.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -132,14 +133,12 @@ def forward_only(
         carry, _ = jax.lax.scan(lambda c, r: row(c, r, True), carry, steady)
         return carry[1]
 
-    source = embed
+    source: Any = embed
     for chunk in range(num_chunks - 1):
         between = jnp.zeros((num_microbatches, *shape.shape), shape.dtype)
         between = one_pass(chunk, source, lambda kept, y, m: kept.at[m].set(y), between)
-        source = lambda m, kept=between: jax.lax.dynamic_index_in_dim(kept, m, keepdims=False)  # noqa: E731
+        source = functools.partial(jax.lax.dynamic_index_in_dim, between, keepdims=False)
     return one_pass(num_chunks - 1, source, finish, initial)
-
-
 
 
 def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: int) -> list[range]:

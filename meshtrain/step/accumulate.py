@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from meshtrain.layout.partition import Placement
 from meshtrain.models.task import Batch, Loss, Metrics, Params, Sums
 
-
 Gradients = Callable[[Params, Batch, jax.Array], Sums]
 
 

@@ -3,7 +3,7 @@ import pathlib
 import pytest
 
 from meshtrain.config import check, parse
-from meshtrain.models.decoder import count_parameters
+from meshtrain.models.decoder_task import count_parameters
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.py"))

@@ -59,7 +59,9 @@ def test_texts_that_are_no_value(text, kind, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("value, kind", [(True, int), (1, bool), (3, str), ("3", int), (None, float), ([1], int), (1.5, int)])
+@pytest.mark.parametrize(
+    "value, kind", [(True, int), (1, bool), (3, str), ("3", int), (None, float), ([1], int), (1.5, int)]
+)
 def test_python_values_of_another_type(value, kind):
     with pytest.raises(ValueError, match="allowed"):
         flags.typed(value, kind)
@@ -95,7 +97,10 @@ def test_a_right_text_makes_up_for_a_wrong_value_of_the_file():
     [
         ("inner.sise", "inner.sise: unknown key; allowed: inner.size, inner.name; did you mean 'inner.size'?"),
         ("size", "size: unknown key; allowed: what `python -m meshtrain.config` lists; did you mean 'inner.size'?"),
-        ("iner.size", "iner.size: unknown key; allowed: what `python -m meshtrain.config` lists; did you mean 'inner.size'?"),
+        (
+            "iner.size",
+            "iner.size: unknown key; allowed: what `python -m meshtrain.config` lists; did you mean 'inner.size'?",
+        ),
         ("inner", "inner: got '1'; allowed: a value for one of its fields: inner.size, inner.name"),
         ("rate.size", "rate.size: unknown key; 'rate' is a value and has no fields; did you mean 'rate'?"),
     ],
@@ -116,8 +121,8 @@ def test_flatten():
 def test_arguments():
     extra = argparse.ArgumentParser(prog="program", add_help=False)
     extra.add_argument("--prompt", default="")
-    words = ["--config=configs/3d.py", "--prompt", "a", "--config.mesh.data", "-1", "--config.seed=1", "--config.seed=2"]
-    got = flags.arguments(words, extra)
+    words = "--config=configs/3d.py --prompt a --config.mesh.data -1 --config.seed=1 --config.seed=2"
+    got = flags.arguments(words.split(), extra)
     assert (got.config, got.prompt, got.problems) == ("configs/3d.py", "a", [])
     assert got.workdir == pathlib.Path("runs/3d")
     assert got.overrides == {"mesh.data": "-1", "seed": "2"}

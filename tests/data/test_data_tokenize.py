@@ -17,6 +17,10 @@ def saved_tokenizer(path, special=("<|endoftext|>",)):
         show_progress=False,
     )
     made.train_from_iterator(["the thin thing thought this through"] * 10, trainer)
+    if special:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+        )
     made.enable_truncation(4)
     made.enable_padding(length=16)
     made.save(str(path))
@@ -38,6 +42,7 @@ def test_file_tokenizer_ignores_stored_truncation_and_padding(tmp_path):
     tokenizer = open_tokenizer(str(saved_tokenizer(tmp_path / "tokenizer.json")))
     text = "the thing thought naïve ☃ through and through"
     ids = tokenizer.encode(text)
+    assert tokenizer.end_id not in ids
     assert len(ids) > 4
     assert tokenizer.decode([*ids, tokenizer.end_id]) == text
     assert tokenizer.encode_documents([text, "a"])[0].tolist() == ids

@@ -155,7 +155,7 @@ def test_a_failed_step_is_not_swallowed():
 
 def test_utilization_agrees_with_palm():
     # Chowdhery et al. 2022: PaLM 540B at 238.3 K tokens/s on 6,144 TPU v4 has a MFU of 46.2 %.
-    flops = metrics.model_flops_per_token(540.35e9, num_layers=118, num_heads=48, head_dim=256, sequence_length=2048)
+    flops = 6 * 540.35e9 + 12 * 118 * 48 * 256 * 2048
     rate = metrics.model_flops_per_second(flops, 238.3e3)
     assert metrics.mfu(rate, 6144, 275e12) == pytest.approx(0.462, abs=5e-4)
     assert metrics.mfu(rate, 6144, None) is None

@@ -21,6 +21,7 @@ WEIGHTS = [
     (("layers", "norm"), None, False),
     (("chunks", "layers", "norm"), None, False),
     (("norm",), None, False),
+    (("layers", "heads", "norm"), None, False),
     (("layers", "mlp"), None, False),
     (("layers", "heads", "head_dim"), None, False),
     (("heads", "head_dim"), None, False),

@@ -220,15 +220,13 @@ def test_adafactor_on_plain_matrices_is_that_of_optax():
                  run(optax.adafactor(1e-2), params, gradients)[0])  # fmt: skip
 
 
-def test_adafactor_survives_rows_without_gradient_beside_small_ones():
+def test_adafactor_survives_rows_and_columns_without_gradient():
     axes = {"table": ("vocab", "embed")}
-    params = tree(0, axes)
-    gradients = {"table": 1e-9 * tree(1, axes)["table"]}
-    gradients["table"][5] = 0
-    transformation = build("adafactor", axes, weight_decay=0.0)
-    updates = update_once(transformation, gradients, params)
+    params, gradients = tree(0, axes), tree(1, axes)
+    gradients["table"][5], gradients["table"][:, 7] = 0, 0
+    updates = update_once(build("adafactor", axes, weight_decay=0.0), gradients, params)
+    np.testing.assert_array_equal(updates["table"] == 0, gradients["table"] == 0)
     assert bool(jnp.all(jnp.isfinite(updates["table"])))
-    assert bool(jnp.all(updates["table"][5] == 0))
 
 
 def test_adafactor_remembers_far_less_than_adam():

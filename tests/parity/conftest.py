@@ -1,4 +1,4 @@
-"""Ten steps of one small model on any mesh, from the same weights on the same batches, and what one device says of them."""
+"""Ten steps of one small model on any mesh, from the same weights on the same batches."""
 
 import dataclasses
 import functools
@@ -91,7 +91,9 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
         norms.append(float(metrics["grad_norm"]))
         if gradients is None:
             # Adam's first moment after one step is (1 - beta1) times the gradient: no second program to compile.
-            moments = jax.tree.leaves(jax.device_get(assembly.to_kept(state).opt_state), is_leaf=lambda x: hasattr(x, "mu"))
+            moments = jax.tree.leaves(
+                jax.device_get(assembly.to_kept(state).opt_state), is_leaf=lambda x: hasattr(x, "mu")
+            )
             (moment,) = (part.mu for part in moments if hasattr(part, "mu"))
             gradients = jax.tree.map(lambda leaf: leaf / (1 - BETA1), moment)
     return Trained(initial, gradients, np.array(losses), np.array(norms))
@@ -101,7 +103,7 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
 def trained() -> Callable[..., Trained]:
     """A function (mesh axes, changed options) -> Trained that remembers what it has run."""
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def remembered(shape: tuple[tuple[str, int], ...], config: Config) -> Trained:
         return train(config, dict(shape))
 

@@ -121,6 +121,7 @@ def test_pictures_are_written(suffix, printed, tmp_path):
         (["--table=none.csv"], ["none.csv", "No such file"]),
         (["--out=chart.txt"], ["chart.txt", ".png"]),
         (["--out=/no/such/place/chart.png"], ["cannot write it"]),
+        (["--forward=1e-9"], ["columns", "nearest: --json"]),
         (["--columns=3"], ["at least 20"]),
     ],
 )

@@ -1,0 +1,47 @@
+"""The batches of a run, and the loss on the part of the data that it does not learn from."""
+
+import collections
+from collections.abc import Iterator
+
+import jax
+
+from meshtrain.assemble import Assembly
+from meshtrain.data.corpus import Corpus
+from meshtrain.data.loader import batches
+from meshtrain.observe.metrics import scalars
+from meshtrain.step.state import TrainState
+
+
+def training_batches(assembly: Assembly, corpus: Corpus, start_step: int) -> Iterator[dict[str, jax.Array]]:
+    """Yields the global batches of the steps after `start_step`, for ever."""
+    config = assembly.config
+    return batches(
+        corpus.train,
+        batch_size=config.batch_size,
+        sharding=assembly.batch["tokens"].sharding,
+        seed=config.seed,
+        start_step=start_step,
+        num_threads=config.data.num_threads,
+        num_prefetch_batches=config.data.num_prefetch_batches,
+    )
+
+
+def evaluate(assembly: Assembly, corpus: Corpus, state: TrainState) -> dict[str, float]:
+    """Returns mean loss and metrics over the first batches of the validation split, each sequence counted once."""
+    config = assembly.config
+    stream = batches(
+        corpus.validation,
+        batch_size=config.batch_size,
+        sharding=assembly.batch["tokens"].sharding,
+        seed=config.seed,
+        shuffle=False,
+        num_epochs=1,
+        num_threads=config.data.num_threads,
+    )
+    sums: collections.Counter[str] = collections.Counter()
+    for index, batch in enumerate(stream):
+        if index == config.num_eval_batches > 0:
+            break
+        sums.update(scalars(assembly.eval_step(state.params, batch)))
+    weight = max(sums.pop("weight"), 1.0) if sums else 1.0
+    return {f"eval_{name}": value / weight for name, value in sums.items()}

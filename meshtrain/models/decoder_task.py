@@ -1,0 +1,164 @@
+"""The task of a decoder: next-token cross-entropy on packed sequences.
+
+B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: embed dim, V: padded vocabulary,
+v: columns of it held by one stage, K: layers in one stage's chunk.
+
+params = {"embedding": {table [V, D], positions [T, D]}, "layers": {... each leaf [layers, ...]},
+          "head": {"norm": ..., kernel [D, V]}}
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from meshtrain.layout.partition import Placement
+from meshtrain.models import losses
+from meshtrain.models.attention import same_document
+from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack
+from meshtrain.models.task import Batch, Loss, Params, Stages, Task, sequence_keys
+
+
+def decoder(
+    options: DecoderOptions,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: DTypeLike = jnp.float32,
+    remat: str = "none",
+    placement: Placement | None = None,
+) -> Task:
+    """Returns the task of a decoder.
+
+    Args:
+      options: the model's shape.
+      batch_size: B, sequences in the global batch.
+      sequence_length: T, tokens.
+      dtype: of activations and of the weights that meet them; parameters are float32.
+      remat: the policy's name (`remat.py`). In a pipeline the backward pass computes each stage again from its input,
+        so `full` adds nothing there.
+      placement: where activations and gathered weights live; None means wherever their inputs are.
+    """
+    num_positions = options.max_positions or sequence_length
+    model = Decoder(options, num_positions, dtype, placement or Placement.nowhere())
+    inner = "none" if remat == "full" else remat
+    ints = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ints)
+    batch["weights"] = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.float32)
+    num_parameters = count_parameters(options, num_positions)
+    return Task(
+        init=functools.partial(init, options, num_positions),
+        loss=functools.partial(model.loss, remat=remat),
+        batch=batch,
+        logits=model.all_logits,
+        stages=Stages(
+            options.num_layers, model.first, functools.partial(model.repeated, remat=inner), model.last, model.logits
+        ),
+        flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
+        num_parameters=num_parameters,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """What a decoder computes: whole (`loss`, `all_logits`), and cut for a pipeline (the rest, see `Stages`)."""
+
+    options: DecoderOptions
+    num_positions: int
+    dtype: DTypeLike
+    placement: Placement
+
+    def first(self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: losses.Axis = None) -> jax.Array:
+        """Returns the activations that enter the first layer, [b, T, D]."""
+        num_rows = params["embedding"]["table"].shape[0]
+        embedding = Embedding(self.options, num_rows, self.num_positions, self.placement, self.dtype)
+        x: Any = embedding.apply({"params": params["embedding"]}, batch, sequence_keys(rng, batch), train, axis)
+        return x
+
+    def repeated(
+        self, layers: Params, x: jax.Array, batch: Batch, rng: jax.Array, start: Any, train: bool, *, remat: str
+    ) -> jax.Array:
+        """Returns the activations after K layers, of which the first has the index `start` in the whole model."""
+        num_layers = jax.tree.leaves(layers)[0].shape[0]
+        policy = remat if train else "none"
+        stack = layer_stack(self.options, num_layers, self.placement, self.dtype, train, policy)
+        indices = start + jnp.arange(num_layers)
+        angles = angles_of(self.options, batch["positions"])
+        mask = same_document(batch["segment_ids"]) if self.options.within_documents else None
+        y: jax.Array = stack.apply({"params": layers}, x, indices, sequence_keys(rng, batch), angles, mask)[0]
+        return y
+
+    def columns(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
+        """Returns logits [b, T, v] in the compute dtype, padding included."""
+        table = params["embedding"]["table"] if self.options.tied_embeddings else None
+        num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
+        head = Head(self.options, num_columns, self.placement, self.dtype)
+        logits: Any = head.apply({"params": params["head"]}, x, table, axis)
+        return logits
+
+    def logits(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
+        """Returns float32 logits [b, T, v], padding at minus infinity."""
+        return losses.without_padding(self.columns(params, x, axis), self.options.vocab_size, axis)
+
+    def last(self, params: Params, x: jax.Array, batch: Batch, axis: losses.Axis = None) -> Loss:
+        """Returns the loss of the activations after the last layer."""
+        columns = self.columns(params, x, axis)
+        total = losses.cross_entropy(columns, batch["targets"], batch["weights"], self.options.vocab_size, axis)
+        return total, jnp.sum(batch["weights"]), {}
+
+    def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: str) -> Loss:
+        """Returns (sum of cross-entropies over targets, number of targets, no metrics)."""
+        x = self.first(params, batch, rng, train)
+        return self.last(params, self.repeated(params["layers"], x, batch, rng, 0, train, remat=remat), batch)
+
+    def all_logits(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns float32 logits [B, T, V] of a batch, nothing dropped, padding at minus infinity."""
+        rng = jax.random.key(0)
+        x = self.first(params, batch, rng, False)
+        return self.logits(params, self.repeated(params["layers"], x, batch, rng, 0, False, remat="none"))
+
+
+def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
+    """Returns initial float32 parameters, each boxed with its logical axes. The values depend on `rng` alone."""
+    nowhere = Placement.nowhere()
+    keys = jax.random.split(rng, 3)
+    ints = jnp.zeros((1, 1), jnp.int32)
+    batch = {"tokens": ints, "positions": ints}
+    sequence = jax.random.split(rng, 1)
+    rows = options.padded_vocab_size
+    x = jnp.zeros((1, 1, options.embed_dim))
+    embedding = Embedding(options, rows, num_positions, nowhere, jnp.float32)
+    layers = layer_stack(options, options.num_layers, nowhere, jnp.float32, False, "none")
+    head = Head(options, rows, nowhere, jnp.float32)
+    table = jnp.zeros((rows, options.embed_dim)) if options.tied_embeddings else None
+    arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None)
+    return {
+        "embedding": embedding.init(keys[0], batch, sequence, False, None)["params"],
+        "layers": layers.init(keys[1], x, *arguments)["params"],
+        "head": head.init(keys[2], x, table, None)["params"],
+    }
+
+
+def count_parameters(options: DecoderOptions, num_positions: int) -> int:
+    """Returns the number of parameters from shapes alone, without the padding of the vocabulary."""
+    unpadded = dataclasses.replace(options, vocab_multiple=1)
+    shapes = jax.eval_shape(functools.partial(init, unpadded, num_positions), jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nn.unbox(shapes)))
+
+
+def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:
+    """Returns model FLOPs of a forward and backward pass for one token: 6 N + 12 L T N_heads H (full attention).
+
+    N counts the weights that take part in a matmul: the lookup table only where it is also the head, positions never
+    (PaLM, Chowdhery et al. 2022, appendix B).
+    """
+    lookups = 0 if options.tied_embeddings else options.vocab_size * options.embed_dim
+    if options.positions == "learned":
+        lookups += num_positions * options.embed_dim
+    attention = 12 * options.num_layers * sequence_length * options.num_heads * options.width_of_head
+    return 6.0 * (num_parameters - lookups) + attention
