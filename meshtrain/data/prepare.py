@@ -53,11 +53,15 @@ def _write_tokens(files: Sequence[Path], text_field: str, tokenizer: Tokenizer, 
     return num_tokens, num_documents
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_whole(path: Path, content: bytes) -> None:
     """Writes a small file so that it is there whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
     os.replace(partial, path)
+
+
+def _json(described: TokenFile) -> bytes:
+    return json.dumps(dataclasses.asdict(described), indent=2).encode() + b"\n"
 
 
 def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: bool) -> list[str]:
@@ -106,9 +110,8 @@ def prepare(
     files, problems = find_files(path)
     if problems := problems + _output_problems(targets, files, overwrite):
         raise UserError(*problems)
-    opened = open_tokenizer(tokenizer, end_token)
+    opened, partial = open_tokenizer(tokenizer, end_token), out_path.with_name(out_path.name + ".partial")
     content = b"" if tokenizer == "bytes" else Path(tokenizer).read_bytes()
-    partial = out_path.with_name(out_path.name + ".partial")
     try:
         with partial.open("wb") as out:
             num_tokens, num_documents = _write_tokens(files, text_field, opened, out)
@@ -126,9 +129,9 @@ def prepare(
         )
         sidecar_path(out_path).unlink(missing_ok=True)
         if content:
-            _replace(copied, content)
+            _write_whole(copied, content)
         os.replace(partial, out_path)
-        _replace(sidecar_path(out_path), json.dumps(dataclasses.asdict(described), indent=2).encode() + b"\n")
+        _write_whole(sidecar_path(out_path), _json(described))
     except OSError as error:
         raise UserError(f"--output: '{output}' cannot be written ({error.strerror or error})") from error
     finally:

@@ -123,7 +123,7 @@ def rotary_angles(
 ) -> jax.Array:
     """Returns the angle of each pair of channels at each position (Su et al. 2021), float32 [b, T, H / 2].
 
-    angle = position * base^(-2i / H). With Llama-3's scaling (as in its reference code and Hugging Face's `llama3` type)
+    angle = position * base^(-2i / H). With Llama-3's scaling (its reference code; Hugging Face's type `llama3`)
     wavelengths above original_length / low are stretched by `factor`, those below original_length / high stay,
     and in between the two are mixed linearly in original_length / wavelength.
 

@@ -18,7 +18,7 @@ class RematOptions:
 
     policy: str = option(
         "none",
-        "what a layer computes again: none, full (all but its input), dots (all but matmuls), offload (input on the host)",
+        "what a layer computes again: none, full (all but its input), dots (all but matmuls), offload (input on host)",
         choices=("none", "full", "dots", "offload"),
     )
 

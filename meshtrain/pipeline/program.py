@@ -225,7 +225,9 @@ def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
             part, cost, end = items[start : start + period], sum(bodies[start : start + period]), start
             while items[end : end + period] == part:
                 end += period
-                choices.append((cost + best[end][0], start - end, period))
+                # Several rows that stand together only once are no loop, and joined they would hide from the next pass.
+                if period == 1 or end - start > period:
+                    choices.append((cost + best[end][0], start - end, period))
         cheapest, rows, period = min(choices)
         best[start] = (cheapest, period, -rows // period)
     found, start = list[tuple[list, int]](), 0

@@ -16,7 +16,7 @@ import re
 from meshtrain.errors import UserError
 from meshtrain.pipeline.schedules import Action, PipelineOptions, Row, Schedule, build, describe
 
-CELL = re.compile(r"([FBW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", re.ASCII)
+CELL = re.compile(r"([FBW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) -> Schedule:

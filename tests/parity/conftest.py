@@ -21,7 +21,7 @@ from meshtrain.pipeline.schedules import PipelineOptions
 NUM_STEPS = 10
 PEAK_LEARNING_RATE = 3e-3  # ten steps of Adam differ by 5e-7 to 9e-7 between meshes up to 6e-3, and by 2.9e-4 at 1e-2
 BETA1 = 0.9
-BATCH_SIZE, SEQUENCE_LENGTH = 32, 32
+BATCH_SIZE, SEQUENCE_LENGTH = 16, 32
 
 CONFIG = Config(
     num_steps=NUM_STEPS,
@@ -29,11 +29,11 @@ CONFIG = Config(
     sequence_length=SEQUENCE_LENGTH,
     model=DecoderOptions(
         num_layers=8,
-        embed_dim=64,
-        mlp_dim=128,
+        embed_dim=32,
+        mlp_dim=64,
         num_heads=8,
         num_kv_heads=8,
-        vocab_size=257,
+        vocab_size=100,
         vocab_multiple=128,
         dropout_rate=0.1,
     ),
@@ -67,8 +67,8 @@ def example_batches() -> list[dict[str, np.ndarray]]:
     segment_ids = 1 + (place >= start)
     return [
         {
-            "tokens": generator.integers(0, 257, shape).astype(np.int32),
-            "targets": generator.integers(0, 64, shape).astype(np.int32),
+            "tokens": generator.integers(0, 100, shape).astype(np.int32),
+            "targets": generator.integers(0, 32, shape).astype(np.int32),
             "segment_ids": segment_ids.astype(np.int32),
             "positions": np.where(place < start, place, place - start).astype(np.int32),
             "weights": (generator.random(shape) < 0.9).astype(np.float32),

@@ -72,8 +72,11 @@ def test_backward_is_the_whole_backward(printed):
 
 
 def test_times_are_exact(printed):
-    flags = ["--schedule=1f1b", "--stages=4", "--microbatches=8", "--forward=0.1", "--backward=0.2", "--json"]
-    assert json.loads(printed(*flags))["bubble_fraction"] == 3 / 11
+    flags = ["--schedule=1f1b_classic", "--stages=4", "--microbatches=8", "--json"]
+    times = ["--forward=0.7", "--backward=0.7", "--transfer=0.2"]
+    # Tenths as floating point numbers would miss both in the last digit.
+    numbers = json.loads(printed(*flags, *times))
+    assert (numbers["bubble_fraction"], numbers["bubble_fraction_in_step"]) == (37 / 93, 3 / 7)
 
 
 def test_csv_goes_out_and_in_again(printed, tmp_path):
@@ -82,6 +85,13 @@ def test_csv_goes_out_and_in_again(printed, tmp_path):
     assert path.read_text() == format_table(build("gpipe", num_stages=3, num_microbatches=2))
     mine = json.loads(printed(f"--table={path}", "--json"))
     assert mine["rows"] == json.loads(printed("--schedule=gpipe", "--stages=3", "--microbatches=2", "--json"))["rows"]
+
+
+def test_a_wrong_table_is_refused(printed, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("F0,F0\n,B0\nB0,\n")
+    with pytest.raises(UserError, match="F0 in row 0 on stage 1 needs F0 of stage 0"):
+        printed(f"--table={path}")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])

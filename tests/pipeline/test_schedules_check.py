@@ -150,6 +150,13 @@ def test_the_executor_refuses_mixed_and_split_tables_with_the_reason():
         assert refusals(build(name, num_stages=4, num_microbatches=8)) == []
 
 
+def test_a_wrong_table_in_a_configuration_is_refused(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("F0,F0\n,B0\nB0,\n")
+    (line,) = check(PipelineOptions(table=str(path)), num_stages=2, num_layers=4, num_microbatches=1)
+    assert "F0 in row 0 on stage 1 needs F0 of stage 0" in line
+
+
 @pytest.mark.parametrize(
     "changes, numbers, words",
     [

@@ -219,6 +219,14 @@ def test_segments_are_the_program_s_rows(case):
         assert not (row.kind == "B" and row.embed)
 
 
+def test_a_body_can_do_what_only_its_last_repeat_needs():
+    f0, f1, b0, b1 = Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)
+    rows = ((f0, None), (None, f0), (None, b0), (f1, None), (None, f1), (b0, b1), (b1, None))
+    program = executable(Schedule("mine", 2, 2, 1, rows))
+    act_out(program)
+    assert " ".join(show(segment) for segment in segments(program)) == "((Fe)x2 (Bhd)x1)x2 (Bd)x1"
+
+
 def test_the_number_of_bodies_does_not_grow_with_microbatches():
     for name, num_chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
         few, many = (len(bodies(segments(program_of(name, 4, m, num_chunks)))) for m in (8, 64))
