@@ -17,11 +17,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.data = 2
     config.mesh.pipeline = 2
     config.mesh.tensor = 2
-    config.num_steps = 300
+    config.num_steps = 100
     config.batch_size = 32
     config.sequence_length = 128
-    config.eval_every = 100
-    config.checkpoint.every = 100
+    config.eval_every = 50
+    config.checkpoint.every = 50
     config.model.num_layers = 4
     config.model.embed_dim = 128
     config.model.mlp_dim = 512
@@ -31,5 +31,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.pipeline.schedule = "1f1b"
     config.pipeline.num_microbatches = 4
     config.learning_rate.peak = 3e-3
-    config.learning_rate.warmup_steps = 30
+    config.learning_rate.warmup_steps = 20
     return config

@@ -26,7 +26,7 @@ from meshtrain.optim.learning_rate import learning_rate
 from meshtrain.optim.optimizers import optimizer, state_axes
 from meshtrain.pipeline import executor, storage
 from meshtrain.pipeline.program import Program, executable
-from meshtrain.pipeline.schedules import build
+from meshtrain.pipeline.table import chosen
 from meshtrain.step.accumulate import Gradients, accumulated, split, summed
 from meshtrain.step.precision import compute_dtype
 from meshtrain.step.state import TrainState, init_state
@@ -102,6 +102,8 @@ def assemble(
 
     params, axes = _abstract_params(task, num_chunks, mesh.size)
     param_shardings = partition.placements(params, axes, rules, mesh)
+    num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
+    task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rate(
         config.learning_rate,
         num_steps=config.num_steps,
@@ -162,15 +164,8 @@ def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None
     """Returns the schedule, proven and ready to run; None on a pipeline of size 1."""
     if shape["pipeline"] == 1:
         return None
-    parts, options = num_microbatches(config, shape), config.pipeline
-    return executable(
-        build(
-            options.schedule,
-            num_stages=shape["pipeline"],
-            num_microbatches=parts,
-            num_chunks=options.num_chunks,
-        )
-    )
+    parts = num_microbatches(config, shape)
+    return executable(chosen(config.pipeline, num_stages=shape["pipeline"], num_microbatches=parts))
 
 
 def array_rows(assembly: Assembly) -> list[Row]:

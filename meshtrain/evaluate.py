@@ -1,13 +1,15 @@
 """The batches of a run, and the loss on the part of the data that it does not learn from."""
 
 import collections
+import itertools
 from collections.abc import Iterator
 
 import jax
 
 from meshtrain.assemble import Assembly
+from meshtrain.config import Config
 from meshtrain.data.corpus import Corpus
-from meshtrain.data.loader import batches
+from meshtrain.data.loader import batches, sample_order
 from meshtrain.observe.metrics import scalars
 from meshtrain.step.state import TrainState
 
@@ -27,21 +29,26 @@ def training_batches(assembly: Assembly, corpus: Corpus, start_step: int) -> Ite
 
 
 def evaluate(assembly: Assembly, corpus: Corpus, state: TrainState) -> dict[str, float]:
-    """Returns mean loss and metrics over the first batches of the validation split, each sequence counted once."""
+    """Returns mean loss and metrics over the same validation sequences each time, each of them counted once."""
     config = assembly.config
     stream = batches(
         corpus.validation,
         batch_size=config.batch_size,
         sharding=assembly.batch["tokens"].sharding,
         seed=config.seed,
-        shuffle=False,
         num_epochs=1,
         num_threads=config.data.num_threads,
     )
     sums: collections.Counter[str] = collections.Counter()
-    for index, batch in enumerate(stream):
-        if index == config.num_eval_batches > 0:
-            break
+    for batch in itertools.islice(stream, config.num_eval_batches or None):
         sums.update(scalars(assembly.eval_step(state.params, batch)))
     weight = max(sums.pop("weight"), 1.0) if sums else 1.0
     return {f"eval_{name}": value / weight for name, value in sums.items()}
+
+
+def evaluated_examples(config: Config, corpus: Corpus) -> list[int]:
+    """Returns which validation examples `evaluate` counts, so that a baseline can be asked about the same."""
+    num_examples = len(corpus.validation)
+    order = sample_order(num_examples, seed=config.seed, num_epochs=1)
+    wanted = config.num_eval_batches * config.batch_size or num_examples
+    return [order[index] for index in range(min(wanted, num_examples))]

@@ -1,5 +1,6 @@
 """What a run says when it is done."""
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from meshtrain import workdir
 from meshtrain.assemble import Assembly
 from meshtrain.data.baseline import bigram_loss
 from meshtrain.data.corpus import Corpus
+from meshtrain.evaluate import evaluated_examples
 from meshtrain.generate import continued
 from meshtrain.step.state import TrainState
 
@@ -20,7 +22,9 @@ def text(assembly: Assembly, corpus: Corpus, state: TrainState, values: Mapping[
     lines = ["", f"done: step {int(state.step)}"]
     if (loss := values.get("eval_loss")) is not None:
         lines.append(f"validation loss   {loss:.4f} nats a token (perplexity {math.exp(min(loss, 50.0)):.2f})")
-        bigram = workdir.kept(run, "bigram_loss", lambda: bigram_loss(corpus.train, corpus.validation))
+        scored = evaluated_examples(config, corpus)
+        compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=scored)
+        bigram = workdir.kept(run, f"bigram_loss_on_{len(scored)}", compute)
         if bigram is not None:
             verdict = "better" if loss < bigram else "not better"
             lines.append(f"bigram model      {bigram:.4f} on the same text: the run is {verdict}")

@@ -56,9 +56,7 @@ def gpt2_loss(params: Params, batch: Batch, vocab_size: int, dtype: DTypeLike) -
     def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
         w = cast(w, dtype)
         y, a, m = layer_norm(x, w["attention_norm"]), w["attention"], w["mlp"]
-        q, k, v = (
-            jnp.einsum("btd,dnh->btnh", y, a[name]) + a[f"{name}_bias"] for name in ("query", "key", "value")
-        )
+        q, k, v = (jnp.einsum("btd,dnh->btnh", y, a[name]) + a[f"{name}_bias"] for name in ("query", "key", "value"))
         x = x + jnp.einsum("btnh,nhd->btd", attention(q, k, v, mask), a["output"]) + a["output_bias"]
         y = layer_norm(x, w["mlp_norm"])
         return x + (jax.nn.gelu(y @ m["up"] + m["up_bias"]) @ m["down"] + m["down_bias"]), None

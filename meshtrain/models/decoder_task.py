@@ -21,7 +21,7 @@ from meshtrain.layout.partition import Placement
 from meshtrain.models import losses
 from meshtrain.models.attention import same_document
 from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack
-from meshtrain.models.task import Batch, Loss, Params, Stages, Task, sequence_keys
+from meshtrain.models.task import Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
 
 
 def decoder(
@@ -47,14 +47,11 @@ def decoder(
     num_positions = options.max_positions or sequence_length
     model = Decoder(options, num_positions, dtype, placement or Placement.nowhere())
     inner = "none" if remat == "full" else remat
-    ints = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
-    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ints)
-    batch["weights"] = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.float32)
     num_parameters = count_parameters(options, num_positions)
     return Task(
         init=functools.partial(init, options, num_positions),
         loss=functools.partial(model.loss, remat=remat),
-        batch=batch,
+        batch=token_batch(batch_size, sequence_length),
         logits=model.all_logits,
         stages=Stages(
             options.num_layers, model.first, functools.partial(model.repeated, remat=inner), model.last, model.logits

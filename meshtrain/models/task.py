@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 Batch = Mapping[str, jax.Array]
 Params = Any
@@ -58,12 +59,12 @@ class Task:
         (`flax.linen.with_logical_partitioning`); on more than one device each has to be.
       loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
         Metrics are sums too, divided by the same weight when they are shown.
-      batch: abstract batch, name -> `jax.ShapeDtypeStruct` with the global batch as leading dim.
+      batch: abstract batch, name -> `jax.ShapeDtypeStruct` with the global batch as leading dim; see `token_batch`.
       logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None where it
         makes no sense.
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
       flops_per_token: model FLOPs of one forward and backward pass for one token, 0 where unknown.
-      num_parameters: parameters without padding, 0 where unknown.
+      num_parameters: parameters without padding; 0: count them as they stand.
     """
 
     init: Callable[[jax.Array], Params]
@@ -73,6 +74,17 @@ class Task:
     stages: Stages | None = None
     flops_per_token: float = 0.0
     num_parameters: int = 0
+
+
+def token_batch(batch_size: int, sequence_length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the abstract batch of packed tokens, as the loader fills it: `Task.batch` of any model of text.
+
+    tokens, targets, segment_ids (0 is padding) and positions (in its document) are int32 [B, T]; weights are
+    float32 [B, T], 1 where the target counts.
+    """
+    ints = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
+    floats = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.float32)
+    return {"tokens": ints, "targets": ints, "segment_ids": ints, "positions": ints, "weights": floats}
 
 
 def sequence_keys(rng: jax.Array, batch: Batch) -> jax.Array:

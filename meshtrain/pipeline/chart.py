@@ -58,7 +58,7 @@ def as_text(schedule: Schedule, costs: Costs, *, in_step: bool = False, max_colu
     if makespan * scale > MAX_TEXT_COLUMNS:
         raise UserError(
             f"costs: got a chart of {float(makespan * scale):.3g} columns, because the shortest action lasts only "
-            f"{float(shortest):g}; allowed as text: {MAX_TEXT_COLUMNS} columns; nearest: --json, or costs that differ less"
+            f"{float(shortest):g}; allowed as text: {MAX_TEXT_COLUMNS} columns; nearest: --json, or closer costs"
         )
     lines = [[" "] * round(makespan * scale) for _ in range(schedule.num_stages)]
     for span, label in zip(spans, labels, strict=True):

@@ -28,7 +28,7 @@ AXES = {
     "head": {"kernel": ("embed", "vocab")},
 }
 SIZES = {
-    "vocab": 192, "embed": 128, "positions": 16, "layers": 2, "heads": 4, "head_dim": 32, "mlp": 160, "norm": 128
+    "vocab": 192, "embed": 128, "positions": 16, "layers": 2, "heads": 4, "head_dim": 32, "mlp": 512, "norm": 128
 }  # fmt: skip
 MATRICES = {"table", "query", "output", "up", "kernel"}
 
