@@ -22,7 +22,7 @@ def eight_bytes(config: Config, placement: Placement) -> Task:
 
     def init(rng: jax.Array) -> Params:
         keys = zip(WEIGHTS.items(), jax.random.split(rng, len(WEIGHTS)), strict=True)
-        return {k: LogicallyPartitioned(0.05 * jax.random.normal(key, shape), axes) for (k, (shape, axes)), key in keys}
+        return {k: LogicallyPartitioned(0.1 * jax.random.normal(key, shape), axes) for (k, (shape, axes)), key in keys}
 
     def logits(params: Params, batch: Batch) -> jax.Array:
         table, up, down = (placement.weight(params[name], axes) for name, (_, axes) in WEIGHTS.items())

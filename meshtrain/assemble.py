@@ -139,13 +139,18 @@ def assemble(
         kept_state=kept,
         batch=batch,
         names=names,
-        init=jax.jit(init, out_shardings=homes),
+        init=jax.jit(init, out_shardings=homes, compiler_options=init_compiler_options(devices)),
         train_step=jax.jit(step, donate_argnums=0, out_shardings=(homes, whole)),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
         logits=jax.jit(logits, out_shardings=whole) if logits else None,
         to_kept=_reshaper(state, kept),
         from_kept=_reshaper(kept, state),
     )
+
+
+def init_compiler_options(devices: Sequence[jax.Device]) -> dict[str, int] | None:
+    """Returns compiler options for a program that runs once: on CPU, compiling it well takes longer than running it."""
+    return {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else None
 
 
 def built_in(config: Config, placement: Placement) -> Task:

@@ -4,21 +4,25 @@ R: rows of the batch (copies of the prompt that the mesh's data axes need), T: t
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain import flags
 from meshtrain.assemble import Assembly, assemble, stored_params
-from meshtrain.config import parse
-from meshtrain.data.corpus import Corpus, open_corpus
+from meshtrain.config import CONFIG_FILE, Config, check, configure, from_json, resolve
+from meshtrain.data.corpus import Corpus, tokenizer_for
+from meshtrain.data.tokenize import Tokenizer
 from meshtrain.errors import UserError, run
 from meshtrain.launch import distributed
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Batch, Params
-from meshtrain.store.checkpoint import restore_params
+from meshtrain.store.checkpoint import find, restore_params
 
 
 def sample(
@@ -60,7 +64,8 @@ def sample(
         _, tokens = jax.lax.scan(one, (window, jnp.int32(filled)), jax.random.split(key, num_tokens))
         return tokens
 
-    tokens = jax.jit(draw)(params, window, len(recent), jax.random.key(seed))
+    whole = NamedSharding(assembly.mesh, PartitionSpec())  # so that each process can read it
+    tokens = jax.jit(draw, out_shardings=whole)(params, window, len(recent), jax.random.key(seed))
     return [int(token) for token in np.asarray(tokens)]
 
 
@@ -77,11 +82,34 @@ def _batch(window: jax.Array) -> Batch:
 
 
 def continued(
-    assembly: Assembly, corpus: Corpus, params: Params, prompt: str, num_tokens: int, temperature: float, seed: int
+    assembly: Assembly,
+    text: Corpus | Tokenizer,
+    params: Params,
+    prompt: str,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> str:
-    """Returns the prompt and the text that follows it."""
-    ids = corpus.encode(prompt)
-    return prompt + corpus.decode(sample(assembly, params, ids, num_tokens, temperature, seed))
+    """Returns the prompt and the text that follows it; `text` has encode and decode, see `sample` for the rest."""
+    ids = text.encode(prompt)
+    return prompt + text.decode(sample(assembly, params, ids, num_tokens, temperature, seed))
+
+
+def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
+    """Returns what the command line asks for; where it names no configuration, that of the run in the workdir.
+
+    Args:
+      arguments: from `flags.arguments`.
+      also: problems to be reported together with the arguments' and the configuration's.
+
+    Raises:
+      UserError: all of them.
+    """
+    kept = arguments.workdir / CONFIG_FILE
+    if arguments.config or not kept.is_file():
+        return configure(arguments, also, reads_data=False)
+    given = from_json(kept.read_text(encoding="utf-8"))
+    return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=False)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     extra.add_argument("--prompt", default="def ", help="the text to go on from")
     extra.add_argument("--num-tokens", type=int, default=200, help="tokens to draw")
     extra.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token each time")
-    config, arguments = parse(argv, extra)
+    arguments = flags.arguments(argv, extra)
     problems = []
     if arguments.num_tokens < 1:
         problems.append(f"--num-tokens: got {arguments.num_tokens}; allowed: at least 1; nearest: 1")
@@ -100,19 +128,19 @@ def main(argv: Sequence[str]) -> int:
         problems.append(f"--temperature: got {arguments.temperature}; allowed: at least 0; nearest: 0")
     if not arguments.prompt:
         problems.append("--prompt: got an empty text; allowed: at least one character; nearest: 'def '")
-    if problems:
-        raise UserError(*problems)
-    devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in vars(config.mesh).values())
+    config = configuration(arguments, problems)
+    devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
+    if problems := check(config, shape):
+        raise UserError(*problems)
+    find(arguments.workdir).close()  # before anything is compiled
+    tokenizer = tokenizer_for(config.data, vocab_size=config.model.vocab_size)
     assembly = assemble(config, shape, devices)
-    kept = restore_params(arguments.workdir, assembly.kept_state.params)
-    corpus = open_corpus(
-        config.data, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size, seed=config.seed
-    )
-    params = stored_params(assembly, kept)
-    print(
-        continued(assembly, corpus, params, arguments.prompt, arguments.num_tokens, arguments.temperature, config.seed)
-    )
+    params = stored_params(assembly, restore_params(arguments.workdir, assembly.kept_state.params))
+    wanted = arguments.prompt, arguments.num_tokens, arguments.temperature
+    said = continued(assembly, tokenizer, params, *wanted, config.seed)
+    if distributed.is_main_process():
+        print(said)
     return 0
 
 

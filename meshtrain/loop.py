@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -77,24 +78,14 @@ def run(
       profiler: traces the steps it was told to.
 
     Returns:
-      The last state, and the values last logged and evaluated.
+      The last state, and the values last logged and evaluated; where no step was left, only the latter.
 
     Raises:
-      TrainingStopped: a logged loss is not a number.
+      TrainingStopped: the loss of a step that is logged, evaluated or saved is not a number.
       Interrupted: SIGTERM or SIGINT arrived; the state is saved.
     """
     clock, latest = StepClock(), dict[str, float | None]()
-
-    def log(completed: list[CompletedStep]) -> None:
-        for done in completed:
-            progress.advance_to(done.step)
-            if done.step % plan.log_every == 0 or done.step == plan.num_steps or done.is_first:
-                values = logged(done, clock, plan)
-                latest.update(values)
-                actions.write(done.step, values)
-                progress.line(log_line({"step": done.step, **values}, plan.num_steps))
-                refuse_nan(done.step, values)
-
+    tell = functools.partial(report, plan, actions, progress, latest)
     with interruptions() as interrupted:
         for step in range(start_step + 1, plan.num_steps + 1):
             with clock.waiting_for_data():
@@ -102,23 +93,59 @@ def run(
             profiler.before(step)
             state, metrics = actions.train_step(state, batch)
             profiler.after(step, metrics)
-            log(clock.dispatched(step, metrics))
+            log(clock.dispatched(step, metrics), clock, plan, progress, tell)
             is_last = step == plan.num_steps
-            evaluates, saves = is_last or due(step, plan.eval_every), is_last or due(step, plan.save_every)
-            if not (evaluates or saves or interrupted):
+            stops = bool(interrupted) and not is_last  # whoever sent the signal may not wait for an evaluation
+            evaluates = is_last or (due(step, plan.eval_every) and not stops)
+            saves = is_last or stops or due(step, plan.save_every)
+            if not (evaluates or saves):
                 continue
-            log(clock.drain())
+            log(clock.drain(), clock, plan, progress, tell)
+            refuse_nan(step, scalars(metrics))  # between log lines too: such a state must not replace a good one
             with clock.pause():
-                if evaluates:
-                    values = dict(actions.evaluate(state))
-                    latest.update(values)
-                    actions.write(step, values)
-                    progress.line(log_line({"step": step, **values}, plan.num_steps))
-                if saves or interrupted:
+                if saves:
                     actions.save(step, state)
-            if interrupted and not is_last:
+                if evaluates:
+                    tell(step, actions.evaluate(state))
+            if stops:
                 raise Interrupted(f"saved at step {step} of {plan.num_steps}; the same command goes on from there")
+    if start_step == plan.num_steps:
+        latest.update(actions.evaluate(state))
     return state, latest
+
+
+def log(
+    completed: Iterable[CompletedStep],
+    clock: StepClock,
+    plan: Plan,
+    progress: Progress,
+    tell: Callable[[int, Mapping[str, float | None]], None],
+) -> None:
+    """Moves the bar over completed steps, and tells of those that are to be logged.
+
+    Raises:
+      TrainingStopped: the loss of one of these is not a number.
+    """
+    for done in completed:
+        progress.advance_to(done.step)
+        if done.is_first or due(done.step, plan.log_every) or done.step == plan.num_steps:
+            values = logged(done, clock, plan)
+            tell(done.step, values)
+            refuse_nan(done.step, values)
+
+
+def report(
+    plan: Plan,
+    actions: Actions,
+    progress: Progress,
+    latest: dict[str, float | None],
+    step: int,
+    values: Mapping[str, float | None],
+) -> None:
+    """Says values wherever somebody looks: in the run's files, on the terminal, and in what the run returns."""
+    latest.update(values)
+    actions.write(step, values)
+    progress.line(log_line({"step": step, **values}, plan.num_steps))
 
 
 def due(step: int, every: int) -> bool:

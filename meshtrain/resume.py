@@ -2,30 +2,58 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 
+from meshtrain import workdir
 from meshtrain.assemble import Assembly, stored_params
-from meshtrain.config import to_json
+from meshtrain.config import Config, to_json
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
 from meshtrain.errors import UserError
 from meshtrain.step.state import TrainState
-from meshtrain.store.checkpoint import Checkpoints, restore_params
+from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints, find, restore_params
+
+
+def saved_step(run: Path) -> int:
+    """Returns the newest step that a run has saved completely, 0 where there is none."""
+    try:
+        with find(run / CHECKPOINTS) as checkpoints:
+            return checkpoints.latest_step() or 0
+    except UserError:
+        return 0
+
+
+def check(config: Config, run: Path, start_step: int) -> list[str]:
+    """Returns one line for each reason why a run cannot begin or go on in its folder; reads no array, writes nothing.
+
+    Args:
+      config: what the run is told.
+      run: its folder, there or not.
+      start_step: what `saved_step` found. From 1 on the run has weights of its own, and `init_from` is history.
+    """
+    found = workdir.check(run, config)
+    if start_step > config.num_steps:
+        found.append(
+            f"num_steps: got {config.num_steps}, and the workdir's run is at step {start_step}; allowed: at least "
+            f"{start_step}; nearest: {start_step}"
+        )
+    if config.init_from and not start_step:
+        try:
+            find(config.init_from).close()
+        except UserError as error:
+            found += [f"init_from: {problem}" for problem in error.problems]
+    return found
 
 
 def starting_state(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
     """Returns the state that was saved at `step`; at 0 initial weights, or those of `init_from`.
 
     Raises:
-      UserError: the checkpoint is another model's, or further on than the run is to go.
+      UserError: the checkpoint is another model's.
     """
     config = assembly.config
-    if step > config.num_steps:
-        raise UserError(
-            f"num_steps: got {config.num_steps}, and the workdir's run is at step {step}; allowed: at least {step}; "
-            f"nearest: {step}"
-        )
     if step:
         return assembly.from_kept(checkpoints.restore(step, assembly.kept_state))
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))

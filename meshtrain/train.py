@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import ml_collections
 
 from meshtrain import loop, resume, summary, workdir
 from meshtrain.assemble import Assembly, MakeTask, array_rows, assemble
-from meshtrain.config import Config, check
+from meshtrain.config import Config, check, resolve
 from meshtrain.data.corpus import open_corpus
 from meshtrain.errors import UserError
 from meshtrain.evaluate import evaluate, training_batches
@@ -34,46 +37,49 @@ class Result:
 
 
 def train(
-    config: Config, directory: str | Path, make_task: MakeTask | None = None, rules: Rules | None = None
+    config: Config | ml_collections.ConfigDict,
+    directory: str | Path = "runs/default",
+    make_task: MakeTask | None = None,
+    rules: Rules | None = None,
 ) -> Result:
-    """Trains, from the beginning or from where this directory's run stopped.
+    """Trains, from the beginning or from where this directory's run stopped. `meshtrain.train` is this function.
 
     Args:
-      config: what to do; `meshtrain.config.resolve` makes one from a ConfigDict.
+      config: what to do; in a ConfigDict, as `meshtrain.config.default` returns one, or frozen.
       directory: the run's own folder: configuration, metrics, checkpoints.
       make_task: a model of one's own, (config, placement) -> Task; None for the decoder of `config.model`.
       rules: logical axis -> mesh axes for its weights; None for the built-in table.
 
     Raises:
       UserError: what a user can mend, before anything is compiled.
-      TrainingStopped: loss or gradients are no longer numbers.
-      Interrupted: a signal arrived, and everything is saved.
+      TrainingStopped, Interrupted: as `loop.run` does.
     """
+    own_task = make_task is not None
+    config, run = resolve(config, own_task=own_task), Path(directory).expanduser().absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
-    is_main = distributed.is_main_process()
+    is_main, start_step = distributed.is_main_process(), resume.saved_step(run)
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    if problems := check(config, shape, own_task=make_task is not None):
+    if problems := check(config, shape, own_task=own_task) + resume.check(config, run, start_step):
         raise UserError(*problems)
-    run = workdir.opened(Path(directory), config, writes=is_main)
     show = functools.partial(phase, is_main=is_main)
     with show("data") as say:
         corpus = open_corpus(
             config.data, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size, seed=config.seed
         )
-        workdir.refuse_other_corpus(run, corpus.fingerprint, writes=is_main)
+        workdir.refuse_other_corpus(run, corpus.fingerprint)
         say(corpus.summary)
     with show("mesh") as say:
         assembly = assemble(config, shape, devices, make_task, rules)
-        if is_main:
-            workdir.write_text(run, "layout.txt", table(array_rows(assembly)))
         say("; ".join([describe(assembly.mesh), *notes]))
-    with Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints:
-        start_step = checkpoints.latest_step() or 0
+    with Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints, ThreadPoolExecutor(1) as thread:
+        # The compiler leaves the interpreter alone: initial weights, a program of their own, come meanwhile.
+        compiling = thread.submit(lambda: assembly.train_step.lower(assembly.state, assembly.batch).compile())
         with show("restore" if start_step else "init") as say:
             state = resume.starting_state(assembly, checkpoints, start_step)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
+        workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)), writes=is_main)
         with show("compile") as say:
-            train_step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+            train_step = compiling.result()
             say(f"{assembly.task.num_parameters:,} parameters")
         with (
             Trackers(config.observe, run, start_step, is_main=is_main) as trackers,
@@ -88,8 +94,7 @@ def train(
             )
             batches = training_batches(assembly, corpus, start_step)
             state, values = loop.run(state, start_step, batches, plan_of(assembly), actions, progress, profiler)
-    if is_main:
-        print(summary.text(assembly, corpus, state, values, run), flush=True)
+    summary.show(assembly, corpus, state, values, run, is_main=is_main)
     return Result(state, values, run, assembly)
 
 

@@ -1,47 +1,64 @@
 """A run's own folder: config.json, corpus.json, layout.txt, metrics.jsonl, tensorboard/, checkpoints/."""
 
 import json
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from meshtrain import flags
 from meshtrain.config import CONFIG_FILE, Config, difference, to_json
 from meshtrain.errors import UserError
 
 CORPUS_FILE = "corpus.json"
 
 
-def opened(directory: pathlib.Path, config: Config, *, writes: bool) -> pathlib.Path:
-    """Returns the folder, made where it is missing, with the configuration in it.
+def check(run: pathlib.Path, config: Config) -> list[str]:
+    """Returns one line for each reason why a configuration cannot run here; writes nothing.
 
     Args:
-      directory: any path.
+      run: the run's folder, there or not.
       config: what the run is told.
+
+    Raises:
+      UserError: its config.json is not JSON.
+    """
+    if problems := flags.unwritable(run):
+        return problems
+    before = _read_json(run / CONFIG_FILE)
+    changed = difference(before, json.loads(to_json(config))) if before else []
+    if not changed:
+        return []
+    return [
+        *(f"workdir {run} holds another run: {line}" for line in changed),
+        f"workdir {run}: allowed: the run's own configuration; nearest: another --workdir",
+    ]
+
+
+def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, writes: bool) -> None:
+    """Writes down what the run is, once nothing speaks against it any more.
+
+    Args:
+      run: the folder, made where it is missing.
+      config: what the run is told.
+      fingerprint: the hash of its data.
+      layout: a line for each array.
       writes: whether this process is the one that writes (process 0).
 
     Raises:
-      UserError: it cannot be written, or it holds a run whose configuration differs in what may not change.
+      UserError: the folder cannot be written.
     """
-    run = directory.expanduser().absolute()
+    if not writes:
+        return
     try:
         run.mkdir(parents=True, exist_ok=True)
-        if not os.access(run, os.W_OK | os.X_OK):
-            raise PermissionError(13, "no permission to write")
-        before = _read_json(run / CONFIG_FILE)
-        changed = difference(before, json.loads(to_json(config))) if before else []
-        if changed:
-            raise UserError(
-                *(f"workdir {run} holds another run: {line}" for line in changed),
-                f"workdir {run}: allowed: the run's own configuration; nearest: another --workdir",
-            )
-        if writes:
-            write_text(run, CONFIG_FILE, to_json(config))
+        write_text(run, CONFIG_FILE, to_json(config))
+        write_text(run, "layout.txt", layout)
+        if not _read_json(run / CORPUS_FILE):
+            write_text(run, CORPUS_FILE, json.dumps({"fingerprint": fingerprint}))
     except OSError as error:
         raise UserError(
             f"--workdir: cannot write {run} ({error.strerror}); allowed: a folder that can be made and written"
         ) from None
-    return run
 
 
 def write_text(run: pathlib.Path, name: str, text: str) -> None:
@@ -51,28 +68,35 @@ def write_text(run: pathlib.Path, name: str, text: str) -> None:
     new.replace(run / name)
 
 
-def refuse_other_corpus(run: pathlib.Path, fingerprint: str, *, writes: bool) -> None:
-    """Notes which data the run learns from.
+def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
+    """Compares the data at hand with those that the run has learned from.
 
     Raises:
       UserError: the folder holds a run on other data.
     """
-    kept = _read_json(run / CORPUS_FILE).get("fingerprint")
-    if kept not in (None, fingerprint):
+    facts = _read_json(run / CORPUS_FILE)
+    if facts and facts["fingerprint"] != fingerprint:
         raise UserError(
-            f"workdir {run}: its run learned from data with hash {kept[:12]}, and these have {fingerprint[:12]} "
-            "(another Python, or files that changed); allowed: the same data; nearest: another --workdir"
+            f"workdir {run}: its run learned from data with hash {facts['fingerprint'][:12]}, and these have "
+            f"{fingerprint[:12]} (another Python, or files that changed); allowed: the same data; nearest: another "
+            "--workdir"
         )
-    if kept is None and writes:
-        write_text(run, CORPUS_FILE, json.dumps({"fingerprint": fingerprint}))
 
 
-def kept(run: pathlib.Path, name: str, compute: Callable[[], Any]) -> Any:
-    """Returns a fact about the run's data that is computed once and then stands in corpus.json."""
+def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bool) -> Any:
+    """Returns a fact about the run's data that is computed once and then stands in corpus.json.
+
+    Args:
+      run: the run's folder.
+      name: of the fact.
+      compute: what finds it where it is not known.
+      writes: whether this process is the one that writes (process 0).
+    """
     facts = _read_json(run / CORPUS_FILE)
     if name not in facts:
         facts[name] = compute()
-        write_text(run, CORPUS_FILE, json.dumps(facts))
+        if writes:
+            write_text(run, CORPUS_FILE, json.dumps(facts))
     return facts[name]
 
 

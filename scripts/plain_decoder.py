@@ -108,7 +108,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.
 
 
 def cross_entropy(logits: jax.Array, batch: Batch, vocab_size: int) -> jax.Array:
-    """Returns the mean over the targets, float32, of [b, T, V] logits whose columns from `vocab_size` on are padding."""
+    """Returns the mean over the targets, float32; columns of the logits [b, T, V] from `vocab_size` on are padding."""
     logits = logits[..., :vocab_size].astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])

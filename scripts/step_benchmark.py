@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import functools
 import os
-import signal
+import resource
 import statistics
 import subprocess
 import sys
@@ -24,52 +24,45 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config import Config
+from meshtrain.config import Config, parse
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
+from meshtrain.optim.learning_rate import learning_rate
 from meshtrain.step.precision import PrecisionOptions, compute_dtype
 from scripts import plain_decoder
 
 ROOT = Path(__file__).parents[1]
+TINY = "configs/tiny.py"
+SIZES = ("tiny", "llama", "gpt2")
 GOAL = 1.03
 TURNS = ("program", "plain", "plain again")
 
 LLAMA = DecoderOptions(num_layers=4, embed_dim=256, mlp_dim=768, num_heads=8, num_kv_heads=4)
-SIZES = {
-    "tiny": (32, 64, DecoderOptions(num_layers=8, embed_dim=64, mlp_dim=256, num_heads=8, num_kv_heads=8)),
-    "llama": (4, 256, LLAMA),
-    "gpt2": (
-        4,
-        256,
-        dataclasses.replace(
-            LLAMA,
-            mlp_dim=1024,
-            num_kv_heads=8,
-            positions="learned",
-            norm="layernorm",
-            activation="gelu",
-            tied_embeddings=True,
-            biases=True,
-        ),  # fmt: skip
-    ),
-}
+GPT2 = DecoderOptions(
+    num_layers=4,
+    embed_dim=256,
+    mlp_dim=1024,
+    num_heads=8,
+    num_kv_heads=8,
+    positions="learned",
+    norm="layernorm",
+    activation="gelu",
+    tied_embeddings=True,
+    biases=True,
+)
 
 Turn = Callable[[], tuple[float, float]]
 
 
 def configuration(size: str, precision: str) -> Config:
-    """Returns a run of one of the models to compare, on one device."""
-    batch_size, sequence_length, model = SIZES[size]
-    return Config(
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        model=model,
-        precision=PrecisionOptions(policy=precision),
-        learning_rate=LearningRateOptions(peak=1e-3, warmup_steps=10),
-    )
+    """Returns a run on one device of one of the models to compare: `tiny` (its configuration file), `llama`, `gpt2`."""
+    if size == "tiny":
+        config, _ = parse([f"--config={ROOT / TINY}"], reads_data=False)
+    else:
+        config = Config(batch_size=4, sequence_length=256, model={"llama": LLAMA, "gpt2": GPT2}[size])
+    return dataclasses.replace(config, precision=PrecisionOptions(policy=precision))
 
 
 def example_batch(config: Config) -> dict[str, np.ndarray]:
@@ -100,35 +93,43 @@ def plain_step(config: Config) -> tuple[Any, Any]:
     return transformation, plain_decoder.train_step(bound, transformation)
 
 
-def turns(config: Config, device: jax.Device) -> tuple[dict[str, Turn], dict[str, Any]]:
-    """Returns what runs one step and gives its (wall seconds, CPU seconds), and the compiled steps."""
+def compiled_steps(config: Config, device: jax.Device, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the compiled steps (state, batch) -> (state, result), and their states, with equal weights."""
     assembly: Assembly = assemble(config, dict.fromkeys(AXES, 1), [device])
     state = assembly.init(jax.random.key_data(jax.random.key(0)))
-    batch = jax.device_put(example_batch(config), device)
     transformation, step = plain_step(config)
-    plain_state = jax.jit(lambda params: (params, transformation.init(params)))(state.params)
-    compiled = {
+    plain_state = jax.tree.map(jnp.copy, (state.params, jax.jit(transformation.init)(state.params)))
+    steps = {
         "program": assembly.train_step.lower(state, batch).compile(),
         "plain": jax.jit(step, donate_argnums=0).lower(plain_state, batch).compile(),
     }
-    states = {"program": state, "plain": jax.tree.map(jnp.array, plain_state)}
+    return steps, {"program": state, "plain": plain_state}
+
+
+def turns(steps: dict[str, Any], states: dict[str, Any], batch: Any) -> dict[str, Turn]:
+    """Returns, for each turn of a round, what runs one step and gives its (wall seconds, CPU seconds)."""
 
     def turn(name: str) -> tuple[float, float]:
         start = time.perf_counter(), time.process_time()
-        states[name], result = compiled[name](states[name], batch)
+        states[name], result = steps[name](states[name], batch)
         jax.block_until_ready((states[name], result))
         return time.perf_counter() - start[0], time.process_time() - start[1]
 
-    named = {name: functools.partial(turn, name.removesuffix(" again")) for name in TURNS}
-    return named, compiled
+    return {name: functools.partial(turn, name.removesuffix(" again")) for name in TURNS}
 
 
 def compare(named: dict[str, Turn], num_rounds: int, num_warm_ups: int = 3) -> dict[str, list[tuple[float, float]]]:
-    """Returns the times of each turn, round by round; the order within a round rotates, so that none is favoured."""
+    """Returns the times of each turn, round by round.
+
+    The order rotates and turns around, so that over six rounds each turn comes after each other one equally often: who
+    comes after itself finds its weights in the cache.
+    """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
-    order = list(named)
+    names = list(named)
     for number in range(-num_warm_ups, num_rounds):
-        for name in order[number % len(order) :] + order[: number % len(order)]:
+        first = number // 2 % len(names)
+        order = names[first:] + names[:first]
+        for name in order[:: -1 if number % 2 else 1]:
             took = named[name]()
             if number >= 0:
                 times[name].append(took)
@@ -142,11 +143,13 @@ def median_ratio(times: dict[str, list[tuple[float, float]]], over: str, under: 
 
 def step_lines(size: str, precision: str, num_rounds: int, device: jax.Device) -> list[str]:
     """Returns what one comparison says, ready to print."""
-    named, compiled = turns(configuration(size, precision), device)
-    times = compare(named, num_rounds)
+    config = configuration(size, precision)
+    batch = jax.device_put(example_batch(config), device)
+    steps, states = compiled_steps(config, device, batch)
+    times = compare(turns(steps, states, batch), num_rounds)
     wall, cpu = (median_ratio(times, "program", "plain", clock) for clock in (0, 1))
     noise = median_ratio(times, "plain again", "plain", 0)
-    costs = {name: step.cost_analysis() for name, step in compiled.items()}
+    costs = {name: step.cost_analysis() for name, step in steps.items()}
     counted = [
         f"{what} {costs['program'][key] / costs['plain'][key]:.3f}"
         for what, key in (("flops", "flops"), ("bytes", "bytes accessed"))
@@ -160,47 +163,58 @@ def step_lines(size: str, precision: str, num_rounds: int, device: jax.Device) -
     ]
 
 
-def start_seconds(workdir: Path, cache: Path) -> float:
-    """Returns the time from starting a process to the log line of its first step, for `configs/tiny.py`."""
-    command = [sys.executable, "-m", "meshtrain.main", "--config=configs/tiny.py", f"--workdir={workdir}"]
+def start_seconds(workdir: Path, cache: Path) -> tuple[float, float]:
+    """Returns how long a process of the smallest configuration takes to the log line of its first step.
+
+    Args:
+      workdir: a folder that is not there yet.
+      cache: the folder of the compilation cache.
+
+    Returns:
+      (wall seconds, CPU seconds of all its threads).
+
+    Raises:
+      RuntimeError: it ended before.
+    """
+    command = [sys.executable, "-m", "meshtrain.main", f"--config={TINY}", f"--workdir={workdir}"]
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    start = time.perf_counter()
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("step"):
-                took = time.perf_counter() - start
-                process.send_signal(signal.SIGKILL)
-                process.communicate()
-                return took
-        raise RuntimeError("no first step:\n" + "".join(said) + (process.stderr.read() if process.stderr else ""))
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        lines = process.stdout or []
+        arrived = any(line.startswith("step") for line in lines)
+        wall_seconds = time.perf_counter() - start
+        process.kill()
+    if not arrived:
+        raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode} before its first step")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall_seconds, used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
 
 
 def start_lines(num_repeats: int) -> list[str]:
     """Returns what start-ups say, ready to print: each repeat is one with an empty cache, then one with a full one."""
-    cold, warm = [], []
+    times: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     for _ in range(num_repeats):
         with tempfile.TemporaryDirectory() as folder:
-            cache = Path(folder, "cache")
-            cold.append(start_seconds(Path(folder, "cold"), cache))
-            warm.append(start_seconds(Path(folder, "warm"), cache))
-    ratio = statistics.median(a / b for a, b in zip(warm, cold, strict=True))
+            for name, took in times.items():
+                took.append(start_seconds(Path(folder, name), Path(folder, "cache")))
+    said = [
+        f"{name} cache {statistics.median(wall for wall, _ in took):.1f} s"
+        f" ({statistics.median(cpu for _, cpu in took):.1f} s of CPU time)"
+        for name, took in times.items()
+    ]
+    ratios = [median_ratio(times, "warm", "cold", clock) for clock in (0, 1)]
     return [
-        f"start of configs/tiny.py to the first step done: cold cache {statistics.median(cold):.1f} s, "
-        f"warm {statistics.median(warm):.1f} s here; warm / cold: {ratio:.2f}"
+        f"start of {TINY} to the first step done, on this machine as busy as it is: {', '.join(said)}",
+        f"start of {TINY}, warm / cold: {ratios[0]:.2f}   CPU time {ratios[1]:.2f}",
     ]
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line for each comparison, then the start-up's."""
     parser = argparse.ArgumentParser(prog="scripts/bench_step", description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", nargs="*", choices=list(SIZES), default=list(SIZES), help="models to compare")
+    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=SIZES, help="models to compare")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=60, help="turns of each step")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each step")
     parser.add_argument("--starts", type=int, default=3, help="start-ups with a cold and with a warm cache; 0: none")
     arguments = parser.parse_args(argv)
     devices, _ = distributed.start(1)
