@@ -27,7 +27,7 @@ from meshtrain.optim.optimizers import optimizer, state_axes
 from meshtrain.pipeline import executor, storage
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.table import chosen
-from meshtrain.step.accumulate import Gradients, accumulated, split, summed
+from meshtrain.step.accumulate import Gradients, accumulated, cut, summed
 from meshtrain.step.precision import compute_dtype
 from meshtrain.step.state import TrainState, init_state
 from meshtrain.step.step import eval_step, train_step, with_sequence_index
@@ -139,18 +139,13 @@ def assemble(
         kept_state=kept,
         batch=batch,
         names=names,
-        init=jax.jit(init, out_shardings=homes, compiler_options=init_compiler_options(devices)),
+        init=jax.jit(init, out_shardings=homes),
         train_step=jax.jit(step, donate_argnums=0, out_shardings=(homes, whole)),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
         logits=jax.jit(logits, out_shardings=whole) if logits else None,
         to_kept=_reshaper(state, kept),
         from_kept=_reshaper(kept, state),
     )
-
-
-def init_compiler_options(devices: Sequence[jax.Device]) -> dict[str, int] | None:
-    """Returns compiler options for a program that runs once: on CPU, compiling it well takes longer than running it."""
-    return {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else None
 
 
 def built_in(config: Config, placement: Placement) -> Task:
@@ -276,13 +271,13 @@ def _computations(
     specs, num_chunks = jax.tree.map(lambda home: home.spec, shardings), program.schedule.num_chunks
 
     def gradients(params: Params, batch: Batch, rng: jax.Array) -> Any:
-        return executor.gradients(stages, program, mesh, specs, params, split(batch, num_parts, placement), rng)
+        return executor.gradients(stages, program, mesh, specs, params, cut(batch, num_parts, placement), rng)
 
     def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Any:
-        return executor.evaluate(stages, num_chunks, mesh, specs, params, split(batch, num_parts, placement), rng)
+        return executor.evaluate(stages, num_chunks, mesh, specs, params, cut(batch, num_parts, placement), rng)
 
     def logits(params: Params, batch: Batch) -> jax.Array:
-        one = split(with_sequence_index(batch), 1, placement)
+        one = cut(with_sequence_index(batch), 1, placement)
         return executor.logits(stages, num_chunks, mesh, specs, params, one)[0]
 
     return gradients, evaluate, logits if stages.logits else None

@@ -56,11 +56,10 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints, step: int) -> T
     config = assembly.config
     if step:
         return assembly.from_kept(checkpoints.restore(step, assembly.kept_state))
+    # Before the initial state, which has to be compiled: other weights than these are refused here.
+    kept = restore_params(config.init_from, assembly.kept_state.params) if config.init_from else None
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
-    if not config.init_from:
-        return state
-    kept = restore_params(config.init_from, assembly.kept_state.params)
-    return dataclasses.replace(state, params=stored_params(assembly, kept))
+    return state if kept is None else dataclasses.replace(state, params=stored_params(assembly, kept))
 
 
 def save(assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus, step: int, state: TrainState) -> None:

@@ -180,8 +180,8 @@ def start_seconds(workdir: Path, cache: Path) -> tuple[float, float]:
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        lines = process.stdout or []
-        arrived = any(line.startswith("step") for line in lines)
+        assert process.stdout is not None
+        arrived = any(line.startswith("step") for line in process.stdout)
         wall_seconds = time.perf_counter() - start
         process.kill()
     if not arrived:

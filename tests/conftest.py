@@ -19,8 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     # In the environment too, so that programs which tests start see no accelerator either.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Compiling is most of what the tests do. Programs that they start get the same, unless the caller says otherwise.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Compiling is most of what the tests do. Not 0: there, one source gives other last bits in other programs.
+    # Programs that the tests start get the same, unless the caller says otherwise.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     cache = getattr(config, "cache", None)

@@ -5,7 +5,8 @@ a multiplication (0 x infinity is not 0). The backward of a row is made here by 
 input, so that nothing but stage inputs outlives a row. Embedding and head are computed by all stages together (vocabulary
 parallelism for pipelines, Yeung et al. 2024).
 
-M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, R: rows.
+M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, R: rows,
+K: layers in a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -60,17 +61,15 @@ def gradients(
       mesh: the mesh; axes other than `pipeline` are left to the partitioner.
       specs: a tree of `PartitionSpec` like `params`.
       params: float32; layers in the storage that `stages.py` describes.
-      batch: microbatches [M, b, ...].
+      batch: microbatches [b, M, ...].
       rng: a typed key.
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> tuple[Any, ...]:
         rows = Rows(stages, program, params, batch, jax.random.wrap_key_data(key_data))
-        cells, carry, start = rows.cells(), rows.start(), 0
+        carry, row = rows.start(), jnp.zeros((), jnp.int32)
         for segment in segments(program):
-            length = num_rows(segment)
-            part = jax.tree.map(lambda table, begin=start, end=start + length: table[begin:end], cells)
-            carry, start = run_segment(rows, segment, carry, part), start + length
+            carry, row = run_segment(rows, segment, carry, row)
         return (*carry.sums, {"layers": carry.layers, **carry.outer})
 
     whole = PartitionSpec()
@@ -78,32 +77,22 @@ def gradients(
     return Sums(*_on_mesh(on_stage, mesh, specs, out_specs)(params, batch, jax.random.key_data(rng)))
 
 
-def num_rows(node: Signature | Segment) -> int:
-    """Returns how many rows a node of the nested loops runs."""
-    return node.count * sum(num_rows(child) for child in node.body) if isinstance(node, Segment) else 1
+def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) -> tuple[Carry, jax.Array]:
+    """Runs `segment.count` rounds of its body from row number `row` on; returns the number of the row after as well."""
 
-
-def run_segment(rows: "Rows", segment: Segment, carry: Carry, cells: Cell) -> Carry:
-    """Runs `segment.count` rounds of its body; the leading dim of each table in `cells` is its rows."""
-    length = num_rows(segment) // segment.count
-
-    def one_round(carry: Carry, cells: Cell) -> tuple[Carry, None]:
-        start = 0
+    def one_round(state: tuple[Carry, jax.Array], _: None) -> tuple[tuple[Carry, jax.Array], None]:
+        carry, row = state
         for child in segment.body:
-            end = start + num_rows(child)
             if isinstance(child, Segment):
-                part = jax.tree.map(lambda table, begin=start, end=end: table[begin:end], cells)
-                carry = run_segment(rows, child, carry, part)
+                carry, row = run_segment(rows, child, carry, row)
             else:
-                cell = jax.tree.map(lambda table, row=start: table[row], cells)
-                carry = rows.forward(child, carry, cell) if child.kind == "F" else rows.backward(child, carry, cell)
-            start = end
-        return carry, None
+                run = rows.forward if child.kind == "F" else rows.backward
+                carry, row = run(child, carry, rows.cell(row)), row + 1
+        return (carry, row), None
 
-    rounds = jax.tree.map(lambda table: table.reshape(segment.count, length, *table.shape[1:]), cells)
     if segment.count == 1:
-        return one_round(carry, jax.tree.map(lambda table: table[0], rounds))[0]
-    return jax.lax.scan(one_round, carry, rounds)[0]
+        return one_round((carry, row), None)[0]
+    return jax.lax.scan(one_round, (carry, row), None, length=segment.count)[0]
 
 
 class Rows:
@@ -116,10 +105,15 @@ class Rows:
         self.num_stages, self.num_chunks = program.schedule.num_stages, program.schedule.num_chunks
         self.stage = jax.lax.axis_index(PIPELINE)
 
-    def cells(self) -> Cell:
-        """Returns this stage's column of the table, each entry [R]."""
-        tables = [jnp.asarray(np.asarray(getattr(self.program, name))) for name in Cell._fields]
-        return Cell(*(table[:, self.stage] if table.ndim == 2 else table for table in tables))
+    def cell(self, row: jax.Array) -> Cell:
+        """Returns this stage's cell of a row. The whole table is a constant, so that rows cost no memory."""
+        tables = [getattr(self.program, name).astype(np.int32) for name in Cell._fields]
+        shape = self.program.active.shape
+        every = np.stack([np.broadcast_to(t.reshape(shape[0], -1), shape) for t in tables], axis=-1)
+        start = (row, self.stage, jnp.zeros((), jnp.int32))
+        entries = jax.lax.dynamic_slice(jnp.asarray(every), start, (1, 1, len(tables)))[0, 0]
+        cell = Cell(*entries)
+        return cell._replace(active=cell.active > 0)
 
     def start(self) -> Carry:
         """Returns empty buffers and zero sums."""
@@ -142,10 +136,20 @@ class Rows:
         """Returns the loss of a microbatch from its final activations, on every stage."""
         return self.stages.last(outer, y, ring.microbatch(self.batch, m), PIPELINE)
 
-    def run_chunk(self, layers: Params, x: jax.Array, cell: Cell) -> jax.Array:
-        """Returns the activations after this stage's layers of the cell's chunk."""
-        start = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
+    def run_layers(self, layers: Params, x: jax.Array, cell: Cell, skipped: jax.Array | int = 0) -> jax.Array:
+        """Returns the activations after some layers of the cell's chunk, the first `skipped` of which are left out."""
+        start = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks) + skipped
         return self.stages.repeated(layers, x, ring.microbatch(self.batch, cell.microbatch), self.rng, start, True)
+
+    def run_and_keep(self, layers: Params, x: jax.Array, cell: Cell) -> tuple[jax.Array, Any]:
+        """Returns the activations after the cell's chunk, and the backward function of each layer, stacked [K]."""
+
+        def one(x: jax.Array, layer: tuple[jax.Array, Params]) -> tuple[jax.Array, Any]:
+            index, weights = layer
+            return jax.vjp(lambda weights, x: self.run_layers(weights, x, cell, index), weights, x)
+
+        one_by_one = jax.tree.map(lambda leaf: leaf[:, None], layers)
+        return jax.lax.scan(one, x, (jnp.arange(jax.tree.leaves(layers)[0].shape[0]), one_by_one))
 
     def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
         """Reads a stage input, keeps it, sends the output to the next stage."""
@@ -153,25 +157,38 @@ class Rows:
         if row.embed:
             inputs = _write(inputs, self.embed(self.outer, jnp.maximum(cell.embed_microbatch, 0)), cell.embed_slot)
         layers = ring.chunk_of(self.layers, cell.chunk, self.num_chunks)
-        y = self.run_chunk(layers, _read(inputs, cell.input_slot), cell)
+        y = self.run_layers(layers, _read(inputs, cell.input_slot), cell)
         return carry._replace(inputs=_write(inputs, ring.to_next(y, self.num_stages), cell.receive_slot))
 
     def backward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
         """Runs the stage again from its input, then backward; sends the input's cotangent to the previous stage."""
         layers = ring.chunk_of(self.layers, cell.chunk, self.num_chunks)
-        x = _read(carry.inputs, cell.input_slot)
-        y, pull = jax.vjp(lambda layers, x: self.run_chunk(layers, x, cell), layers, x)
+        y, pulls = self.run_and_keep(layers, _read(carry.inputs, cell.input_slot), cell)
         cotangent = _read(carry.cotangents, cell.cotangent_slot)
         if row.head:
             carry, cotangent = self.head_backward(carry, cell, y, cotangent)
-        layer_gradients, x_cotangent = pull(cotangent)
-        carry = carry._replace(
-            layers=ring.add_to_chunk(carry.layers, layer_gradients, cell.chunk, self.num_chunks, cell.active)
-        )
+        carry, x_cotangent = self.layers_backward(carry, cell, pulls, cotangent)
         if row.embed_backward:
             carry = self.embed_backward(carry, cell, x_cotangent)
         arrived = ring.to_previous(x_cotangent, self.num_stages)
         return carry._replace(cotangents=_write(carry.cotangents, arrived, cell.receive_cotangent_slot))
+
+    def layers_backward(self, carry: Carry, cell: Cell, pulls: Any, cotangent: jax.Array) -> tuple[Carry, jax.Array]:
+        """Adds each layer's gradient where it belongs, last layer first; returns the cotangent of the chunk's input.
+
+        Done layer by layer because gradients of a whole chunk would be a second set of accumulators, written once more.
+        """
+
+        def one(sums: tuple[Params, jax.Array], layer: tuple[jax.Array, Any]) -> tuple[tuple[Params, jax.Array], None]:
+            (total, cotangent), (index, pull) = sums, layer
+            part, cotangent = pull(cotangent)
+            place = (index,) if self.num_chunks == 1 else (cell.chunk, index)
+            return (ring.add_at(total, part, place, cell.active), cotangent), None
+
+        num_layers = jax.tree.leaves(self.layers)[0].shape[0 if self.num_chunks == 1 else 1]
+        numbered = (jnp.arange(num_layers), pulls)
+        (total, cotangent), _ = jax.lax.scan(one, (carry.layers, cotangent), numbered, reverse=True)
+        return carry._replace(layers=total), cotangent
 
     def head_backward(self, carry: Carry, cell: Cell, y: jax.Array, cotangent: jax.Array) -> tuple[Carry, jax.Array]:
         """Adds a microbatch's loss; returns the cotangent of `y` where this is the last stage in its last chunk."""
@@ -212,7 +229,7 @@ def _add(total: Any, part: Any, wanted: jax.Array) -> Any:
 def evaluate(
     stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch, rng: jax.Array
 ) -> Loss:
-    """Returns the sums of a batch [M, b, ...] without gradients, nothing dropped: (loss, weight, metrics)."""
+    """Returns the sums of a batch [b, M, ...] without gradients, nothing dropped: (loss, weight, metrics)."""
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Loss:
         _, outer = ring.split_layers(params)
@@ -232,7 +249,7 @@ def evaluate(
 
 
 def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch) -> jax.Array:
-    """Returns [M, b, T, padded vocabulary] of a batch [M, b, ...]."""
+    """Returns [M, b, T, padded vocabulary] of a batch [b, M, ...]."""
     compute = stages.logits
     assert compute is not None
 
@@ -241,7 +258,7 @@ def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Para
         key = jax.random.wrap_key_data(key_data)
         final = jax.eval_shape(lambda: stages.first(outer, ring.microbatch(batch, jnp.int32(0)), key, False, PIPELINE))
         shape = jax.eval_shape(lambda y: compute(outer, y, PIPELINE), final)
-        every = jnp.zeros((jax.tree.leaves(batch)[0].shape[0], *shape.shape), shape.dtype)
+        every = jnp.zeros((ring.num_microbatches(batch), *shape.shape), shape.dtype)
         finish = lambda kept, y, m: kept.at[m].set(compute(outer, y, PIPELINE))  # noqa: E731
         return ring.forward_only(stages, params, batch, key, num_chunks, finish, every)
 

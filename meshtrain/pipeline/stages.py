@@ -36,8 +36,13 @@ def manual_specs(specs: Any, axes: frozenset[str]) -> Any:
 
 
 def microbatch(batch: Batch, index: jax.Array) -> Batch:
-    """Returns one of the microbatches in [M, b, ...]; `index` may differ between stages, and is held to 0 .. M - 1."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
+    """Returns one of the microbatches in [b, M, ...]; `index` may differ between stages, and is held to 0 .. M - 1."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), batch)
+
+
+def num_microbatches(batch: Batch) -> int:
+    """Returns M of a batch [b, M, ...]."""
+    return int(jax.tree.leaves(batch)[0].shape[1])
 
 
 def split_layers(params: Params) -> tuple[Params, Params]:
@@ -52,15 +57,21 @@ def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, chunk, keepdims=False), layers)
 
 
-def add_to_chunk(total: Params, part: Params, chunk: jax.Array, num_chunks: int, active: jax.Array) -> Params:
-    """Adds gradients of one chunk to the accumulators of all; an idle stage's are left out, whatever is in them."""
+def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: jax.Array) -> Params:
+    """Adds the gradients of one layer, each leaf [1, ...], to the accumulators of all layers of this stage.
+
+    Args:
+      total: each leaf [K, ...], or [V, K, ...] where there are chunks.
+      part: what is added; left out, whatever is in it, where `active` is false.
+      place: index of the layer, or (chunk, index).
+      active: bool scalar.
+    """
 
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
-        before = chunk_of(total, chunk, num_chunks)
-        after = jnp.where(active, before + part, before)
-        if num_chunks == 1:
-            return after
-        return jax.lax.dynamic_update_index_in_dim(total, after, chunk, 0)
+        start = (*place, *(jnp.zeros((), jnp.int32) for _ in range(total.ndim - len(place))))
+        part = part.reshape((1,) * len(place) + total.shape[len(place) :])
+        before = jax.lax.dynamic_slice(total, start, part.shape)
+        return jax.lax.dynamic_update_slice(total, jnp.where(active, before + part, before), start)
 
     return jax.tree.map(add, total, part)
 
@@ -96,7 +107,7 @@ def forward_only(
     Args:
       stages: the model, cut.
       params: this stage's share.
-      batch: [M, b, ...], the same on every stage.
+      batch: [b, M, ...], the same on every stage.
       rng: a typed key.
       num_chunks: V.
       finish: (carry, final activations of microbatch m on every stage, m) -> carry.
@@ -106,7 +117,7 @@ def forward_only(
       The last carry.
     """
     layers, outer = split_layers(params)
-    num_stages, num_microbatches = jax.lax.axis_size(PIPELINE), jax.tree.leaves(batch)[0].shape[0]
+    num_stages, num_parts = jax.lax.axis_size(PIPELINE), num_microbatches(batch)
     stage = jax.lax.axis_index(PIPELINE)
 
     def embed(m: jax.Array) -> jax.Array:
@@ -121,21 +132,21 @@ def forward_only(
 
         def row(carry: tuple[jax.Array, Any], r: jax.Array, finishes: bool) -> tuple[tuple[jax.Array, Any], None]:
             inbox, result = carry
-            x = jnp.where(stage == 0, source(jnp.minimum(r, num_microbatches - 1)), inbox)
-            mine = microbatch(batch, jnp.clip(r - stage, 0, num_microbatches - 1))
+            x = jnp.where(stage == 0, source(jnp.minimum(r, num_parts - 1)), inbox)
+            mine = microbatch(batch, jnp.clip(r - stage, 0, num_parts - 1))
             y = stages.repeated(weights, x, mine, rng, start, False)
             if finishes:
                 result = finish(result, from_stage(y, stage == num_stages - 1), r - (num_stages - 1))
             return (to_next(y, num_stages), result), None
 
-        ramp, steady = jnp.arange(num_stages - 1), jnp.arange(num_stages - 1, num_stages - 1 + num_microbatches)
+        ramp, steady = jnp.arange(num_stages - 1), jnp.arange(num_stages - 1, num_stages - 1 + num_parts)
         carry, _ = jax.lax.scan(lambda c, r: row(c, r, False), (zeros, carry), ramp)
         carry, _ = jax.lax.scan(lambda c, r: row(c, r, True), carry, steady)
         return carry[1]
 
     source: Any = embed
     for chunk in range(num_chunks - 1):
-        between = jnp.zeros((num_microbatches, *shape.shape), shape.dtype)
+        between = jnp.zeros((num_parts, *shape.shape), shape.dtype)
         between = one_pass(chunk, source, lambda kept, y, m: kept.at[m].set(y), between)
         source = functools.partial(jax.lax.dynamic_index_in_dim, between, keepdims=False)
     return one_pass(num_chunks - 1, source, finish, initial)

@@ -14,19 +14,27 @@ from meshtrain.models.task import Batch, Loss, Metrics, Params, Sums
 Gradients = Callable[[Params, Batch, jax.Array], Sums]
 
 
-def split(batch: Batch, num_microbatches: int, placement: Placement) -> Batch:
-    """Cuts [B, ...] into [M, b, ...]: microbatch m holds the sequences m, m + M, m + 2 M, ...
+def cut(batch: Batch, num_microbatches: int, placement: Placement) -> Batch:
+    """Cuts [B, ...] into [b, M, ...]: microbatch m holds the sequences m, m + M, m + 2 M, ...
 
-    Cutting this way leaves each sequence on the device that has it. Consecutive sequences to a microbatch would send
-    the whole batch through the network.
+    Cutting this way leaves each sequence on the device that has it, and moves nothing there either. Consecutive
+    sequences to a microbatch would send the whole batch through the network.
     """
 
-    def cut(x: jax.Array) -> jax.Array:
-        rows = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
-        names = (None, "batch", *(None,) * (x.ndim - 1))
-        return placement.activation(rows.swapaxes(0, 1), names)
+    def cut_one(x: jax.Array) -> jax.Array:
+        parts = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
+        return placement.activation(parts, ("batch", *(None,) * x.ndim))
 
-    return jax.tree.map(cut, batch)
+    return jax.tree.map(cut_one, batch)
+
+
+def split(batch: Batch, num_microbatches: int, placement: Placement) -> Batch:
+    """Returns the microbatches of `cut` one after the other, [M, b, ...]: a copy, as `jax.lax.scan` wants it."""
+
+    def swapped(x: jax.Array) -> jax.Array:
+        return placement.activation(x.swapaxes(0, 1), (None, "batch", *(None,) * (x.ndim - 2)))
+
+    return jax.tree.map(swapped, cut(batch, num_microbatches, placement))
 
 
 def accumulated(

@@ -1,0 +1,186 @@
+"""What a decoder may see, what rematerialization changes, how large models are, and what their weights are called."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import meta
+
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_task import count_parameters, decoder
+from meshtrain.models.remat import RematOptions
+from meshtrain.models.task import SEQUENCE_INDEX
+
+BATCH_SIZE, SEQUENCE_LENGTH, START = 2, 12, 5  # the second document starts at START
+LLAMA = DecoderOptions(
+    num_layers=2, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2, vocab_size=11, vocab_multiple=16, init_std=0.5
+)
+GPT2 = dataclasses.replace(
+    LLAMA, num_kv_heads=4, positions="learned", norm="layernorm", activation="gelu", tied_embeddings=True, biases=True
+)
+POLICIES = dataclasses.fields(RematOptions)[0].metadata["choices"]
+
+
+def task_of(options, **changes):
+    return decoder(options, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH, **changes)
+
+
+def batch():
+    """Two documents a sequence."""
+    generator, shape = np.random.default_rng(0), (BATCH_SIZE, SEQUENCE_LENGTH)
+    place = np.broadcast_to(np.arange(SEQUENCE_LENGTH), shape)
+    return {
+        "tokens": generator.integers(0, 11, shape).astype(np.int32),
+        "targets": generator.integers(0, 11, shape).astype(np.int32),
+        "segment_ids": (1 + (place >= START)).astype(np.int32),
+        "positions": np.where(place < START, place, place - START).astype(np.int32),
+        "weights": generator.random(shape).astype(np.float32),
+        SEQUENCE_INDEX: np.arange(BATCH_SIZE, dtype=np.int32),
+    }
+
+
+@functools.cache
+def logits_of(options):
+    """A function: tokens -> logits [B, T, V] of the batch with these tokens."""
+    task = task_of(options)
+    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
+    run = jax.jit(task.logits)
+    return lambda tokens: np.asarray(run(params, {**batch(), "tokens": tokens}))
+
+
+def changed(place):
+    """The batch's tokens with others at these places of every sequence."""
+    tokens = batch()["tokens"].copy()
+    tokens[:, place] = (tokens[:, place] + 1) % 11
+    return tokens
+
+
+def places_that_differ(options, place):
+    before, after = (logits_of(options)(tokens) for tokens in (batch()["tokens"], changed(place)))
+    return [i for i in range(SEQUENCE_LENGTH) if not np.array_equal(before[:, i], after[:, i])]
+
+
+@pytest.mark.parametrize("options", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_documents_do_not_see_each_other(options):
+    assert places_that_differ(options, slice(0, START)) == list(range(START))
+    assert places_that_differ(options, slice(START, None)) == list(range(START, SEQUENCE_LENGTH))
+
+
+@pytest.mark.parametrize("options", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_tokens_see_those_before_them_only(options):
+    assert places_that_differ(options, 2) == [2, 3, 4]
+    assert places_that_differ(options, 8) == [8, 9, 10, 11]
+
+
+def test_documents_may_be_let_see_each_other():
+    options = dataclasses.replace(LLAMA, within_documents=False)
+    assert places_that_differ(options, 2) == list(range(2, SEQUENCE_LENGTH))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_padding_of_the_vocabulary_never_gets_probability(dtype):
+    task = task_of(LLAMA, dtype=dtype)
+    params = meta.unbox(task.init(jax.random.key(0)))
+    params["head"]["kernel"] = params["head"]["kernel"].at[:, 11:].set(1e3)
+    got = task.logits(params, batch())
+    assert got.shape == (BATCH_SIZE, SEQUENCE_LENGTH, 16)
+    assert got.dtype == jnp.float32
+    assert np.all(got[..., 11:] == -np.inf)
+    assert np.isfinite(got[..., :11]).all()
+    np.testing.assert_allclose(np.exp(jax.nn.log_softmax(got))[..., :11].sum(-1), 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "multiple", "padded"), [(257, 128, 384), (256, 128, 256), (1, 128, 128),
+                                                           (51200, 280, 51240), (11, 1, 11)])  # fmt: skip
+def test_padded_vocabulary(size, multiple, padded):
+    assert DecoderOptions(vocab_size=size, vocab_multiple=multiple).padded_vocab_size == padded
+
+
+@functools.cache
+def gradients(policy):
+    """(loss, gradients, operations) with dropout on."""
+    task = task_of(dataclasses.replace(LLAMA, dropout_rate=0.3), remat=policy)
+    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
+    example, rng = batch(), jax.random.key(1)
+    step = jax.jit(jax.value_and_grad(lambda params: task.loss(params, example, rng, True)[0])).trace(params)
+    return *step.lower().compile()(params), str(step.jaxpr)
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
+def test_rematerialization_changes_no_number(policy):
+    (loss, got, _), (expected_loss, expected, _) = gradients(policy), gradients("none")
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()), got, expected)
+
+
+def test_policies_compute_again_what_they_say():
+    num_matmuls = {policy: gradients(policy)[2].count("dot_general[") for policy in POLICIES}
+    # In each layer: q, k, v, output, up, gate, down have no batch dims; scores and what they weigh have.
+    assert num_matmuls["dots"] - num_matmuls["none"] in (1, 2)
+    assert num_matmuls["full"] - num_matmuls["dots"] >= 5
+    assert num_matmuls["offload"] == num_matmuls["full"]
+    assert "MemorySpace.Host" in gradients("offload")[2]
+    assert "MemorySpace.Host" not in gradients("full")[2]
+
+
+SIZES = {
+    "gpt2": (
+        dataclasses.replace(GPT2, num_layers=12, embed_dim=768, mlp_dim=3072, num_heads=12, num_kv_heads=12,
+                            vocab_size=50257, vocab_multiple=128), 1024, 124_439_808,
+    ),
+    "llama 3 8b": (
+        dataclasses.replace(LLAMA, num_layers=32, embed_dim=4096, mlp_dim=14336, num_heads=32, num_kv_heads=8,
+                            vocab_size=128256, vocab_multiple=1000), 8192, 8_030_261_248,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_published_parameter_counts(name):
+    options, num_positions, expected = SIZES[name]
+    assert options.padded_vocab_size > options.vocab_size
+    assert count_parameters(options, num_positions) == expected
+
+
+@pytest.mark.parametrize("options", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_count_is_that_of_the_weights_without_padding(options):
+    task = task_of(options)
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    stored = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(meta.unbox(shapes)))
+    num_tables = 1 if options.tied_embeddings else 2
+    assert task.num_parameters == stored - num_tables * (16 - 11) * options.embed_dim
+
+
+def test_flops_of_a_token():
+    d, f, layers, heads, kv_heads, head_dim, v = 16, 24, 2, 4, 2, 4, 11
+    matmuls = layers * (2 * d * heads * head_dim + 2 * d * kv_heads * head_dim + 3 * d * f) + v * d
+    norms = (2 * layers + 1) * d
+    scores = 12 * layers * SEQUENCE_LENGTH * heads * head_dim
+    assert task_of(LLAMA).flops_per_token == 6 * (matmuls + norms) + scores
+
+
+@pytest.mark.parametrize("options", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_every_weight_names_each_of_its_dims(options):
+    boxed = jax.eval_shape(task_of(options).init, jax.random.key(0))
+    boxes = jax.tree.leaves(boxed, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))
+    assert all(len(box.names) == box.value.ndim and None not in box.names for box in boxes)
+    stacked = jax.tree.leaves(boxed["layers"], is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))
+    assert {(box.names[0], box.value.shape[0]) for box in stacked} == {("layers", 2)}
+
+
+def test_initial_weights():
+    options = dataclasses.replace(GPT2, embed_dim=64, mlp_dim=64, num_layers=8, init_std=0.02)
+    params = meta.unbox(jax.jit(task_of(options).init)(jax.random.key(0)))
+    outer = 0.02 / math.sqrt(2 * 8)  # as in GPT-2: the residual stream keeps its size with depth
+    for name, std in {"query": 0.02, "key": 0.02, "value": 0.02, "output": outer}.items():
+        np.testing.assert_allclose(np.std(params["layers"]["attention"][name]), std, rtol=0.05)
+    for name, std in {"up": 0.02, "down": outer}.items():
+        np.testing.assert_allclose(np.std(params["layers"]["mlp"][name]), std, rtol=0.05)
+    queries = np.asarray(params["layers"]["attention"]["query"])
+    assert not np.array_equal(queries[0], queries[1]), "layers start as copies of each other"
+    assert np.all(np.asarray(params["head"]["norm"]["scale"]) == 1)
+    assert not np.any(params["layers"]["mlp"]["up_bias"])

@@ -1,0 +1,155 @@
+"""Cross-entropy against `jax.nn.log_softmax`, whole and with the vocabulary split over a manual axis."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from meshtrain.models import losses
+
+NUM_SHARDS = 4
+VOCAB_SIZE, PADDED = 13, 16
+EMBED_DIM = 6
+
+
+def example(dtype=jnp.float32, scale=3.0):
+    """Logits [2, 5, 16], targets, weights with a zero."""
+    generator = np.random.default_rng(0)
+    logits = jnp.asarray(scale * generator.normal(size=(2, 5, PADDED)), dtype)
+    targets = jnp.asarray(generator.integers(0, VOCAB_SIZE, (2, 5)), jnp.int32)
+    weights = jnp.asarray(generator.random((2, 5)), jnp.float32).at[1, 2].set(0.0)
+    return logits, targets, weights
+
+
+def expected_loss(logits, targets, weights):
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32)[..., :VOCAB_SIZE])
+    picked = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+    return -jnp.sum(picked * weights)
+
+
+def test_loss_and_gradient_are_those_of_log_softmax():
+    logits, targets, weights = example()
+    got = jax.value_and_grad(lambda x: 3.0 * losses.cross_entropy(x, targets, weights, VOCAB_SIZE))(logits)
+    expected = jax.value_and_grad(lambda x: 3.0 * expected_loss(x, targets, weights))(logits)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+def test_large_logits_stay_finite():
+    logits, targets, weights = example(scale=1e4)
+    value, gradient = jax.value_and_grad(losses.cross_entropy)(logits, targets, weights, VOCAB_SIZE)
+    np.testing.assert_allclose(value, expected_loss(logits, targets, weights), rtol=1e-6)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_padding_never_gets_probability(dtype):
+    logits, targets, weights = example(dtype)
+    tempting = logits.at[..., VOCAB_SIZE:].set(1e4)
+    value, gradient = jax.value_and_grad(losses.cross_entropy)(tempting, targets, weights, VOCAB_SIZE)
+    assert value.dtype == jnp.float32
+    assert gradient.dtype == dtype
+    np.testing.assert_allclose(value, expected_loss(logits, targets, weights), rtol=1e-6)
+    assert not np.any(gradient[..., VOCAB_SIZE:])
+    probabilities = jax.nn.softmax(losses.without_padding(tempting, VOCAB_SIZE))
+    assert not np.any(probabilities[..., VOCAB_SIZE:])
+    np.testing.assert_allclose(probabilities.sum(-1), 1.0, rtol=1e-6)
+
+
+def test_bfloat16_logits_get_the_gradient_of_float32_rounded_once():
+    logits, targets, weights = example(jnp.bfloat16)
+    got = jax.grad(losses.cross_entropy)(logits, targets, weights, VOCAB_SIZE)
+    wide = jax.grad(losses.cross_entropy)(logits.astype(jnp.float32), targets, weights, VOCAB_SIZE)
+    np.testing.assert_array_equal(got, wide.astype(jnp.bfloat16))
+
+
+def model(params, batch, axis):
+    """Lookup, something nonlinear, logits, loss: the way of a decoder's ends. Splits the vocabulary over `axis`."""
+    tokens, targets, weights = batch
+    num_rows = params["table"].shape[0]
+    row = tokens - losses.first_column(num_rows, axis)
+    here = (row >= 0) & (row < num_rows)
+    x = jnp.where(here[..., None], params["table"][jnp.where(here, row, 0)], 0)
+    x = jnp.tanh(losses.sum_over_shards(x, axis) @ params["inner"])
+    logits = losses.copy_to_shards(x, axis) @ params["kernel"]
+    return losses.cross_entropy(logits, targets, weights, VOCAB_SIZE, axis)
+
+
+def ends():
+    """(params, batch) of `model`, whole."""
+    generator = np.random.default_rng(1)
+    shapes = {"table": (PADDED, EMBED_DIM), "inner": (EMBED_DIM, EMBED_DIM), "kernel": (EMBED_DIM, PADDED)}
+    params = {name: jnp.asarray(generator.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    _, targets, weights = example()
+    tokens = jnp.asarray(generator.integers(0, VOCAB_SIZE, targets.shape), jnp.int32)
+    return params, (tokens, targets, weights)
+
+
+def split_value_and_grad(params, batch):
+    """Loss and gradients from `NUM_SHARDS` devices, each with its part of the vocabulary."""
+    mesh = Mesh(np.array(jax.devices()[:NUM_SHARDS]), ("pipeline",))
+    specs = {"table": PartitionSpec("pipeline"), "inner": PartitionSpec(), "kernel": PartitionSpec(None, "pipeline")}
+    whole = PartitionSpec()
+    inside = jax.value_and_grad(functools.partial(model, axis="pipeline"))
+    split = jax.shard_map(
+        inside, mesh=mesh, in_specs=(specs, whole), out_specs=(whole, specs), axis_names={"pipeline"}, check_vma=False
+    )
+    return jax.jit(split)(params, batch)
+
+
+def gaps(got, expected):
+    """How far each gradient is off, as a share of its norm."""
+    return {name: float(np.linalg.norm(got[name] - expected[name]) / np.linalg.norm(expected[name])) for name in got}
+
+
+def test_split_vocabulary_changes_no_number():
+    params, batch = ends()
+    expected = jax.value_and_grad(functools.partial(model, axis=None))(params, batch)
+    got = split_value_and_grad(params, batch)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
+    assert max(gaps(got[1], expected[1]).values()) < 1e-6
+
+
+def test_missing_sum_of_cotangents_is_noticed(monkeypatch):
+    params, batch = ends()
+    expected = jax.grad(functools.partial(model, axis=None))(params, batch)
+    monkeypatch.setattr(losses, "copy_to_shards", lambda x, axis: x)
+    found = gaps(split_value_and_grad(params, batch)[1], expected)
+    assert found["kernel"] < 1e-6
+    assert found["inner"] > 0.1
+    assert found["table"] > 0.1
+
+
+def test_missing_sum_of_lookups_is_noticed(monkeypatch):
+    params, batch = ends()
+    expected = jax.value_and_grad(functools.partial(model, axis=None))(params, batch)
+    monkeypatch.setattr(losses, "sum_over_shards", lambda x, axis: x)
+    got = split_value_and_grad(params, batch)
+    assert abs(got[0] - expected[0]) > 1e-2 * expected[0]
+
+
+def test_differentiating_through_a_psum_counts_each_shard_and_is_noticed(monkeypatch):
+    params, batch = ends()
+    expected = jax.grad(functools.partial(model, axis=None))(params, batch)
+    monkeypatch.setattr(losses, "sum_over_shards", jax.lax.psum)
+    got = split_value_and_grad(params, batch)[1]
+    np.testing.assert_allclose(got["table"], NUM_SHARDS * expected["table"], rtol=1e-4, atol=1e-5)
+    assert gaps(got, expected)["inner"] < 1e-6
+
+
+def test_exchanges_keep_bfloat16():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("pipeline",))
+    whole = PartitionSpec()
+
+    def inside(x):
+        value, pull = jax.vjp(lambda x: losses.sum_over_shards(losses.copy_to_shards(x, "pipeline"), "pipeline"), x)
+        return value, pull(value)[0]
+
+    split = jax.shard_map(inside, mesh=mesh, in_specs=whole, out_specs=(whole, whole), check_vma=False)
+    value, cotangent = jax.jit(split)(jnp.full((3,), 0.5, jnp.bfloat16))
+    assert value.dtype == cotangent.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(value.astype(jnp.float32), 1.0)
+    np.testing.assert_array_equal(cotangent.astype(jnp.float32), 2.0)

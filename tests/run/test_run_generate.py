@@ -1,0 +1,62 @@
+"""Text from a run's weights, the same on every mesh; and what `explain` says of a configuration."""
+
+import jax
+import pytest
+
+from meshtrain import explain, generate
+from meshtrain.errors import UserError
+
+FSDP = ("mesh.fsdp=2",)
+WORDS = ["--prompt=def f1(x", "--num-tokens=12"]
+
+
+def generated(capsys, *words):
+    assert generate.main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_the_most_probable_text_is_the_same_on_every_mesh(straight, command, capsys):
+    other = ["mesh.tensor=2", "mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2"]
+    # Without --config it is the run's own, on the run's own mesh.
+    own = generated(capsys, f"--workdir={straight.directory}", "--temperature=0", *WORDS)
+    assert own.startswith("def f1(x")
+    assert len(own) > len("def f1(x") + 1
+    assert generated(capsys, *command(straight.directory, *other), "--temperature=0", *WORDS) == own
+    assert generated(capsys, f"--workdir={straight.directory}", "--temperature=0", *WORDS, "--config.seed=0") == own
+
+
+def test_a_long_prompt_counts_with_its_end(straight, capsys):
+    prompt = "x" * 100
+    said = generated(capsys, f"--workdir={straight.directory}", f"--prompt={prompt}", "--num-tokens=3")
+    assert said.startswith(prompt)
+
+
+def test_weights_of_another_shape_are_refused(straight, command):
+    with pytest.raises(UserError) as caught:
+        generate.main(command(straight.directory, "model.mlp_dim=128"))
+    assert any("params/layers/mlp" in line for line in caught.value.problems)
+
+
+def test_explain_says_where_each_array_lives(command, straight, tmp_path, capsys):
+    changes = ["mesh.pipeline=2", "mesh.fsdp=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2"]
+    picture = tmp_path / "mesh.png"
+    assert explain.main([*command(tmp_path / "run", *changes, "data.path=/not/here.txt"), f"--draw={picture}"]) == 0
+    said = capsys.readouterr().out
+    for path, _ in jax.tree_util.tree_leaves_with_path(straight.result.state):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        [line] = [line for line in said.splitlines() if line.startswith(f"{name} ")]
+        if name == "params/layers/mlp/down":
+            assert line.split()[1:8] == ["2", "x", "2", "x", "64", "x", "32"]
+            assert "chunks layers mlp embed" in line
+            assert line.split()[-5:] == ["pipeline", "-", "fsdp", "8", "KiB"]
+    assert "schedule     interleaved_1f1b, 2 microbatches, 2 chunks a stage" in said
+    assert "stage 0      layers 0, 2; 1/2 of the vocabulary" in said
+    assert "stage 1      layers 1, 3; 1/2 of the vocabulary" in said
+    assert f"parameters   {straight.result.assembly.task.num_parameters:,} without padding" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "run").exists()
+
+
+def test_explain_refuses_what_does_not_fit(command, tmp_path):
+    with pytest.raises(UserError, match=r"^batch_size: got 12; allowed: a multiple of 8"):
+        explain.main(command(tmp_path / "run", "mesh.data=-1", "batch_size=12"))

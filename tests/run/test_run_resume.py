@@ -1,0 +1,115 @@
+"""A run that was stopped and goes on is the run that was never stopped: on its own mesh bitwise, on others to 1e-5."""
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain import resume
+from meshtrain.data.corpus import open_corpus
+from meshtrain.errors import UserError
+from meshtrain.evaluate import training_batches
+from meshtrain.main import main
+from meshtrain.store.checkpoint import find, restore_params
+
+FSDP = ("mesh.fsdp=2",)
+INTERLEAVED = ("mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2")
+STEPS = list(range(1, 11))
+
+
+def test_it_stops_in_the_middle_and_has_saved(stopped):
+    directory = stopped(*FSDP)
+    with find(directory) as checkpoints:
+        assert checkpoints.steps() == [5]
+        extra = checkpoints.extra(5)
+    assert extra["next_sample"] == 5 * 8
+    assert extra["config"]["mesh"]["fsdp"] == 2
+    assert set(extra["versions"]) >= {"jax"}
+
+
+def test_on_the_same_mesh_every_number_is_the_same(run, stopped, straight):
+    resumed = run(stopped(*FSDP), *FSDP)
+    assert "step 5" in resumed.output
+    assert resumed.losses == straight.losses
+    assert list(resumed.losses) == STEPS
+    jax.tree.map(np.testing.assert_array_equal, resumed.result.state, straight.result.state)
+
+
+def test_a_pipeline_goes_on_with_what_fsdp_saved(run, stopped, straight):
+    resumed = run(stopped(*FSDP), *INTERLEAVED)
+    assert list(resumed.losses) == STEPS
+    np.testing.assert_allclose(list(resumed.losses.values()), list(straight.losses.values()), rtol=1e-5)
+    assert resumed.result.state.params["layers"]["mlp"]["down"].shape[:2] == (2, 2)
+
+
+def test_fsdp_goes_on_with_what_a_pipeline_saved(run, stopped, straight):
+    resumed = run(stopped(*INTERLEAVED), *FSDP)
+    np.testing.assert_allclose(list(resumed.losses.values()), list(straight.losses.values()), rtol=1e-5)
+
+
+def test_layers_are_kept_in_layer_order(stopped, straight):
+    wanted = straight.result.assembly.kept_state.params
+    ours, other = restore_params(stopped(*FSDP), wanted), restore_params(stopped(*INTERLEAVED), wanted)
+    assert ours["layers"]["mlp"]["down"].shape[0] == 4
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, other)
+    down = np.asarray(ours["layers"]["mlp"]["down"])
+    assert np.abs(down[1] - down[2]).max() > 1e-2, "interchanged layers would not be noticed"
+
+
+def test_the_data_go_on_where_they_stopped(straight):
+    assembly = straight.result.assembly
+    config = assembly.config
+    corpus = open_corpus(
+        config.data, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size, seed=config.seed
+    )
+    whole, rest = training_batches(assembly, corpus, 0), training_batches(assembly, corpus, 3)
+    seen = [np.asarray(next(whole)["tokens"]) for _ in range(5)]
+    np.testing.assert_array_equal(seen[3], next(rest)["tokens"])
+    np.testing.assert_array_equal(seen[4], next(rest)["tokens"])
+    assert (seen[2] != seen[3]).any()
+
+
+def test_a_finished_run_says_its_loss_again(run, straight):
+    rows = straight.rows
+    again = run(straight.directory, *FSDP)
+    assert again.rows == rows
+    [said] = [line for line in straight.output.splitlines() if line.startswith("validation loss")]
+    assert said in again.output
+
+
+def test_a_run_cannot_go_back(stopped, command):
+    with pytest.raises(UserError) as caught:
+        main(command(stopped(*FSDP), *FSDP, "num_steps=4"))
+    assert str(caught.value) == (
+        "num_steps: got 4, and the workdir's run is at step 5; allowed: at least 5; nearest: 5"
+    )
+
+
+def test_init_from_takes_the_weights_and_nothing_else(run, stopped, straight, tmp_path):
+    other = stopped(*INTERLEAVED)
+    changes = (f"init_from={other}", "seed=3", "num_steps=1", "learning_rate.warmup_steps=0", "optimizer.name=sgd")
+    begun = run(tmp_path / "run", *FSDP, *changes, "learning_rate.peak=1e-9", "learning_rate.name=constant")
+    assert f"from {other}" in begun.output
+    weights = restore_params(other, begun.result.assembly.kept_state.params)
+    # The rate is too small to move them: what it has at its end is what it began with.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), begun.result.state.params, weights)
+    assert int(begun.result.state.step) == 1
+    assert list(begun.losses) == [1]
+    # Gone or not, the other run is history once this one has weights of its own.
+    other.rename(other.with_name("moved"))
+    config = begun.result.assembly.config
+    assert resume.check(config, begun.directory, resume.saved_step(begun.directory)) == []
+    [line] = resume.check(config, tmp_path / "another", 0)
+    assert line.startswith(f"init_from: {other}: got nothing there; allowed: a workdir")
+
+
+def test_the_data_of_a_run_must_stay_the_same(stopped, command, corpus, written):
+    directory = stopped(*FSDP)
+    text = corpus.read_text()
+    try:
+        corpus.write_text(text + "more\n")
+        before = written(directory)
+        with pytest.raises(UserError, match=r"its run learned from data with hash .*nearest: another --workdir"):
+            main(command(directory, *FSDP, "num_steps=12"))
+        assert written(directory) == before
+    finally:
+        corpus.write_text(text)
