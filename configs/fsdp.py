@@ -15,6 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration: the default small decoder on source text."""
     config = default()
     config.mesh.fsdp = 8
+    config.num_steps = 100
     config.learning_rate.peak = 3e-3
-    config.learning_rate.warmup_steps = 30
+    config.learning_rate.warmup_steps = 20
     return config

@@ -16,6 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = default()
     config.mesh.data = 2
     config.mesh.fsdp = 4
+    config.num_steps = 100
     config.learning_rate.peak = 3e-3
-    config.learning_rate.warmup_steps = 30
+    config.learning_rate.warmup_steps = 20
     return config

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.num_layers = 8
     config.pipeline.schedule = "1f1b"
     config.pipeline.num_microbatches = 16
+    config.num_steps = 100
     config.learning_rate.peak = 3e-3
-    config.learning_rate.warmup_steps = 30
+    config.learning_rate.warmup_steps = 20
     return config

@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.layout.sequence_parallel = True
     config.model.num_heads = 8
     config.model.num_kv_heads = 8
+    config.num_steps = 100
     config.learning_rate.peak = 3e-3
-    config.learning_rate.warmup_steps = 30
+    config.learning_rate.warmup_steps = 20
     return config

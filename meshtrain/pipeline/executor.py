@@ -2,8 +2,8 @@
 
 A row is work for every stage: those that idle compute on garbage, and what comes of it is dropped by `where`, never by
 a multiplication (0 x infinity is not 0). The backward of a row is made here by hand, `jax.vjp` from the kept stage
-input, so that nothing but stage inputs outlives a row. Embedding and head are computed by all stages together (vocabulary
-parallelism for pipelines, Yeung et al. 2024).
+input, so that nothing but stage inputs outlives a row. Embedding and head are computed by all stages together
+(vocabulary parallelism for pipelines, Yeung et al. 2024).
 
 M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, R: rows,
 K: layers in a chunk.

@@ -1,0 +1,248 @@
+"""The executor against `jax.grad` of the same small model on one device, and broken on purpose.
+
+M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, V: vocabulary, L: layers.
+"""
+
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from meshtrain.models import losses
+from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, sequence_keys
+from meshtrain.pipeline import executor, storage
+from meshtrain.pipeline import stages as ring
+from meshtrain.pipeline.program import executable
+from meshtrain.pipeline.schedules import Action, Schedule, build
+
+NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY = 4, 2, 3, 4, 8
+
+
+def first(outer, batch, rng, train, axis):
+    """An embedding whose rows may be split."""
+    rows = outer["table"].shape[0]
+    row = batch["tokens"] - losses.first_column(rows, axis)
+    here = (row >= 0) & (row < rows)
+    found = jnp.take(outer["table"], jnp.where(here, row, 0), axis=0, mode="clip")
+    return losses.sum_over_shards(jnp.where(here[..., None], found, 0), axis)
+
+
+def repeated(layers, x, batch, rng, start, train):
+    """Layers with dropout, each with numbers of its own."""
+
+    def one(x, layer):
+        index, weights = layer
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(sequence_keys(rng, batch), index)
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, x.shape[1:]))(keys)
+        grown = jnp.tanh(x @ weights["kernel"]) * weights["scale"]
+        return x + (jnp.where(kept, grown, 0) if train else grown), None
+
+    indices = start + jnp.arange(layers["scale"].shape[0])
+    return jax.lax.scan(one, x, (indices, layers))[0]
+
+
+def last(outer, y, batch, axis):
+    """A head whose columns may be split."""
+    logits = losses.copy_to_shards(y, axis) @ outer["head"]
+    weights = batch["weights"]
+    total = losses.cross_entropy(logits, batch["targets"], weights, VOCABULARY, axis)
+    return total, jnp.sum(weights), {"sequences": jnp.float32(y.shape[0])}
+
+
+def model(num_layers):
+    return Stages(num_layers, first, repeated, last)
+
+
+def parameters(num_layers):
+    generator = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(generator.normal(size=shape), jnp.float32)  # noqa: E731
+    layers = {"kernel": draw(num_layers, WIDTH, WIDTH), "scale": draw(num_layers, 1)}
+    return {"table": draw(VOCABULARY, WIDTH), "layers": layers, "head": draw(WIDTH, VOCABULARY)}
+
+
+def batch_of(num_microbatches):
+    """[b, M, ...]."""
+    generator, shape = np.random.default_rng(2), (NUM_SEQUENCES, num_microbatches, NUM_TOKENS)
+    return {
+        "tokens": jnp.asarray(generator.integers(0, VOCABULARY, shape), jnp.int32),
+        "targets": jnp.asarray(generator.integers(0, VOCABULARY, shape), jnp.int32),
+        "weights": jnp.asarray(generator.random(shape) < 0.8, jnp.float32),
+        SEQUENCE_INDEX: jnp.arange(NUM_SEQUENCES * num_microbatches, dtype=jnp.int32).reshape(shape[:2]),
+    }
+
+
+@functools.cache
+def reference(num_layers, num_microbatches):
+    """Sums and gradients of the whole batch at once, without any stage."""
+    batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch_of(num_microbatches))
+
+    def total(params):
+        x = first(params, batch, jax.random.key(3), True, None)
+        x = repeated(params["layers"], x, batch, jax.random.key(3), 0, True)
+        loss, weight, _ = last(params, x, batch, None)
+        return loss, weight
+
+    (loss, weight), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(parameters(num_layers))
+    return Sums(loss, weight, {"sequences": jnp.float32(NUM_SEQUENCES * num_microbatches)}, gradients)
+
+
+def run(schedule):
+    """Returns what the executor makes of two layers a chunk, gradients in layer order."""
+    num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
+    num_layers = 2 * num_stages * num_chunks
+    params = parameters(num_layers)
+    params["layers"] = storage.chunked(params["layers"], num_chunks)
+    over_stages = PartitionSpec("pipeline") if num_chunks == 1 else PartitionSpec(None, "pipeline")
+    specs = {
+        "table": PartitionSpec("pipeline"),
+        "layers": jax.tree.map(lambda _: over_stages, params["layers"]),
+        "head": PartitionSpec(None, "pipeline"),
+    }
+    mesh = Mesh(np.array(jax.devices()[:num_stages]), ("pipeline",), axis_types=(AxisType.Auto,))
+    compute = functools.partial(executor.gradients, model(num_layers), executable(schedule), mesh, specs)
+    sums = jax.device_get(jax.jit(compute)(params, batch_of(schedule.num_microbatches), jax.random.key(3)))
+    in_order = jax.tree.map(lambda leaf: leaf.reshape(num_layers, *leaf.shape[-1:]), sums.gradients["layers"]["scale"])
+    kernel = sums.gradients["layers"]["kernel"].reshape(num_layers, WIDTH, WIDTH)
+    return sums._replace(gradients={**sums.gradients, "layers": {"kernel": kernel, "scale": in_order}})
+
+
+def assert_right(sums, schedule):
+    expected = reference(2 * schedule.num_stages * schedule.num_chunks, schedule.num_microbatches)
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5)
+    jax.tree.map(compare, sums, jax.device_get(expected))
+
+
+def schedule_of(name, num_stages=2, num_microbatches=NUM_MICROBATCHES, num_chunks=1):
+    return build(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+def late_table():
+    """One-kind rows drawn at random: activations and cotangents wait, microbatches overtake one another."""
+    stages, rows, draw, done = 3, [], random.Random(1), {}
+    while len(done) < 2 * stages * NUM_MICROBATCHES:
+        kind, row = draw.choice("FB"), [None] * stages
+        for stage in range(stages):
+            for m in draw.sample(range(NUM_MICROBATCHES), NUM_MICROBATCHES):
+                before = stage == 0 or ("F", stage - 1, m) in done
+                if kind == "B":
+                    before = ("F", stage, m) in done and (stage == stages - 1 or ("B", stage + 1, m) in done)
+                if before and (kind, stage, m) not in done and draw.random() < 0.5:
+                    row[stage] = Action(kind, m)
+                    break
+        done |= dict.fromkeys((kind, stage, action.microbatch) for stage, action in enumerate(row) if action)
+        rows.append(tuple(row))
+    return Schedule("late", stages, NUM_MICROBATCHES, 1, tuple(rows))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedule_of("gpipe", 4),
+        schedule_of("1f1b", 4),
+        schedule_of("1f1b", 4, 2),
+        schedule_of("interleaved_1f1b", 2, 4, 3),
+        late_table(),
+    ],
+    ids=["gpipe", "1f1b", "fewer microbatches than stages", "interleaved", "random table"],
+)
+def test_sums_and_gradients_are_those_of_one_device(schedule):
+    assert_right(run(schedule), schedule)
+
+
+@pytest.mark.parametrize("name, num_chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("garbage", [np.inf, np.nan])
+def test_garbage_on_idle_stages_changes_no_bit(name, num_chunks, garbage, monkeypatch):
+    """Buffers start full of it, so idle stages compute with it, send it on, and bring it to head and embedding."""
+    schedule = schedule_of(name, num_chunks=num_chunks)
+    clean, start = run(schedule), executor.Rows.start
+
+    def dirty(rows):
+        carry = start(rows)
+        fill = lambda x: jnp.full_like(x, garbage)  # noqa: E731
+        return carry._replace(inputs=fill(carry.inputs), cotangents=fill(carry.cotangents))
+
+    monkeypatch.setattr(executor.Rows, "start", dirty)
+    jax.tree.map(np.testing.assert_array_equal, run(schedule), clean)
+
+
+def multiplied_mask(total, part, place, active):
+    """0 x infinity is not 0."""
+    return right_add_at(total, jax.tree.map(lambda leaf: leaf * active, part), place, jnp.bool_(True))
+
+
+def no_mask(total, part, place, active):
+    return right_add_at(total, part, place, jnp.bool_(True))
+
+
+def key_in_microbatch(batch, index):
+    return {**right_microbatch(batch, index), SEQUENCE_INDEX: jnp.arange(NUM_SEQUENCES)}
+
+
+def without_manual_axes(specs, axes):
+    return jax.tree.map(lambda _: PartitionSpec(), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+def identity(x, axis):
+    return x
+
+
+right_add_at, right_microbatch = ring.add_at, ring.microbatch
+BREAKS = {
+    "an idle stage's layers are added": (ring, "add_at", no_mask),
+    "the mask multiplies": (ring, "add_at", multiplied_mask),
+    "an idle head and embedding are added": (executor, "_add", lambda a, b, _: jax.tree.map(jnp.add, a, b)),
+    "what is handed out comes from every stage": (ring, "from_stage", lambda x, here: losses.psum_float32(x, "pipeline")),
+    "no sum of the head's cotangents": (losses, "copy_to_shards", identity),
+    "no sum of the embedding": (losses, "sum_over_shards", identity),
+    "a sum that is differentiated": (losses, "sum_over_shards", lambda x, a: x if a is None else jax.lax.psum(x, a)),
+    "dropout by the place in the microbatch": (ring, "microbatch", key_in_microbatch),
+    "layers counted from each stage's first": (ring, "first_layer", lambda *_: 0),
+    "activations stay where they are": (ring, "to_next", lambda x, _: x),
+    "cotangents go the wrong way": (ring, "to_previous", ring.to_next),
+    "a dropped spec": (ring, "manual_specs", without_manual_axes),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_what_is_broken_is_noticed(broken, monkeypatch):
+    schedule = schedule_of("1f1b", 2, 3)
+    reference(4, 3)
+    start = executor.Rows.start
+
+    def dirty(rows):
+        carry = start(rows)
+        return carry._replace(inputs=jnp.full_like(carry.inputs, np.inf))
+
+    if broken == "the mask multiplies":
+        monkeypatch.setattr(executor.Rows, "start", dirty)
+    monkeypatch.setattr(*BREAKS[broken])
+    try:
+        sums = run(schedule)
+    except (ValueError, TypeError):
+        return
+    with pytest.raises(AssertionError):
+        assert_right(sums, schedule)
+
+
+def test_evaluation_drops_nothing_and_sums_the_batch():
+    num_layers = 4
+    params, batch = parameters(num_layers), batch_of(NUM_MICROBATCHES)
+    specs = {
+        "table": PartitionSpec("pipeline"),
+        "layers": {"kernel": PartitionSpec("pipeline"), "scale": PartitionSpec("pipeline")},
+        "head": PartitionSpec(None, "pipeline"),
+    }
+    mesh = Mesh(np.array(jax.devices()[:2]), ("pipeline",), axis_types=(AxisType.Auto,))
+    compute = functools.partial(executor.evaluate, model(num_layers), 1, mesh, specs)
+    loss, weight, metrics = jax.jit(compute)(params, batch, jax.random.key(0))
+    whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    y = first(params, whole, None, False, None)
+    y = repeated(params["layers"], y, whole, jax.random.key(0), 0, False)
+    expected_loss, expected_weight, _ = last(params, y, whole, None)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    assert weight == expected_weight
+    assert metrics["sequences"] == NUM_SEQUENCES * NUM_MICROBATCHES
