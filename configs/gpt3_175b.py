@@ -2,6 +2,8 @@
 
 Purpose: three axes at full size; tensor inside a host, 24 microbatches, six chunks of two layers on each stage.
 Parameters: 174,604,259,328 (174.6 B).
+Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Time: not known.
 Hardware: 4,096 GPUs of 80 GB.
 Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'

@@ -2,6 +2,8 @@
 
 Purpose: one sequence on each device, weights in 2,048 pieces; 16.8 M tokens a step.
 Parameters: 70,553,706,496 (70.55 B).
+Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Time: not known.
 Hardware: 2,048 A100 of 80 GB.
 Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'

@@ -2,6 +2,8 @@
 
 Purpose: a copy for each host, so that weights are gathered inside a host; 4.2 M tokens a step.
 Parameters: 8,030,261,248 (8.03 B).
+Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Time: not known.
 Hardware: 64 GPUs of 80 GB.
 Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'

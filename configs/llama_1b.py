@@ -2,6 +2,8 @@
 
 Purpose: the smallest Llama; 0.52 M tokens a step.
 Parameters: 1,235,814,400 (1.24 B).
+Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Time: not known.
 Hardware: 8 GPUs of 80 GB.
 Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'

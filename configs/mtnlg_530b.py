@@ -2,6 +2,8 @@
 
 Purpose: three layers on each of 35 stages, 120 microbatches; 3.9 M tokens a step.
 Parameters: 529,581,506,560 (529.6 B).
+Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Time: not known.
 Hardware: 4,480 A100 of 80 GB.
 Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'

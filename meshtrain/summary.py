@@ -52,7 +52,9 @@ def show(
     if rate := values.get("tokens_per_second"):
         lines.append(f"tokens a second   {rate:,.0f}")
     places = "config.json, layout.txt, metrics.jsonl, tensorboard/, checkpoints/"
-    lines.append(f"in                {run}: {places}")
+    here = Path.cwd()
+    shown = run.relative_to(here) if run.is_relative_to(here) else run
+    lines.append(f"in                {shown}: {places}")
     if assembly.logits is not None and corpus.speaks:
         sampled = continued(assembly, corpus, state.params, PROMPT, NUM_SAMPLE_TOKENS, TEMPERATURE, config.seed)
         lines += ["a sample", *(f"  | {line}" for line in sampled.splitlines())]

@@ -17,6 +17,7 @@ INSTRUCTION = re.compile(
 CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations|called_computations)=\{?((?:%[\w.\-]+(?:, )?)+)")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+OPERAND = re.compile(r"%([\w.\-]+)")
 DIMS = re.compile(r"^\w+\[([\d,]*)\]")
 MATMUL_LIBRARIES = ("gemm", "matmul")
 
@@ -104,10 +105,9 @@ def matmul_flops(program: Program) -> float:
     total = 0.0
     for line, computation, runs in program.instructions("dot"):
         shapes = {other.name: other.shape for other in program.computations[computation]}
-        left, contracted = re.search(r"%([\w.\-]+)", line.rest), CONTRACTED.search(line.rest)
-        assert left and contracted, line
-        sizes = dims(shapes[left[1]])
-        width = math.prod(sizes[int(dim)] for dim in contracted[1].split(",") if dim)
+        left, contracted = (re.findall(pattern, line.rest)[0] for pattern in (OPERAND, CONTRACTED))
+        sizes = dims(shapes[left])
+        width = math.prod(sizes[int(dim)] for dim in contracted.split(",") if dim)
         total += 2.0 * runs * math.prod(dims(line.shape)) * width
     return total
 

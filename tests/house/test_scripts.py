@@ -154,6 +154,17 @@ def test_another_python_has_a_folder_of_its_own_and_runs_no_linters(machine):
     assert f"venv {machine.root}/.venv" in machine.run("test", "x", PYTHON="python3.11")[2]
 
 
+def test_the_compiler_of_gpus_that_are_not_there_has_a_folder_of_its_own(machine):
+    code, said, calls = machine.run("test", "--plan", "-x")
+    assert code == 0
+    assert calls == [
+        f"venv {machine.root}/.venv-plan",
+        f"pip {machine.root}[dev,plan-gpu]",
+        "run -m pytest -m gpu_compiler -x",
+    ]
+    assert "into .venv-plan" in said
+
+
 def test_a_python_that_only_pyenv_knows_is_found(machine):
     versions = machine.bin.parent / "pyenv" / "versions"
     for version in ("3.12.1", "3.12.10", "3.12.9"):
@@ -187,7 +198,7 @@ def test_linters_run_before_the_tests(machine):
         "run -m pytest -n 2 --dist worksteal",
     ]
     slow = machine.run("test", "--slow", "-x")[2]
-    assert slow == ["run -m pytest -n 2 --dist worksteal -m slow and not accelerator -x"]
+    assert slow == ["run -m pytest -n 2 --dist worksteal -m slow and not accelerator and not gpu_compiler -x"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ MESHES = [
 FAST = [
     ("gpipe", {"data": 1, "fsdp": 2, "tensor": 1, "pipeline": 4}),
     ("interleaved_1f1b", {"data": 2, "fsdp": 1, "tensor": 2, "pipeline": 2}),
-    ("interleaved_1f1b", {"data": 1, "fsdp": 2, "tensor": 1, "pipeline": 4}),
 ]
 
 
@@ -80,6 +79,18 @@ def gpt2(config):
     return dataclasses.replace(config, model=model, optimizer=dataclasses.replace(config.optimizer, clip_norm=0.3))
 
 
+def packed_batch(shape):
+    """Two documents a sequence, some targets without weight."""
+    generator = np.random.default_rng(3)
+    return {
+        "tokens": generator.integers(0, 100, shape).astype(np.int32),
+        "targets": generator.integers(0, 100, shape).astype(np.int32),
+        "segment_ids": np.sort(generator.integers(1, 3, shape), axis=1).astype(np.int32),
+        "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+        "weights": (generator.random(shape) < 0.9).astype(np.float32),
+    }
+
+
 @pytest.mark.parametrize(("schedule", "mesh"), CASES)
 def test_schedule_changes_no_number(schedule, mesh, base, trained, same):
     config = with_schedule(base, schedule)
@@ -90,6 +101,7 @@ def test_schedule_changes_no_number(schedule, mesh, base, trained, same):
         same(trained(config, **mesh), trained(base))
 
 
+@pytest.mark.slow
 def test_schedules_agree_among_themselves(base, trained, same):
     """The three run the same microbatches in another order, so they may differ by rounding only."""
     mesh = {"fsdp": 2, "pipeline": 4}
@@ -149,21 +161,21 @@ def test_rematerialization_inside_a_stage_changes_no_number(policy, base, traine
     "schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("gpipe", "interleaved_1f1b"))]
 )
 def test_bfloat16_stays_close_to_one_device(schedule, base, trained):
-    """Sums in another order round differently: close, not equal; float32 is further away than the two from another."""
+    """Sums in another order round differently: close, not equal. Later gradients belong to weights that have parted."""
     config = dataclasses.replace(with_schedule(base, schedule), precision=PrecisionOptions("bfloat16"))
     one, pipelined = trained(config), trained(config, tensor=2, pipeline=2)
     np.testing.assert_allclose(pipelined.losses, one.losses, rtol=2e-3)
-    np.testing.assert_allclose(pipelined.grad_norms, one.grad_norms, rtol=2e-2)
+    np.testing.assert_allclose(pipelined.grad_norms[:2], one.grad_norms[:2], rtol=2e-3)
     jax.tree.map(np.testing.assert_array_equal, pipelined.initial, one.initial)
     assert (one.losses != trained(base).losses).any()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
 def test_schedule_means_nothing_on_a_pipeline_of_size_one(schedule, base, trained, one_device, same):
     same(trained(with_schedule(base, schedule)), one_device)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_fewer_microbatches_than_stages(schedule, base, trained, one_device, same):
     same(trained(with_schedule(base, schedule, num_microbatches=2), pipeline=4), one_device)
 
@@ -179,15 +191,8 @@ def test_evaluation_is_one_device_s(schedule, mesh, base):
         axes = {"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 1} | shape
         assembly = assemble(config, axes, jax.devices()[: int(np.prod(list(axes.values())))])
         state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
-        generator = np.random.default_rng(3)
-        fill = {
-            "weights": lambda leaf: (generator.random(leaf.shape) < 0.9).astype(np.float32),
-            "segment_ids": lambda leaf: np.sort(generator.integers(1, 3, leaf.shape), axis=1).astype(np.int32),
-            "positions": lambda leaf: np.broadcast_to(np.arange(leaf.shape[1], dtype=np.int32), leaf.shape),
-            "tokens": lambda leaf: generator.integers(0, 100, leaf.shape).astype(np.int32),
-            "targets": lambda leaf: generator.integers(0, 100, leaf.shape).astype(np.int32),
-        }
-        batch = {key: jax.device_put(fill[key](leaf), leaf.sharding) for key, leaf in assembly.batch.items()}
+        numbers = packed_batch(assembly.batch["tokens"].shape)
+        batch = {key: jax.device_put(numbers[key], leaf.sharding) for key, leaf in assembly.batch.items()}
         found.append(jax.device_get(assembly.eval_step(state.params, batch)))
     one, pipelined = found
     assert pipelined.keys() == one.keys() == {"loss", "weight"}

@@ -1,0 +1,219 @@
+"""What each schedule costs beside the textbook's pipeline: a scan with a ppermute in it, differentiated by `jax.grad`.
+
+Started by scripts/bench_pipeline. All compute loss and gradients of the same batch from the same weights. Step times
+are medians over rounds in which the programs take turns.
+
+M: microbatches, S: stages.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain.assemble import Assembly, assemble
+from meshtrain.config import Config
+from meshtrain.errors import run
+from meshtrain.launch import distributed
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.partition import Placement
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.remat import RematOptions
+from meshtrain.models.task import Batch, Params, Stages
+from meshtrain.pipeline import executor
+from meshtrain.pipeline import stages as ring
+from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.step.accumulate import cut
+from meshtrain.step.step import with_sequence_index
+from scripts import program_text
+
+TEXTBOOK = "scan + jax.grad"
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
+LAYERS = PartitionSpec(ring.PIPELINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A compiled program and what it takes: (params, batch, key data) -> (loss, gradients)."""
+
+    compiled: Any
+    arguments: tuple[Any, ...]
+    compile_seconds: float
+
+
+def configuration(arguments: argparse.Namespace, schedule: str, num_chunks: int) -> Config:
+    """Returns a run of a small decoder whose layers divide by stages x 2 chunks."""
+    return Config(
+        batch_size=arguments.sequences * arguments.microbatches,
+        sequence_length=arguments.tokens,
+        model=DecoderOptions(
+            num_layers=2 * arguments.stages,
+            embed_dim=arguments.width,
+            mlp_dim=4 * arguments.width,
+            num_heads=4,
+            num_kv_heads=4,
+            vocab_size=1024,
+        ),
+        pipeline=PipelineOptions(schedule, arguments.microbatches, num_chunks),
+        remat=RematOptions("full"),
+    )
+
+
+def textbook(stages: Stages, mesh: jax.sharding.Mesh, params: Params, batch: Batch, rng: jax.Array) -> jax.Array:
+    """Returns the loss sum of microbatches [b, M, ...]: M + S - 1 rows, embedding and head whole on every stage."""
+
+    def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> jax.Array:
+        layers, outer = ring.split_layers(params)
+        rng, num_parts = jax.random.wrap_key_data(key_data), ring.num_microbatches(batch)
+        num_stages, stage = jax.lax.axis_size(ring.PIPELINE), jax.lax.axis_index(ring.PIPELINE)
+        start = ring.first_layer(0, num_stages, stages.num_layers, 1)
+        repeated = jax.checkpoint(lambda x, mine: stages.repeated(layers, x, mine, rng, start, True))
+
+        def part(m: jax.Array) -> Batch:
+            return ring.microbatch(batch, jnp.clip(m, 0, num_parts - 1))
+
+        def row(carry: tuple[jax.Array, jax.Array], r: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            inbox, total = carry
+            x = jnp.where(stage == 0, stages.first(outer, part(r), rng, True, None), inbox)
+            y = repeated(x, part(r - stage))
+            m = r - (num_stages - 1)
+            loss = stages.last(outer, y, part(m), None)[0]
+            return (ring.to_next(y, num_stages), total + jnp.where((stage == num_stages - 1) & (m >= 0), loss, 0)), None
+
+        x = jax.eval_shape(lambda: stages.first(outer, part(jnp.int32(0)), rng, True, None))
+        empty = jnp.zeros(x.shape, x.dtype), jnp.zeros((), jnp.float32)
+        # A sum for each stage, added up outside: differentiating through a psum in here would be wrong by the factor S.
+        return jax.lax.scan(row, empty, jnp.arange(num_parts + num_stages - 1))[0][1][None]
+
+    whole = PartitionSpec()
+    specs = {name: LAYERS if name == "layers" else whole for name in params}
+    sums = jax.shard_map(
+        on_stage,
+        mesh=mesh,
+        in_specs=(specs, whole, whole),
+        out_specs=LAYERS,
+        axis_names={ring.PIPELINE},
+        check_vma=False,
+    )(params, batch, jax.random.key_data(rng))
+    return jnp.sum(sums)
+
+
+def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candidate:
+    """Returns one of the programs, compiled."""
+    shape = dict.fromkeys(AXES, 1) | {ring.PIPELINE: len(devices)}
+    assembly = assemble(config, shape, devices)
+    stages, program, mesh = assembly.task.stages, assembly.program, assembly.mesh
+    assert stages is not None
+    assert program is not None
+    homes = jax.tree.map(lambda leaf: leaf.sharding, assembly.state.params)
+    specs = jax.tree.map(lambda home: home.spec, homes)
+
+    def scheduled(params: Params, batch: Batch, rng: jax.Array) -> tuple[jax.Array, Params]:
+        sums = executor.gradients(stages, program, mesh, specs, params, batch, rng)
+        return sums.loss, sums.gradients
+
+    compute: Callable[..., Any] = scheduled
+    if name == TEXTBOOK:
+        compute = jax.value_and_grad(functools.partial(textbook, stages, mesh))
+        parts = {key: LAYERS if key == "layers" else PartitionSpec() for key in homes}
+        homes = {key: jax.tree.map(lambda _, k=key: NamedSharding(mesh, parts[k]), homes[key]) for key in homes}
+
+    def step(params: Params, batch: Batch, key_data: jax.Array) -> Any:
+        microbatches = cut(with_sequence_index(batch), config.pipeline.num_microbatches, Placement.nowhere())
+        return compute(params, microbatches, jax.random.wrap_key_data(key_data))
+
+    key_data = jax.random.key_data(jax.random.key(0))
+    params = jax.device_put(assembly.init(key_data).params, homes)
+    arguments = params, example_batch(assembly), key_data
+    whole = NamedSharding(mesh, PartitionSpec())
+    lowered = jax.jit(step, out_shardings=(whole, homes)).lower(*arguments)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    return Candidate(compiled, arguments, time.perf_counter() - start)
+
+
+def example_batch(assembly: Assembly) -> dict[str, jax.Array]:
+    """Returns a batch of random tokens, one document a sequence."""
+    generator, shape = np.random.default_rng(0), assembly.batch["tokens"].shape
+    tokens = generator.integers(0, 1024, (shape[0], shape[1] + 1)).astype(np.int32)
+    entries = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_ids": np.ones(shape, np.int32),
+        "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+        "weights": np.ones(shape, np.float32),
+    }
+    return {name: jax.device_put(entry, assembly.batch[name].sharding) for name, entry in entries.items()}
+
+
+def times_of(candidates: dict[str, Candidate], num_rounds: int) -> dict[str, float]:
+    """Returns the median seconds of a step of each; the first round warms up."""
+    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(num_rounds + 1):
+        for name, one in candidates.items():
+            start = time.perf_counter()
+            jax.block_until_ready(one.compiled(*one.arguments))
+            if number:
+                taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def lines(candidates: dict[str, Candidate], num_rounds: int) -> list[str]:
+    """Returns the table, each number beside its ratio to the textbook's."""
+    steps = times_of(candidates, num_rounds)
+    numbers = {
+        name: (
+            steps[name] * 1e3,
+            one.compiled.memory_analysis().temp_size_in_bytes / 1e6,
+            program_text.matmul_flops(program_text.read(one.compiled.as_text())) / 1e9,
+            one.compile_seconds,
+        )
+        for name, one in candidates.items()
+    }
+    heads = ("step ms", "temporary MB", "matmul GFLOP", "compile s")
+    said = [" ".join([f"{'':<17}", *(f"{head:>20}" for head in heads)])]
+    for name, row in numbers.items():
+        pairs = zip(row, numbers[TEXTBOOK], strict=True)
+        said.append(" ".join([f"{name:<17}", *(f"{value:>10.2f} (x {value / base:5.2f})" for value, base in pairs)]))
+    return said
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints one table."""
+    parser = argparse.ArgumentParser(prog="scripts/bench_pipeline", description=__doc__.partition("\n")[0])
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=2, help="in one microbatch")
+    parser.add_argument("--tokens", type=int, default=128, help="in one sequence")
+    parser.add_argument("--width", type=int, default=128, help="of the residual stream")
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args(argv)
+    devices, _ = distributed.start(arguments.stages)
+    print(
+        f"jax {jax.__version__}, {arguments.stages} x {devices[0].device_kind}; per device, x: relative to the textbook"
+    )
+    candidates = {TEXTBOOK: candidate(TEXTBOOK, configuration(arguments, "gpipe", 1), devices)}
+    for name, num_chunks in SCHEDULES.items():
+        candidates[name] = candidate(name, configuration(arguments, name, num_chunks), devices)
+    losses = [float(one.compiled(*one.arguments)[0]) for one in candidates.values()]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-4)
+    print(*lines(candidates, arguments.rounds), sep="\n")
+    if devices[0].platform == "cpu":
+        print(
+            "Virtual CPU devices share the cores: masked work of idle stages costs time here that it does not cost\n"
+            "on a mesh, where each stage has a device of its own."
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

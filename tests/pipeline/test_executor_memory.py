@@ -1,0 +1,47 @@
+"""Temporary memory of the compiled step on eight devices, as microbatches of one size become more."""
+
+import jax
+import pytest
+
+from meshtrain.assemble import assemble
+from meshtrain.config import Config
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.pipeline.schedules import PipelineOptions
+
+SEQUENCES_PER_DEVICE, NUM_DATA, SEQUENCE_LENGTH = 2, 2, 32
+MODEL = DecoderOptions(num_layers=8, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=128)
+MESH = {"data": NUM_DATA, "pipeline": 4, "fsdp": 1, "tensor": 1}
+# What a stage keeps of a microbatch, in float32.
+STAGE_INPUT_BYTES = 4 * SEQUENCES_PER_DEVICE * SEQUENCE_LENGTH * MODEL.embed_dim
+
+
+def temporary_bytes(schedule, num_microbatches, num_chunks=1):
+    config = Config(
+        batch_size=SEQUENCES_PER_DEVICE * NUM_DATA * num_microbatches,
+        sequence_length=SEQUENCE_LENGTH,
+        model=MODEL,
+        pipeline=PipelineOptions(schedule=schedule, num_microbatches=num_microbatches, num_chunks=num_chunks),
+    )
+    assembly = assemble(config, MESH, jax.devices())
+    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule, num_chunks", [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_memory_is_the_same_at_8_32_and_128_microbatches(schedule, num_chunks):
+    few, more, many = (temporary_bytes(schedule, number, num_chunks) for number in (8, 32, 128))
+    assert more == pytest.approx(few, rel=0.01)
+    assert many == pytest.approx(few, rel=0.01)
+
+
+@pytest.mark.slow
+def test_gpipe_grows_by_one_stage_input_a_microbatch():
+    few, more, many = (temporary_bytes("gpipe", number) for number in (8, 32, 128))
+    for growth, added in ((more - few, 24), (many - more, 96)):
+        assert growth / added == pytest.approx(STAGE_INPUT_BYTES, rel=0.01)
+
+
+def test_memory_of_1f1b_does_not_grow():
+    """The shorter half of the slow test above."""
+    assert temporary_bytes("1f1b", 32) == pytest.approx(temporary_bytes("1f1b", 8), rel=0.01)
