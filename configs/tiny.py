@@ -3,6 +3,8 @@
 Purpose: to see that everything works, and to compare meshes: batch, layers, heads, embed and mlp divide by 8, and the
   peak learning rate is low enough for losses on different meshes to agree.
 Parameters: 0.56 M.
+Expected: below 2.8 nats a byte on validation text after 60 steps (`--config.num_steps=60`); lower after all 200.
+Time: a few minutes on 2 CPU cores.
 Hardware: one CPU; any mesh of up to 8 simulated devices by `--config.mesh...`.
 Command: python -m meshtrain.main --config=configs/tiny.py
 """

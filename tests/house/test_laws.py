@@ -17,7 +17,7 @@ LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.p
 # `--help` must answer before JAX is imported.
 LAZY_IMPORTERS = {"meshtrain/main.py", "meshtrain/__init__.py"}
 FORBIDDEN_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
-TITLE_PAGE = ("Purpose:", "Parameters:", "Hardware:", "Command:")
+TITLE_PAGE = ("Purpose:", "Parameters:", "Expected:", "Time:", "Hardware:", "Command:")
 # In two halves, so that this file does not find itself.
 MACHINE_WORDS = re.compile(
     r"/(?:wor" + r"k|ro" + r"ot|home/\w+)/|/opt/(?:whe" + r"els|py" + r"pi)|pypi\.or" + r"g|pythonhoste" + r"d"
