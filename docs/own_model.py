@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax.linen import LogicallyPartitioned
 
 from meshtrain.config import Config, resolve
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.models.losses import cross_entropy, without_padding
 from meshtrain.models.task import Batch, Loss, Params, Task, token_batch
 from meshtrain.train import train

@@ -18,7 +18,7 @@ from meshtrain.errors import UserError
 from meshtrain.layout import partition
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Params, Task

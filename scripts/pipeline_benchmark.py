@@ -25,7 +25,7 @@ from meshtrain.config import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Batch, Params, Stages

@@ -4,7 +4,6 @@ A placement that cannot be had is a UserError, never a quieter one: an array tha
 instead costs memory and traffic that nobody sees.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -54,17 +53,18 @@ def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh
                     f"nearest: {freed}"
                 )
             taken.setdefault(axis, dim)
-        if size % _parts(column[name], mesh_shape):
+        if size % num_parts(column[name], mesh_shape):
             found.append(_uneven(f"{where}: dim {dim}", size, name, column[name], mesh_shape))
     return found
 
 
-def _parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
+def num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
+    """Returns the number of shards that mesh axes make together."""
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
 def _uneven(where: str, size: int, name: str, axes: Sequence[str], mesh_shape: Mapping[str, int]) -> str:
-    parts = _parts(axes, mesh_shape)
+    parts = num_parts(axes, mesh_shape)
     over = " x ".join(f"{axis} (size {mesh_shape[axis]})" for axis in axes)
     multiple = max(parts, (size + parts // 2) // parts * parts)
     fits = max(n for n in range(1, parts + 1) if size % n == 0)
@@ -175,85 +175,3 @@ def activation_sharding(
       UserError: see `problems`.
     """
     return NamedSharding(mesh, spec(path, shape, names, rules.activations, mesh.shape))
-
-
-def constrain(x: jax.Array, names: Names, rules: Rules, mesh: Mesh) -> jax.Array:
-    """Returns `x`, an activation, held to where the rules put it.
-
-    Args:
-      x: any shape; inside a `jax.shard_map` the local shape along its manual axes.
-      names: a logical axis for each dim; None keeps the dim whole.
-      rules: the table; its column `activations` counts.
-      mesh: the mesh.
-
-    Raises:
-      UserError: see `problems`.
-    """
-    return _constrain(f"activation {tuple(names)}", x, names, rules.activations, mesh)
-
-
-def constrain_gathered(w: jax.Array, names: Names, rules: Rules, mesh: Mesh) -> jax.Array:
-    """Returns `w`, a weight about to compute (cast already), gathered over the axes that split it for storage only.
-
-    Without this the partitioner is free to leave the weight in pieces and to move activations instead, which is more.
-
-    Args:
-      w: any shape; inside a `jax.shard_map` the local shape along its manual axes.
-      names: a logical axis for each dim; None keeps the dim whole.
-      rules: the table; its column `gathered` counts.
-      mesh: the mesh.
-
-    Raises:
-      UserError: see `problems`.
-    """
-    return _constrain(f"weight {tuple(names)}", w, names, rules.gathered, mesh)
-
-
-def _constrain(path: str, x: jax.Array, names: Names, column: Column, mesh: Mesh) -> jax.Array:
-    current = jax.sharding.get_abstract_mesh()
-    manual = current.manual_axes
-    # What is manual here is split already: the partitioner neither sees that axis nor may be told about it.
-    sizes = {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
-    wanted = spec(path, x.shape, names, column, sizes)
-    # An empty spec is not a free one: it says "whole on each device". Only a single device has nothing to be told.
-    if all(size == 1 for size in sizes.values()):
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(current if manual else mesh, wanted))
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """What a model gets to see of the mesh: two functions.
-
-    Attributes:
-      rules: the table; None means one device, where everything lives.
-      mesh: the mesh; None as well then.
-    """
-
-    rules: Rules | None
-    mesh: Mesh | None
-
-    @classmethod
-    def nowhere(cls) -> "Placement":
-        """Returns a placement that leaves everything as it is, for one device."""
-        return cls(None, None)
-
-    def activation(self, x: jax.Array, names: Names) -> jax.Array:
-        """Returns `x` held to where the rules put an activation; `names` has a logical axis or None for each dim.
-
-        Raises:
-          UserError: see `problems`.
-        """
-        if self.rules is None or self.mesh is None:
-            return x
-        return constrain(x, names, self.rules, self.mesh)
-
-    def weight(self, w: jax.Array, names: Names) -> jax.Array:
-        """Returns `w`, a cast weight, whole but for tensor parallelism; `names` has an axis or None for each dim.
-
-        Raises:
-          UserError: see `problems`.
-        """
-        if self.rules is None or self.mesh is None:
-            return w
-        return constrain_gathered(w, names, self.rules, self.mesh)

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.models.layers import normal, rotate, weight
 
 

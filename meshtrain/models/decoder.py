@@ -15,10 +15,11 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.models import losses
 from meshtrain.models.attention import Attention
 from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
+from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import RESIDUAL, checkpoint_policy
 from meshtrain.models.task import Batch
 from meshtrain.options import option
@@ -82,9 +83,7 @@ class Embedding(nn.Module):
         shape = (self.num_rows, options.embed_dim)
         table = weight(self, "table", shape, ("vocab", "embed"), init, place, self.dtype)
         row = batch["tokens"] - losses.first_column(self.num_rows, axis)
-        here = (row >= 0) & (row < self.num_rows)
-        x = jnp.take(table, jnp.where(here, row, 0), axis=0, mode="clip")
-        x = losses.sum_over_shards(jnp.where(here[..., None], x, 0), axis)
+        x = losses.sum_over_shards(look_up(table, row, place), axis)
         if options.positions == "learned":
             shape = (self.num_positions, options.embed_dim)
             positions = weight(self, "positions", shape, ("positions", "embed"), init, place, self.dtype)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.models import losses
 from meshtrain.models.attention import same_document
 from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack

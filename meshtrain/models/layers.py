@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 
 Initializer = Callable[..., jax.Array]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.models.task import Batch, Loss, Metrics, Params, Sums
 
 Gradients = Callable[[Params, Batch, jax.Array], Sums]

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.errors import UserError
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 
 RULES = default_rules(LayoutOptions())

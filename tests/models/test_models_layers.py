@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.layout.partition import Placement
+from meshtrain.layout.placement import Placement
 from meshtrain.models.decoder import DecoderOptions, angles_of
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.layers import Norm, dropout, rotary_angles, rotate

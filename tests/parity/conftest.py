@@ -128,8 +128,8 @@ def assert_same(got: Trained, expected: Trained) -> None:
     jax.tree.map(compare, got.gradients, expected.gradients)
 
 
-@pytest.fixture(scope="session")
-def same() -> Callable[[Trained, Trained], None]:
+@pytest.fixture(scope="session", name="assert_same")
+def _assert_same() -> Callable[[Trained, Trained], None]:
     """`assert_same`, for the tests of this folder."""
     return assert_same
 

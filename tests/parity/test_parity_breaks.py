@@ -16,14 +16,14 @@ from meshtrain.step import step as steps
 
 
 @pytest.fixture
-def noticed(base, trained, one_device, same) -> Callable[..., bool]:
+def noticed(base, trained, one_device, assert_same) -> Callable[..., bool]:
     """Whether a run on a mesh, broken by now, differs from one device or does not even run."""
 
     def run(seed_of_cache: int, **axes: int) -> bool:
         # A number that changes nothing but the key under which results are remembered.
         config = dataclasses.replace(base, log_every=1000 + seed_of_cache)
         try:
-            same(trained(config, **axes), one_device)
+            assert_same(trained(config, **axes), one_device)
         except (AssertionError, ValueError, TypeError, flax.errors.FlaxError):
             return True
         return False

@@ -30,8 +30,8 @@ def name(mesh: dict[str, int]) -> str:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
-def test_mesh_changes_no_number(mesh, trained, one_device, same):
-    same(trained(**mesh), one_device)
+def test_mesh_changes_no_number(mesh, trained, one_device, assert_same):
+    assert_same(trained(**mesh), one_device)
 
 
 def test_reference_learns(one_device):
@@ -40,20 +40,20 @@ def test_reference_learns(one_device):
     assert np.abs(np.diff(one_device.losses)).min() > 1e-3
 
 
-def test_sequence_parallelism_changes_no_number(sequence_parallel, trained, one_device, same):
-    same(trained(sequence_parallel, data=2, tensor=4), one_device)
+def test_sequence_parallelism_changes_no_number(sequence_parallel, trained, one_device, assert_same):
+    assert_same(trained(sequence_parallel, data=2, tensor=4), one_device)
 
 
-def test_sequence_parallelism_in_a_pipeline_changes_no_number(sequence_parallel, trained, one_device, same):
-    same(trained(sequence_parallel, tensor=4, pipeline=2), one_device)
+def test_sequence_parallelism_in_a_pipeline_changes_no_number(sequence_parallel, trained, one_device, assert_same):
+    assert_same(trained(sequence_parallel, tensor=4, pipeline=2), one_device)
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
-def test_accumulation_changes_no_number(num_parts, base, trained, one_device, same):
-    same(trained(dataclasses.replace(base, accumulation_steps=num_parts), data=4, tensor=2), one_device)
+def test_accumulation_changes_no_number(num_parts, base, trained, one_device, assert_same):
+    assert_same(trained(dataclasses.replace(base, accumulation_steps=num_parts), data=4, tensor=2), one_device)
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])
-def test_rematerialization_changes_no_number(policy, base, trained, one_device, same):
+def test_rematerialization_changes_no_number(policy, base, trained, one_device, assert_same):
     config = dataclasses.replace(base, remat=RematOptions(policy))
-    same(trained(config, data=2, fsdp=2, tensor=2), one_device)
+    assert_same(trained(config, data=2, fsdp=2, tensor=2), one_device)

@@ -92,22 +92,22 @@ def packed_batch(shape):
 
 
 @pytest.mark.parametrize(("schedule", "mesh"), CASES)
-def test_schedule_changes_no_number(schedule, mesh, base, trained, same):
+def test_schedule_changes_no_number(schedule, mesh, base, trained, assert_same):
     config = with_schedule(base, schedule)
     if schedule == "interleaved_1f1b" and mesh["pipeline"] == 8:
         config = deep(config)
-        same(trained(config, **mesh), trained(deep(base)))
+        assert_same(trained(config, **mesh), trained(deep(base)))
     else:
-        same(trained(config, **mesh), trained(base))
+        assert_same(trained(config, **mesh), trained(base))
 
 
 @pytest.mark.slow
-def test_schedules_agree_among_themselves(base, trained, same):
+def test_schedules_agree_among_themselves(base, trained, assert_same):
     """The three run the same microbatches in another order, so they may differ by rounding only."""
     mesh = {"fsdp": 2, "pipeline": 4}
     first, *others = (trained(with_schedule(base, schedule), **mesh) for schedule in SCHEDULES)
     for other in others:
-        same(other, first)
+        assert_same(other, first)
 
 
 @pytest.mark.slow
@@ -143,41 +143,52 @@ for schedule in here["SCHEDULES"]:
         pytest.param("interleaved_1f1b", {"fsdp": 2, "tensor": 2, "pipeline": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_tied_table_learned_positions_biases_and_clipping(schedule, mesh, base, trained, same):
+def test_tied_table_learned_positions_biases_and_clipping(schedule, mesh, base, trained, assert_same):
     """The tied table gets its gradient from both ends, and the norm that clips is taken over all stages once."""
     config = gpt2(base)
     one = trained(config)
     assert one.grad_norms[0] > config.optimizer.clip_norm, "nothing is clipped"
-    same(trained(with_schedule(config, schedule), **mesh), one)
+    assert_same(trained(with_schedule(config, schedule), **mesh), one)
 
 
 @pytest.mark.parametrize("policy", ["dots", pytest.param("full", marks=pytest.mark.slow)])
-def test_rematerialization_inside_a_stage_changes_no_number(policy, base, trained, one_device, same):
+def test_rematerialization_inside_a_stage_changes_no_number(policy, base, trained, one_device, assert_same):
     config = dataclasses.replace(base, remat=RematOptions(policy))
-    same(trained(config, tensor=2, pipeline=2), one_device)
+    assert_same(trained(config, tensor=2, pipeline=2), one_device)
 
 
 @pytest.mark.parametrize(
     "schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("gpipe", "interleaved_1f1b"))]
 )
-def test_bfloat16_stays_close_to_one_device(schedule, base, trained):
-    """Sums in another order round differently: close, not equal. Later gradients belong to weights that have parted."""
+def test_bfloat16_is_as_far_from_float32_as_on_one_device(schedule, base, trained, one_device):
+    """Sums in another order round differently: not equal, but no further from the exact gradients than rounding is.
+
+    First gradients only: later ones belong to weights that have parted.
+    """
     config = dataclasses.replace(with_schedule(base, schedule), precision=PrecisionOptions("bfloat16"))
     one, pipelined = trained(config), trained(config, tensor=2, pipeline=2)
-    np.testing.assert_allclose(pipelined.losses, one.losses, rtol=2e-3)
-    np.testing.assert_allclose(pipelined.grad_norms[:2], one.grad_norms[:2], rtol=2e-3)
     jax.tree.map(np.testing.assert_array_equal, pipelined.initial, one.initial)
-    assert (one.losses != trained(base).losses).any()
+    np.testing.assert_allclose(pipelined.losses, one.losses, rtol=2e-3)
+    rounding, difference = distance(one, one_device), distance(pipelined, one_device)
+    assert 0 < rounding < 0.05
+    assert difference < 1.5 * rounding
+
+
+def distance(got, expected) -> float:
+    """The norm of the difference of two gradients over the norm of the second."""
+    square = lambda x: float(np.sum(np.square(x, dtype=np.float64)))  # noqa: E731
+    pairs = list(zip(jax.tree.leaves(got.gradients), jax.tree.leaves(expected.gradients), strict=True))
+    return (sum(square(a - b) for a, b in pairs) / sum(square(b) for _, b in pairs)) ** 0.5
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b"])
-def test_schedule_means_nothing_on_a_pipeline_of_size_one(schedule, base, trained, one_device, same):
-    same(trained(with_schedule(base, schedule)), one_device)
+def test_schedule_means_nothing_on_a_pipeline_of_size_one(schedule, base, trained, one_device, assert_same):
+    assert_same(trained(with_schedule(base, schedule)), one_device)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
-def test_fewer_microbatches_than_stages(schedule, base, trained, one_device, same):
-    same(trained(with_schedule(base, schedule, num_microbatches=2), pipeline=4), one_device)
+def test_fewer_microbatches_than_stages(schedule, base, trained, one_device, assert_same):
+    assert_same(trained(with_schedule(base, schedule, num_microbatches=2), pipeline=4), one_device)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_garbage_on_idle_stages_changes_no_bit(name, num_chunks, garbage, monkey
     schedule = schedule_of(name, num_chunks=num_chunks)
     clean = run(schedule)
     poison(monkeypatch, garbage)
-    jax.tree.map(np.testing.assert_array_equal, run(schedule), clean)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(schedule), clean)))
 
 
 def multiplied_mask(total, part, place, active):

@@ -48,7 +48,7 @@ def late_table(num_microbatches=5):
     return Schedule("late", stages, num_microbatches, 1, tuple(rows))
 
 
-def act_out(program):
+def check_by_acting_out(program):
     """Runs a program with names for arrays, as the executor does: every stage in every row, idle ones with garbage."""
     stages, chunks = program.schedule.num_stages, program.schedule.num_chunks
     inputs = [["garbage"] * (program.num_slots + 1) for _ in range(stages)]
@@ -94,14 +94,14 @@ def act_out(program):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_finds_its_data_in_its_slots(case):
-    act_out(program_of(*case))
+    check_by_acting_out(program_of(*case))
 
 
 def test_data_that_wait_for_several_rows_keep_their_slots():
     schedule = late_table()
     program = executable(schedule)
     assert program.num_cotangent_slots > 1
-    act_out(program)
+    check_by_acting_out(program)
     assert flat(segments(program)) == [Signature(*row) for row in exact_or_masked(program)]
 
 
@@ -223,7 +223,7 @@ def test_a_body_can_do_what_only_its_last_repeat_needs():
     f0, f1, b0, b1 = Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)
     rows = ((f0, None), (None, f0), (None, b0), (f1, None), (None, f1), (b0, b1), (b1, None))
     program = executable(Schedule("mine", 2, 2, 1, rows))
-    act_out(program)
+    check_by_acting_out(program)
     assert " ".join(show(segment) for segment in segments(program)) == "((Fe)x2 (Bhd)x1)x2 (Bd)x1"
 
 

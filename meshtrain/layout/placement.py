@@ -1,0 +1,115 @@
+"""What a model gets to see of the mesh: where activations and weights at work live, while a function is traced.
+
+Inside a `jax.shard_map` with manual axes shapes are local along those, and the partitioner neither sees such an axis
+nor may be told about it: each function here leaves the axes that are manual where it is called out by itself.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.layout.partition import Names, num_parts, spec
+from meshtrain.layout.rules import Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where things live, and a way to write out what happens on each shard.
+
+    Attributes:
+      rules: the table; None means one device, where everything lives.
+      mesh: the mesh; None as well then.
+    """
+
+    rules: Rules | None
+    mesh: Mesh | None
+
+    @classmethod
+    def nowhere(cls) -> "Placement":
+        """Returns a placement that leaves everything as it is, for one device."""
+        return cls(None, None)
+
+    def activation(self, x: jax.Array, names: Names) -> jax.Array:
+        """Returns `x` held to where the rules put an activation; `names` has a logical axis or None for each dim.
+
+        Raises:
+          UserError: see `partition.problems`.
+        """
+        return self._hold(x, self.activation_spec(x.shape, names))
+
+    def weight(self, w: jax.Array, names: Names) -> jax.Array:
+        """Returns `w`, a weight about to compute (cast already), gathered over the axes that split it for storage only.
+
+        Without this the partitioner is free to leave the weight in pieces and to move activations instead, which is
+        more. `names` has a logical axis or None for each dim.
+
+        Raises:
+          UserError: see `partition.problems`.
+        """
+        return self._hold(w, self.weight_spec(w.shape, names))
+
+    def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
+        """Returns where the rules put an activation.
+
+        Raises:
+          UserError: see `partition.problems`.
+        """
+        if self.rules is None or self.mesh is None:
+            return PartitionSpec()
+        return spec(f"activation {tuple(names)}", shape, names, self.rules.activations, _sizes_here(self.mesh))
+
+    def weight_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
+        """Returns where the rules put a weight at work.
+
+        Raises:
+          UserError: see `partition.problems`.
+        """
+        if self.rules is None or self.mesh is None:
+            return PartitionSpec()
+        return spec(f"weight {tuple(names)}", shape, names, self.rules.gathered, _sizes_here(self.mesh))
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Returns the number of shards that mesh axes make together."""
+        return 1 if self.mesh is None else num_parts(axes, self.mesh.shape)
+
+    def on_shards(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Returns `function` run on each device's shards, as `jax.shard_map` over the axes that are not manual yet.
+
+        It is not for differentiating through: give what contains it a backward pass of its own.
+        """
+        if self.mesh is None or not _is_split_here(self.mesh):
+            return function
+        axes = frozenset(self.mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+        mesh = _mesh_here(self.mesh)
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
+
+    def _hold(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
+        # An empty spec is not a free one: it says "whole on each device". Only a single device has nothing to be told.
+        if self.mesh is None or not _is_split_here(self.mesh):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh_here(self.mesh), wanted))
+
+
+def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns the mesh axes that a spec names, in its order."""
+    parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+    return tuple(axis for part in parts for axis in part)
+
+
+def _mesh_here(mesh: Mesh) -> Mesh | AbstractMesh:
+    current = jax.sharding.get_abstract_mesh()
+    return current if current.manual_axes else mesh
+
+
+def _sizes_here(mesh: Mesh) -> dict[str, int]:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
+
+
+def _is_split_here(mesh: Mesh) -> bool:
+    return any(size > 1 for size in _sizes_here(mesh).values())
