@@ -126,7 +126,7 @@ def assemble(
         for name, leaf in task.batch.items()
     }
     gradients, evaluate, logits = _computations(config, task, program, placement, param_shardings, shape)
-    step = train_step(gradients, transformation, schedule_of_rates, config.optimizer.clip_norm)
+    step = train_step(gradients, transformation, schedule_of_rates, config.optimizer.clip_norm, config.guard)
     whole = NamedSharding(mesh, PartitionSpec())
     homes = _shardings(state)
     return Assembly(
@@ -210,7 +210,8 @@ def _state_names(
     of_params = jax.tree.leaves(axes, is_leaf=partition.is_names)
     of_optimizer = state_axes(transformation, params, axes)
     whole: list[tuple[str | None, ...]] = [(None,) * abstract.step.ndim]
-    return whole + of_params + of_optimizer + [(None,) * abstract.rng.ndim]
+    rest = jax.tree.leaves((abstract.rng, abstract.skipped))
+    return whole + of_params + of_optimizer + [(None,) * leaf.ndim for leaf in rest]
 
 
 def _placed(abstract: TrainState, names: list[tuple[str | None, ...]], rules: Rules, mesh: Mesh) -> TrainState:

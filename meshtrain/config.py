@@ -40,6 +40,7 @@ from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.options import option, problems
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.step.guard import GuardOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.store.checkpoint import CheckpointOptions
 from meshtrain.trees import aligned
@@ -50,7 +51,7 @@ CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdi
 # what is shown, measured and saved, and how long it goes on. All else would make it another run.
 FREE_ON_RESUME = (
     "mesh", "zero", "layout", "pipeline", "remat", "num_steps", "log_every", "eval_every", "num_eval_batches",
-    "checkpoint", "profile", "observe", "data.num_threads", "data.num_prefetch_batches",
+    "checkpoint", "profile", "observe", "guard", "data.num_threads", "data.num_prefetch_batches",
 )  # fmt: skip
 
 
@@ -73,6 +74,7 @@ class Config:
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
     remat: RematOptions = dataclasses.field(default_factory=RematOptions)
+    guard: GuardOptions = dataclasses.field(default_factory=GuardOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     learning_rate: LearningRateOptions = dataclasses.field(default_factory=LearningRateOptions)
     data: DataOptions = dataclasses.field(default_factory=DataOptions)

@@ -13,6 +13,7 @@ from meshtrain.errors import Interrupted, TrainingStopped
 from meshtrain.observe.metrics import CompletedStep, StepClock, log_line, mfu, model_flops_per_second, scalars
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress
+from meshtrain.step import guard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Plan:
       log_every: steps between log lines.
       eval_every: steps between evaluations, 0 for one after the last step only.
       save_every: steps between saves, 0 for one after the last step only.
+      max_skipped_in_a_row: steps that may go wrong one after the other.
       num_tokens_per_step: targets and padding in a global batch.
       flops_per_token: model FLOPs, 0 where unknown.
       num_devices: devices in the mesh.
@@ -34,6 +36,7 @@ class Plan:
     log_every: int
     eval_every: int
     save_every: int
+    max_skipped_in_a_row: int
     num_tokens_per_step: int
     flops_per_token: float
     num_devices: int
@@ -49,12 +52,15 @@ class Actions:
       evaluate: state -> values such as `eval_loss`.
       save: (step, state) -> None; returns once the state may change.
       write: (step, values) -> None, into the run's files.
+      diagnose: (state, number) -> text: the first array that was no number (`guard.first_not_finite` gave the number)
+        and the checkpoint to go back to.
     """
 
     train_step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
     evaluate: Callable[[Any], Mapping[str, float]]
     save: Callable[[int, Any], None]
     write: Callable[[int, Mapping[str, float | None]], None]
+    diagnose: Callable[[Any, int], str]
 
 
 def run(
@@ -81,7 +87,7 @@ def run(
       The last state, and the values last logged and evaluated; where no step was left, only the latter.
 
     Raises:
-      TrainingStopped: the loss of a step that is logged, evaluated or saved is not a number.
+      TrainingStopped: more steps in a row than the plan allows went wrong, or the last one did.
       Interrupted: SIGTERM or SIGINT arrived; the state is saved.
     """
     clock, latest = StepClock(), dict[str, float | None]()
@@ -93,17 +99,19 @@ def run(
             profiler.before(step)
             state, metrics = actions.train_step(state, batch)
             profiler.after(step, metrics)
-            log(clock.dispatched(step, metrics), clock, plan, progress, tell)
+            look = functools.partial(look_at, plan, actions, state)
+            log(clock.dispatched(step, metrics), clock, plan, progress, tell, look)
             is_last = step == plan.num_steps
             stops = bool(interrupted) and not is_last  # whoever sent the signal may not wait for an evaluation
             evaluates = is_last or (due(step, plan.eval_every) and not stops)
             saves = is_last or stops or due(step, plan.save_every)
             if not (evaluates or saves):
                 continue
-            log(clock.drain(), clock, plan, progress, tell)
-            refuse_nan(step, scalars(metrics))  # between log lines too: such a state must not replace a good one
+            log(clock.drain(), clock, plan, progress, tell, look)
+            # Weights that only make steps go wrong must not replace the good ones that are kept.
+            is_in_doubt = not (is_last or stops) and int(metrics[guard.IN_A_ROW]) > 0
             with clock.pause():
-                if saves:
+                if saves and not is_in_doubt:
                     actions.save(step, state)
                 if evaluates:
                     tell(step, actions.evaluate(state))
@@ -120,18 +128,20 @@ def log(
     plan: Plan,
     progress: Progress,
     tell: Callable[[int, Mapping[str, float | None]], None],
+    look: Callable[[CompletedStep], str],
 ) -> None:
     """Moves the bar over completed steps, and tells of those that are to be logged.
 
     Raises:
-      TrainingStopped: the loss of one of these is not a number.
+      TrainingStopped: `look` has found a reason in one of these, which is told of before.
     """
     for done in completed:
         progress.advance_to(done.step)
-        if done.is_first or due(done.step, plan.log_every) or done.step == plan.num_steps:
-            values = logged(done, clock, plan)
-            tell(done.step, values)
-            refuse_nan(done.step, values)
+        reason = look(done)
+        if reason or done.is_first or due(done.step, plan.log_every) or done.step == plan.num_steps:
+            tell(done.step, logged(done, clock, plan))
+        if reason:
+            raise TrainingStopped(reason)
 
 
 def report(
@@ -156,6 +166,8 @@ def due(step: int, every: int) -> bool:
 def logged(done: CompletedStep, clock: StepClock, plan: Plan) -> dict[str, float | None]:
     """Returns what a log line says of a completed step and of the times since the line before."""
     values: dict[str, float | None] = dict(scalars(done.result))
+    for name in (guard.IN_A_ROW, guard.FIRST_NOT_FINITE):
+        del values[name]
     values["tokens"] = done.step * plan.num_tokens_per_step
     values |= clock.averages(plan.num_tokens_per_step)
     rate = values.get("tokens_per_second")
@@ -166,18 +178,29 @@ def logged(done: CompletedStep, clock: StepClock, plan: Plan) -> dict[str, float
     return values
 
 
-def refuse_nan(step: int, values: Mapping[str, float | None]) -> None:
-    """Stops a run whose loss or gradients are no longer numbers.
+def look_at(plan: Plan, actions: Actions, state: Any, done: CompletedStep) -> str:
+    """Returns why training cannot go on after a completed step, or an empty string. Reading a counter is all it costs.
 
-    Raises:
-      TrainingStopped: naming the first value that is not finite.
+    Args:
+      plan: how much is allowed to go wrong.
+      actions: whom to ask what was wrong.
+      state: the newest state, whose weights are those of the last good step.
+      done: the step.
     """
-    for name in ("loss", "grad_norm"):
-        value = values[name]
-        if value is None or not math.isfinite(value):
-            raise TrainingStopped(
-                f"{name} is {value} at step {step}; the checkpoints before it stay; try a lower learning rate"
-            )
+    in_a_row = int(done.result[guard.IN_A_ROW])
+    if in_a_row == 0:
+        return ""
+    values = scalars(done.result)
+    loss, norm = values["loss"], values["grad_norm"]
+    ends_badly = done.step == plan.num_steps and not (math.isfinite(loss) and math.isfinite(norm))
+    if in_a_row <= plan.max_skipped_in_a_row and not ends_badly:
+        return ""
+    found = actions.diagnose(state, int(values[guard.FIRST_NOT_FINITE]))
+    allowed = f"guard.max_skipped_in_a_row = {plan.max_skipped_in_a_row}{', the last not' if ends_badly else ''}"
+    return (
+        f"loss is {loss} and the gradient norm {norm} at step {done.step}; {in_a_row} steps in a row were skipped "
+        f"(allowed: {allowed}); {found}; try a lower learning rate"
+    )
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from meshtrain.config import Config, to_json
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
 from meshtrain.errors import UserError
+from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints, find, restore_params
 
@@ -71,3 +72,16 @@ def save(assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus, step: int
         "versions": {"jax": jax.__version__},
     }
     checkpoints.save(step, assembly.to_kept(state), extra)
+
+
+def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int) -> str:
+    """Returns what first was no number in steps that went wrong, and where the run can be taken up again.
+
+    Args:
+      checkpoints: the run's own.
+      state: the newest one.
+      number: see `guard.first_not_finite`.
+    """
+    step = checkpoints.latest_step()
+    where = "none" if step is None else str(checkpoints.directory / str(step))
+    return f"first array that is not finite: {name_of_first(state.params, number)}; last good checkpoint: {where}"

@@ -51,8 +51,7 @@ def train(
       rules: logical axis -> mesh axes for its weights; None for the built-in table.
 
     Raises:
-      UserError: what a user can mend, before anything is compiled.
-      TrainingStopped, Interrupted: as `loop.run` does.
+      UserError: what a user can mend, before anything is compiled; TrainingStopped, Interrupted: see `loop.run`.
     """
     own_task = make_task is not None
     config, run = resolve(config, own_task=own_task), Path(directory).expanduser().absolute()
@@ -91,6 +90,7 @@ def train(
                 evaluate=functools.partial(evaluate, assembly, corpus),
                 save=functools.partial(resume.save, assembly, checkpoints, corpus),
                 write=trackers.write,
+                diagnose=functools.partial(resume.diagnosis, checkpoints),
             )
             batches = training_batches(assembly, corpus, start_step)
             state, values = loop.run(state, start_step, batches, plan_of(assembly), actions, progress, profiler)
@@ -106,6 +106,7 @@ def plan_of(assembly: Assembly) -> loop.Plan:
         log_every=config.log_every,
         eval_every=config.eval_every,
         save_every=config.checkpoint.every,
+        max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
         num_tokens_per_step=config.batch_size * config.sequence_length,
         flops_per_token=assembly.task.flops_per_token,
         num_devices=assembly.mesh.size,

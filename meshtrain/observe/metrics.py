@@ -203,6 +203,8 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
         "eval_loss": lambda value: f"eval loss {value:.4f}",
         "learning_rate": lambda value: f"learning rate {value:.3g}",
         "grad_norm": lambda value: f"grad norm {value:.3g}",
+        "loss_scale": lambda value: f"loss scale {value:g}",
+        "skipped_steps": lambda value: f"{value:.0f} skipped" if value else "",
         "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
         "step_seconds": lambda value: f"{value:.3g} s/step",
         "data_share": lambda value: f"data wait {value:.1%}",
@@ -215,7 +217,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
     for name, value in values.items():
         if value is not None and name not in known and name not in said_already:
             parts.append(f"{name.replace('_', ' ')} {value:.4g}")
-    return "  ".join(parts)
+    return "  ".join(part for part in parts if part)
 
 
 def _flops_text(flops_per_second: float) -> str:

@@ -4,21 +4,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 
-def clip_by_global_norm(gradients: Any, max_norm: float) -> tuple[Any, jax.Array]:
+def square_sums(gradients: Any) -> jax.Array:
+    """Returns the sum of squares of each array, float32 [leaves], in the order of `jax.tree.leaves`.
+
+    Args:
+      gradients: a tree of float32 arrays.
+    """
+    return jnp.stack([jnp.sum(jnp.square(gradient)) for gradient in jax.tree.leaves(gradients)])
+
+
+def clip(gradients: Any, norm: jax.Array, max_norm: float) -> Any:
     """Scales all gradients by min(1, max_norm / norm).
 
     Args:
       gradients: a tree of float32 arrays.
+      norm: their global norm, a float32 scalar.
       max_norm: 0 leaves them alone.
-
-    Returns:
-      The clipped gradients, and their norm before, a float32 scalar.
     """
-    norm = optax.tree.norm(gradients)
     if max_norm == 0.0:
-        return gradients, norm
+        return gradients
     scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
-    return jax.tree.map(lambda gradient: gradient * scale, gradients), norm
+    return jax.tree.map(lambda gradient: gradient * scale, gradients)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.models.task import Params
+from meshtrain.step.guard import Skipped, none_skipped
 
 
 @jax.tree_util.register_dataclass
@@ -16,16 +17,18 @@ class TrainState:
     """The state of a run.
 
     Attributes:
-      step: int32 scalar, updates done so far.
+      step: int32 scalar, steps done so far, skipped ones among them.
       params: nested dict of float32 arrays.
       opt_state: the optimizer's state, as optax made it.
       rng: uint32 key data; step n draws from this key with n folded in.
+      skipped: which steps changed nothing, and what the guard knows of those before.
     """
 
     step: jax.Array
     params: Params
     opt_state: Any
     rng: jax.Array
+    skipped: Skipped
 
 
 def init_state(params: Params, transformation: optax.GradientTransformation, rng: jax.Array) -> TrainState:
@@ -36,9 +39,15 @@ def init_state(params: Params, transformation: optax.GradientTransformation, rng
       transformation: the optimizer.
       rng: a typed key.
     """
-    return TrainState(jnp.zeros((), jnp.int32), params, transformation.init(params), jax.random.key_data(rng))
+    step, opt_state = jnp.zeros((), jnp.int32), transformation.init(params)
+    return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped())
 
 
 def step_key(state: TrainState) -> jax.Array:
     """Returns the typed key of the state's step."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+
+
+def num_updates(state: TrainState) -> jax.Array:
+    """Returns how often the weights have changed, an int32 scalar: the count that learning rates are a function of."""
+    return state.step - state.skipped.total

@@ -1,4 +1,4 @@
-"""One step: sums and gradients of the batch, clipping, the optimizer, the new state."""
+"""One step: sums and gradients of the batch, a look at them, clipping, the optimizer, the new state."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Metrics, Params
+from meshtrain.step import guard
 from meshtrain.step.accumulate import Gradients
-from meshtrain.step.clip import clip_by_global_norm
-from meshtrain.step.state import TrainState, step_key
+from meshtrain.step.clip import clip, square_sums
+from meshtrain.step.guard import GuardOptions
+from meshtrain.step.state import TrainState, num_updates, step_key
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[Params, Batch], Metrics]
@@ -26,34 +28,48 @@ def train_step(
     transformation: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     clip_norm: float,
+    guard_options: GuardOptions,
 ) -> TrainStep:
     """Returns the step that trains: (state, batch) -> (state, metrics).
+
+    A step that the guard refuses moves on the step number (and with it data and random numbers) and nothing else.
 
     Args:
       gradients: (params, batch, rng) -> sums over the batch.
       transformation: the optimizer, fed with the gradient of the mean loss.
       learning_rate: update count -> learning rate, for the log only; the optimizer has its own.
       clip_norm: the largest gradient norm that passes, 0 for no clipping.
+      guard_options: which steps are refused.
 
-    Metrics are float32 scalars: loss (mean over targets), weight (number of targets), grad_norm (before clipping),
-    learning_rate, and the task's own.
+    Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (before clipping),
+    learning_rate (of this step's update, had or missed), skipped_steps (since the run began), the task's own, and the
+    guard's two for the loop.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         sums = gradients(state.params, with_sequence_index(batch), step_key(state))
         weight = jnp.maximum(sums.weight, 1.0)
+        loss = sums.loss / weight
         mean_gradients = jax.tree.map(lambda gradient: gradient / weight, sums.gradients)
-        clipped, grad_norm = clip_by_global_norm(mean_gradients, clip_norm)
-        updates, opt_state = transformation.update(clipped, state.opt_state, state.params)
+        squares = square_sums(mean_gradients)
+        norm = jnp.sqrt(jnp.sum(squares))
+        good = guard.is_good(guard_options, state.skipped, loss, norm)
+        skipped = guard.after(state.skipped, good, jnp.zeros((), jnp.bool), norm)
+        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {name: value / weight for name, value in sums.metrics.items()}
         metrics |= {
-            "loss": sums.loss / weight,
+            "loss": loss,
             "weight": sums.weight,
-            "grad_norm": grad_norm,
-            "learning_rate": jnp.asarray(learning_rate(state.step), jnp.float32),
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(learning_rate(num_updates(state)), jnp.float32),
+            "skipped_steps": skipped.total,
+            guard.IN_A_ROW: skipped.in_a_row,
+            guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares),
         }
-        return TrainState(state.step + 1, params, opt_state, state.rng), metrics
+        params = guard.chosen(good, params, state.params)
+        opt_state = guard.chosen(good, opt_state, state.opt_state)
+        return TrainState(state.step + 1, params, opt_state, state.rng, skipped), metrics
 
     return step
 

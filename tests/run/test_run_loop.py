@@ -12,6 +12,7 @@ from meshtrain import loop
 from meshtrain.errors import Interrupted, TrainingStopped
 from meshtrain.observe.profiler import ProfileOptions, Profiler
 from meshtrain.observe.progress import Progress
+from meshtrain.step.guard import FIRST_NOT_FINITE, IN_A_ROW
 
 
 class Run:
@@ -20,7 +21,14 @@ class Run:
     def __init__(self, directory, start_step=0, losses=None, at=None, **plan):
         self.did, self.rows, self.start_step = [], [], start_step
         self.losses, self.at, self.directory = losses or {}, at or {}, directory
-        options = {"num_steps": 10, "log_every": 100, "eval_every": 0, "save_every": 0} | plan
+        options = {
+            "num_steps": 10,
+            "log_every": 100,
+            "eval_every": 0,
+            "save_every": 0,
+            "max_skipped_in_a_row": 2,
+        } | plan
+        self.in_a_row = 0
         self.plan = loop.Plan(
             **options, num_tokens_per_step=7, flops_per_token=0.0, num_devices=1, peak_flops_per_second=None
         )
@@ -29,7 +37,9 @@ class Run:
         step = state + 1
         assert batch == step
         self.at.get(step, int)()
-        return step, {"loss": self.losses.get(step, 1.0 / step), "grad_norm": 1.0}
+        loss = self.losses.get(step, 1.0 / step)
+        self.in_a_row = 0 if math.isfinite(loss) else self.in_a_row + 1
+        return step, {"loss": loss, "grad_norm": 1.0, IN_A_ROW: self.in_a_row, FIRST_NOT_FINITE: 0}
 
     def evaluate(self, state):
         self.did.append(f"evaluate {state}")
@@ -39,8 +49,12 @@ class Run:
         assert step == state
         self.did.append(f"save {step}")
 
+    def diagnose(self, state, number):
+        return f"array {number}, seen at step {state}"
+
     def go(self):
-        actions = loop.Actions(self.step, self.evaluate, self.save, lambda step, row: self.rows.append((step, row)))
+        write = lambda step, row: self.rows.append((step, row))  # noqa: E731
+        actions = loop.Actions(self.step, self.evaluate, self.save, write, self.diagnose)
         batches = itertools.count(self.start_step + 1)
         with (
             Progress(self.plan.num_steps, self.start_step, show_bar=False) as progress,
@@ -123,12 +137,37 @@ def test_outside_the_main_thread_signals_are_somebody_elses():
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_stops_the_run_and_is_not_saved(tmp_path, loss):
-    run = Run(tmp_path, losses={7: loss, 8: loss}, save_every=4)
-    with pytest.raises(TrainingStopped, match=rf"loss is {loss} at step 8; the checkpoints before it stay"):
+def test_too_many_steps_that_go_wrong_stop_the_run(tmp_path, loss):
+    run = Run(tmp_path, losses=dict.fromkeys((3, 4, 6, 7, 8), loss), save_every=1)
+    said = rf"loss is {loss} and the gradient norm 1.0 at step 8; 3 steps in a row were skipped \(allowed: .* = 2\); "
+    with pytest.raises(TrainingStopped, match=said + r"array 0, seen at step 8; try a lower learning rate"):
+        run.go()
+    assert run.did == ["save 1", "save 2", "save 5"], "weights in doubt push good ones out"
+    assert run.rows[-1][0] == 8, "the row that shows it is written"
+    assert set(run.rows[-1][1]) >= {"loss", "grad_norm"}
+    assert not set(run.rows[-1][1]) & {IN_A_ROW, FIRST_NOT_FINITE}
+
+
+def test_between_saves_it_is_noticed_one_step_later(tmp_path):
+    """The loop waits for the step before the last: looking must not make it wait for more."""
+    run = Run(tmp_path, losses=dict.fromkeys((3, 4, 5, 6, 7), math.nan))
+    with pytest.raises(TrainingStopped, match=r"at step 5; 3 steps in a row .* seen at step 6"):
+        run.go()
+    assert run.did == []
+
+
+def test_a_run_does_not_end_with_a_step_that_went_wrong(tmp_path):
+    run = Run(tmp_path, losses={10: math.nan})
+    with pytest.raises(TrainingStopped, match=r"at step 10; 1 steps? in a row .* = 2, the last not\)"):
+        run.go()
+    assert run.did == []
+    run = Run(tmp_path, losses={8: math.nan, 9: math.nan})
+    run.go()
+    assert run.did == ["save 10", "evaluate 10"]
+
+
+def test_a_signal_saves_even_then(tmp_path):
+    run = Run(tmp_path, losses={4: math.nan}, at={4: lambda: signal.raise_signal(signal.SIGTERM)}, save_every=4)
+    with pytest.raises(Interrupted):
         run.go()
     assert run.did == ["save 4"]
-    run = Run(tmp_path, losses={7: loss}, log_every=7)
-    with pytest.raises(TrainingStopped, match=r"at step 7"):
-        run.go()
-    assert run.rows[-1][0] == 7, "the row that shows it is written"

@@ -115,9 +115,15 @@ def test_a_loss_that_is_no_number_ends_the_run_with_3(command, tmp_path, capsys)
     assert caught.value.code == 3
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("meshtrain: stopped: ")
-    assert "at step 2; the checkpoints before it stay" in line
-    with find(tmp_path / "run") as checkpoints:
-        assert checkpoints.steps() == [1], "a state that is no number has replaced a good one"
+    assert "at step 7; 6 steps in a row were skipped (allowed: guard.max_skipped_in_a_row = 5)" in line
+    kept = tmp_path / "run" / "checkpoints"
+    assert "; first array that is not finite: gradients/" in line
+    assert f"; last good checkpoint: {kept / '1'}; " in line
+    with find(kept) as checkpoints:
+        assert checkpoints.steps() == [1], "weights that make every step go wrong have replaced good ones"
+    rows = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 7]
+    assert rows[-1]["skipped_steps"] == 6
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(command, tmp_path):

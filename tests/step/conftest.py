@@ -1,0 +1,87 @@
+"""A few steps of one small model on any mesh, with something wrong in them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.assemble import Assembly, assemble
+from meshtrain.config import Config
+from meshtrain.layout.axes import AXES
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.optim.learning_rate import LearningRateOptions
+from meshtrain.pipeline.schedules import PipelineOptions
+
+CONFIG = Config(
+    num_steps=20,
+    batch_size=16,
+    sequence_length=16,
+    model=DecoderOptions(
+        num_layers=2, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=100, dropout_rate=0.1
+    ),
+    pipeline=PipelineOptions(schedule="1f1b", num_microbatches=2),
+    learning_rate=LearningRateOptions(name="linear", peak=3e-3, warmup_steps=2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What a step leaves, on the host: its metrics, and the whole state after it."""
+
+    metrics: dict[str, float]
+    state: Any
+
+
+def batch_of(step: int, broken: bool) -> dict[str, np.ndarray]:
+    """The batch of a step; a broken one gives one target a weight that no float32 sum can hold."""
+    generator, shape = np.random.default_rng(step), (CONFIG.batch_size, CONFIG.sequence_length)
+    weights = np.ones(shape, np.float32)
+    if broken:
+        weights[3, 5] = np.inf
+    ids = generator.integers(0, 100, (2, *shape)).astype(np.int32)
+    return {
+        "tokens": ids[0],
+        "targets": ids[1] // 3,
+        "segment_ids": np.ones(shape, np.int32),
+        "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+        "weights": weights,
+    }
+
+
+@functools.cache
+def assembled(config: Config, axes: tuple[tuple[str, int], ...]) -> Assembly:
+    shape = dict.fromkeys(AXES, 1) | dict(axes)
+    return assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
+
+
+@functools.cache
+def taken(config: Config, axes: tuple[tuple[str, int], ...], num_steps: int, broken: tuple[int, ...]) -> list[Taken]:
+    assembly = assembled(config, axes)
+    state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
+    steps = [Taken({}, jax.device_get(state))]
+    for step in range(1, num_steps + 1):
+        batch = batch_of(step, step in broken)
+        placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
+        state, metrics = assembly.train_step(state, placed)
+        steps.append(Taken({k: float(v) for k, v in metrics.items()}, jax.device_get(state)))
+    return steps
+
+
+@pytest.fixture(scope="session")
+def steps() -> Callable[..., list[Taken]]:
+    """A function (configuration, number of steps, broken steps, mesh axes) -> what each step leaves, from step 0 on."""
+
+    def run(config: Config = CONFIG, num_steps: int = 4, broken: tuple[int, ...] = (), **axes: int) -> list[Taken]:
+        return taken(config, tuple(axes.items()), num_steps, broken)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def base() -> Config:
+    """The configuration that is run where nothing else is said."""
+    return CONFIG
