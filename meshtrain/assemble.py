@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config, num_microbatches
 from meshtrain.errors import UserError
-from meshtrain.layout import partition
+from meshtrain.layout import partition, zero
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
+from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Params, Task
@@ -101,7 +102,8 @@ def assemble(
     num_chunks = program.schedule.num_chunks if program else 1
 
     params, axes = _abstract_params(task, num_chunks, mesh.size)
-    param_shardings = partition.placements(params, axes, rules, mesh)
+    level = config.zero.effective_level
+    replicas = _replicas(params, axes, partition.placements(params, axes, rules, mesh), mesh, level)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rate(
@@ -119,13 +121,14 @@ def assemble(
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
     names = _state_names(abstract, transformation, params, axes)
-    state = _placed(abstract, names, rules, mesh)
-    kept = _placed(_in_layer_order(abstract, names), [storage.layer_order_names(n) for n in names], rules, mesh)
+    state = _placed(abstract, names, rules, mesh, level)
+    in_layer_order = [storage.layer_order_names(n) for n in names]
+    kept = _placed(_in_layer_order(abstract, names), in_layer_order, rules, mesh, level)
     batch = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_batch_sharding(name, leaf, rules, mesh))
         for name, leaf in task.batch.items()
     }
-    gradients, evaluate, logits = _computations(config, task, program, placement, param_shardings, shape)
+    gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape)
     step = train_step(gradients, transformation, schedule_of_rates, config.optimizer.clip_norm, config.guard)
     whole = NamedSharding(mesh, PartitionSpec())
     homes = _shardings(state)
@@ -214,7 +217,20 @@ def _state_names(
     return whole + of_params + of_optimizer + [(None,) * leaf.ndim for leaf in rest]
 
 
-def _placed(abstract: TrainState, names: list[tuple[str | None, ...]], rules: Rules, mesh: Mesh) -> TrainState:
+def _replicas(params: Params, axes: Any, shardings: Any, mesh: Mesh, level: int) -> Replicas:
+    """Returns how the replicas of the data axis share out these parameters' gradients."""
+
+    def home(leaf: Any, names: tuple[str | None, ...], sharding: NamedSharding) -> Home:
+        dim = zero.dim_over_data(sharding.spec, leaf.shape, names, mesh.shape)
+        spec = zero.over_data(sharding.spec, leaf.ndim, dim) if level == zero.MAX_LEVEL else sharding.spec
+        return Home(spec, leaf.ndim, dim)
+
+    return Replicas(mesh, jax.tree.map(home, params, axes, shardings), level)
+
+
+def _placed(
+    abstract: TrainState, names: list[tuple[str | None, ...]], rules: Rules, mesh: Mesh, level: int
+) -> TrainState:
     """Returns the abstract state with a sharding on each leaf."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     placed = []
@@ -225,6 +241,9 @@ def _placed(abstract: TrainState, names: list[tuple[str | None, ...]], rules: Ru
         problems += found
         if not found:
             spec = partition.spec(text, leaf.shape, axes, rules.parameters, mesh.shape)
+            if path[0].name in zero.SPLIT_FROM and level >= zero.SPLIT_FROM[path[0].name]:
+                dim = zero.dim_over_data(spec, leaf.shape, axes, mesh.shape)
+                spec = zero.over_data(spec, leaf.ndim, dim)
             placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)))
     if problems:
         raise UserError(*problems)
@@ -256,23 +275,29 @@ def _batch_sharding(name: str, leaf: jax.ShapeDtypeStruct, rules: Rules, mesh: M
 
 
 def _computations(
-    config: Config, task: Task, program: Program | None, placement: Placement, shardings: Any, shape: Mapping[str, int]
+    config: Config,
+    task: Task,
+    program: Program | None,
+    placement: Placement,
+    replicas: Replicas,
+    shape: Mapping[str, int],
 ) -> tuple[Gradients, Any, Any]:
     """Returns (gradients, evaluation, logits) of a batch: through the pipeline, or microbatch after microbatch."""
     num_parts, mesh = num_microbatches(config, shape), placement.mesh
     if program is None or mesh is None:
         whole = task.logits
         plain = whole and (lambda params, batch: whole(params, with_sequence_index(batch)))
-        return accumulated(task.loss, num_parts, placement), summed(task.loss, num_parts, placement), plain
+        whole_step = accumulated(task.loss, num_parts, placement, replicas)
+        return whole_step, summed(task.loss, num_parts, placement), plain
     stages = task.stages
     if stages is None:
         raise UserError(
             f"mesh.pipeline: got {shape['pipeline']}, and this task has no stages; allowed: 1; nearest: mesh.pipeline=1"
         )
-    specs, num_chunks = jax.tree.map(lambda home: home.spec, shardings), program.schedule.num_chunks
+    specs, num_chunks = replicas.specs, program.schedule.num_chunks
 
     def gradients(params: Params, batch: Batch, rng: jax.Array) -> Any:
-        return executor.gradients(stages, program, mesh, specs, params, cut(batch, num_parts, placement), rng)
+        return executor.gradients(stages, program, replicas, params, cut(batch, num_parts, placement), rng)
 
     def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Any:
         return executor.evaluate(stages, num_chunks, mesh, specs, params, cut(batch, num_parts, placement), rng)

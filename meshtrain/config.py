@@ -29,6 +29,8 @@ from meshtrain.errors import UserError, run
 from meshtrain.layout import mesh
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import LayoutOptions
+from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.zero import problems as zero_problems
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.observe import profiler
@@ -70,6 +72,7 @@ class Config:
     init_from: str = option("", "workdir or checkpoints of another run whose weights this one starts from; '': none")
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
+    zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
     model: DecoderOptions = dataclasses.field(default_factory=DecoderOptions)
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
@@ -147,6 +150,7 @@ def check(config: Config, mesh_shape: Mapping[str, int], *, own_task: bool = Fal
       own_task: the model is the caller's: only what does not depend on it is checked.
     """
     found = checks.batch(config.batch_size, mesh_shape, num_microbatches(config, mesh_shape))
+    found += zero_problems(config.zero, config.mesh.data, config.mesh.fsdp)
     if config.layout.sequence_parallel:
         found += checks.sequence_on_mesh(config.sequence_length, mesh_shape)
     if not own_task:

@@ -26,6 +26,7 @@ from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.placement import Placement
+from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Batch, Params, Stages
@@ -115,10 +116,10 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     assert stages is not None
     assert program is not None
     homes = jax.tree.map(lambda leaf: leaf.sharding, assembly.state.params)
-    specs = jax.tree.map(lambda home: home.spec, homes)
+    replicas = Replicas(mesh, jax.tree.map(lambda leaf: Home(leaf.sharding.spec, leaf.ndim), assembly.state.params))
 
     def scheduled(params: Params, batch: Batch, rng: jax.Array) -> tuple[jax.Array, Params]:
-        sums = executor.gradients(stages, program, mesh, specs, params, batch, rng)
+        sums = executor.gradients(stages, program, replicas, params, batch, rng)
         return sums.loss, sums.gradients
 
     compute: Callable[..., Any] = scheduled

@@ -98,13 +98,23 @@ def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_sha
 
 def _spec(names: Names, column: Column, axes: Sequence[str]) -> PartitionSpec:
     """The spec of names known to be good, with only `axes` in it."""
-    parts: list[str | tuple[str, ...] | None] = []
-    for name in names:
-        used = tuple(axis for axis in (column[name] if name is not None else ()) if axis in axes)
-        parts.append(used[0] if len(used) == 1 else used or None)
+    return spec_of_dims(
+        [tuple(axis for axis in (column[name] if name is not None else ()) if axis in axes) for name in names]
+    )
+
+
+def spec_of_dims(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """Returns the spec of the mesh axes of each dim, without trailing unsplit dims: one placement, one text."""
+    parts = [names[0] if len(names) == 1 else names or None for names in axes]
     while parts and parts[-1] is None:
         parts.pop()
     return PartitionSpec(*parts)
+
+
+def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that split each dim of an array, () for none."""
+    parts = (*spec, *(None,) * (num_dims - len(spec)))
+    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in parts]
 
 
 def is_names(leaf: Any) -> TypeGuard[tuple[str | None, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.layout.partition import Names, num_parts, spec
+from meshtrain.layout.partition import Names, axes_of_dims, num_parts, spec, spec_of_dims
 from meshtrain.layout.rules import Rules
 
 
@@ -80,13 +80,7 @@ class Placement:
 
         It is not for differentiating through: give what contains it a backward pass of its own.
         """
-        if self.mesh is None or not _is_split_here(self.mesh):
-            return function
-        axes = frozenset(self.mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-        mesh = _mesh_here(self.mesh)
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
-        )
+        return function if self.mesh is None else on_shards(self.mesh, function, in_specs, out_specs)
 
     def _hold(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
         # An empty spec is not a free one: it says "whole on each device". Only a single device has nothing to be told.
@@ -95,10 +89,42 @@ class Placement:
         return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh_here(self.mesh), wanted))
 
 
+def on_shards(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns `function` run on each device's shards: `jax.shard_map` over the axes that are not manual yet.
+
+    Specs may name axes that are manual already; these are left out.
+    """
+    axes = _automatic(mesh)
+    if not any(mesh.shape[axis] > 1 for axis in axes):
+        return function
+    here = _mesh_here(mesh)
+    return jax.shard_map(
+        function,
+        mesh=here,
+        in_specs=manual_specs(in_specs, axes),
+        out_specs=manual_specs(out_specs, axes),
+        axis_names=axes,
+        check_vma=False,
+    )
+
+
+def manual_specs(specs: Any, axes: frozenset[str]) -> Any:
+    """Returns each spec with only the manual mesh axes in it, as `jax.shard_map` wants them.
+
+    Args:
+      specs: a tree of `PartitionSpec`.
+      axes: names of the manual axes.
+    """
+
+    def keep(spec: PartitionSpec) -> PartitionSpec:
+        return spec_of_dims([tuple(axis for axis in dim if axis in axes) for dim in axes_of_dims(spec, len(spec))])
+
+    return jax.tree.map(keep, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
 def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
     """Returns the mesh axes that a spec names, in its order."""
-    parts = [(part,) if isinstance(part, str) else part or () for part in spec]
-    return tuple(axis for part in parts for axis in part)
+    return tuple(axis for dim in axes_of_dims(spec, len(spec)) for axis in dim)
 
 
 def _mesh_here(mesh: Mesh) -> Mesh | AbstractMesh:
@@ -106,9 +132,12 @@ def _mesh_here(mesh: Mesh) -> Mesh | AbstractMesh:
     return current if current.manual_axes else mesh
 
 
+def _automatic(mesh: Mesh) -> frozenset[str]:
+    return frozenset(mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def _sizes_here(mesh: Mesh) -> dict[str, int]:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return {axis: 1 if axis in manual else size for axis, size in mesh.shape.items()}
+    return {axis: size if axis in _automatic(mesh) else 1 for axis, size in mesh.shape.items()}
 
 
 def _is_split_here(mesh: Mesh) -> bool:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from meshtrain.layout.placement import manual_specs
+from meshtrain.layout.replicas import Replicas
 from meshtrain.models.task import Batch, Loss, Params, Stages, Sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
@@ -51,30 +53,28 @@ class Cell(NamedTuple):
 
 
 def gradients(
-    stages: Stages, program: Program, mesh: Mesh, specs: Any, params: Params, batch: Batch, rng: jax.Array
+    stages: Stages, program: Program, replicas: Replicas, params: Params, batch: Batch, rng: jax.Array
 ) -> Sums:
     """Returns the sums and gradients of a whole batch.
 
     Args:
       stages: the model, cut.
       program: the schedule, made ready to run.
-      mesh: the mesh; axes other than `pipeline` are left to the partitioner.
-      specs: a tree of `PartitionSpec` like `params`.
+      replicas: the mesh, where parameters live, and what replicas share; fsdp and tensor are left to the partitioner.
       params: float32; layers in the storage that `stages.py` describes.
       batch: microbatches [b, M, ...].
       rng: a typed key.
     """
 
-    def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> tuple[Any, ...]:
-        rows = Rows(stages, program, params, batch, jax.random.wrap_key_data(key_data))
+    def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> tuple[Any, Params]:
+        rows = Rows(stages, program, replicas, params, batch, jax.random.wrap_key_data(key_data))
         carry, row = rows.start(), jnp.zeros((), jnp.int32)
         for segment in segments(program):
             carry, row = run_segment(rows, segment, carry, row)
-        return (*carry.sums, {"layers": carry.layers, **carry.outer})
+        return carry.sums, {"layers": carry.layers, **carry.outer}
 
-    whole = PartitionSpec()
-    out_specs = (whole, whole, whole, ring.manual_specs(specs, MANUAL))
-    return Sums(*_on_mesh(on_stage, mesh, specs, out_specs)(params, batch, jax.random.key_data(rng)))
+    (loss, weight, metrics), found = replicas.together(on_stage, MANUAL)(params, batch, jax.random.key_data(rng))
+    return Sums(loss, weight, metrics, found)
 
 
 def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) -> tuple[Carry, jax.Array]:
@@ -98,10 +98,13 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 class Rows:
     """The two kinds of rows, on one stage."""
 
-    def __init__(self, stages: Stages, program: Program, params: Params, batch: Batch, rng: jax.Array) -> None:
+    def __init__(
+        self, stages: Stages, program: Program, replicas: Replicas, params: Params, batch: Batch, rng: jax.Array
+    ) -> None:
         """Keeps what no row changes; `params` and `batch` are this stage's share."""
-        self.stages, self.program, self.batch, self.rng = stages, program, batch, rng
+        self.stages, self.program, self.replicas, self.batch, self.rng = stages, program, replicas, batch, rng
         self.layers, self.outer = ring.split_layers(params)
+        self.layer_homes, self.outer_homes = ring.split_layers(replicas.homes)
         self.num_stages, self.num_chunks = program.schedule.num_stages, program.schedule.num_chunks
         self.stage = jax.lax.axis_index(PIPELINE)
 
@@ -124,8 +127,8 @@ class Rows:
             jnp.zeros((self.program.num_slots + 1, *x.shape), x.dtype),
             jnp.zeros((self.program.num_cotangent_slots + 1, *x.shape), x.dtype),
             zeros(sums),
-            zeros(self.layers),
-            zeros(self.outer),
+            self.replicas.zeros(self.layers, self.layer_homes),
+            self.replicas.zeros(self.outer, self.outer_homes),
         )
 
     def embed(self, outer: Params, m: jax.Array) -> jax.Array:
@@ -182,6 +185,7 @@ class Rows:
         def one(sums: tuple[Params, jax.Array], layer: tuple[jax.Array, Any]) -> tuple[tuple[Params, jax.Array], None]:
             (total, cotangent), (index, pull) = sums, layer
             part, cotangent = pull(cotangent)
+            part = self.replicas.part(part, self.layer_homes)
             place = (index,) if self.num_chunks == 1 else (cell.chunk, index)
             return (ring.add_at(total, part, place, cell.active), cotangent), None
 
@@ -202,6 +206,7 @@ class Rows:
 
         _, pull, sums = jax.vjp(total, self.outer, final, has_aux=True)
         outer, final_cotangent = pull(jnp.ones((), jnp.float32))
+        outer = self.replicas.part(outer, self.outer_homes)
         carry = carry._replace(sums=_add(carry.sums, sums, wanted), outer=_add(carry.outer, outer, wanted))
         return carry, jnp.where(is_last & cell.active, final_cotangent, cotangent)
 
@@ -211,6 +216,7 @@ class Rows:
         is_first = (self.stage == 0) & (cell.chunk == 0)
         _, pull = jax.vjp(lambda outer: self.embed(outer, m), self.outer)
         (outer,) = pull(ring.from_stage(x_cotangent, is_first & cell.active))
+        outer = self.replicas.part(outer, self.outer_homes)
         return carry._replace(outer=_add(carry.outer, outer, wanted))
 
 
@@ -267,7 +273,7 @@ def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Para
 
 
 def _on_mesh(on_stage: Any, mesh: Mesh, specs: Any, out_specs: Any) -> Any:
-    manual, whole = ring.manual_specs(specs, MANUAL), PartitionSpec()
+    manual, whole = manual_specs(specs, MANUAL), PartitionSpec()
     return jax.shard_map(
         on_stage,
         mesh=mesh,

@@ -11,28 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from meshtrain.models.losses import psum_float32
 from meshtrain.models.task import Batch, Params, Stages
 
 PIPELINE = "pipeline"
-
-
-def manual_specs(specs: Any, axes: frozenset[str]) -> Any:
-    """Returns each spec with only the manual mesh axes in it, as `jax.shard_map` wants them.
-
-    Args:
-      specs: a tree of `PartitionSpec`.
-      axes: names of the manual axes.
-    """
-
-    def keep(part: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
-        names = (part,) if isinstance(part, str) else part or ()
-        return tuple(name for name in names if name in axes) or None
-
-    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda spec: PartitionSpec(*(keep(part) for part in spec)), specs, is_leaf=is_spec)
 
 
 def microbatch(batch: Batch, index: jax.Array) -> Batch:

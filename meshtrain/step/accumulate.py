@@ -4,11 +4,13 @@ B: sequences in the global batch, M: microbatches, b = B / M.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.layout.placement import Placement
+from meshtrain.layout.replicas import Replicas
 from meshtrain.models.task import Batch, Loss, Metrics, Params, Sums
 
 Gradients = Callable[[Params, Batch, jax.Array], Sums]
@@ -38,7 +40,10 @@ def split(batch: Batch, num_microbatches: int, placement: Placement) -> Batch:
 
 
 def accumulated(
-    loss: Callable[[Params, Batch, jax.Array, bool], Loss], num_microbatches: int, placement: Placement
+    loss: Callable[[Params, Batch, jax.Array, bool], Loss],
+    num_microbatches: int,
+    placement: Placement,
+    replicas: Replicas,
 ) -> Gradients:
     """Returns the function that gives the sums and gradients of a whole batch, one microbatch at a time."""
 
@@ -48,7 +53,7 @@ def accumulated(
             return value, (weight, metrics)
 
         (value, (weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(params)
-        return Sums(value, weight, metrics, gradients)
+        return Sums(value, weight, metrics, replicas.part(gradients, replicas.homes))
 
     def many(params: Params, batch: Batch, rng: jax.Array) -> Sums:
         microbatches = split(batch, num_microbatches, placement)
@@ -59,10 +64,19 @@ def accumulated(
         first = jax.tree.map(lambda x: x[0], microbatches)
         shapes = jax.eval_shape(one, params, first, rng)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        zeros = zeros._replace(gradients=jax.tree.map(jnp.zeros_like, params))
+        zeros = zeros._replace(gradients=replicas.zeros(params, replicas.homes))
         return jax.lax.scan(add, zeros, microbatches)[0]
 
-    return one if num_microbatches == 1 else many
+    def on_replica(params: Params, batch: Batch, key_data: jax.Array) -> tuple[Any, Params]:
+        compute = one if num_microbatches == 1 else many
+        sums = compute(params, batch, jax.random.wrap_key_data(key_data))
+        return (sums.loss, sums.weight, sums.metrics), sums.gradients
+
+    def gradients(params: Params, batch: Batch, rng: jax.Array) -> Sums:
+        (value, weight, metrics), found = replicas.together(on_replica)(params, batch, jax.random.key_data(rng))
+        return Sums(value, weight, metrics, found)
+
+    return gradients
 
 
 def summed(

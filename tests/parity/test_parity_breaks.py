@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from meshtrain.layout import replicas
 from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX
-from meshtrain.pipeline import stages as ring
 from meshtrain.step import step as steps
 
 
@@ -54,15 +54,20 @@ def test_wrong_dropout_key_is_noticed(monkeypatch, noticed):
 
 
 def test_swapped_spec_is_noticed(monkeypatch, noticed):
-    right = ring.manual_specs
+    right = replicas.manual_specs
 
     def swapped(specs, axes):
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
         turn = lambda spec: PartitionSpec(*reversed(spec)) if len(spec) == 2 else spec  # noqa: E731
         return jax.tree.map(turn, right(specs, axes), is_leaf=is_spec)
 
-    monkeypatch.setattr(ring, "manual_specs", swapped)
+    monkeypatch.setattr(replicas, "manual_specs", swapped)
     assert noticed(4, pipeline=2)
+
+
+def test_replicas_that_do_not_meet_are_noticed(monkeypatch, noticed):
+    monkeypatch.setattr(replicas, "_scattered", lambda x, dim: x)
+    assert noticed(6, data=2)
 
 
 def test_nothing_broken_is_not_noticed(noticed):

@@ -10,8 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from meshtrain.layout import replicas as replicas_room
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.mesh import make_mesh
+from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
 from meshtrain.pipeline import executor, storage
@@ -90,6 +94,10 @@ def reference(num_layers, num_microbatches):
     return Sums(loss, weight, {"sequences": jnp.float32(NUM_SEQUENCES * num_microbatches)}, gradients)
 
 
+def mesh_of(num_stages):
+    return make_mesh(dict.fromkeys(AXES, 1) | {"pipeline": num_stages}, jax.devices()[:num_stages])
+
+
 def run(schedule):
     """Returns what the executor makes of two layers a chunk, gradients in layer order."""
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
@@ -102,8 +110,9 @@ def run(schedule):
         "layers": jax.tree.map(lambda _: over_stages, params["layers"]),
         "head": PartitionSpec(None, "pipeline"),
     }
-    mesh = Mesh(np.array(jax.devices()[:num_stages]), ("pipeline",), axis_types=(AxisType.Auto,))
-    compute = functools.partial(executor.gradients, model(num_layers), executable(schedule), mesh, specs)
+    homes = jax.tree.map(lambda leaf, spec: Home(spec, leaf.ndim), params, specs)
+    replicas = Replicas(mesh_of(num_stages), homes)
+    compute = functools.partial(executor.gradients, model(num_layers), executable(schedule), replicas)
     sums = jax.device_get(jax.jit(compute)(params, batch_of(schedule.num_microbatches), jax.random.key(3)))
     in_order = jax.tree.map(lambda leaf: leaf.reshape(num_layers, *leaf.shape[-1:]), sums.gradients["layers"]["scale"])
     kernel = sums.gradients["layers"]["kernel"].reshape(num_layers, WIDTH, WIDTH)
@@ -213,7 +222,7 @@ BREAKS = {
     "layers counted from each stage's first": (ring, "first_layer", lambda *_: 0),
     "activations stay where they are": (ring, "to_next", lambda x, _: x),
     "cotangents stay where they are": (ring, "to_previous", lambda x, _: x),
-    "a dropped spec": (ring, "manual_specs", without_manual_axes),
+    "a dropped spec": (replicas_room, "manual_specs", without_manual_axes),
 }  # fmt: skip
 
 
@@ -240,8 +249,7 @@ def test_evaluation_drops_nothing_and_sums_the_batch():
         "layers": {"kernel": PartitionSpec("pipeline"), "scale": PartitionSpec("pipeline")},
         "head": PartitionSpec(None, "pipeline"),
     }
-    mesh = Mesh(np.array(jax.devices()[:2]), ("pipeline",), axis_types=(AxisType.Auto,))
-    compute = functools.partial(executor.evaluate, model(num_layers), 1, mesh, specs)
+    compute = functools.partial(executor.evaluate, model(num_layers), 1, mesh_of(2), specs)
     loss, weight, metrics = jax.jit(compute)(params, batch, jax.random.key(0))
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     y = first(params, whole, None, False, None)

@@ -1,0 +1,155 @@
+"""Gradients over the data axis: each replica adds up its own microbatches, and what they found meets once a step.
+
+The axis is manual while gradients are computed (`jax.shard_map`). Left to the partitioner, each microbatch's gradients
+would be summed over the network at once, M times the traffic.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from meshtrain.layout.partition import axes_of_dims, spec_of_dims
+from meshtrain.layout.placement import manual_specs, on_shards
+from meshtrain.layout.zero import DATA, MAX_LEVEL, over_data
+
+Compute = Callable[[Any, Any, jax.Array], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where a parameter lives, and what becomes of its gradient.
+
+    Attributes:
+      spec: of the parameter.
+      num_dims: of the parameter.
+      dim: which dim of the gradient the data axis splits, counted from the end (-1 is the last); 0 for none.
+    """
+
+    spec: PartitionSpec
+    num_dims: int
+    dim: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """How replicas work together on gradients.
+
+    Attributes:
+      mesh: the mesh.
+      homes: a tree of `Home` like the parameters.
+      level: of ZeRO (`zero.py`). Under 3 weights are split over the data axis, which then stays with the partitioner.
+    """
+
+    mesh: Mesh
+    homes: Any
+    level: int = 0
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The manual axes: data, or none."""
+        return frozenset({DATA}) if self.mesh.shape[DATA] > 1 and self.level < MAX_LEVEL else frozenset()
+
+    @property
+    def specs(self) -> Any:
+        """Where parameters live."""
+        return jax.tree.map(lambda home: home.spec, self.homes)
+
+    def together(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
+        """Returns `compute` run on each replica's part of the batch, its results summed.
+
+        Args:
+          compute: (parameters, batch, key data) -> (sums, gradients): any tree, and one like the parameters that
+            `zeros` and `part` made. It sees its shards along the manual axes.
+          manual: axes that are manual besides data.
+        """
+        axes = self.axes | manual
+        if not axes:
+            return compute
+        parameters, whole = manual_specs(self.specs, axes), PartitionSpec()
+        share = PartitionSpec(DATA) if self.axes else whole
+
+        def on_replica(params: Any, batch: Any, key_data: jax.Array) -> tuple[Any, Any]:
+            sums, gradients = compute(params, batch, key_data)
+            if self.axes:
+                # A dim for the replicas: what each of them found leaves as it is, and is summed outside.
+                return jax.lax.psum(sums, DATA), jax.tree.map(lambda leaf: leaf[None], gradients)
+            return sums, gradients
+
+        def run(params: Any, batch: Any, key_data: jax.Array) -> tuple[Any, Any]:
+            sums, gradients = jax.shard_map(
+                on_replica,
+                mesh=self.mesh,
+                in_specs=(parameters, share, whole),
+                out_specs=(whole, self._with_replicas(parameters) if self.axes else parameters),
+                axis_names=axes,
+                check_vma=False,
+            )(params, batch, key_data)
+            return sums, self._met(gradients) if self.axes else gradients
+
+        return run
+
+    def zeros(self, params: Any, homes: Any) -> Any:
+        """Returns float32 zeros to which `part`s of these parameters' gradients are added."""
+
+        def empty(leaf: jax.Array, home: Home) -> jax.Array:
+            shape = list(leaf.shape)
+            if self._scatters_each(home):
+                shape[home.dim] //= self.mesh.shape[DATA]
+            return jnp.zeros(shape, jnp.float32)
+
+        return jax.tree.map(empty, params, homes)
+
+    def part(self, gradients: Any, homes: Any) -> Any:
+        """Returns what a microbatch adds on this replica: under level 2 its share of what all replicas found.
+
+        Args:
+          gradients: like the parameters; leading dims of a leaf may be missing.
+          homes: the homes of these parameters.
+        """
+        if not any(self._scatters_each(home) for home in jax.tree.leaves(homes)):
+            return gradients
+
+        def trailing(leaf: jax.Array, home: Home) -> PartitionSpec:
+            return spec_of_dims(axes_of_dims(home.spec, home.num_dims)[-leaf.ndim :])
+
+        specs = jax.tree.map(trailing, gradients, homes)
+
+        def scattered(gradients: Any) -> Any:
+            return jax.tree.map(lambda leaf, home: _scattered(leaf, home.dim), gradients, homes)
+
+        return on_shards(self.mesh, scattered, (specs,), specs)(gradients)
+
+    def _scatters_each(self, home: Home) -> bool:
+        return bool(self.axes) and self.level == 2 and home.dim != 0
+
+    def _with_replicas(self, specs: Any) -> Any:
+        return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs, is_leaf=_is_spec)
+
+    def _met(self, gradients: Any) -> Any:
+        """Sums [replicas, ...] over replicas, each leaf whole or, from level 1 on, split among them."""
+        split = self.level > 0
+
+        def met(leaf: jax.Array, home: Home) -> jax.Array:
+            if self._scatters_each(home):
+                return leaf[0]
+            return _scattered(leaf[0], home.dim if split else 0)
+
+        def all_met(gradients: Any) -> Any:
+            return jax.tree.map(met, gradients, self.homes)
+
+        after = jax.tree.map(lambda home: over_data(home.spec, home.num_dims, home.dim if split else 0), self.homes)
+        return on_shards(self.mesh, all_met, (self._with_replicas(self.specs),), after)(gradients)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
+
+
+def _scattered(x: jax.Array, dim: int) -> jax.Array:
+    if dim == 0:
+        return jax.lax.psum(x, DATA)
+    return jax.lax.psum_scatter(x, DATA, scatter_dimension=x.ndim + dim, tiled=True)
