@@ -5,7 +5,7 @@ nor may be told about it: each function here leaves the axes that are manual whe
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,15 @@ class Placement:
     Attributes:
       rules: the table; None means one device, where everything lives.
       mesh: the mesh; None as well then.
+      storage_axes: mesh axes that split weights for storage only.
+      keeps_gathered: whether a weight gathered for the forward pass is kept for the backward pass; otherwise it is
+        gathered again, whatever else is kept.
     """
 
     rules: Rules | None
     mesh: Mesh | None
+    storage_axes: tuple[str, ...] = ("fsdp",)
+    keeps_gathered: bool = False
 
     @classmethod
     def nowhere(cls) -> "Placement":
@@ -70,6 +75,20 @@ class Placement:
         if self.rules is None or self.mesh is None:
             return PartitionSpec()
         return spec(f"weight {tuple(names)}", shape, names, self.rules.gathered, _sizes_here(self.mesh))
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are gathered at all: a storage axis is larger than 1 and not manual here."""
+        return self.mesh is not None and any(_sizes_here(self.mesh)[axis] > 1 for axis in self.storage_axes)
+
+    def is_gather(self, primitive: Any, params: Mapping[str, Any]) -> bool:
+        """Returns whether an operation in a traced function is `weight` at work, for a `jax.checkpoint` policy.
+
+        It is told from `activation` by its spec: batches are split over the storage axes, gathered weights are not.
+        """
+        if primitive.name != "sharding_constraint" or not self.gathers_weights:
+            return False
+        return not set(axes_in(params["sharding"].spec)) & set(self.storage_axes)
 
     def size(self, axes: Sequence[str]) -> int:
         """Returns the number of shards that mesh axes make together."""

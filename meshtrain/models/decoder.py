@@ -152,9 +152,8 @@ def layer_stack(
     options: DecoderOptions, num_layers: int, placement: Placement, dtype: DTypeLike, train: bool, remat: str
 ) -> Any:
     """Returns a stack of `num_layers` layers as one scanned Linen module."""
-    layer: Any = Layer
-    if remat != "none":
-        layer = nn.remat(Layer, policy=checkpoint_policy(remat), prevent_cse=False)
+    policy = checkpoint_policy(remat, placement)
+    layer: Any = nn.remat(Layer, policy=policy, prevent_cse=False) if policy is not None else Layer
     stack = nn.scan(
         layer,
         variable_axes={"params": 0},

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from meshtrain.layout.placement import Placement
 from meshtrain.options import option
 
 # The name under which `attention.py` marks the residual stream for `offload`.
@@ -23,12 +24,29 @@ class RematOptions:
     )
 
 
-def checkpoint_policy(name: str) -> Callable[..., Any] | None:
-    """Returns the `jax.checkpoint` policy of a name; `full` keeps nothing but a layer's input.
+def checkpoint_policy(name: str, placement: Placement) -> Callable[..., Any] | None:
+    """Returns the `jax.checkpoint` policy of a layer, None where everything may be kept.
+
+    Weights that were gathered from their shards are kept only where the placement says so: a policy that keeps them
+    would hold whole weights of all layers, which is what sharding them was to avoid.
 
     Args:
-      name: `full`, `dots` or `offload`; `none` has no policy, since nothing is wrapped.
+      name: one of the choices of `RematOptions.policy`; `full` keeps nothing but a layer's input.
+      placement: tells gathered weights from activations.
     """
+    if not placement.gathers_weights:
+        return None if name == "none" else _activations(name)
+    if name == "none":
+        return None if placement.keeps_gathered else _all_but(placement.is_gather)
+    if not placement.keeps_gathered:
+        return _activations(name)
+    keeps, gathers = _activations(name), _only(placement.is_gather)
+    return lambda primitive, *shapes, **params: (
+        gathers(primitive, *shapes, **params) or keeps(primitive, *shapes, **params)
+    )
+
+
+def _activations(name: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     if name == "dots":
         return policies.dots_with_no_batch_dims_saveable
@@ -40,3 +58,11 @@ def checkpoint_policy(name: str) -> Callable[..., Any] | None:
             offload_dst="pinned_host",
         )
     return policies.nothing_saveable
+
+
+def _only(chosen: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda primitive, *_, **params: chosen(primitive, params)
+
+
+def _all_but(chosen: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda primitive, *_, **params: not chosen(primitive, params)

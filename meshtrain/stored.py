@@ -1,0 +1,112 @@
+"""The training state as it is stored: shapes, logical axes, and where each array lives. No arrays yet.
+
+In memory an interleaved pipeline cuts the layers into chunks; checkpoints have them in layer order (`storage.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.core import meta
+from jax.sharding import Mesh, NamedSharding
+
+from meshtrain.errors import UserError
+from meshtrain.layout import partition, zero
+from meshtrain.layout.replicas import Home, Replicas
+from meshtrain.layout.rules import Rules
+from meshtrain.models.task import Params, Task
+from meshtrain.optim.optimizers import state_axes
+from meshtrain.pipeline import storage
+from meshtrain.step.state import TrainState
+
+Axes = tuple[str | None, ...]
+
+def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any, Any]:
+    """Returns abstract parameters as they are stored, and their logical axes; a bare leaf has none (None)."""
+    boxed = jax.eval_shape(task.init, jax.random.key(0))
+    is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
+
+    def names(leaf: Any) -> Axes | None:
+        if is_box(leaf):
+            return tuple(leaf.names)
+        return (None,) * leaf.ndim if num_devices == 1 else None
+
+    params, axes = meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
+    if num_chunks > 1:
+        chunked = lambda leaf: storage.chunked_names(leaf, num_chunks)  # noqa: E731
+        axes = {**axes, "layers": jax.tree.map(chunked, axes["layers"], is_leaf=partition.is_names)}
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
+    return jax.eval_shape(lambda: in_chunks(zeros(), num_chunks)), axes
+
+
+def in_chunks(params: Params, num_chunks: int) -> Params:
+    """Returns parameters in layer order as the step wants them."""
+    return params if num_chunks == 1 else {**params, "layers": storage.chunked(params["layers"], num_chunks)}
+
+
+def state_names(
+    abstract: TrainState, transformation: optax.GradientTransformation, params: Any, axes: Any
+) -> list[Axes]:
+    """Returns the logical axes of each leaf of the state."""
+    of_params = jax.tree.leaves(axes, is_leaf=partition.is_names)
+    of_optimizer = state_axes(transformation, params, axes)
+    whole: list[Axes] = [(None,) * abstract.step.ndim]
+    rest = jax.tree.leaves((abstract.rng, abstract.skipped))
+    return whole + of_params + of_optimizer + [(None,) * leaf.ndim for leaf in rest]
+
+
+def replicas_of(params: Params, axes: Any, homes: Any, mesh: Mesh, level: int) -> Replicas:
+    """Returns how the replicas of the data axis share out the gradients of parameters that live at `homes`."""
+
+    def home(leaf: Any, names: Axes, sharding: NamedSharding) -> Home:
+        dim = zero.dim_over_data(sharding.spec, leaf.shape, names, mesh.shape)
+        spec = zero.over_data(sharding.spec, leaf.ndim, dim) if level == zero.MAX_LEVEL else sharding.spec
+        return Home(spec, leaf.ndim, dim)
+
+    return Replicas(mesh, jax.tree.map(home, params, axes, homes), level)
+
+
+def placed(abstract: TrainState, names: list[Axes], rules: Rules, mesh: Mesh, level: int) -> TrainState:
+    """Returns the abstract state with a sharding on each leaf.
+
+    Raises:
+      UserError: what cannot be placed.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    done, problems = [], []
+    for (path, leaf), axes in zip(leaves, names, strict=True):
+        text = jax.tree_util.keystr(path, simple=True, separator="/")
+        found = partition.problems(text, leaf.shape, axes, rules.parameters, mesh.shape)
+        problems += found
+        if not found:
+            spec = partition.spec(text, leaf.shape, axes, rules.parameters, mesh.shape)
+            if path[0].name in zero.SPLIT_FROM and level >= zero.SPLIT_FROM[path[0].name]:
+                dim = zero.dim_over_data(spec, leaf.shape, axes, mesh.shape)
+                spec = zero.over_data(spec, leaf.ndim, dim)
+            done.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)))
+    if problems:
+        raise UserError(*problems)
+    return jax.tree.unflatten(structure, done)
+
+
+def in_layer_order(abstract: TrainState, names: list[Axes]) -> TrainState:
+    """Returns the abstract state with the shapes that checkpoints have."""
+    leaves, structure = jax.tree.flatten(abstract)
+    shapes = [storage.layer_order_shape(leaf.shape, axes) for leaf, axes in zip(leaves, names, strict=True)]
+    kept = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
+    return jax.tree.unflatten(structure, kept)
+
+
+def shardings(abstract: Any) -> Any:
+    """Returns where each leaf of a placed tree lives."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def reshaper(before: Any, after: Any) -> Callable[[Any], Any]:
+    """Returns the function from one storage to the other, which costs nothing where they are the same."""
+    if jax.tree.map(lambda x: x.shape, before) == jax.tree.map(lambda x: x.shape, after):
+        return lambda state: state
+    reshape = lambda tree: jax.tree.map(lambda x, like: x.reshape(like.shape), tree, after)  # noqa: E731
+    return jax.jit(reshape, out_shardings=shardings(after))

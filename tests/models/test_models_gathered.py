@@ -1,0 +1,40 @@
+"""Weights that were gathered from their shards are not kept for the backward pass, unless that is asked for."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from meshtrain.assemble import assemble
+from meshtrain.config import Config
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.zero import ZeroOptions
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.remat import RematOptions
+
+NUM_LAYERS, EMBED, MLP = 8, 128, 512
+# Few tokens and wide weights: what is kept of activations is little beside one layer's weights.
+CONFIG = Config(
+    batch_size=8,
+    sequence_length=8,
+    model=DecoderOptions(
+        num_layers=NUM_LAYERS, embed_dim=EMBED, mlp_dim=MLP, num_heads=8, num_kv_heads=8, vocab_size=128,
+        vocab_multiple=128,
+    ),
+)  # fmt: skip
+WEIGHTS_BYTES = 4 * NUM_LAYERS * (4 * EMBED * EMBED + 3 * EMBED * MLP)
+
+
+def temporary_bytes(zero, policy, mesh):
+    config = dataclasses.replace(CONFIG, zero=zero, remat=RematOptions(policy))
+    assembly = assemble(config, dict.fromkeys(AXES, 1) | mesh, jax.devices())
+    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("policy, mesh", [("none", {"data": 8}), ("dots", {"data": 8}), ("none", {"fsdp": 8})])
+def test_only_shard_grad_op_keeps_whole_weights(policy, mesh):
+    """Beside the level that splits parameters: 3 over data, any over fsdp."""
+    sharded = temporary_bytes(ZeroOptions(level=3 if "data" in mesh else 0), policy, mesh)
+    kept = temporary_bytes(ZeroOptions(strategy="shard_grad_op"), policy, mesh)
+    assert kept - sharded > 0.8 * WEIGHTS_BYTES
