@@ -33,9 +33,9 @@ from meshtrain.models.task import Batch, Params, Stages
 from meshtrain.pipeline import executor
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.plan import flops, hlo
 from meshtrain.step.accumulate import cut
 from meshtrain.step.step import with_sequence_index
-from scripts import program_text
 
 TEXTBOOK = "scan + jax.grad"
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
@@ -175,7 +175,7 @@ def lines(candidates: dict[str, Candidate], num_rounds: int) -> list[str]:
         name: (
             steps[name] * 1e3,
             one.compiled.memory_analysis().temp_size_in_bytes / 1e6,
-            program_text.matmul_flops(program_text.read(one.compiled.as_text())) / 1e9,
+            flops.matmul_flops(hlo.read(one.compiled.as_text())).total / 1e9,
             one.compile_seconds,
         )
         for name, one in candidates.items()

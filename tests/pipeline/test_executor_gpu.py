@@ -9,20 +9,18 @@ import runpy
 
 import jax
 import pytest
-from jax.experimental import topologies
 
 from meshtrain.assemble import assemble
 from meshtrain.config import Config
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.plan import flops, hlo, topology
 from meshtrain.step.precision import PrecisionOptions
-from scripts import program_text
 
 pytestmark = pytest.mark.gpu_compiler
 
 HERE = pathlib.Path(__file__).parent
-H100 = (HERE / "gpus" / "h100_sxm.txtpb").read_text()
 NUM_STAGES, NUM_MICROBATCHES = 8, 32
 # Shorter than the configuration's 8,192: no fused attention is compiled here, and with whole matrices of
 # probabilities the step would not fit, upon which the compiler recomputes as it likes.
@@ -40,7 +38,7 @@ def compiled(schedule, num_microbatches=NUM_MICROBATCHES, num_chunks=1):
     """Returns (temporary bytes, the program that was read)."""
     assembly = assembled(schedule, num_microbatches, num_chunks)
     step = assembly.train_step.trace(assembly.state, assembly.batch).lower(lowering_platforms=("cuda",)).compile()
-    return step.memory_analysis().temp_size_in_bytes, program_text.read(step.as_text())
+    return step.memory_analysis().temp_size_in_bytes, hlo.read(step.as_text())
 
 
 def assembled(schedule, num_microbatches, num_chunks):
@@ -52,7 +50,7 @@ def assembled(schedule, num_microbatches, num_chunks):
         precision=PrecisionOptions("bfloat16"),
         remat=RematOptions("full"),
     )
-    devices = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x8").devices
+    devices = topology.open_cluster("h100:1x8").devices
     return assemble(config, {"data": 1, "pipeline": NUM_STAGES, "fsdp": 1, "tensor": 1}, devices)
 
 
@@ -78,19 +76,19 @@ def accumulators():
 def test_work_is_an_eighth_of_one_device_s_and_the_bubble():
     _, program = compiled("1f1b")
     rounds = (NUM_MICROBATCHES + NUM_STAGES - 1) / NUM_MICROBATCHES
-    share = program_text.matmul_flops(program) / (one_device_flops() / NUM_STAGES)
+    share = flops.matmul_flops(program).total / (one_device_flops() / NUM_STAGES)
     assert 0.95 * rounds < share <= 1.05 * rounds
 
 
 def test_no_gradient_accumulator_is_copied_in_a_loop():
     _, program = compiled("1f1b")
-    assert program_text.copies_in_loops(program, accumulators()) == []
+    assert hlo.copies_in_loops(program, accumulators()) == []
 
 
 def test_two_transfers_for_a_forward_and_a_backward_row():
     _, program = compiled("1f1b")
     num_pairs = NUM_MICROBATCHES + NUM_STAGES - 1
-    assert program_text.num_transfers(program, "collective-permute") == 2 * num_pairs
+    assert hlo.num_transfers(program, "collective-permute") == 2 * num_pairs
 
 
 @pytest.mark.slow

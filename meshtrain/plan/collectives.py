@@ -1,0 +1,225 @@
+"""What a compiled program sends: each collective with its bytes, its mesh axes, and what hides it. No JAX.
+
+Wire bytes are what one device sends in a ring of n: (n - 1) / n of the whole for a gather, a scatter or an all-to-all,
+twice that for an all-reduce (Patarasu and Yuan 2009), all of it for a permute.
+
+A collective is counted once, however it is written: a start and a done are one, and so are the pieces of a TPU chain,
+which carries a gather through several fusions. A TPU's all-reduce of which each device keeps a slice is a
+reduce-scatter.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshtrain.plan.flops import is_product
+from meshtrain.plan.groups import axes_of, axes_of_pairs, replica_groups
+from meshtrain.plan.hlo import CALLED, Instruction, Program
+from meshtrain.plan.shapes import num_bytes, parts
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
+         "collective-broadcast")  # fmt: skip
+CHAIN = re.compile(r'chain_id="(\d+)"')
+CHANNEL = re.compile(r"channel_id=(\d+)")
+SCATTER = re.compile(r"^all-reduce-scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      name: of the instruction.
+      kind: one of `KINDS`.
+      axes: the mesh axes it runs along, joined by `+`.
+      group_size: devices in one group.
+      count: how often it runs in a step.
+      logical_bytes: of the whole array, each time.
+      wire_bytes: what one device sends, each time.
+      is_asynchronous: other work may run between its start and its end.
+      is_overlapped: matrix products do.
+      source: `file:line`.
+    """
+
+    name: str
+    kind: str
+    axes: str
+    group_size: int
+    count: int
+    logical_bytes: float
+    wire_bytes: float
+    is_asynchronous: bool
+    is_overlapped: bool
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind along the same axes, in one step on one device."""
+
+    axis: str
+    kind: str
+    count: int
+    logical_bytes: float
+    wire_bytes: float
+    asynchronous_fraction: float
+    overlapped_fraction: float
+    sources: tuple[str, ...]
+
+
+def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """Returns the collectives of a program between more than one device.
+
+    Args:
+      program: scheduled.
+      mesh_shape: the size of each axis in mesh order; device i of the program is place i of the mesh, row by row.
+
+    Raises:
+      ValueError: replica groups in an unknown syntax.
+    """
+    products, called_by_start = _with_products(program), _asynchronous_bodies(program)
+    found: list[Collective] = []
+    chains: dict[tuple[str, str], int] = {}
+    for name, body in program.computations.items():
+        if not program.num_runs[name]:
+            continue
+        for at, line in enumerate(body):
+            if (kind := line.opcode.removesuffix("-start")) not in KINDS:
+                continue
+            one = _collective(program, mesh_shape, name, body, at, kind, products)
+            if one.group_size == 1 or not one.axes:
+                continue
+            if chain := CHAIN.search(line.rest):
+                channel = CHANNEL.search(line.rest)
+                key = chain[1], channel[1] if channel else ""
+                hides = name in products
+                if key in chains:
+                    hides = hides or found[chains[key]].is_overlapped
+                    found[chains[key]] = dataclasses.replace(found[chains[key]], is_overlapped=hides)
+                    continue
+                chains[key] = len(found)
+                one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=hides)
+            elif name in called_by_start:
+                one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=called_by_start[name])
+            found.append(one)
+    return found
+
+
+def _collective(
+    program: Program,
+    mesh_shape: Mapping[str, int],
+    computation: str,
+    body: Sequence[Instruction],
+    at: int,
+    kind: str,
+    products: set[str],
+) -> Collective:
+    line = body[at]
+    groups = replica_groups(line.attributes, math.prod(mesh_shape.values()))
+    permutes = kind == "collective-permute"
+    axes = axes_of_pairs(groups, mesh_shape) if permutes else axes_of(groups, mesh_shape)
+    whole = _whole_bytes(line, kind, {other.name: other.shape for other in body})
+    if kind == "all-reduce" and SCATTER.search(computation):
+        kind = "reduce-scatter"
+    is_asynchronous = line.opcode.endswith("-start") and '"is_sync":true' not in line.rest
+    between = _between(body, at) if is_asynchronous else []
+    return Collective(
+        name=line.name,
+        kind=kind,
+        axes=axes,
+        group_size=groups.shape[1],
+        count=program.num_runs[computation],
+        logical_bytes=whole,
+        wire_bytes=whole * ring_factor(kind, groups.shape[1]),
+        is_asynchronous=is_asynchronous,
+        is_overlapped=any(_multiplies(other, products) for other in between),
+        source=program.source(line),
+    )
+
+
+def ring_factor(kind: str, group_size: int) -> float:
+    """Returns the share of the whole array's bytes that one device sends."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return 1.0
+    return (2.0 if kind == "all-reduce" else 1.0) * (group_size - 1) / group_size
+
+
+def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:
+    """Returns the bytes of the whole arrays: results of a gather, else operands."""
+    if kind == "all-gather":
+        shape = parts(line.shape)[1] if line.opcode.endswith("-start") else line.shape
+        return num_bytes(shape)
+    return sum(num_bytes(shapes[name]) for name in line.operands if name in shapes)
+
+
+def _between(body: Sequence[Instruction], start: int) -> Sequence[Instruction]:
+    """Returns the lines between a start and its done; all that follow where the done is not in the same computation."""
+    name = body[start].name
+    for end in range(start + 1, len(body)):
+        line = body[end]
+        if (line.opcode.endswith("-done") or line.opcode == "async-done") and name in line.operands:
+            return body[start + 1 : end]
+    return body[start + 1 :]
+
+
+def _asynchronous_bodies(program: Program) -> dict[str, bool]:
+    """Returns computation -> whether products hide it, for those that an `async-start` runs."""
+    products = _with_products(program)
+    found: dict[str, bool] = {}
+    for body in program.computations.values():
+        for at, line in enumerate(body):
+            if line.opcode != "async-start":
+                continue
+            hides = any(_multiplies(other, products) for other in _between(body, at))
+            is_asynchronous = '"is_sync":true' not in line.rest
+            found |= {called: hides for called in _called(line) if is_asynchronous}
+    return found
+
+
+def _with_products(program: Program) -> set[str]:
+    """Returns the computations in which matrices are multiplied, directly or in what they call."""
+    found: set[str] = set()
+    # A computation is written before those that call it.
+    for name, body in program.computations.items():
+        if any(_multiplies(line, found) for line in body):
+            found.add(name)
+    return found
+
+
+def _multiplies(line: Instruction, products: set[str]) -> bool:
+    return is_product(line) or any(called in products for called in _called(line))
+
+
+def _called(line: Instruction) -> Iterable[str]:
+    return (name.strip(" %") for group in CALLED.findall(line.rest) for name in group.split(","))
+
+
+def traffic(found: Iterable[Collective]) -> list[Traffic]:
+    """Sums collectives up by axes and kind; the most bytes on the wire come first."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for one in found:
+        groups.setdefault((one.axes, one.kind), []).append(one)
+    rows = [_sum(axis, kind, members) for (axis, kind), members in groups.items()]
+    return sorted(rows, key=lambda row: -row.wire_bytes)
+
+
+def _sum(axis: str, kind: str, members: Sequence[Collective]) -> Traffic:
+    wire = sum(one.count * one.wire_bytes for one in members)
+
+    def share(chosen: Iterable[Collective]) -> float:
+        return sum(one.count * one.wire_bytes for one in chosen) / wire if wire else 0.0
+
+    by_source: dict[str, float] = {}
+    for one in members:
+        by_source[one.source] = (by_source[one.source] if one.source in by_source else 0.0) + one.count * one.wire_bytes
+    return Traffic(
+        axis=axis,
+        kind=kind,
+        count=sum(one.count for one in members),
+        logical_bytes=sum(one.count * one.logical_bytes for one in members),
+        wire_bytes=wire,
+        asynchronous_fraction=share(one for one in members if one.is_asynchronous),
+        overlapped_fraction=share(one for one in members if one.is_overlapped),
+        sources=tuple(source for source in sorted(by_source, key=lambda name: -by_source[name]) if source)[:3],
+    )

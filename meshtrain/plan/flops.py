@@ -1,0 +1,190 @@
+"""Counts the work of matrix products in a compiled program, in FLOPs of one step on one device. No JAX.
+
+GPU and CPU programs hold them as `dot`, TPU programs as `convolution`, libraries as `custom-call`; attention kernels
+hide theirs inside, and are counted by formula.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from meshtrain.plan.hlo import Instruction, Program
+from meshtrain.plan.shapes import dims
+
+MATMUL_TARGETS = re.compile(r"gemm|matmul", re.IGNORECASE)
+ATTENTION_TARGETS = re.compile(r"fmha|flash|splash", re.IGNORECASE)
+TARGET = re.compile(r'custom_call_target="([^"]*)"')
+LHS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+PROBABILITIES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
+WINDOW = re.compile(r"window=\{([^}]*)\}")
+WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
+DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
+# Matrix products of one query block with all keys: forward q k and p v; backward q k again, and four for the gradients.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """FLOPs of matrix products of one step on one device.
+
+    Attributes:
+      products: those that stand in the program as such.
+      attention: those inside attention kernels; of a causal kernel the half that it does not skip.
+      attention_full: the same as if nothing were skipped, which is how products outside of kernels count.
+    """
+
+    products: float
+    attention: float
+    attention_full: float
+
+    @property
+    def total(self) -> float:
+        """All that the device computes."""
+        return self.products + self.attention
+
+
+def matmul_flops(program: Program) -> Work:
+    """Returns the work of a step.
+
+    Raises:
+      ValueError: a library call that multiplies matrices in a way that is not known, and would be left out.
+    """
+    per_computation = {
+        name: _work(body, {line.name: line.shape for line in body}) for name, body in program.computations.items()
+    }
+    runs = program.num_runs
+    return Work(*(sum(runs[name] * work[i] for name, work in per_computation.items()) for i in range(3)))
+
+
+def _work(body: list[Instruction], shapes: Mapping[str, str]) -> tuple[float, float, float]:
+    products = attention = attention_full = 0.0
+    for line in body:
+        if line.opcode == "dot":
+            products += dot_flops(line, shapes)
+        elif line.opcode == "convolution":
+            products += convolution_flops(line, shapes)
+        elif line.opcode == "custom-call":
+            if is_attention(line):
+                full = attention_flops(line)
+                attention_full += full
+                attention += full / 2 if "CAUSAL" in line.rest else full
+            elif is_library_product(line):
+                products += library_flops(line, shapes)
+    return products, attention, attention_full
+
+
+def is_product(line: Instruction) -> bool:
+    """Returns whether an instruction itself multiplies matrices."""
+    if line.opcode == "custom-call":
+        return is_attention(line) or is_library_product(line)
+    return line.opcode in ("dot", "convolution")
+
+
+def is_attention(line: Instruction) -> bool:
+    """Returns whether a custom call is an attention kernel."""
+    target = TARGET.search(line.rest)
+    return target is not None and bool(ATTENTION_TARGETS.search(target[1]))
+
+
+def is_library_product(line: Instruction) -> bool:
+    """Returns whether a custom call is a library's matrix product."""
+    target = TARGET.search(line.rest)
+    return target is not None and bool(MATMUL_TARGETS.search(target[1]))
+
+
+def dot_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
+    """Returns 2 x result x contracted dims."""
+    left = dims(shapes[line.operands[0]])
+    contracted = line.attribute("lhs_contracting_dims") or ""
+    return 2.0 * math.prod(dims(line.shape)) * math.prod(left[int(dim)] for dim in contracted.split(",") if dim)
+
+
+def convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
+    """Returns 2 x result x input features x the window's places that hold data.
+
+    A TPU writes a matrix product over several dims as a convolution with padding; what falls on padding, or between
+    dilated elements, is no work.
+    """
+    labels = DIM_LABELS.search(line.rest)
+    assert labels, line.rest
+    left, right = (dims(shapes[name]) for name in line.operands[:2])
+    result = dims(line.shape)
+    window = WINDOW.search(line.rest)
+    fields = dict(WINDOW_FIELD.findall(window[1])) if window else {}
+    places = 1
+    for dim in range(sum(label.isdigit() for label in labels[1])):
+        size, num_outputs = left[labels[1].index(str(dim))], result[labels[3].index(str(dim))]
+        places *= _places(size, num_outputs, _window(fields, dim))
+    outer = result[labels[3].index("b")] * result[labels[3].index("f")]
+    groups = BATCH_GROUPS.search(line.rest)
+    # With batch groups, each output feature sees one group of the batch alone, and the result has no batch left.
+    shared = int(groups[1]) if groups else 1
+    return 2.0 * outer * right[labels[2].index("i")] * places / shared
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    size: int
+    stride: int
+    low: int
+    left_dilation: int
+    right_dilation: int
+
+
+def _window(fields: Mapping[str, str], dim: int) -> _Window:
+    def entry(name: str) -> str:
+        return fields[name].split("x")[dim] if name in fields else ""
+
+    return _Window(
+        size=int(entry("size") or 1),
+        stride=int(entry("stride") or 1),
+        low=int(entry("pad").partition("_")[0] or 0),
+        left_dilation=int(entry("lhs_dilate") or 1),
+        right_dilation=int(entry("rhs_dilate") or 1),
+    )
+
+
+def _places(size: int, num_outputs: int, window: _Window) -> int:
+    """Returns how many pairs (output, window place) of one dim hold an element of the left operand."""
+    end, found = (size - 1) * window.left_dilation + 1, 0
+    first = np.arange(num_outputs) * window.stride - window.low
+    for place in range(window.size):
+        at = first + place * window.right_dilation
+        found += int(np.count_nonzero((at >= 0) & (at < end) & (at % window.left_dilation == 0)))
+    return found
+
+
+def library_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
+    """Returns 2 x result x contracted dims of a library's matrix product.
+
+    Raises:
+      ValueError: the call does not say which dims are contracted.
+    """
+    found = LHS_CONTRACTED.search(line.rest)
+    if not found:
+        raise ValueError(f"%{line.name}: a matrix product whose dims are not known")
+    left = dims(shapes[line.operands[0]])
+    contracted = [int(dim.strip(' "')) for dim in found[1].split(",") if dim.strip()]
+    return 2.0 * math.prod(dims(line.shape)) * math.prod(left[dim] for dim in contracted)
+
+
+def attention_flops(line: Instruction) -> float:
+    """Returns 2 x products x batch x heads x queries x keys x width, nothing skipped.
+
+    Args:
+      line: a call of a cuDNN attention kernel, which says the dims of its probabilities: batch, heads, queries, keys.
+
+    Raises:
+      ValueError: it does not.
+    """
+    target, probabilities = TARGET.search(line.rest), PROBABILITIES.search(line.rest)
+    if not target or not probabilities:
+        raise ValueError(f"%{line.name}: an attention kernel whose dims are not known")
+    sizes = [int(size.strip(' "')) for size in probabilities[1].split(",")]
+    width = dims(line.shape)[-1]
+    num_products = BACKWARD_PRODUCTS if "backward" in target[1].lower() else FORWARD_PRODUCTS
+    return 2.0 * num_products * math.prod(sizes) * width

@@ -1,0 +1,116 @@
+"""Which devices talk to each other: replica groups in their four syntaxes, and the mesh axes they run along. No JAX.
+
+    {{0,1},{2,3}}                            written out; {} is all devices together
+    [4,2]<=[8]                               numbers in order, four groups of two
+    [4,2]<=[2,2,2]T(1,0,2)                   the same of a transposed array
+    mesh['a'=2,'b'=4] {'b'}                  along named axes of a mesh; 'b':(1)2 is a part of one,
+                                             `, device_ids=([2,4]T(1,0))` tells the order of its devices
+
+G: groups, n: devices in one.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})?\}")
+IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+ALONG = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}")
+AXIS = re.compile(r"'([^']+)'=(\d+)")
+ORDER = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)$")
+PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+IRREGULAR = "irregular"
+
+
+def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
+    """Returns the groups of a collective, int [G, n]; of a permute the pairs of source and target, [G, 2].
+
+    Args:
+      attributes: the instruction's attributes, as text.
+      num_devices: devices of the program, for `{}`.
+
+    Raises:
+      ValueError: none of the four syntaxes.
+    """
+    if found := ALONG.search(attributes):
+        return _along(found[1], found[2], found[3])
+    if found := re.search(r"replica_groups=(\[.*?\]<=\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
+        return _iota(found[1])
+    if found := LISTED.search(attributes):
+        if not found[1]:
+            return np.arange(num_devices).reshape(1, -1)
+        groups = [[int(number) for number in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])]
+        longest = max(map(len, groups))
+        # Groups of several sizes: padded with their own first device, which changes no axis.
+        return np.array([group + group[:1] * (longest - len(group)) for group in groups])
+    raise ValueError(f"unknown replica groups: {attributes[:200]}")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _iota(text: str) -> np.ndarray:
+    found = IOTA.search(text)
+    assert found, text
+    devices = np.arange(math.prod(_numbers(found[2]))).reshape(_numbers(found[2]))
+    if found[3]:
+        devices = devices.transpose(_numbers(found[3]))
+    return devices.reshape(_numbers(found[1]))
+
+
+def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
+    """Returns the groups along some axes of a mesh, whose devices are in order unless `device_ids` says otherwise."""
+    sizes = {name: int(size) for name, size in AXIS.findall(mesh)}
+    order = np.arange(math.prod(sizes.values()))
+    if device_ids:
+        found = ORDER.match(device_ids)
+        if not found:
+            raise ValueError(f"unknown order of devices: {device_ids}")
+        order = order.reshape(_numbers(found[1])).transpose(_numbers(found[2])).reshape(-1)
+    # An axis may be named in parts: it is cut into (before, part, after), and only the part is gone along.
+    shape, chosen = list[int](), list[int]()
+    wanted = {name: (before, size) for name, before, size in PART.findall(axes)}
+    for name, size in sizes.items():
+        if name not in wanted:
+            shape.append(size)
+            continue
+        before, part = (int(wanted[name][0]), int(wanted[name][1])) if wanted[name][0] else (1, size)
+        chosen.append(len(shape) + 1)
+        shape += [before, part, size // before // part]
+    others = [dim for dim in range(len(shape)) if dim not in chosen]
+    num_members = math.prod(shape[dim] for dim in chosen)
+    return order.reshape(shape).transpose(others + chosen).reshape(-1, num_members)
+
+
+def axes_of(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> str:
+    """Returns the mesh axes along which groups run, joined by `+` in mesh order; empty for groups of one device.
+
+    Args:
+      groups: [G, n], positions in the mesh, row by row.
+      mesh_shape: the size of each axis, in mesh order.
+
+    Returns:
+      `irregular` where groups are not whole lines, planes, ... of the mesh.
+    """
+    if groups.shape[1] == 1:
+        return ""
+    places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())), axis=-1)
+    differs = (places != places[:, :1]).any(axis=(0, 1))
+    names = [axis for axis, along in zip(mesh_shape, differs, strict=True) if along]
+    is_whole = math.prod(mesh_shape[name] for name in names) == groups.shape[1]
+    return "+".join(names) if is_whole else IRREGULAR
+
+
+def axes_of_pairs(pairs: np.ndarray, mesh_shape: Mapping[str, int]) -> str:
+    """Returns the mesh axes along which a permute sends, joined by `+`; empty where everything stays where it is.
+
+    Args:
+      pairs: [G, 2], source and target.
+      mesh_shape: as in `axes_of`.
+    """
+    places = np.stack(np.unravel_index(pairs, tuple(mesh_shape.values())), axis=-1)
+    differs = (places[:, 0] != places[:, 1]).any(axis=0)
+    return "+".join(axis for axis, along in zip(mesh_shape, differs, strict=True) if along)

@@ -1,0 +1,269 @@
+"""Reads what a compiler made of a program: scheduled HLO as text, with how often each part of it runs. No JAX.
+
+The compilers' own cost analysis counts the body of a loop once; here it counts as often as it runs. The text of GPU
+programs says how often (known_trip_count); for others the bound, the start and the step of each loop are looked up.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from meshtrain.plan.shapes import dims
+
+HEADER = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
+# A tuple's shape holds spaces and may hold parentheses (tilings), so it ends where ` opcode(` follows.
+INSTRUCTION = re.compile(
+    r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)$"
+)
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|branch_computations|called_computations|true_computation|false_computation)"
+    r"=\{?((?:%[\w.\-]+(?:, )?)+)"
+)
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+NAME = re.compile(r"%([\w.\-]+)")
+FRAME = re.compile(r"stack_frame_id=(\d+)")
+# Where constraints are put on behalf of others: who asked is what a reader wants to know.
+PASSING_ON = re.compile(r"layout/placement\.py|models/layers\.py weight$")
+SECTIONS = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+# Through these a number reaches a loop's condition unchanged.
+TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "copy-done", "copy-start")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: without the percent sign.
+      shape: as written, with its layout; a tuple's in parentheses.
+      opcode: such as `dot`.
+      rest: operands and attributes, as written after the opening parenthesis.
+      is_root: whether its value is the computation's.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    is_root: bool = False
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return NAME.findall(self.rest[: _closing(self.rest)])
+
+    @property
+    def attributes(self) -> str:
+        """What follows the operands."""
+        return self.rest[_closing(self.rest) + 1 :]
+
+    def attribute(self, name: str) -> str | None:
+        """Returns the text of one attribute that names a computation, or a list of dims, without its marks."""
+        found = re.search(rf"\b{name}=(?:%([\w.\-]+)|\{{([\d,]*)\}}|(\w+))", self.rest)
+        return next((part for part in found.groups() if part is not None), "") if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Computations by name, and how often each runs in one step: through calls, fusions, and loops of known length.
+
+    Attributes:
+      computations: the lines of each, in the order in which they run.
+      num_runs: runs of each in one step.
+      sources: id of a stack frame -> `file:line` of the program, the innermost line outside of other packages.
+    """
+
+    computations: Mapping[str, list[Instruction]]
+    num_runs: Mapping[str, int]
+    sources: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    def instructions(self, *opcodes: str) -> Iterator[tuple[Instruction, str, int]]:
+        """Yields (instruction, its computation, how often it runs)."""
+        for name, body in self.computations.items():
+            yield from ((line, name, self.num_runs[name]) for line in body if line.opcode in opcodes)
+
+    def source(self, line: Instruction) -> str:
+        """Returns `file:line` of what made an instruction, or an empty text."""
+        found = FRAME.search(line.rest)
+        frame = int(found[1]) if found else 0
+        return self.sources[frame] if frame in self.sources else ""
+
+
+def read(text: str) -> Program:
+    """Returns the program that `compiled.as_text()` wrote.
+
+    Raises:
+      ValueError: no entry computation, or a loop of unknown length, whose work could not be counted.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    sections: dict[str, list[str]] = {name: [] for name in SECTIONS}
+    entry = current = section = ""
+    for line in text.splitlines():
+        if not line:
+            section = ""
+        elif line in sections:
+            section = line
+        elif section:
+            sections[section].append(line)
+        elif header := HEADER.match(line):
+            current = header["name"]
+            computations[current] = []
+            entry = current if header["entry"] else entry
+        elif found := INSTRUCTION.match(line):
+            parts = found.groupdict()
+            is_root = bool(parts.pop("root"))
+            computations[current].append(Instruction(**parts, is_root=is_root))
+    if not entry:
+        raise ValueError("no ENTRY computation: not the text of a compiled program")
+    return Program(computations, _num_runs(computations, entry), _sources(sections))
+
+
+def _num_runs(computations: dict[str, list[Instruction]], entry: str) -> Mapping[str, int]:
+    num_runs: collections.Counter[str] = collections.Counter({entry: 1})
+    # A computation is written before those that call it.
+    for name in reversed(computations):
+        if not num_runs[name]:
+            continue
+        for line in computations[name]:
+            if "=%" not in line.rest and "={%" not in line.rest:
+                continue
+            times = num_runs[name] * (trip_count(computations, name, line) if line.opcode == "while" else 1)
+            for group in CALLED.findall(line.rest):
+                num_runs.update({called.strip(" %"): times for called in group.split(",")})
+    return num_runs
+
+
+def trip_count(computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction) -> int:
+    """Returns how often a loop's body runs.
+
+    Raises:
+      ValueError: neither written down nor a counter that runs in fixed steps between two constants.
+    """
+    if found := TRIP_COUNT.search(loop.rest):
+        return int(found[1])
+    condition, body = loop.attribute("condition"), loop.attribute("body")
+    if condition and body:
+        counted = _counted(computations, caller, loop, condition, body)
+        if counted is not None:
+            return counted
+    raise ValueError(f"%{loop.name}: a loop of unknown length")
+
+
+def _counted(
+    computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction, condition: str, body: str
+) -> int | None:
+    """Returns ceil((bound - start) / step) of `for (i = start; i < bound; i += step)`, or None where it is not one."""
+    lines = {line.name: line for line in computations[condition]}
+    test = next(line for line in computations[condition] if line.is_root)
+    if test.opcode == "fusion":
+        inner = {line.name: line for line in computations[test.attribute("calls") or ""]}
+        arguments = test.operands
+        test = next(line for line in inner.values() if line.is_root)
+    else:
+        inner, arguments = lines, []
+    if test.opcode != "compare" or "direction=LT" not in test.rest:
+        return None
+    sides = [_outside(inner[name], lines, arguments) for name in test.operands]
+    counter = _tuple_index(sides[0])
+    initial = {line.name: line for line in computations[caller]}
+    entries = initial[loop.operands[0]].operands if initial[loop.operands[0]].opcode == "tuple" else []
+    bound = _constant(sides[1], lines)
+    if bound is None and (index := _tuple_index(sides[1])) is not None and index < len(entries):
+        bound = _constant(initial[entries[index]], initial)
+    if counter is None or bound is None or counter >= len(entries):
+        return None
+    start = _constant(initial[entries[counter]], initial)
+    step = _step(computations, body, counter)
+    return None if start is None or not step else max(0, -(-(bound - start) // step))
+
+
+def _outside(line: Instruction, lines: Mapping[str, Instruction], arguments: list[str]) -> Instruction:
+    """Returns the line that feeds a fusion's parameter, or the line itself."""
+    if line.opcode == "parameter" and arguments:
+        return lines[arguments[int(line.rest.partition(")")[0])]]
+    return line
+
+
+def _tuple_index(line: Instruction) -> int | None:
+    return int(line.attribute("index") or 0) if line.opcode == "get-tuple-element" else None
+
+
+def _constant(line: Instruction, lines: Mapping[str, Instruction]) -> int | None:
+    while line.opcode in TRANSPARENT and line.operands and line.operands[0] in lines:
+        line = lines[line.operands[0]]
+    found = re.match(r"(-?\d+)\)", line.rest) if line.opcode == "constant" else None
+    return int(found[1]) if found else None
+
+
+def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int) -> int | None:
+    """Returns what a body adds to the loop's counter."""
+    lines = {line.name: line for line in computations[body]}
+    root = next(line for line in computations[body] if line.is_root)
+    if root.opcode != "tuple":
+        return None
+    line = lines[root.operands[counter]]
+    if line.opcode == "fusion":
+        inner = {one.name: one for one in computations[line.attribute("calls") or ""]}
+        line, lines = next(one for one in inner.values() if one.is_root), inner
+    if line.opcode != "add":
+        return None
+    steps = [_constant(lines[name], lines) for name in line.operands]
+    return next((step for step in steps if step is not None), None)
+
+
+def _closing(text: str) -> int:
+    """Returns where the parenthesis closes that stands open before the text."""
+    depth = 1
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return found.start()
+    return len(text)
+
+
+def _sources(sections: Mapping[str, list[str]]) -> dict[int, str]:
+    """Returns `file:line` for each stack frame: the innermost file that is no installed package's."""
+    files, functions = (
+        {number: text.strip('"') for number, text in map(_numbered, sections[section])}
+        for section in ("FileNames", "FunctionNames")
+    )
+    fields = lambda text: {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}  # noqa: E731
+    places = {number: fields(text) for number, text in map(_numbered, sections["FileLocations"])}
+    frames = {number: fields(text) for number, text in map(_numbered, sections["StackFrames"])}
+    found = {}
+    for number in frames:
+        frame = number
+        while frame in frames:
+            place = places[frames[frame]["file_location_id"]]
+            file = files[place["file_name_id"]]
+            passes_on = PASSING_ON.search(f"{file} {functions[place['function_name_id']]}")
+            if "site-packages" not in file and "<" not in file and not passes_on:
+                folders = file.split("/")
+                # The package, not a checkout of the same name; else the file's own name.
+                start = max((at for at, folder in enumerate(folders) if folder == "meshtrain"), default=-1)
+                found[number] = f"{'/'.join(folders[start:])}:{place['line']}"
+                break
+            # Frames count from 1; their parents are written one higher, so that 1 says "none".
+            frame = frames[frame]["parent_frame_id"] - 1 if "parent_frame_id" in frames[frame] else 0
+    return found
+
+
+def _numbered(line: str) -> tuple[int, str]:
+    number, _, text = line.strip().partition(" ")
+    return int(number), text
+
+
+def num_transfers(program: Program, opcode: str) -> int:
+    """Returns how often a collective runs in one step, asynchronous or not; `opcode` such as `collective-permute`."""
+    return sum(runs for _, _, runs in program.instructions(opcode, f"{opcode}-start"))
+
+
+def copies_in_loops(program: Program, shapes: set[tuple[str, tuple[int, ...]]]) -> list[str]:
+    """Returns the names of copies, inside loops, of arrays with one of these (dtype, dims), such as ("f32", (4, 8))."""
+    found = []
+    for line, _, runs in program.instructions("copy", "copy-start"):
+        shape = line.shape.lstrip("(")
+        if runs > 1 and (shape.partition("[")[0], dims(shape)) in shapes:
+            found.append(line.name)
+    return found

@@ -1,0 +1,52 @@
+"""Shapes as compiled programs write them, such as `f32[4,8]{1,0}` or `(bf16[2], (s32[], f32[3,3]{1,0}))`. No JAX."""
+
+import math
+import re
+
+ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+BITS_IN_NAME = re.compile(r"^[a-z]+(\d+)")
+
+
+def dims(shape: str) -> tuple[int, ...]:
+    """Returns the dims of an array; of a tuple those of its first array."""
+    found = ARRAY.search(shape)
+    assert found, shape
+    return _dims(found[2])
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)
+
+
+def bits(dtype: str) -> int:
+    """Returns the bits of one element: `bf16` has 16, `f8e4m3fn` 8, `s4` 4, `pred` 8; `token` has none."""
+    if dtype == "pred":
+        return 8
+    found = BITS_IN_NAME.search(dtype)
+    return int(found[1]) if found else 0
+
+
+def num_bytes(shape: str) -> float:
+    """Returns the bytes of an array, or of all arrays of a tuple, without the padding of tilings."""
+    return sum(bits(dtype) * math.prod(_dims(sizes)) / 8 for dtype, sizes in ARRAY.findall(shape))
+
+
+def dtypes(shape: str) -> tuple[str, ...]:
+    """Returns the dtype of each array in a shape."""
+    return tuple(dtype for dtype, _ in ARRAY.findall(shape))
+
+
+def parts(shape: str) -> list[str]:
+    """Returns the elements of a tuple, as written; of an array the array itself."""
+    if not shape.startswith("("):
+        return [shape]
+    found, depth, start = list[str](), 0, 1
+    for at, letter in enumerate(shape):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
+            found.append(re.sub(r"/\*.*?\*/", "", shape[start:at]).strip())
+            start = at + 1
+    return [part for part in found if part]

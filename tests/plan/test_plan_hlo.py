@@ -1,0 +1,276 @@
+"""The reader of compiled programs: each trap that a reader of such text falls into, on text as a compiler wrote it."""
+
+import numpy as np
+import pytest
+
+from meshtrain.plan import flops, groups, hlo, shapes
+from meshtrain.plan.collectives import collectives, ring_factor, traffic
+from tests.plan import recorded
+
+MESH = {"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}
+
+
+def found(*lines, before=recorded.SUM, mesh=MESH):
+    return collectives(hlo.read(recorded.entry(*lines, before=before)), mesh)
+
+
+def test_nested_loops_multiply():
+    program = hlo.read(recorded.GPU_LOOPS)
+    assert program.num_runs["inner_body"] == 15
+    assert flops.matmul_flops(program).total == 15 * 2 * 8 * 16 * 16
+
+
+def test_a_loop_without_annotation_is_counted_from_start_bound_and_step():
+    program = hlo.read(recorded.TPU_LOOP)
+    assert program.num_runs["body"] == 5  # 0, 2, 4, 6, 8
+    assert flops.matmul_flops(program).total == 5 * 2 * 8 * 16 * 16
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    text = recorded.TPU_LOOP.replace("direction=LT", "direction=NE")
+    with pytest.raises(ValueError, match=r"%while\.1: a loop of unknown length"):
+        hlo.read(text)
+
+
+def test_text_that_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        hlo.read("HloModule jit_step\n")
+
+
+def test_a_tuple_shaped_all_reduce_counts_all_its_arrays():
+    (one,) = found(
+        "%x = f32[8]{0} parameter(0)",
+        "%y = bf16[4,4]{1,0:T(8,128)(2,1)} parameter(1)",
+        "%all-reduce = (f32[8]{0}, /*index=1*/bf16[4,4]{1,0:T(8,128)(2,1)}) all-reduce(%x, %y), "
+        "replica_groups=[2,4]<=[8], to_apply=%sum",
+    )
+    assert (one.kind, one.axes, one.logical_bytes) == ("all-reduce", "fsdp", 8 * 4 + 16 * 2)
+    assert one.wire_bytes == 2 * 3 / 4 * (32 + 32)
+
+
+def test_grouped_starts_count_their_results_and_pairs_count_once():
+    start, product, done = (
+        "%all-gather-start = ((bf16[2,8]{1,0}, bf16[4]{0}), (bf16[8,8]{1,0}, bf16[16]{0})) all-gather-start(%x, %y), "
+        "replica_groups=[2,4]<=[8], dimensions={0}",
+        "%dot = f32[8,8]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "%all-gather-done = (bf16[8,8]{1,0}, bf16[16]{0}) all-gather-done(%all-gather-start)",
+    )
+    arguments = (
+        "%x = bf16[2,8]{1,0} parameter(0)",
+        "%y = bf16[4]{0} parameter(1)",
+        "%w = f32[8,8]{1,0} parameter(2)",
+    )
+    (hidden,) = found(*arguments, start, product, done)
+    assert (hidden.logical_bytes, hidden.count) == ((64 + 16) * 2, 1)
+    assert hidden.is_asynchronous
+    assert hidden.is_overlapped
+    (bare,) = found(*arguments, product, start, done)
+    assert bare.is_asynchronous
+    assert not bare.is_overlapped
+
+
+def test_a_start_that_says_is_sync_is_not_asynchronous():
+    (one,) = found(
+        "%x = f32[8]{0} parameter(0)",
+        "%all-reduce-start = f32[8]{0} all-reduce-start(%x), replica_groups=[2,4]<=[8], to_apply=%sum, "
+        'backend_config={"collective_backend_config":{"is_sync":true}}',
+        "%w = f32[8,8]{1,0} parameter(1)",
+        "%dot = f32[8,8]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "%all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)",
+    )
+    assert not one.is_asynchronous
+    assert not one.is_overlapped
+
+
+def test_a_collective_in_an_async_start_counts_once():
+    wrapped = recorded.SUM + (
+        "\n%wrapped (p: f32[8]) -> f32[2] {\n  %p = f32[8]{0} parameter(0)\n"
+        "  ROOT %reduce-scatter = f32[2]{0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, "
+        "to_apply=%sum\n}\n"
+    )
+    (one,) = found(
+        "%x = f32[8]{0} parameter(0)",
+        "%async-start = ((f32[8]{0}), f32[2]{0}, s32[]) async-start(%x), calls=%wrapped",
+        "%w = f32[8,8]{1,0} parameter(1)",
+        "%dot = f32[8,8]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "%async-done = f32[2]{0} async-done(%async-start)",
+        before=wrapped,
+    )
+    assert (one.kind, one.count, one.logical_bytes, one.wire_bytes) == ("reduce-scatter", 1, 32, 24)
+    assert one.is_overlapped
+
+
+def test_a_tpu_chain_is_one_gather_and_a_kept_slice_makes_a_scatter():
+    program = hlo.read(recorded.SUM.join(["", recorded.TPU_CHAIN]))
+    gather, scatter = collectives(program, {"data": 1, "pipeline": 1, "fsdp": 8, "tensor": 1})
+    assert (gather.kind, gather.count, gather.logical_bytes) == ("all-gather", 1, 2048 * 64 * 2)
+    assert gather.is_asynchronous
+    assert gather.is_overlapped
+    assert (scatter.kind, scatter.logical_bytes, scatter.wire_bytes) == ("reduce-scatter", 512, 448)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("replica_groups={}", [[0, 1, 2, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("source_target_pairs={{0,2},{2,0}}", [[0, 2], [2, 0]]),
+    ],
+)
+def test_each_syntax_of_replica_groups(text, expected):
+    assert groups.replica_groups(f"channel_id=1, {text}, dimensions={{0}}", 4).tolist() == expected
+
+
+def test_an_unknown_syntax_of_replica_groups_is_refused():
+    with pytest.raises(ValueError, match="unknown replica groups"):
+        groups.replica_groups("replica_groups=@mesh<a>", 4)
+
+
+@pytest.mark.parametrize(
+    ("members", "axes"),
+    [
+        ([[0, 4]], "data"),
+        ([[0, 1, 2, 3]], "fsdp"),
+        ([[0, 1, 2, 3, 4, 5, 6, 7]], "data+fsdp"),
+        ([[0], [1]], ""),
+        ([[0, 1]], "irregular"),
+    ],
+)
+def test_groups_are_named_by_the_axes_they_run_along(members, axes):
+    assert groups.axes_of(np.array(members), MESH) == axes
+
+
+def test_a_permute_is_named_by_the_axis_it_sends_along_and_counts_each_send():
+    (one,) = found(
+        "%x = bf16[8]{0} parameter(0)",
+        "%collective-permute-start = (bf16[8]{0}, bf16[8]{0}, u32[], u32[]) collective-permute-start(%x), "
+        "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}",
+        "%collective-permute-done = bf16[8]{0} collective-permute-done(%collective-permute-start)",
+    )
+    assert (one.axes, one.wire_bytes) == ("fsdp", 16)
+
+
+def test_groups_of_one_device_are_left_out():
+    assert not found(
+        "%x = f32[8]{0} parameter(0)",
+        "%all-reduce = f32[8]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%sum",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("all-gather", 0.75), ("reduce-scatter", 0.75), ("all-to-all", 0.75), ("all-reduce", 1.5),
+     ("collective-permute", 1.0)],
+)  # fmt: skip
+def test_ring_factors(kind, factor):
+    assert ring_factor(kind, 4) == factor
+
+
+def test_traffic_sums_by_axis_and_kind():
+    lines = [f"%x.{i} = f32[{8 * i}]{{0}} parameter({i})" for i in (1, 2)]
+    reduces = [
+        f"%all-reduce.{i} = f32[{8 * i}]{{0}} all-reduce(%x.{i}), replica_groups=[2,4]<=[8], to_apply=%sum"
+        for i in (1, 2)
+    ]
+    (row,) = traffic(found(*lines, *reduces))
+    assert (row.axis, row.kind, row.count, row.logical_bytes) == ("fsdp", "all-reduce", 2, 96)
+    assert row.asynchronous_fraction == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "left", "right", "expected"),
+    [
+        # As TPU programs write products over two dims: what falls on padding is no work.
+        (
+            "f32[4,128,2,32]{1,3,2,0} convolution(%x, %w), window={size=1x2 pad=0_0x1_1 rhs_reversal=0x1}, "
+            "dim_labels=0bf1_i1o0->0b1f",
+            "f32[4,128,128,1]", "f32[128,2,32,1]", 2 * 4 * 128 * 2 * 32 * 128,
+        ),
+        (
+            "bf16[8192,8,64]{0,2,1} convolution(%x, %w), window={size=8 pad=7_7 rhs_reversal=1}, "
+            "dim_labels=bf0_i0o->b0f",
+            "bf16[8192,2048,1]", "bf16[2048,8,64]", 2 * 8192 * 2048 * 8 * 64,
+        ),
+        (
+            "f32[4,2,128,128]{2,3,1,0} convolution(%x, %w), window={size=4x2 stride=3x1 lhs_dilate=4x2}, "
+            "dim_labels=0b1f_0o1i->01bf",
+            "f32[4,128,2,32]", "f32[4,128,2,32]", None,
+        ),
+        ("f32[8,4]{1,0} convolution(%x, %w), dim_labels=bf_io->bf", "f32[8,16]", "f32[16,4]", 2 * 8 * 4 * 16),
+    ],
+)  # fmt: skip
+def test_a_convolution_counts_the_product_it_stands_for(line, left, right, expected):
+    text = recorded.entry(f"%x = {left}{{0}} parameter(0)", f"%w = {right}{{0}} parameter(1)", f"%c = {line}")
+    counted = flops.matmul_flops(hlo.read(text)).total
+    # Batch of 4 in a dilated dim, heads of 2 in another: 128 x 128 x 32 for each.
+    assert counted == (expected or 2 * 4 * 2 * 128 * 128 * 32)
+
+
+ATTENTION = (
+    '%attention = (bf16[2,8,64,16]{3,1,2,0}, f32[2,8,64]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), '
+    'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": '
+    '{"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["2", "8", "64", "64"], "layout": {}}, '
+    '"mask_type": "CAUSAL"}}'
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "full", "share"),
+    [
+        (ATTENTION, 4, 0.5),
+        (ATTENTION.replace("CAUSAL", "NO_MASK"), 4, 1.0),
+        (ATTENTION.replace("fmhaSoftmax", "fmhaSoftmaxBackward"), 10, 0.5),
+    ],
+)
+def test_attention_kernels_are_counted_by_formula(line, full, share):
+    arguments = ("%q = bf16[2,64,8,16]{3,2,1,0} parameter(0)", "%k = bf16[2,64,8,16]{3,2,1,0} parameter(1)")
+    work = flops.matmul_flops(hlo.read(recorded.entry(*arguments, line)))
+    assert work.attention_full == full * 2 * 8 * 64 * 64 * 16
+    assert work.attention == share * work.attention_full
+
+
+def test_a_library_s_product_is_counted_and_an_unknown_one_refused():
+    line = (
+        '%gemm = (bf16[8,4]{1,0}, s8[64]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    )
+    arguments = ("%x = bf16[8,16]{1,0} parameter(0)", "%w = bf16[16,4]{1,0} parameter(1)")
+    assert flops.matmul_flops(hlo.read(recorded.entry(*arguments, line))).total == 2 * 8 * 4 * 16
+    with pytest.raises(ValueError, match="%gemm: a matrix product whose dims are not known"):
+        flops.matmul_flops(hlo.read(recorded.entry(*arguments, line.replace("lhs_contracting", "other"))))
+
+
+def test_the_source_is_the_line_that_asked():
+    line = '%x = f32[8]{0} parameter(0), metadata={op_name="x" stack_frame_id=4}'
+    program = hlo.read(recorded.entry(line) + recorded.SOURCES)
+    ((parameter, _, _),) = [row for row in program.instructions("parameter") if row[0].name == "x"]
+    assert program.source(parameter) == "meshtrain/models/layers.py:83"
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [("f32[4,8]{1,0}", 128), ("bf16[3]", 6), ("pred[]", 1), ("s4[8]", 4), ("f8e4m3fn[2,2]{1,0}", 4), ("token[]", 0),
+     ("((bf16[2]), f32[2]{0:T(128)})", 12)],
+)  # fmt: skip
+def test_bytes_of_shapes(shape, size):
+    assert shapes.num_bytes(shape) == size
+
+
+def test_copies_of_arrays_in_loops_are_found():
+    body = "  %copy.1 = f32[8,16]{0,1} copy(%x)\n  ROOT %t ="
+    program = hlo.read(recorded.GPU_LOOPS.replace("  ROOT %t =", body, 1))
+    assert hlo.copies_in_loops(program, {("f32", (8, 16))}) == ["copy.1"]
+    assert hlo.copies_in_loops(program, {("f32", (16, 8))}) == []
+
+
+def test_transfers_are_counted_with_their_loops():
+    line = "  %collective-permute = f32[8,16]{1,0} collective-permute(%x), source_target_pairs={{0,1}}\n  ROOT %t ="
+    program = hlo.read(recorded.GPU_LOOPS.replace("  ROOT %t =", line, 1))
+    assert hlo.num_transfers(program, "collective-permute") == 15
