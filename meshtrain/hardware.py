@@ -5,6 +5,7 @@ that data sheets like to include.
 """
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,3 +169,38 @@ def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
         return accelerator.float32_flops_per_second
     is_native = dtype == "bfloat16" or (dtype == "float16" and not device_kind.startswith("TPU"))
     return accelerator.bfloat16_flops_per_second if is_native else None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilerOption:
+    """One option that every step is compiled with on a kind of machine.
+
+    Attributes:
+      name: as XLA knows it.
+      value: typed; XLA refuses the text of it.
+      reason: what it is for, in one line.
+    """
+
+    name: str
+    value: Any
+    reason: str
+
+
+GPU_OPTIONS = (
+    CompilerOption(
+        "xla_gpu_enable_latency_hiding_scheduler", True, "starts collectives early; some GPUs (A100) do not by default"
+    ),
+    CompilerOption("xla_gpu_enable_pipelined_all_gather", True, "gathers the next layer's weights during this one"),
+    CompilerOption("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters a layer's gradients during the next"),
+    CompilerOption("xla_gpu_enable_pipelined_all_reduce", True, "sums a layer's gradients during the next"),
+)
+
+
+def options_of(device_kind: str) -> tuple[CompilerOption, ...]:
+    """Returns the table of options for `jax.Device.device_kind`; none where the compiler's defaults hide enough."""
+    return GPU_OPTIONS if device_kind.startswith("NVIDIA") else ()
+
+
+def compiler_options(device_kind: str) -> dict[str, Any]:
+    """Returns what `lowered.compile(compiler_options=...)` is given, by training and by planning alike."""
+    return {option.name: option.value for option in options_of(device_kind)}

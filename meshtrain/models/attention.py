@@ -6,6 +6,7 @@ b: sequences, T: tokens a sequence, D: embed dim, N: query heads, K: key and val
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
@@ -40,7 +41,11 @@ class Attention(nn.Module):
         v = self._project("value", x, self.num_kv_heads, "kv_heads")
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        implementation: Any = None if self.implementation == "auto" else self.implementation
+        # Initial weights are made in float32, which cuDNN's kernel does not take, and do not depend on what follows.
+        implementation: Any = "xla" if self.is_initializing() else self.implementation
+        if implementation == "auto":
+            fits = fused_kernel_fits(self.head_dim, self.dtype, jax.default_backend())
+            implementation = "cudnn" if fits and mask is None else "xla"
         heads = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         embed_dim, outer = x.shape[-1], normal(self.output_std)
@@ -61,6 +66,18 @@ class Attention(nn.Module):
             zeros = nn.initializers.zeros_init()
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)
         return self.placement.activation(heads, ("batch", "sequence", axis, "head_dim"))
+
+
+def fused_kernel_fits(head_dim: int, dtype: DTypeLike, platform: str) -> bool:
+    """Returns whether `auto` means cuDNN's kernel, which keeps no matrix of probabilities, and takes no mask either.
+
+    Args:
+      head_dim: H.
+      dtype: of queries, keys and values.
+      platform: as JAX names it, `gpu` or `cuda` for NVIDIA's.
+    """
+    # The limit of head dims that every GPU with such a kernel has; those from Hopper on take up to 256.
+    return platform in ("gpu", "cuda") and jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
 
 
 def same_document(segment_ids: jax.Array) -> jax.Array:

@@ -1,0 +1,129 @@
+"""The step that trains, compiled for a cluster: the program as text, its memory by the compiler, what it warned of."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.errors import JaxRuntimeError
+
+from meshtrain.assemble import Assembly, assemble
+from meshtrain.config import Config
+from meshtrain.hardware import compiler_options
+from meshtrain.plan.attention import as_on_target
+from meshtrain.plan.topology import Cluster
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Bytes of one device, by the compiler's own account."""
+
+    arguments_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    peak_bytes: int
+    host_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One step, compiled.
+
+    Attributes:
+      assembly: what was compiled.
+      text: the scheduled program; None where the compiler gave up for lack of memory.
+      statistics: None likewise.
+      options: the compiler options it was compiled with.
+      attention: the implementation of attention that was compiled.
+      messages: lines that the compiler wrote to standard error.
+      refusal: why there is no program, in the compiler's words; an empty text where there is one.
+      seconds: time taken, in all.
+    """
+
+    assembly: Assembly
+    text: str | None
+    statistics: Statistics | None
+    options: Mapping[str, Any]
+    attention: str
+    messages: tuple[str, ...]
+    refusal: str
+    seconds: float
+
+
+def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> Compiled:
+    """Compiles the step of a configuration: assembled, traced, lowered and compiled as `train` does it.
+
+    Args:
+      config: checked against `shape`.
+      shape: the size of each mesh axis.
+      cluster: at least as many devices.
+
+    Raises:
+      UserError: what `assemble` refuses.
+    """
+    start = time.perf_counter()
+    options = compiler_options(cluster.devices[0].device_kind)
+    with as_on_target(config, cluster) as (config, attention):
+        assembly = assemble(config, shape, cluster.devices)
+        with captured() as messages:
+            lowered = assembly.train_step.trace(assembly.state, assembly.batch).lower(
+                lowering_platforms=(cluster.platform,)
+            )
+            compiled, refusal = None, ""
+            try:
+                compiled = lowered.compile(compiler_options=dict(options))
+            except JaxRuntimeError as error:
+                if OUT_OF_MEMORY not in str(error):
+                    raise
+                refusal = str(error)
+            text = compiled.as_text() if compiled else None
+    return Compiled(
+        assembly=assembly,
+        text=text,
+        statistics=_statistics(compiled.memory_analysis()) if compiled else None,
+        options=options,
+        attention=attention,
+        messages=tuple(messages),
+        refusal=refusal,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _statistics(stats: Any) -> Statistics:
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
+    # The peak counts what is alive together; where a compiler does not tell, everything is.
+    together = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    together += stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Statistics(
+        arguments_bytes=stats.argument_size_in_bytes,
+        temporary_bytes=stats.temp_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        peak_bytes=stats.peak_memory_in_bytes or together,
+        host_bytes=host - stats.host_alias_size_in_bytes,
+    )
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[str]]:
+    """Keeps what C++ writes to standard error from the terminal, and gives its lines once the block is over."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
