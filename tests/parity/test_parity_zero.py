@@ -18,7 +18,7 @@ def cases():
             yield pytest.param(level, mesh, marks=marks, id=f"{level}-" + "-".join(f"{a}{n}" for a, n in mesh.items()))
 
 
-@pytest.mark.parametrize("level, mesh", cases())
+@pytest.mark.parametrize("level, mesh", list(cases()))
 def test_level_changes_no_number(level, mesh, base, trained, one_device, assert_same):
     # Two microbatches, so that adding up matters; a pipeline has four of its own.
     parts = 1 if "pipeline" in mesh else 2
