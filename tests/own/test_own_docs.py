@@ -6,6 +6,7 @@ import re
 import pytest
 
 from meshtrain.layout.rules import LayoutOptions, default_rules
+from scripts import memory_by_level
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,3 +37,8 @@ def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not missing, f"{page.name}: {missing}"
+
+
+@pytest.mark.parametrize("name", memory_by_level.MODELS)
+def test_memory_table_is_what_the_script_prints(name):
+    assert memory_by_level.row(name, memory_by_level.MODELS[name]) in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,65 @@
+"""A table for README: bytes of training state on each of eight devices, by ZeRO level. From shapes, nothing is made.
+
+Parameters and Adam's moments are those of the assembled step; the accumulator of gradients is float32 like the
+parameters, whole up to level 1 and split from level 2 on. Activations are not in it.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from meshtrain.assemble import assemble
+from meshtrain.config import Config
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.zero import MAX_LEVEL, ZeroOptions
+from meshtrain.models.decoder import DecoderOptions
+
+NUM_DEVICES = 8
+# Touvron et al. 2023, Llama 2.
+MODELS = {
+    "Llama 7B": DecoderOptions(
+        num_layers=32, embed_dim=4096, mlp_dim=11008, num_heads=32, num_kv_heads=32, vocab_size=32000
+    ),
+    "Llama 13B": DecoderOptions(
+        num_layers=40, embed_dim=5120, mlp_dim=13824, num_heads=40, num_kv_heads=40, vocab_size=32000
+    ),
+    "Llama 70B": DecoderOptions(
+        num_layers=80, embed_dim=8192, mlp_dim=28672, num_heads=64, num_kv_heads=8, vocab_size=32000
+    ),
+}
+
+
+def bytes_on_one_device(tree: Any) -> int:
+    """Returns the bytes that one device holds of placed arrays."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def row(name: str, model: DecoderOptions) -> str:
+    """Returns one line of the table."""
+    cells = []
+    for level in range(MAX_LEVEL + 1):
+        config = Config(batch_size=NUM_DEVICES, model=model, zero=ZeroOptions(level=level))
+        assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": NUM_DEVICES}, jax.devices())
+        state = bytes_on_one_device((assembly.state.params, assembly.state.opt_state))
+        gradients = bytes_on_one_device(assembly.state.params)
+        if level == 2:
+            split = dataclasses.replace(config, zero=ZeroOptions(level=MAX_LEVEL))
+            gradients = bytes_on_one_device(assemble(split, assembly.mesh.shape, jax.devices()).state.params)
+        cells.append(f"{(state + gradients) / 1e9:.1f} GB")
+    return f"| {name} | {assembly.task.num_parameters / 1e9:.2f} B | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Prints the table."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    print("| model | parameters | level 0 | level 1 | level 2 | level 3, or fsdp 8 |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, model in MODELS.items():
+        print(row(name, model))
+
+
+if __name__ == "__main__":
+    main()
