@@ -26,8 +26,9 @@ from meshtrain.optim.optimizers import optimizer
 from meshtrain.pipeline import executor, storage
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.table import chosen
+from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Gradients, accumulated, cut, summed
-from meshtrain.step.precision import compute_dtype
+from meshtrain.step.precision import cast, compute_dtype, compute_name, output_dtype, param_dtype
 from meshtrain.step.state import TrainState, init_state
 from meshtrain.step.step import eval_step, train_step, with_sequence_index
 from meshtrain.stored import (
@@ -123,10 +124,12 @@ def assemble(
     )
     transformation = optimizer(config.optimizer, schedule_of_rates, axes)
 
+    scaling = loss_scaling(config, shape)
+
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
-        params = meta.unbox(task.init(jax.random.fold_in(rng, 0)))
-        return init_state(in_chunks(params, num_chunks), transformation, jax.random.fold_in(rng, 1))
+        params = cast(meta.unbox(task.init(jax.random.fold_in(rng, 0))), param_dtype(config.precision))
+        return init_state(in_chunks(params, num_chunks), transformation, jax.random.fold_in(rng, 1), scaling)
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
     names = state_names(abstract, transformation, params, axes)
@@ -138,7 +141,7 @@ def assemble(
         for name, leaf in task.batch.items()
     }
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape)
-    step = train_step(gradients, transformation, schedule_of_rates, config.optimizer.clip_norm, config.guard)
+    step = train_step(gradients, transformation, schedule_of_rates, config.optimizer.clip_norm, config.guard, scaling)
     whole = NamedSharding(mesh, PartitionSpec())
     homes = shardings(state)
     return Assembly(
@@ -167,9 +170,17 @@ def built_in(config: Config, placement: Placement) -> Task:
         batch_size=config.batch_size,
         sequence_length=config.sequence_length,
         dtype=compute_dtype(config.precision),
+        output_dtype=output_dtype(config.precision),
         remat=config.remat.policy,
         placement=placement,
     )
+
+
+def loss_scaling(config: Config, shape: Mapping[str, int]) -> loss_scale.Scaling | None:
+    """Returns how the loss is scaled for the backward pass; None where it is not."""
+    in_float16 = compute_name(config.precision) == "float16"
+    num_targets = config.batch_size * config.sequence_length // num_microbatches(config, shape)
+    return loss_scale.scaling(config.loss_scale, num_targets, computes_in_float16=in_float16)
 
 
 def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None:
@@ -219,8 +230,8 @@ def _computations(
         )
     specs, num_chunks = replicas.specs, program.schedule.num_chunks
 
-    def gradients(params: Params, batch: Batch, rng: jax.Array) -> Any:
-        return executor.gradients(stages, program, replicas, params, cut(batch, num_parts, placement), rng)
+    def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Any:
+        return executor.gradients(stages, program, replicas, params, cut(batch, num_parts, placement), rng, seed)
 
     def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Any:
         return executor.evaluate(stages, num_chunks, mesh, specs, params, cut(batch, num_parts, placement), rng)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.step.precision import PrecisionOptions
+from meshtrain.step.precision import PrecisionOptions, compute_name
 
 
 def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length: int) -> list[str]:
@@ -51,9 +51,9 @@ def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length:
             f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
             f"rope_high; nearest: 1.0, 4.0"
         )
-    if options.attention == "cudnn" and precision.policy == "float32":
+    if options.attention == "cudnn" and compute_name(precision) == "float32":
         found.append(
-            "model.attention: got cudnn with precision.policy = float32; allowed: cudnn with a 16-bit policy; nearest: "
+            "model.attention: got cudnn computing in float32; allowed: cudnn with a 16-bit policy; nearest: "
             "model.attention=xla, or precision.policy=bfloat16"
         )
     return found

@@ -42,8 +42,10 @@ from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.options import option, problems
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.step import loss_scale
 from meshtrain.step.guard import GuardOptions
-from meshtrain.step.precision import PrecisionOptions
+from meshtrain.step.loss_scale import LossScaleOptions
+from meshtrain.step.precision import PrecisionOptions, compute_name
 from meshtrain.store.checkpoint import CheckpointOptions
 from meshtrain.trees import aligned
 
@@ -76,6 +78,7 @@ class Config:
     model: DecoderOptions = dataclasses.field(default_factory=DecoderOptions)
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
+    loss_scale: LossScaleOptions = dataclasses.field(default_factory=LossScaleOptions)
     remat: RematOptions = dataclasses.field(default_factory=RematOptions)
     guard: GuardOptions = dataclasses.field(default_factory=GuardOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
@@ -129,6 +132,7 @@ def resolve(
         *optimizers.check(mended.optimizer),
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
+        *loss_scale.check(mended.loss_scale, computes_in_float16=compute_name(mended.precision) == "float16"),
         *([] if own_task else checks.model(mended.model, mended.precision, mended.sequence_length)),
         *([] if own_task else checks.vocabulary(mended.model, mended.data)),
         *check(mended, {axis: max(size, 1) for axis, size in sizes.items()}, own_task=own_task),

@@ -23,6 +23,7 @@ from meshtrain.step.state import TrainState
 
 Axes = tuple[str | None, ...]
 
+
 def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any, Any]:
     """Returns abstract parameters as they are stored, and their logical axes; a bare leaf has none (None)."""
     boxed = jax.eval_shape(task.init, jax.random.key(0))
@@ -53,7 +54,7 @@ def state_names(
     of_params = jax.tree.leaves(axes, is_leaf=partition.is_names)
     of_optimizer = state_axes(transformation, params, axes)
     whole: list[Axes] = [(None,) * abstract.step.ndim]
-    rest = jax.tree.leaves((abstract.rng, abstract.skipped))
+    rest = jax.tree.leaves((abstract.rng, abstract.skipped, abstract.loss_scale))
     return whole + of_params + of_optimizer + [(None,) * leaf.ndim for leaf in rest]
 
 

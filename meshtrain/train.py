@@ -22,6 +22,7 @@ from meshtrain.layout.rules import Rules
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
+from meshtrain.step.precision import compute_name
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 
@@ -110,5 +111,5 @@ def plan_of(assembly: Assembly) -> loop.Plan:
         num_tokens_per_step=config.batch_size * config.sequence_length,
         flops_per_token=assembly.task.flops_per_token,
         num_devices=assembly.mesh.size,
-        peak_flops_per_second=peak_flops_per_second(device.device_kind, config.precision.policy),
+        peak_flops_per_second=peak_flops_per_second(device.device_kind, compute_name(config.precision)),
     )

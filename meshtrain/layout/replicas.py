@@ -16,7 +16,7 @@ from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import manual_specs, on_shards
 from meshtrain.layout.zero import DATA, MAX_LEVEL, over_data
 
-Compute = Callable[[Any, Any, jax.Array], tuple[Any, Any]]
+Compute = Callable[..., tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Replicas:
         """Returns `compute` run on each replica's part of the batch, its results summed.
 
         Args:
-          compute: (parameters, batch, key data) -> (sums, gradients): any tree, and one like the parameters that
-            `zeros` and `part` made. It sees its shards along the manual axes.
+          compute: (parameters, batch, and arrays that are the same everywhere) -> (sums, gradients): any tree, and one
+            like the parameters that `zeros` and `part` made. It sees its shards along the manual axes.
           manual: axes that are manual besides data.
         """
         axes = self.axes | manual
@@ -72,22 +72,22 @@ class Replicas:
         parameters, whole = manual_specs(self.specs, axes), PartitionSpec()
         share = PartitionSpec(DATA) if self.axes else whole
 
-        def on_replica(params: Any, batch: Any, key_data: jax.Array) -> tuple[Any, Any]:
-            sums, gradients = compute(params, batch, key_data)
+        def on_replica(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+            sums, gradients = compute(params, batch, *others)
             if self.axes:
                 # A dim for the replicas: what each of them found leaves as it is, and is summed outside.
                 return jax.lax.psum(sums, DATA), jax.tree.map(lambda leaf: leaf[None], gradients)
             return sums, gradients
 
-        def run(params: Any, batch: Any, key_data: jax.Array) -> tuple[Any, Any]:
+        def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
             sums, gradients = jax.shard_map(
                 on_replica,
                 mesh=self.mesh,
-                in_specs=(parameters, share, whole),
+                in_specs=(parameters, share, *(whole for _ in others)),
                 out_specs=(whole, self._with_replicas(parameters) if self.axes else parameters),
                 axis_names=axes,
                 check_vma=False,
-            )(params, batch, key_data)
+            )(params, batch, *others)
             return sums, self._met(gradients) if self.axes else gradients
 
         return run
@@ -104,12 +104,13 @@ class Replicas:
         return jax.tree.map(empty, params, homes)
 
     def part(self, gradients: Any, homes: Any) -> Any:
-        """Returns what a microbatch adds on this replica: under level 2 its share of what all replicas found.
+        """Returns what a microbatch adds on this replica, float32: under level 2 its share of what all replicas found.
 
         Args:
           gradients: like the parameters; leading dims of a leaf may be missing.
           homes: the homes of these parameters.
         """
+        gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
         if not any(self._scatters_each(home) for home in jax.tree.leaves(homes)):
             return gradients
 

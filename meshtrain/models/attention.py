@@ -46,7 +46,11 @@ class Attention(nn.Module):
         if implementation == "auto":
             fits = fused_kernel_fits(self.head_dim, self.dtype, jax.default_backend())
             implementation = "cudnn" if fits and mask is None else "xla"
+        if self.dtype == jnp.float16 and implementation != "cudnn":
+            # JAX asks for a float16 product that only GPUs have; what the softmax is taken of is float32 in any case.
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         heads = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
+        heads = heads.astype(self.dtype)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")

@@ -133,6 +133,7 @@ class Head(nn.Module):
     num_columns: int
     placement: Placement
     dtype: DTypeLike
+    output_dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array, table: jax.Array | None, axis: losses.Axis) -> jax.Array:
@@ -145,7 +146,8 @@ class Head(nn.Module):
             kernel = weight(self, "kernel", shape, ("embed", "vocab"), normal(o.init_std), place, self.dtype)
         else:
             kernel = place.weight(table.astype(self.dtype), ("vocab", "embed")).T
-        return place.activation(x @ kernel, ("batch", "sequence", "vocab"))
+        logits = jnp.matmul(x, kernel, preferred_element_type=self.output_dtype)
+        return place.activation(logits, ("batch", "sequence", "vocab"))
 
 
 def layer_stack(

@@ -30,6 +30,7 @@ def decoder(
     batch_size: int,
     sequence_length: int,
     dtype: DTypeLike = jnp.float32,
+    output_dtype: DTypeLike | None = None,
     remat: str = "none",
     placement: Placement | None = None,
 ) -> Task:
@@ -40,12 +41,13 @@ def decoder(
       batch_size: B, sequences in the global batch.
       sequence_length: T, tokens.
       dtype: of activations and of the weights that meet them; parameters are float32.
+      output_dtype: of logits as the head's product makes them; None: `dtype`.
       remat: the policy's name (`remat.py`). In a pipeline the backward pass computes each stage again from its input,
         so `full` adds nothing there.
       placement: where activations and gathered weights live; None means wherever their inputs are.
     """
     num_positions = options.max_positions or sequence_length
-    model = Decoder(options, num_positions, dtype, placement or Placement.nowhere())
+    model = Decoder(options, num_positions, dtype, output_dtype or dtype, placement or Placement.nowhere())
     inner = "none" if remat == "full" else remat
     num_parameters = count_parameters(options, num_positions)
     return Task(
@@ -68,6 +70,7 @@ class Decoder:
     options: DecoderOptions
     num_positions: int
     dtype: DTypeLike
+    output_dtype: DTypeLike
     placement: Placement
 
     def first(self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: losses.Axis = None) -> jax.Array:
@@ -91,10 +94,10 @@ class Decoder:
         return y
 
     def columns(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
-        """Returns logits [b, T, v] in the compute dtype, padding included."""
+        """Returns logits [b, T, v] in the output dtype, padding included."""
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
-        head = Head(self.options, num_columns, self.placement, self.dtype)
+        head = Head(self.options, num_columns, self.placement, self.dtype, self.output_dtype)
         logits: Any = head.apply({"params": params["head"]}, x, table, axis)
         return logits
 
@@ -131,7 +134,7 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     x = jnp.zeros((1, 1, options.embed_dim))
     embedding = Embedding(options, rows, num_positions, nowhere, jnp.float32)
     layers = layer_stack(options, options.num_layers, nowhere, jnp.float32, False, "none")
-    head = Head(options, rows, nowhere, jnp.float32)
+    head = Head(options, rows, nowhere, jnp.float32, jnp.float32)
     table = jnp.zeros((rows, options.embed_dim)) if options.tied_embeddings else None
     arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None)
     return {

@@ -53,7 +53,13 @@ class Cell(NamedTuple):
 
 
 def gradients(
-    stages: Stages, program: Program, replicas: Replicas, params: Params, batch: Batch, rng: jax.Array
+    stages: Stages,
+    program: Program,
+    replicas: Replicas,
+    params: Params,
+    batch: Batch,
+    rng: jax.Array,
+    seed: jax.Array | float = 1.0,
 ) -> Sums:
     """Returns the sums and gradients of a whole batch.
 
@@ -64,16 +70,18 @@ def gradients(
       params: float32; layers in the storage that `stages.py` describes.
       batch: microbatches [b, M, ...].
       rng: a typed key.
+      seed: float32 scalar that the gradients come out multiplied by.
     """
 
-    def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> tuple[Any, Params]:
-        rows = Rows(stages, program, replicas, params, batch, jax.random.wrap_key_data(key_data))
+    def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:
+        rows = Rows(stages, program, replicas, params, batch, jax.random.wrap_key_data(key_data), seed)
         carry, row = rows.start(), jnp.zeros((), jnp.int32)
         for segment in segments(program):
             carry, row = run_segment(rows, segment, carry, row)
         return carry.sums, {"layers": carry.layers, **carry.outer}
 
-    (loss, weight, metrics), found = replicas.together(on_stage, MANUAL)(params, batch, jax.random.key_data(rng))
+    together, key_data = replicas.together(on_stage, MANUAL), jax.random.key_data(rng)
+    (loss, weight, metrics), found = together(params, batch, key_data, jnp.float32(seed))
     return Sums(loss, weight, metrics, found)
 
 
@@ -99,10 +107,18 @@ class Rows:
     """The two kinds of rows, on one stage."""
 
     def __init__(
-        self, stages: Stages, program: Program, replicas: Replicas, params: Params, batch: Batch, rng: jax.Array
+        self,
+        stages: Stages,
+        program: Program,
+        replicas: Replicas,
+        params: Params,
+        batch: Batch,
+        rng: jax.Array,
+        seed: jax.Array,
     ) -> None:
         """Keeps what no row changes; `params` and `batch` are this stage's share."""
-        self.stages, self.program, self.replicas, self.batch, self.rng = stages, program, replicas, batch, rng
+        self.stages, self.program, self.replicas = stages, program, replicas
+        self.batch, self.rng, self.seed = batch, rng, seed
         self.layers, self.outer = ring.split_layers(params)
         self.layer_homes, self.outer_homes = ring.split_layers(replicas.homes)
         self.num_stages, self.num_chunks = program.schedule.num_stages, program.schedule.num_chunks
@@ -205,7 +221,7 @@ class Rows:
             return loss, (loss, weight, metrics)
 
         _, pull, sums = jax.vjp(total, self.outer, final, has_aux=True)
-        outer, final_cotangent = pull(jnp.ones((), jnp.float32))
+        outer, final_cotangent = pull(self.seed)
         outer = self.replicas.part(outer, self.outer_homes)
         carry = carry._replace(sums=_add(carry.sums, sums, wanted), outer=_add(carry.outer, outer, wanted))
         return carry, jnp.where(is_last & cell.active, final_cotangent, cotangent)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
-from meshtrain.models.task import Batch, Loss, Metrics, Params, Sums
+from meshtrain.models.task import Batch, Loss, Params, Sums
 
-Gradients = Callable[[Params, Batch, jax.Array], Sums]
+# (params, batch, rng, seed) -> sums, the gradients times the seed: float32 scalar, see `loss_scale.py`.
+Gradients = Callable[[Params, Batch, jax.Array, jax.Array], Sums]
 
 
 def cut(batch: Batch, num_microbatches: int, placement: Placement) -> Batch:
@@ -47,33 +48,34 @@ def accumulated(
 ) -> Gradients:
     """Returns the function that gives the sums and gradients of a whole batch, one microbatch at a time."""
 
-    def one(params: Params, batch: Batch, rng: jax.Array) -> Sums:
-        def total(params: Params) -> tuple[jax.Array, tuple[jax.Array, Metrics]]:
+    def one(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
+        def total(params: Params) -> tuple[jax.Array, Loss]:
             value, weight, metrics = loss(params, batch, rng, True)
-            return value, (weight, metrics)
+            return value * seed, (value, weight, metrics)
 
-        (value, (weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(params)
+        (_, (value, weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(params)
         return Sums(value, weight, metrics, replicas.part(gradients, replicas.homes))
 
-    def many(params: Params, batch: Batch, rng: jax.Array) -> Sums:
+    def many(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
         microbatches = split(batch, num_microbatches, placement)
 
         def add(sums: Sums, microbatch: Batch) -> tuple[Sums, None]:
-            return jax.tree.map(jnp.add, sums, one(params, microbatch, rng)), None
+            return jax.tree.map(jnp.add, sums, one(params, microbatch, rng, seed)), None
 
         first = jax.tree.map(lambda x: x[0], microbatches)
-        shapes = jax.eval_shape(one, params, first, rng)
+        shapes = jax.eval_shape(one, params, first, rng, seed)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         zeros = zeros._replace(gradients=replicas.zeros(params, replicas.homes))
         return jax.lax.scan(add, zeros, microbatches)[0]
 
-    def on_replica(params: Params, batch: Batch, key_data: jax.Array) -> tuple[Any, Params]:
+    def on_replica(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:
         compute = one if num_microbatches == 1 else many
-        sums = compute(params, batch, jax.random.wrap_key_data(key_data))
+        sums = compute(params, batch, jax.random.wrap_key_data(key_data), seed)
         return (sums.loss, sums.weight, sums.metrics), sums.gradients
 
-    def gradients(params: Params, batch: Batch, rng: jax.Array) -> Sums:
-        (value, weight, metrics), found = replicas.together(on_replica)(params, batch, jax.random.key_data(rng))
+    def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
+        together, key_data = replicas.together(on_replica), jax.random.key_data(rng)
+        (value, weight, metrics), found = together(params, batch, key_data, seed)
         return Sums(value, weight, metrics, found)
 
     return gradients

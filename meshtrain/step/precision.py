@@ -1,24 +1,67 @@
-"""In which dtype the step computes. Parameters, moments, gradient sums and losses are float32 under every policy."""
+"""In which dtype what is kept, computed and sent. Moments, gradient sums, softmax, norms and losses stay float32."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.options import option
 
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionOptions:
-    """The dtype of activations and of the weights that meet them."""
+    """Four dtypes, by one name or each by its own."""
 
     policy: str = option(
         "float32",
         "dtype of activations and cast weights; parameters, gradient sums, softmax, norms and losses stay float32",
-        choices=("float32", "bfloat16", "float16"),
+        choices=tuple(_DTYPES),
+    )
+    param_dtype: str = option(
+        "auto", "of parameters as they are kept and updated; auto: float32", choices=("auto", "float32", "bfloat16")
+    )
+    compute_dtype: str = option(
+        "auto", "of activations and cast weights; auto: the policy's", choices=("auto", *_DTYPES)
+    )
+    reduce_dtype: str = option(
+        "auto", "of gradients on the wire, added up in float32; auto: float32", choices=("auto", "float32", "bfloat16")
+    )
+    output_dtype: str = option(
+        "auto",
+        "of the logits, before softmax and loss make them float32; auto: the policy's",
+        choices=("auto", *_DTYPES),
     )
 
 
+def param_dtype(options: PrecisionOptions) -> DTypeLike:
+    """Returns the dtype that parameters are kept in."""
+    return _DTYPES["float32" if options.param_dtype == "auto" else options.param_dtype]
+
+
+def compute_name(options: PrecisionOptions) -> str:
+    """Returns the name of the dtype that activations have."""
+    return options.policy if options.compute_dtype == "auto" else options.compute_dtype
+
+
 def compute_dtype(options: PrecisionOptions) -> DTypeLike:
-    """Returns the dtype of activations under a policy."""
-    return {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}[options.policy]
+    """Returns the dtype of activations and of the weights that meet them."""
+    return _DTYPES[compute_name(options)]
+
+
+def reduce_dtype(options: PrecisionOptions) -> DTypeLike:
+    """Returns the dtype in which gradients cross the network."""
+    return _DTYPES["float32" if options.reduce_dtype == "auto" else options.reduce_dtype]
+
+
+def output_dtype(options: PrecisionOptions) -> DTypeLike:
+    """Returns the dtype of logits as the head makes them."""
+    return _DTYPES[options.policy if options.output_dtype == "auto" else options.output_dtype]
+
+
+def cast(tree: Any, dtype: DTypeLike) -> Any:
+    """Returns a tree of arrays with each floating-point leaf in this dtype; leaves that have it stay what they are."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

@@ -9,6 +9,8 @@ import optax
 
 from meshtrain.models.task import Params
 from meshtrain.step.guard import Skipped, none_skipped
+from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
+from meshtrain.step.precision import cast
 
 
 @jax.tree_util.register_dataclass
@@ -18,10 +20,11 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, steps done so far, skipped ones among them.
-      params: nested dict of float32 arrays.
-      opt_state: the optimizer's state, as optax made it.
+      params: nested dict of arrays, float32 unless `precision.param_dtype` says otherwise.
+      opt_state: the optimizer's state, as optax made it for float32 parameters.
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: which steps changed nothing, and what the guard knows of those before.
+      loss_scale: by how much the loss is multiplied for the backward pass, and since when.
     """
 
     step: jax.Array
@@ -29,18 +32,22 @@ class TrainState:
     opt_state: Any
     rng: jax.Array
     skipped: Skipped
+    loss_scale: LossScale
 
 
-def init_state(params: Params, transformation: optax.GradientTransformation, rng: jax.Array) -> TrainState:
+def init_state(
+    params: Params, transformation: optax.GradientTransformation, rng: jax.Array, scaling: Scaling | None = None
+) -> TrainState:
     """Returns the state before the first step.
 
     Args:
       params: initial parameters.
       transformation: the optimizer.
       rng: a typed key.
+      scaling: how the loss is scaled, if it is.
     """
-    step, opt_state = jnp.zeros((), jnp.int32), transformation.init(params)
-    return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped())
+    step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(params, jnp.float32))
+    return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped(), first_scale(scaling))
 
 
 def step_key(state: TrainState) -> jax.Array:

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Metrics, Params
-from meshtrain.step import guard
+from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.clip import clip, square_sums
 from meshtrain.step.guard import GuardOptions
+from meshtrain.step.loss_scale import Scaling
+from meshtrain.step.precision import cast
 from meshtrain.step.state import TrainState, num_updates, step_key
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -29,34 +31,39 @@ def train_step(
     learning_rate: optax.Schedule,
     clip_norm: float,
     guard_options: GuardOptions,
+    scaling: Scaling | None = None,
 ) -> TrainStep:
     """Returns the step that trains: (state, batch) -> (state, metrics).
 
     A step that the guard refuses moves on the step number (and with it data and random numbers) and nothing else.
 
     Args:
-      gradients: (params, batch, rng) -> sums over the batch.
+      gradients: (params, batch, rng, seed) -> sums over the batch, the gradients times the seed.
       transformation: the optimizer, fed with the gradient of the mean loss.
       learning_rate: update count -> learning rate, for the log only; the optimizer has its own.
       clip_norm: the largest gradient norm that passes, 0 for no clipping.
       guard_options: which steps are refused.
+      scaling: by how much the loss is multiplied before the backward pass; None: not at all.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (before clipping),
-    learning_rate (of this step's update, had or missed), skipped_steps (since the run began), the task's own, and the
-    guard's two for the loop.
+    learning_rate (of this step's update, had or missed), skipped_steps (since the run began), loss_scale (of this step,
+    if there is one), the task's own, and the guard's two for the loop.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        sums = gradients(state.params, with_sequence_index(batch), step_key(state))
+        seed = loss_scale.seed(scaling, state.loss_scale)
+        sums = gradients(state.params, with_sequence_index(batch), step_key(state), seed)
         weight = jnp.maximum(sums.weight, 1.0)
         loss = sums.loss / weight
-        mean_gradients = jax.tree.map(lambda gradient: gradient / weight, sums.gradients)
+        mean_gradients = jax.tree.map(lambda gradient: gradient / (weight * seed), cast(sums.gradients, jnp.float32))
         squares = square_sums(mean_gradients)
         norm = jnp.sqrt(jnp.sum(squares))
         good = guard.is_good(guard_options, state.skipped, loss, norm)
-        skipped = guard.after(state.skipped, good, jnp.zeros((), jnp.bool), norm)
-        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        new_scale, is_excused = loss_scale.after(scaling, state.loss_scale, loss, norm)
+        skipped = guard.after(state.skipped, good, is_excused, norm)
+        wide = cast(state.params, jnp.float32)
+        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), state.opt_state, wide)
+        params = jax.tree.map(lambda new, old: new.astype(old.dtype), optax.apply_updates(wide, updates), state.params)
         metrics = {name: value / weight for name, value in sums.metrics.items()}
         metrics |= {
             "loss": loss,
@@ -67,9 +74,11 @@ def train_step(
             guard.IN_A_ROW: skipped.in_a_row,
             guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares),
         }
+        if scaling is not None:
+            metrics["loss_scale"] = state.loss_scale.scale
         params = guard.chosen(good, params, state.params)
         opt_state = guard.chosen(good, opt_state, state.opt_state)
-        return TrainState(state.step + 1, params, opt_state, state.rng, skipped), metrics
+        return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale), metrics
 
     return step
 

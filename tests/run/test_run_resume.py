@@ -34,6 +34,17 @@ def test_on_the_same_mesh_every_number_is_the_same(run, stopped, straight):
     jax.tree.map(np.testing.assert_array_equal, resumed.result.state, straight.result.state)
 
 
+def test_a_loss_scale_goes_on_where_it_was(run, stopped, tmp_path):
+    """The scale is too large, comes down, and grows again: five steps without these memories would go another way."""
+    changes = ("precision.policy=float16", "loss_scale.initial=16777216", "loss_scale.growth_steps=3", *FSDP)
+    whole, resumed = run(tmp_path / "run", *changes), run(stopped(*changes), *changes)
+    scales = [[row["loss_scale"] for row in ran.rows if "loss" in row] for ran in (whole, resumed)]
+    assert scales[0] == scales[1]
+    assert len(set(scales[0][5:])) > 1, "a scale that stands still would not be missed"
+    assert whole.rows[-2]["skipped_steps"] == resumed.rows[-2]["skipped_steps"] > 1
+    jax.tree.map(np.testing.assert_array_equal, resumed.result.state, whole.result.state)
+
+
 def test_a_pipeline_goes_on_with_what_fsdp_saved(run, stopped, straight):
     resumed = run(stopped(*FSDP), *INTERLEAVED)
     assert list(resumed.losses) == STEPS

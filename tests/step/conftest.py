@@ -36,10 +36,14 @@ class Taken:
     state: Any
 
 
-def batch_of(step: int, broken: bool) -> dict[str, np.ndarray]:
-    """The batch of a step; a broken one gives one target a weight that no float32 sum can hold."""
+def batch_of(step: int, broken: bool, large: bool) -> dict[str, np.ndarray]:
+    """The batch of a step.
+
+    A broken one gives one target a weight that no float32 sum can hold; a large one is a million times itself, which
+    only the gradients of a float16 cannot hold.
+    """
     generator, shape = np.random.default_rng(step), (CONFIG.batch_size, CONFIG.sequence_length)
-    weights = np.ones(shape, np.float32)
+    weights = np.full(shape, 1e6 if large else 1, np.float32)
     if broken:
         weights[3, 5] = np.inf
     ids = generator.integers(0, 100, (2, *shape)).astype(np.int32)
@@ -59,12 +63,18 @@ def assembled(config: Config, axes: tuple[tuple[str, int], ...]) -> Assembly:
 
 
 @functools.cache
-def taken(config: Config, axes: tuple[tuple[str, int], ...], num_steps: int, broken: tuple[int, ...]) -> list[Taken]:
+def taken(
+    config: Config,
+    axes: tuple[tuple[str, int], ...],
+    num_steps: int,
+    broken: tuple[int, ...],
+    large: tuple[int, ...],
+) -> list[Taken]:
     assembly = assembled(config, axes)
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     steps = [Taken({}, jax.device_get(state))]
     for step in range(1, num_steps + 1):
-        batch = batch_of(step, step in broken)
+        batch = batch_of(step, step in broken, step in large)
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
         state, metrics = assembly.train_step(state, placed)
         steps.append(Taken({k: float(v) for k, v in metrics.items()}, jax.device_get(state)))
@@ -73,10 +83,16 @@ def taken(config: Config, axes: tuple[tuple[str, int], ...], num_steps: int, bro
 
 @pytest.fixture(scope="session")
 def steps() -> Callable[..., list[Taken]]:
-    """A function (configuration, number of steps, broken steps, mesh axes) -> what each step leaves, from step 0 on."""
+    """A function (configuration, number of steps, broken ones, large ones, mesh axes) -> what each step leaves."""
 
-    def run(config: Config = CONFIG, num_steps: int = 4, broken: tuple[int, ...] = (), **axes: int) -> list[Taken]:
-        return taken(config, tuple(axes.items()), num_steps, broken)
+    def run(
+        config: Config = CONFIG,
+        num_steps: int = 4,
+        broken: tuple[int, ...] = (),
+        large: tuple[int, ...] = (),
+        **axes: int,
+    ) -> list[Taken]:
+        return taken(config, tuple(axes.items()), num_steps, broken, large)
 
     return run
 

@@ -32,7 +32,7 @@ def start():
 def plain_step(options=GUARD):
     """A step whose batch is the loss, the gradient of `a` and that of `b`."""
 
-    def gradients(params, batch, rng):
+    def gradients(params, batch, rng, seed):
         found = {name: jnp.full_like(params[name], batch[name][0]) for name in params}
         return Sums(batch["loss"][0], jnp.float32(1), {"extra": jnp.float32(2)}, found)
 
