@@ -204,3 +204,23 @@ def options_of(device_kind: str) -> tuple[CompilerOption, ...]:
 def compiler_options(device_kind: str) -> dict[str, Any]:
     """Returns what `lowered.compile(compiler_options=...)` is given, by training and by planning alike."""
     return {option.name: option.value for option in options_of(device_kind)}
+
+
+# What a program cannot have of a GPU's memory. An allowance, not a measurement: the CUDA context, NCCL's buffers, the
+# libraries' workspaces; and what the allocator loses to fragments.
+GPU_RUNTIME_BYTES = 2 * 2**30
+GPU_MEMORY_FRACTION = 0.95
+# What JAX takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, GPU memory allocation).
+DEFAULT_MEMORY_FRACTION = 0.75
+# libtpu keeps this of each chip: it offers 15.75 of v5e's 16 GiB.
+TPU_RUNTIME_BYTES = 2**28
+
+
+def usable_bytes(accelerator: Accelerator) -> int:
+    """Returns the memory that a program can have: all of it less what runtime and allocator keep.
+
+    On a GPU this needs XLA_PYTHON_CLIENT_MEM_FRACTION: by default JAX takes three quarters of the memory only.
+    """
+    if accelerator.device_kinds[0].startswith("TPU"):
+        return accelerator.memory_bytes - TPU_RUNTIME_BYTES
+    return int(GPU_MEMORY_FRACTION * (accelerator.memory_bytes - GPU_RUNTIME_BYTES))

@@ -4,7 +4,7 @@
 #                                     the NVIDIA driver, if any); sets `environment`: run "$environment/bin/python"
 #
 # Reads PYTHON, the interpreter to build on (python3). Where PYTHON is another version than python3, the folder is
-# .venv-<version> rather than .venv, so that several versions live side by side. With the extra plan-gpu it is .venv-plan.
+# .venv-<version> rather than .venv, so that several versions live side by side.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -95,9 +95,6 @@ prepare_environment() {
   environment=$root/.venv
   if [[ -n ${PYTHON:-} && $version != "$(version_of python3)" ]]; then
     environment=$root/.venv-$version
-  fi
-  if [[ " $* " == *" plan-gpu "* ]]; then
-    environment+=-plan
   fi
   local base key extras=("$@")
   if [[ " $* " == *" cuda "* ]]; then

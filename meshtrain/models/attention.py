@@ -3,6 +3,7 @@
 b: sequences, T: tokens a sequence, D: embed dim, N: query heads, K: key and value heads, H: head dim.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -46,11 +47,7 @@ class Attention(nn.Module):
         if implementation == "auto":
             fits = fused_kernel_fits(self.head_dim, self.dtype, jax.default_backend())
             implementation = "cudnn" if fits and mask is None else "xla"
-        if self.dtype == jnp.float16 and implementation != "cudnn":
-            # JAX asks for a float16 product that only GPUs have; what the softmax is taken of is float32 in any case.
-            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        heads = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
-        heads = heads.astype(self.dtype)
+        heads = self._attend(q, k, v, mask, implementation)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
@@ -60,6 +57,21 @@ class Attention(nn.Module):
             zeros = nn.initializers.zeros_init()
             result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, self.placement, self.dtype)
         return result
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, how: Any) -> jax.Array:
+        """Returns [b, T, N, H]."""
+        if how != "cudnn":
+            if self.dtype == jnp.float16:
+                # JAX asks for a float16 product that only GPUs have; what the softmax is taken of is float32 anyway.
+                q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+            heads = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=how)
+            return heads.astype(self.dtype)
+        # The kernel's own rule for the partitioner fails where some axes are manual: what each shard does is written
+        # out. Every axis that is left splits sequences or heads, so that nothing is replicated, and no gradient summed.
+        queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
+        keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
+        kernel = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True, implementation=how)
+        return self.placement.on_shards(kernel, (queries, keys, keys), queries)(q, k, v)
 
     def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:
         """Returns [b, T, num_heads, H]."""

@@ -1,12 +1,8 @@
 """The step that trains, compiled for a cluster: the program as text, its memory by the compiler, what it warned of."""
 
-import contextlib
 import dataclasses
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax.errors import JaxRuntimeError
@@ -15,6 +11,7 @@ from meshtrain.assemble import Assembly, assemble
 from meshtrain.config import Config
 from meshtrain.hardware import compiler_options
 from meshtrain.plan.attention import as_on_target
+from meshtrain.plan.quiet import captured
 from meshtrain.plan.topology import Cluster
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -109,21 +106,3 @@ def _statistics(stats: Any) -> Statistics:
         peak_bytes=stats.peak_memory_in_bytes or together,
         host_bytes=host - stats.host_alias_size_in_bytes,
     )
-
-
-@contextlib.contextmanager
-def captured() -> Iterator[list[str]]:
-    """Keeps what C++ writes to standard error from the terminal, and gives its lines once the block is over."""
-    lines: list[str] = []
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.seek(0)
-            lines += file.read().decode(errors="replace").splitlines()

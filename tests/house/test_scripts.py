@@ -154,15 +154,13 @@ def test_another_python_has_a_folder_of_its_own_and_runs_no_linters(machine):
     assert f"venv {machine.root}/.venv" in machine.run("test", "x", PYTHON="python3.11")[2]
 
 
-def test_the_compiler_of_gpus_that_are_not_there_has_a_folder_of_its_own(machine):
+def test_the_compilers_of_accelerators_that_are_not_there_come_with_plan_alone(machine):
+    assert "plan" not in machine.run("test", "x")[2][1]
     code, said, calls = machine.run("test", "--plan", "-x")
     assert code == 0
-    assert calls == [
-        f"venv {machine.root}/.venv-plan",
-        f"pip {machine.root}[dev,plan-gpu]",
-        "run -m pytest -m gpu_compiler -x",
-    ]
-    assert "into .venv-plan" in said
+    assert calls == [f"pip {machine.root}[dev,plan-gpu,plan-tpu]", "run -m pytest -m gpu_compiler and not slow -x"]
+    assert said.count("\n") == 1
+    assert machine.run("plan", "--cluster=h100:8x8")[2] == ["run -m meshtrain.plan --cluster=h100:8x8"]
 
 
 def test_a_python_that_only_pyenv_knows_is_found(machine):

@@ -1,0 +1,89 @@
+"""Compiles the real step for a cluster that is not there, and says what it needs.
+
+python -m meshtrain.plan --config=configs/llama3_8b.py --cluster=h100:8x8 [--json=FILE] [--html=FILE] [--search[=mesh]]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from meshtrain.config import Config, parse
+from meshtrain.errors import UserError, run
+from meshtrain.observe.progress import phase
+from meshtrain.plan import calibration, changes, page, planner, report, search, topology
+from meshtrain.plan.timing import Assumptions
+from meshtrain.plan.waiting import waiting_for
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Returns the program's own arguments."""
+    extra = argparse.ArgumentParser(
+        prog="python -m meshtrain.plan",
+        description="Compiles the real step for a cluster that is not there, and says what it needs.",
+        add_help=False,
+    )
+    extra.add_argument("--cluster", metavar="NAME", default="", help="h100:8x8 (hosts x GPUs), v5e:16x16, cpu:8, ...")
+    extra.add_argument("--json", metavar="FILE", default="", help="also write the report for programs")
+    extra.add_argument("--html", metavar="FILE", default="", help="also write the report as one page with charts")
+    extra.add_argument(
+        "--calibrate", metavar="FILE", default="", help="metrics.jsonl of a measured run, or its seconds a step"
+    )
+    extra.add_argument(
+        "--search", nargs="?", const="all", default="", choices=("all", "mesh"), help="rank the legal meshes instead"
+    )
+    return extra
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plans, and prints the report."""
+    config, given = parse(argv, arguments(), reads_data=False)
+    if not given.cluster:
+        raise UserError(f"--cluster: got nothing; allowed: {topology.ALLOWED}; nearest: --cluster=h100:8x8")
+    for name in ("json", "html"):
+        if (path := getattr(given, name)) and not Path(path).absolute().parent.is_dir():
+            raise UserError(f"--{name}: got '{path}', whose folder does not exist; allowed: a file in one that does")
+    measured = calibration.measured_seconds(given.calibrate)
+    # A program out of the cache comes without the compiler's warnings.
+    jax.config.update("jax_enable_compilation_cache", False)
+    cluster = topology.open_cluster(given.cluster)
+    if given.search:
+        return searched(config, cluster, given)
+    shape = planner.shape_on(config, cluster)
+    with phase("compile") as say:
+        what = f"compiling for {given.cluster}"
+        made = waiting_for(what, lambda: planner.plan(config, shape, cluster, Assumptions(), measured))
+        say(given.cluster)
+    print(f"\n{report.text(made)}")
+    if made.memory.fits is False:
+        print(f"\n{changes.text(made)}", flush=True)
+    write(given, report.to_json(made), lambda: page.plan_page(made))
+    return 0
+
+
+def searched(config: Config, cluster: topology.Cluster, given: argparse.Namespace) -> int:
+    """Ranks the meshes of a cluster, and prints the table and the winner's arguments."""
+    found = search.search(config, cluster, only_mesh=given.search == "mesh")
+    print(f"\n{search.text(found)}")
+    write(given, search.to_json(found), lambda: page.search_page(found))
+    return 0
+
+
+def write(given: argparse.Namespace, content: object, make_page: object) -> None:
+    """Writes the files that were asked for, whole or not at all."""
+    texts = {given.json: json.dumps(content, indent=2) + "\n"} if given.json else {}
+    if given.html:
+        assert callable(make_page)
+        texts[given.html] = make_page()
+    for path, text in texts.items():
+        new = Path(path).with_name(f"{Path(path).name}.new")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+        print(f"written      {path}")
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

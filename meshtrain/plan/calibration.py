@@ -1,0 +1,42 @@
+"""What a measured run says about a step's time: its metrics.jsonl, or the seconds themselves."""
+
+import json
+import statistics
+from pathlib import Path
+
+from meshtrain.errors import UserError
+
+ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25"
+
+
+def measured_seconds(given: str) -> float | None:
+    """Returns the seconds of a measured step, the median over a run's log; None where nothing is given.
+
+    Args:
+      given: a file as `meshtrain.main` writes it, or a number.
+
+    Raises:
+      UserError: neither, or a log without step times.
+    """
+    if not given:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = _from_log(Path(given).expanduser())
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--calibrate: got {given}; allowed: {ALLOWED}")
+    return seconds
+
+
+def _from_log(path: Path) -> float:
+    if not path.is_file():
+        raise UserError(f"--calibrate: '{path}' is not a file; allowed: {ALLOWED}")
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        times = [float(row["step_seconds"]) for row in rows if isinstance(row, dict) and row.keys() >= {"step_seconds"}]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--calibrate: '{path}' is no log of a run ({error}); allowed: {ALLOWED}") from error
+    if not times:
+        raise UserError(f"--calibrate: '{path}' has no step_seconds; allowed: {ALLOWED}")
+    return statistics.median(times)

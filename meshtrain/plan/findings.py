@@ -1,0 +1,165 @@
+"""What a plan's reader should know: compiler warnings that matter, and numbers far from where they could be."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from meshtrain.hardware import DEFAULT_MEMORY_FRACTION
+from meshtrain.plan.collectives import Traffic
+from meshtrain.plan.compile import Compiled
+from meshtrain.plan.memory import Memory
+from meshtrain.plan.topology import Cluster
+from meshtrain.trees import format_bytes
+
+FAR_ABOVE_MINIMUM = 1.2
+MATTERS_BYTES = 100e6  # below this nobody waits
+MATTERS_SHARE = 0.1  # of all that is sent
+LITTLE_OVERLAP = 0.5
+REMATERIALIZED = re.compile(r"Involuntary full rematerialization.*?(?:for HLO operation: %?([\w.\-]+))?", re.IGNORECASE)
+BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
+OFFLOAD = "pinned_host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was found, and what to change."""
+
+    what: str
+    change: str
+
+    def line(self) -> str:
+        """Returns it as one line."""
+        return f"{self.what}; {self.change}"
+
+
+def findings(
+    compiled: Compiled,
+    cluster: Cluster,
+    memory: Memory,
+    rows: Sequence[Traffic],
+    minimum: Mapping[str, float],
+    executor_bytes: float | None,
+    recomputed_share: float | None,
+) -> list[Finding]:
+    """Returns what is worth knowing about a plan, memory first.
+
+    Args:
+      compiled: the step.
+      cluster: the target.
+      memory: what a device holds.
+      rows: its traffic.
+      minimum: axis -> least bytes.
+      executor_bytes: of the pipeline's formula.
+      recomputed_share: of the compiled work.
+    """
+    found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages)]
+    for axis, least in minimum.items():
+        found += _traffic(axis, least, executor_bytes if axis == "pipeline" else None, rows)
+    found += _attention(compiled, cluster)
+    program = compiled.assembly.program
+    if program is not None and recomputed_share is not None:
+        rounds = len(program.kinds) / 2
+        useful = program.schedule.num_microbatches * program.schedule.num_chunks
+        idle = 1 - useful / rounds
+        if idle > 0.15:
+            found.append(
+                Finding(
+                    f"the pipeline idles {idle:.0%} of its rows",
+                    "more pipeline.num_microbatches, or interleaved_1f1b with more pipeline.num_chunks",
+                )
+            )
+    return found
+
+
+def _memory(compiled: Compiled, cluster: Cluster, memory: Memory) -> list[Finding]:
+    found = []
+    if compiled.refusal:
+        first = compiled.refusal.strip().splitlines()[0]
+        found.append(Finding(f"the compiler gave up: {first}", "see the changes that would make it fit"))
+    stats, device = memory.compiler, memory.device_bytes
+    if stats and device and cluster.platform == "cuda" and memory.fits is not False:
+        default = DEFAULT_MEMORY_FRACTION * device
+        if stats.peak_bytes + memory.uncertainty_bytes > default:
+            found.append(
+                Finding(
+                    f"JAX by default takes {format_bytes(int(default))} of the GPU's memory, and the step needs more",
+                    "start with XLA_PYTHON_CLIENT_MEM_FRACTION=0.93",
+                )
+            )
+    if compiled.assembly.config.remat.policy == "offload" and cluster.platform == "cuda":
+        found.append(
+            Finding(
+                "offload to the host cannot be seen without a GPU: compiled this way it stays in device memory",
+                "measure it on one GPU",
+            )
+        )
+    return found
+
+
+def _messages(messages: Sequence[str]) -> list[Finding]:
+    found: dict[str, Finding] = {}
+    for line in messages:
+        if "nvoluntary full rematerialization" in line:
+            found["rematerialization"] = Finding(
+                "the partitioner gathers a whole array to split it differently (involuntary full rematerialization)",
+                "constrain the activation there, or change the rule that splits it",
+            )
+        if budget := BUDGET.search(line):
+            found["budget"] = Finding(
+                f"the compiler's memory budget is {budget[1]}, and it got no lower than {budget[2]}: it has traded "
+                "time for memory",
+                "smaller microbatches (accumulation_steps), remat.policy=full, or more devices for the weights",
+            )
+    return list(found.values())
+
+
+def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traffic]) -> list[Finding]:
+    mine = [row for row in rows if axis in row.axis.split("+")]
+    sent = sum(row.wire_bytes for row in mine if row.axis == axis)
+    found = []
+    bound = max(least, formula or 0.0)
+    if sent > FAR_ABOVE_MINIMUM * bound and sent - bound > MATTERS_BYTES:
+        most = max(mine, key=lambda row: row.wire_bytes)
+        where = f" (most of it {most.kind}, {most.sources[0]})" if most.sources else f" (most of it {most.kind})"
+        found.append(
+            Finding(
+                f"{axis} sends {format_bytes(int(sent))}, {sent / bound:.2f} times what it has to{where}",
+                "look at the constraint in that line",
+            )
+        )
+    hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
+    of_all = sent / max(1.0, sum(row.wire_bytes for row in rows))
+    if sent > MATTERS_BYTES and of_all > MATTERS_SHARE and hidden < LITTLE_OVERLAP * sent:
+        found.append(
+            Finding(
+                f"only {hidden / sent:.0%} of what {axis} sends has matrix products beside it",
+                "larger microbatches, or less along this axis",
+            )
+        )
+    return found
+
+
+def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
+    config = compiled.assembly.config
+    if compiled.attention == "cudnn" and cluster.platform == "cuda":
+        return [
+            Finding(
+                "attention is cuDNN's kernel, compiled without cuDNN at hand: its workspace is not in these numbers",
+                "leave some memory to spare",
+            )
+        ]
+    if cluster.platform == "cpu":
+        return []
+    reason = "documents are masked" if config.model.within_documents else "no fused kernel takes these heads or dtypes"
+    if cluster.platform == "tpu":
+        reason = "the model has no fused kernel for TPUs"
+    return (
+        [
+            Finding(
+                f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head: {reason}",
+                "model.within_documents=false where neighbouring documents may see each other",
+            )
+        ]
+        if config.sequence_length >= 2048
+        else []
+    )

@@ -1,0 +1,161 @@
+"""What one device holds: by arithmetic from shardings, by the compiler's account, and whether it fits."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from meshtrain.assemble import Assembly
+from meshtrain.hardware import usable_bytes
+from meshtrain.plan.compile import Compiled, Statistics
+from meshtrain.plan.hlo import Program
+from meshtrain.plan.shapes import num_bytes, parts
+from meshtrain.plan.topology import Cluster
+
+# Which matrix product kernels are taken is decided on the GPU: their workspaces and the layouts that they ask for move
+# temporaries either way. A TPU program's memory is final.
+TEMPORARY_UNCERTAINTY = {"cuda": 0.10, "tpu": 0.0, "cpu": 0.0}
+# What is no new array: views, bookkeeping, and what is updated in place.
+NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant", "call", "conditional",
+             "dynamic-update-slice", "opt-barrier", "iota")  # fmt: skip
+NUM_BUFFERS_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A large array that the program makes: its shape as written, bytes, and the source line that made it."""
+
+    name: str
+    shape: str
+    num_bytes: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device; None is not known.
+
+    Attributes:
+      parameters_bytes: by arithmetic, from shardings, as are the next three.
+      gradients_bytes: one float32 gradient for each parameter that this device keeps or adds up.
+      optimizer_bytes: the rest of the state.
+      batch_bytes: the step's batch.
+      compiler: the compiler's own account; gradients are among its temporaries. None where it gave up.
+      arguments_expected_bytes: the same by arithmetic, what the program does not read left out.
+      activations_bytes: temporaries without gradients.
+      device_bytes: the device's memory.
+      capacity_bytes: what of it a program can have.
+      uncertainty_bytes: how far the peak may be off.
+      unread: names of arguments that the program does not read.
+      buffers: the largest arrays.
+      fits: true, false, or None where it is too close to say or nothing is known about the device.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    compiler: Statistics | None
+    arguments_expected_bytes: int
+    activations_bytes: int | None
+    device_bytes: int | None
+    capacity_bytes: int | None
+    uncertainty_bytes: int
+    unread: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+    fits: bool | None
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """What is left of the capacity at the peak; below 0 where it does not fit."""
+        if self.compiler is None or self.capacity_bytes is None:
+            return None
+        return self.capacity_bytes - self.compiler.peak_bytes
+
+
+def held_bytes(tree: Any) -> int:
+    """Returns the bytes that one device holds of a tree of abstract arrays with shardings."""
+    return sum(_piece(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _piece(leaf: Any) -> int:
+    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
+
+
+def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Memory:
+    """Returns what one device holds.
+
+    Args:
+      compiled: the step.
+      cluster: what it was compiled for.
+      program: its text, read; None where there is none.
+    """
+    assembly, stats = compiled.assembly, compiled.statistics
+    parameters, batch = held_bytes(assembly.state.params), held_bytes(assembly.batch)
+    gradients = gradients_bytes(assembly)
+    unread = unread_arguments(assembly, program)
+    accelerator = cluster.accelerator
+    capacity = usable_bytes(accelerator) if accelerator else None
+    uncertainty = int(TEMPORARY_UNCERTAINTY[cluster.platform] * (stats.temporary_bytes if stats else 0))
+    return Memory(
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=held_bytes(assembly.state) - parameters,
+        batch_bytes=batch,
+        compiler=stats,
+        arguments_expected_bytes=held_bytes(assembly.state) + batch - sum(size for _, size in unread),
+        activations_bytes=max(0, stats.temporary_bytes - gradients) if stats else None,
+        device_bytes=accelerator.memory_bytes if accelerator else None,
+        capacity_bytes=capacity,
+        uncertainty_bytes=uncertainty,
+        unread=tuple(name for name, _ in unread),
+        buffers=largest(program) if program else (),
+        fits=fits(stats.peak_bytes if stats else None, capacity, uncertainty, refused=bool(compiled.refusal)),
+    )
+
+
+def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: int, *, refused: bool) -> bool | None:
+    """Returns whether a peak fits a capacity; None where it is nearer than the uncertainty, or one is not known."""
+    if refused:
+        return False
+    if peak_bytes is None or capacity_bytes is None:
+        return None
+    if peak_bytes + uncertainty_bytes <= capacity_bytes:
+        return True
+    return False if peak_bytes - uncertainty_bytes > capacity_bytes else None
+
+
+def gradients_bytes(assembly: Assembly) -> int:
+    """Returns the bytes of one float32 gradient for each parameter, split as the parameters are.
+
+    From ZeRO level 2 on what is added up is split like the optimizer's moments, which is not less than parameters are.
+    """
+    return held_bytes(assembly.state.params)
+
+
+def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[str, int]]:
+    """Returns (name, bytes on a device) of each entry of the batch that the compiled program does not take."""
+    if program is None:
+        return []
+    named = (line.rest for line, _, _ in program.instructions("parameter") if "op_name=" in line.rest)
+    text = " ".join(named).replace("\\'", "'")
+    return [(name, _piece(leaf)) for name, leaf in assembly.batch.items() if f"batch['{name}']" not in text]
+
+
+def largest(program: Program) -> tuple[Buffer, ...]:
+    """Returns the largest arrays that the program makes outside of fusions, one for each source line and shape."""
+    fused = {name for line, _, _ in program.instructions("fusion") for name in (line.attribute("calls"),)}
+    found: dict[tuple[str, str], Buffer] = {}
+    for computation, body in program.computations.items():
+        if computation in fused or not program.num_runs[computation]:
+            continue
+        for line in body:
+            if line.opcode in NO_ARRAYS or line.opcode.endswith(("-start", "-done")) or "S(5)" in line.shape:
+                continue
+            for part in parts(line.shape):
+                shape, source = part.partition("{")[0], program.source(line)
+                found[shape, source] = Buffer(line.name, shape, num_bytes(part), source)
+    ranked: Sequence[Buffer] = sorted(found.values(), key=lambda buffer: -buffer.num_bytes)
+    return tuple(ranked[:NUM_BUFFERS_SHOWN])

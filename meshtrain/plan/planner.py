@@ -1,0 +1,117 @@
+"""A configuration and a cluster -> everything that is known about a step of it, without running one."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from meshtrain.config import Config, check
+from meshtrain.errors import UserError
+from meshtrain.layout.mesh import mesh_shape
+from meshtrain.plan import findings, hlo
+from meshtrain.plan.collectives import Traffic, collectives, traffic
+from meshtrain.plan.compile import Compiled, compile_step
+from meshtrain.plan.flops import Work, matmul_flops
+from meshtrain.plan.memory import Memory, memory
+from meshtrain.plan.minimum import executor_bytes, model_flops, wire_bytes_minimum
+from meshtrain.plan.timing import Assumptions, Timing, timing
+from meshtrain.plan.topology import Cluster
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step would need; everything a device.
+
+    Attributes:
+      cluster: what it was compiled for.
+      compiled: the step.
+      memory: what a device holds.
+      traffic: a row for each axis and kind of collective.
+      minimum: axis -> least bytes on the wire, for axes larger than 1.
+      executor_bytes: what the pipeline's formula says for its axis; None without a pipeline.
+      work: FLOPs of the compiled program; None where there is none.
+      model_flops: (causal, full), None for a model of one's own that does not say.
+      timing: modelled seconds; None for CPUs and where there is no program.
+      findings: what a reader should know and do, the gravest first.
+    """
+
+    cluster: Cluster
+    compiled: Compiled
+    memory: Memory
+    traffic: tuple[Traffic, ...]
+    minimum: Mapping[str, float]
+    executor_bytes: float | None
+    work: Work | None
+    model_flops: tuple[float, float] | None
+    timing: Timing | None
+    findings: tuple[findings.Finding, ...]
+
+    @property
+    def mfu(self) -> tuple[float, float] | None:
+        """Modelled model FLOPs utilization, (low, high), with full attention as PaLM counts it."""
+        accelerator = self.cluster.accelerator
+        if self.timing is None or self.model_flops is None or accelerator is None:
+            return None
+        share = self.model_flops[1] / accelerator.bfloat16_flops_per_second
+        return share / self.timing.high_seconds, share / self.timing.low_seconds
+
+    @property
+    def recomputed_share(self) -> float | None:
+        """Share of the compiled work that is no model FLOPs: computed again, or on a pipeline's idle rows."""
+        if self.work is None or self.model_flops is None:
+            return None
+        done = self.work.products + self.work.attention_full
+        return 1 - self.model_flops[1] / done if done else None
+
+
+def shape_on(config: Config, cluster: Cluster) -> dict[str, int]:
+    """Returns the size of each axis on a cluster.
+
+    Raises:
+      UserError: the mesh or the configuration does not fit the cluster.
+    """
+    shape = mesh_shape(config.mesh, len(cluster.devices), simulated=False)
+    if problems := check(config, shape):
+        raise UserError(*problems)
+    return shape
+
+
+def plan(
+    config: Config,
+    shape: Mapping[str, int],
+    cluster: Cluster,
+    assumptions: Assumptions,
+    measured_seconds: float | None = None,
+) -> Plan:
+    """Compiles a step and reads everything off it.
+
+    Args:
+      config: checked against `shape`.
+      shape: the size of each mesh axis.
+      cluster: at least as many devices.
+      assumptions: what modelled times rest on.
+      measured_seconds: a measured step of such a run, to calibrate with.
+
+    Raises:
+      UserError: what `assemble` refuses.
+    """
+    compiled = compile_step(config, shape, cluster)
+    assembly = compiled.assembly
+    program = hlo.read(compiled.text) if compiled.text else None
+    rows = tuple(traffic(collectives(program, dict(assembly.mesh.shape)))) if program else ()
+    held = memory(compiled, cluster, program)
+    modelled = None
+    if program and cluster.accelerator:
+        modelled = timing(assembly, cluster, program, assumptions, measured_seconds)
+    made = Plan(
+        cluster=cluster,
+        compiled=compiled,
+        memory=held,
+        traffic=rows,
+        minimum=wire_bytes_minimum(assembly),
+        executor_bytes=executor_bytes(assembly),
+        work=matmul_flops(program) if program else None,
+        model_flops=model_flops(assembly),
+        timing=modelled,
+        findings=(),
+    )
+    found = findings.findings(compiled, cluster, held, rows, made.minimum, made.executor_bytes, made.recomputed_share)
+    return dataclasses.replace(made, findings=tuple(found))

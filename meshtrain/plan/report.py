@@ -1,0 +1,222 @@
+"""A plan as aligned text for people, and as JSON for programs. All numbers are of one device and one step."""
+
+import dataclasses
+from typing import Any
+
+from meshtrain.hardware import options_of
+from meshtrain.layout.mesh import describe
+from meshtrain.plan.planner import Plan
+from meshtrain.trees import aligned, format_bytes
+
+VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "too close to say"}
+UNKNOWN = "not known"
+
+
+def text(plan: Plan) -> str:
+    """Returns the whole report."""
+    parts = [_title(plan), _memory(plan), _communication(plan), _compute(plan), _time(plan), _options(plan)]
+    parts.append(_findings(plan))
+    return "\n\n".join(part for part in parts if part)
+
+
+def verdict(plan: Plan) -> str:
+    """Returns whether it fits, with the margin."""
+    memory = plan.memory
+    if memory.capacity_bytes is None:
+        return "whether it fits is not known: nothing is known about this device's memory"
+    if memory.margin_bytes is None:
+        return f"{VERDICTS[memory.fits]}: the compiler gave up for lack of memory"
+    side = "to spare" if memory.margin_bytes >= 0 else "too much"
+    doubt = f", give or take {_bytes(memory.uncertainty_bytes)}" if memory.uncertainty_bytes else ""
+    return f"{VERDICTS[memory.fits]}: {_bytes(abs(memory.margin_bytes))} {side}{doubt}"
+
+
+def _title(plan: Plan) -> str:
+    assembly, config = plan.compiled.assembly, plan.compiled.assembly.config
+    tokens = config.batch_size * config.sequence_length
+    lines = [
+        f"plan         {plan.cluster.text}: {describe(assembly.mesh)}",
+        f"model        {assembly.task.num_parameters:,} parameters; {config.batch_size:,} sequences of "
+        f"{config.sequence_length:,} tokens a step, {tokens:,} tokens",
+        f"compiled     in {plan.compiled.seconds:.1f} s, attention {plan.compiled.attention}, "
+        f"remat {config.remat.policy}, {config.precision.policy}",
+        f"memory       {verdict(plan)}",
+    ]
+    return "\n".join(lines)
+
+
+def _bytes(number: float | None) -> str:
+    return UNKNOWN if number is None else format_bytes(int(number))
+
+
+def _memory(plan: Plan) -> str:
+    memory, stats = plan.memory, plan.memory.compiler
+    rows = [
+        ("parameters", _bytes(memory.parameters_bytes), "from shardings"),
+        ("gradients", _bytes(memory.gradients_bytes), "from shardings, float32"),
+        ("optimizer", _bytes(memory.optimizer_bytes), "from shardings"),
+        ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries less gradients"),
+        ("batch", _bytes(memory.batch_bytes), "from shardings"),
+    ]
+    if stats:
+        unread = f"; the program does not read {', '.join(memory.unread)}" if memory.unread else ""
+        rows += [
+            ("arguments", _bytes(stats.arguments_bytes),
+             f"by the compiler; {_bytes(memory.arguments_expected_bytes)} from shardings{unread}"),
+            ("temporaries", _bytes(stats.temporary_bytes), "by the compiler"),
+            ("outputs", _bytes(stats.output_bytes), f"by the compiler; {_bytes(stats.alias_bytes)} in place"),
+            ("peak", _bytes(stats.peak_bytes), "by the compiler"),
+        ]  # fmt: skip
+        if stats.host_bytes:
+            rows.append(("on the host", _bytes(stats.host_bytes), "by the compiler"))
+    kept = f"of {_bytes(memory.device_bytes)}; the rest is left to runtime and allocator" if memory.device_bytes else ""
+    rows.append(("capacity", _bytes(memory.capacity_bytes), kept))
+    shown = aligned(rows, ("memory", "a device", ""), "<>")
+    if not memory.buffers:
+        return shown
+    buffers = [(_bytes(buffer.num_bytes), buffer.shape, buffer.source or "-") for buffer in memory.buffers]
+    return f"{shown}\n\n" + aligned(buffers, ("largest", "array", "made in"), ">")
+
+
+def _communication(plan: Plan) -> str:
+    if not plan.traffic:
+        return ""
+    rows = [
+        (
+            row.axis,
+            row.kind,
+            f"{row.count:,}",
+            _bytes(row.logical_bytes),
+            _bytes(row.wire_bytes),
+            f"{row.asynchronous_fraction:.0%}",
+            f"{row.overlapped_fraction:.0%}",
+            row.sources[0] if row.sources else "-",
+        )
+        for row in plan.traffic
+    ]
+    header = ("axis", "collective", "a step", "whole", "on the wire", "async", "hidden", "mostly from")
+    table = aligned(rows, header, "<<>>>>>")
+    bounds = []
+    for axis, least in plan.minimum.items():
+        sent = sent_along(plan, axis)
+        formula = f"; the executor's formula: {_bytes(plan.executor_bytes)}" if axis == "pipeline" else ""
+        bounds.append((axis, _bytes(sent), _bytes(least), f"{sent / least:.3f}{formula}" if least else "-"))
+    return f"{table}\n\n" + aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")
+
+
+def sent_along(plan: Plan, axis: str) -> float:
+    """Returns the bytes on the wire along one axis alone."""
+    return sum(row.wire_bytes for row in plan.traffic if row.axis == axis)
+
+
+def _compute(plan: Plan) -> str:
+    if plan.work is None:
+        return ""
+    rows = [
+        ("compiled", f"{plan.work.total:.4g}", "matrix products; of causal attention kernels what they do not skip")
+    ]
+    if plan.model_flops:
+        causal, full = plan.model_flops
+        rows += [
+            ("model, causal", f"{causal:.4g}", "6 N and causal attention"),
+            ("model, full", f"{full:.4g}", "6 N and full attention"),
+        ]
+    if plan.recomputed_share is not None:
+        what = "computed again or on idle rows" if plan.compiled.assembly.program else "computed again"
+        rows.append(("more than the model", f"{max(0.0, plan.recomputed_share):.1%}", f"of the compiled work: {what}"))
+    return aligned(rows, ("FLOPs", "a device", ""), "<>")
+
+
+def _time(plan: Plan) -> str:
+    if plan.timing is None:
+        return ""
+    timing, config = plan.timing, plan.compiled.assembly.config
+    tokens = config.batch_size * config.sequence_length
+    low, high = timing.low_seconds, timing.high_seconds
+    rows = [("step", f"{low:.3g} to {high:.3g} s"), ("tokens/s", f"{tokens / high:,.0f} to {tokens / low:,.0f}")]
+    if plan.mfu:
+        rows.append(("MFU", f"{plan.mfu[0]:.0%} to {plan.mfu[1]:.0%}, full attention counted"))
+    rows += [
+        ("computing alone", f"{timing.compute_seconds * timing.factor:.3g} s"),
+        ("sending alone", f"{timing.wire_seconds * timing.factor:.3g} s"),
+    ]
+    program = plan.compiled.assembly.program
+    if program is not None:
+        rows.append(("bubble", f"{bubble(plan):.1%} of the rows idle on a stage; it is in the step"))
+    how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "nothing measured"
+    marked = [(name, value, "modelled") for name, value in rows]
+    assumed = "\n".join(f"  assumed: {line}" for line in [*timing.assumptions.lines(), how])
+    return f"{aligned(marked, ('time', 'a step', ''))}\n{assumed}"
+
+
+def bubble(plan: Plan) -> float:
+    """Returns the share of a stage's rows in which it idles; 0 without a pipeline."""
+    program = plan.compiled.assembly.program
+    return 1.0 - float(program.active.mean()) if program is not None else 0.0
+
+
+def _options(plan: Plan) -> str:
+    options = options_of(plan.cluster.devices[0].device_kind)
+    if not options:
+        return ""
+    rows = [(option.name, str(option.value), option.reason) for option in options]
+    return aligned(rows, ("compiler option", "value", "reason"))
+
+
+def _findings(plan: Plan) -> str:
+    if not plan.findings:
+        return "findings     none"
+    return "\n".join(["findings", *(f"  - {finding.line()}" for finding in plan.findings)])
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Returns the plan for programs: numbers in bytes, seconds and FLOPs; null is not known."""
+    memory, stats, timing = plan.memory, plan.memory.compiler, plan.timing
+    assembly = plan.compiled.assembly
+    return {
+        "cluster": plan.cluster.text,
+        "num_devices": assembly.mesh.size,
+        "mesh": dict(assembly.mesh.shape),
+        "fits": memory.fits,
+        "memory": {
+            "arguments_bytes": stats and stats.arguments_bytes,
+            "arguments_expected_bytes": memory.arguments_expected_bytes,
+            "temporary_bytes": stats and stats.temporary_bytes,
+            "output_bytes": stats and stats.output_bytes,
+            "alias_bytes": stats and stats.alias_bytes,
+            "peak_bytes": stats and stats.peak_bytes,
+            "host_bytes": stats and stats.host_bytes,
+            "device_bytes": memory.device_bytes,
+            "capacity_bytes": memory.capacity_bytes,
+            "margin_bytes": memory.margin_bytes,
+            "uncertainty_bytes": memory.uncertainty_bytes,
+            "parameters_bytes": memory.parameters_bytes,
+            "gradients_bytes": memory.gradients_bytes,
+            "optimizer_bytes": memory.optimizer_bytes,
+            "activations_bytes": memory.activations_bytes,
+            "batch_bytes": memory.batch_bytes,
+            "unread": list(memory.unread),
+            "largest": [dataclasses.asdict(buffer) for buffer in memory.buffers],
+        },
+        "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.traffic],
+        "wire_bytes_minimum": dict(plan.minimum),
+        "wire_bytes_executor": plan.executor_bytes,
+        "flops": {
+            "compiled": plan.work and plan.work.total,
+            "compiled_full_attention": plan.work and plan.work.products + plan.work.attention_full,
+            "model_causal": plan.model_flops and plan.model_flops[0],
+            "model_full": plan.model_flops and plan.model_flops[1],
+        },
+        "modelled": {
+            "step_seconds_low": timing and timing.low_seconds,
+            "step_seconds_high": timing and timing.high_seconds,
+            "mfu_low": plan.mfu and plan.mfu[0],
+            "mfu_high": plan.mfu and plan.mfu[1],
+            "calibration_factor": timing and timing.factor,
+            "assumptions": timing and dataclasses.asdict(timing.assumptions),
+        },
+        "compiler_options": dict(plan.compiled.options),
+        "attention": plan.compiled.attention,
+        "compile_seconds": plan.compiled.seconds,
+        "findings": [dataclasses.asdict(finding) for finding in plan.findings],
+    }

@@ -1,0 +1,143 @@
+"""Ranks the ways to run a configuration on a cluster: pruned by arithmetic, the best guesses compiled."""
+
+import dataclasses
+import time
+from typing import Any
+
+from meshtrain.config import Config
+from meshtrain.errors import UserError
+from meshtrain.plan import planner
+from meshtrain.plan.candidates import Candidate, candidates
+from meshtrain.plan.changes import arguments, with_change
+from meshtrain.plan.planner import Plan
+from meshtrain.plan.report import VERDICTS
+from meshtrain.plan.report import to_json as plan_json
+from meshtrain.plan.timing import Assumptions
+from meshtrain.plan.topology import Cluster
+from meshtrain.plan.waiting import waiting_for
+from meshtrain.trees import aligned, format_bytes
+
+MAX_COMPILED = 12
+MAX_SECONDS = 240.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+      cluster: where.
+      ranked: (candidate, plan), those that fit first, then by modelled time.
+      num_candidates: legal ways that may fit, of which the best guesses were compiled.
+      refused: (candidate, why) of those that could not be assembled.
+    """
+
+    cluster: Cluster
+    ranked: tuple[tuple[Candidate, Plan], ...]
+    num_candidates: int
+    refused: tuple[tuple[Candidate, str], ...]
+
+
+def search(config: Config, cluster: Cluster, *, only_mesh: bool) -> Found:
+    """Compiles the best guesses and ranks them.
+
+    Args:
+      config: what is to run; its mesh does not matter.
+      cluster: where.
+      only_mesh: whether to leave microbatches, schedules and remat policies alone.
+
+    Raises:
+      UserError: nothing is legal on this cluster, or may fit it.
+    """
+    found = candidates(config, cluster, only_mesh=only_mesh)
+    if not found:
+        raise UserError(
+            f"--search: got {cluster.text}; allowed: a cluster on which some mesh is legal and may fit; "
+            f"nearest: more devices, or another batch_size or accumulation_steps"
+        )
+    start, plans = time.perf_counter(), list[tuple[Candidate, Plan]]()
+    refused = list[tuple[Candidate, str]]()
+    chosen = diverse(found)
+    for number, one in enumerate(chosen, 1):
+        if plans and time.perf_counter() - start > MAX_SECONDS:
+            break
+        what = f"{number} of {len(chosen)}: {describe(one)}"
+        try:
+            plans.append((one, waiting_for(what, lambda one=one: _planned(config, one, cluster))))  # type: ignore[misc]
+        except UserError as error:
+            refused.append((one, str(error)))
+    ranked = sorted(plans, key=lambda pair: _rank(pair[1]))
+    return Found(cluster, tuple(ranked), len(found), tuple(refused))
+
+
+def _planned(config: Config, one: Candidate, cluster: Cluster) -> Plan:
+    return planner.plan(with_change(config, one.change), one.shape, cluster, Assumptions())
+
+
+def diverse(found: list[Candidate]) -> list[Candidate]:
+    """Returns those to compile: the fastest guesses, of each mesh at most two."""
+    chosen, per_mesh = list[Candidate](), dict[tuple[int, ...], int]()
+    for one in found:
+        key = tuple(one.shape.values())
+        if per_mesh.setdefault(key, 0) < 2 and len(chosen) < MAX_COMPILED:
+            per_mesh[key] += 1
+            chosen.append(one)
+    return chosen
+
+
+def _rank(plan: Plan) -> tuple[int, float]:
+    order = {True: 0, None: 1, False: 2}
+    seconds = plan.timing.step_seconds if plan.timing else float("inf")
+    return order[plan.memory.fits], seconds
+
+
+def describe(one: Candidate) -> str:
+    """Returns a candidate as a few words."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in one.shape.items() if size > 1) or "one device"
+    short = {"accumulation_steps": "accumulation", "pipeline.num_microbatches": "microbatches"}
+    rest = [
+        f"{short[key]} {value}" if key in short else str(value)
+        for key, value in one.change.items()
+        if key in short or key in ("remat.policy", "pipeline.schedule")
+    ]
+    return ", ".join([mesh, *rest])
+
+
+def text(found: Found) -> str:
+    """Returns the table, and the winner's arguments to copy."""
+    rows = []
+    for one, plan in found.ranked:
+        stats, timing = plan.memory.compiler, plan.timing
+        rows.append(
+            (
+                describe(one),
+                VERDICTS[plan.memory.fits],
+                format_bytes(stats.peak_bytes) if stats else "-",
+                f"{timing.low_seconds:.3g} to {timing.high_seconds:.3g} s" if timing else "-",
+                f"{plan.mfu[0]:.0%} to {plan.mfu[1]:.0%}" if plan.mfu else "-",
+            )
+        )
+    header = ("way", "memory", "peak", "step, modelled", "MFU, modelled")
+    lines = [
+        f"search       {found.cluster.text}: {found.num_candidates} legal ways may fit, "
+        f"the {len(found.ranked)} best guesses compiled",
+        "",
+        aligned(rows, header, "<<>>>"),
+    ]
+    lines += [f"refused      {describe(one)}: {why}" for one, why in found.refused]
+    best, plan = found.ranked[0]
+    if plan.memory.fits:
+        lines += ["", "the first:", f"  {arguments(best.change)}"]
+    else:
+        lines += ["", "none of them fits for certain"]
+    return "\n".join(lines)
+
+
+def to_json(found: Found) -> dict[str, Any]:
+    """Returns the ranking for programs; each entry is what a plan writes, and the arguments that make it."""
+    return {
+        "cluster": found.cluster.text,
+        "num_candidates": found.num_candidates,
+        "ranked": [{"arguments": arguments(one.change), **plan_json(plan)} for one, plan in found.ranked],
+        "refused": [{"arguments": arguments(one.change), "why": why} for one, why in found.refused],
+    }

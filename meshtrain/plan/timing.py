@@ -1,0 +1,267 @@
+"""How long a step takes, MODELLED: two streams walk through the scheduled program, one computes and one communicates.
+
+Nothing here was measured. Matrix products run at a share of the peak, everything else at the speed of memory, transfers
+at the speed of the slowest link that a ring over the group has to pass. A transfer that has started runs beside what
+follows, and its done waits for it. A pipeline's idle rows stand in the program as work, so its bubble is in the time.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from meshtrain.assemble import Assembly
+from meshtrain.hardware import Accelerator
+from meshtrain.plan.collectives import Collective, collectives
+from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, library_flops
+from meshtrain.plan.hlo import Instruction, Program, trip_count
+from meshtrain.plan.shapes import dtypes, num_bytes
+from meshtrain.plan.topology import Cluster
+
+FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
+        "after-all")  # fmt: skip
+SLICES = ("dynamic-slice", "slice", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumptions:
+    """What the model takes for granted; printed with every number that it gives.
+
+    Attributes:
+      product_efficiency: share of the peak that matrix products reach.
+      attention_efficiency: the same for attention kernels.
+      memory_efficiency: share of the memory's speed that everything else reaches.
+      link_efficiency: share of a link's speed that transfers reach.
+      latency_seconds: of a collective, for each doubling of its group.
+      low, high: the interval, as factors of the modelled time.
+    """
+
+    product_efficiency: float = 0.75
+    attention_efficiency: float = 0.6
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.8
+    latency_seconds: float = 5e-6
+    low: float = 0.85
+    high: float = 1.35
+
+    def lines(self) -> list[str]:
+        """Returns them as text, a line each."""
+        return [
+            f"matrix products at {self.product_efficiency:.0%} of the peak, attention kernels at "
+            f"{self.attention_efficiency:.0%}",
+            f"everything else at {self.memory_efficiency:.0%} of the memory's speed, each array read and written once",
+            f"transfers at {self.link_efficiency:.0%} of the slowest link of a ring, and "
+            f"{self.latency_seconds * 1e6:.0f} us for each doubling of the group",
+            f"the interval is {self.low:.2f} to {self.high:.2f} times the modelled time",
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Modelled seconds of a step.
+
+    Attributes:
+      step_seconds: as the streams have it, times the calibrated factor.
+      low_seconds, high_seconds: the interval.
+      compute_seconds: of the computing stream alone.
+      wire_seconds: of the communicating stream alone.
+      factor: measured over modelled, 1 where nothing was measured.
+      assumptions: what it rests on.
+    """
+
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    compute_seconds: float
+    wire_seconds: float
+    factor: float
+    assumptions: Assumptions
+
+
+def bandwidths(assembly: Assembly, cluster: Cluster, axes: Iterable[str]) -> dict[str, float]:
+    """Returns the bytes a second that each device can send in a ring along each of these (joined) axes.
+
+    Where a ring leaves a host, the devices of a host that are in the same group share their network adapters; on a
+    torus one axis has two of the links.
+    """
+    accelerator = cluster.accelerator
+    assert accelerator is not None
+    return {axis: _bandwidth(assembly, cluster, accelerator, axis) for axis in axes}
+
+
+def _bandwidth(assembly: Assembly, cluster: Cluster, accelerator: Accelerator, axis: str) -> float:
+    if cluster.platform == "tpu":
+        return accelerator.link_bytes_per_second * 2 / accelerator.num_links
+    names = assembly.mesh.axis_names
+    chosen = [names.index(name) for name in axis.split("+") if name in names]
+    devices = assembly.mesh.devices
+    lead = np.moveaxis(devices, chosen, range(len(chosen)))
+    group = lead.reshape(-1, lead[(0,) * len(chosen)].size if chosen else 1)[:, 0]
+    hosts: dict[int, int] = {}
+    for device in group:
+        hosts[device.process_index] = hosts.setdefault(device.process_index, 0) + 1
+    if len(hosts) <= 1:
+        return accelerator.link_bytes_per_second
+    network = accelerator.network_bytes_per_second
+    assert network is not None
+    return min(accelerator.link_bytes_per_second, network * min(hosts.values()))
+
+
+class Streams:
+    """Walks through a program. Seconds of a computation are worked out once, however often it runs."""
+
+    def __init__(
+        self,
+        program: Program,
+        accelerator: Accelerator,
+        found: Iterable[Collective],
+        speeds: Mapping[str, float],
+        assumptions: Assumptions,
+    ) -> None:
+        """Keeps what prices are made of; `speeds` has bytes a second for each axis in `found`."""
+        self.program, self.accelerator, self.assumptions = program, accelerator, assumptions
+        self.transfers = {one.name: self._transfer(one, speeds[one.axes]) for one in found}
+        self.seconds: dict[str, tuple[float, float, float]] = {}
+
+    def _transfer(self, one: Collective, speed: float) -> float:
+        hops = float(np.log2(max(2, one.group_size)))
+        return one.wire_bytes / (speed * self.assumptions.link_efficiency) + hops * self.assumptions.latency_seconds
+
+    def computation(self, name: str) -> tuple[float, float, float]:
+        """Returns (seconds from start to end, of the computing stream, of the communicating one)."""
+        if name not in self.seconds:
+            self.seconds[name] = self._walk(name)
+        return self.seconds[name]
+
+    def _walk(self, name: str) -> tuple[float, float, float]:
+        body = self.program.computations[name]
+        shapes = {line.name: line.shape for line in body}
+        now = wire_free = computed = sent = 0.0
+        ends: dict[str, float] = {}
+        for line in body:
+            if line.name in self.transfers:
+                seconds = self.transfers[line.name]
+                sent += seconds
+                wire_free = max(now, wire_free) + seconds
+                if line.opcode.endswith("-start") and '"is_sync":true' not in line.rest:
+                    ends[line.name] = wire_free
+                else:
+                    now = wire_free
+            elif line.opcode.endswith("-done"):
+                now = max([now, *(ends[operand] for operand in line.operands if operand in ends)])
+            elif line.opcode in ("while", "call", "conditional", "async-start"):
+                total, inner_computed, inner_sent = self._called(name, line)
+                now, computed, sent = now + total, computed + inner_computed, sent + inner_sent
+            elif line.opcode not in FREE:
+                seconds, inner_sent = self._work(line, shapes)
+                now, computed, sent = now + max(seconds, inner_sent), computed + seconds, sent + inner_sent
+        return max(now, wire_free), computed, sent
+
+    def _called(self, caller: str, line: Instruction) -> tuple[float, float, float]:
+        times = trip_count(self.program.computations, caller, line) if line.opcode == "while" else 1
+        names = [line.attribute(key) for key in ("body", "to_apply", "calls")]
+        total, computed, sent = (0.0, 0.0, 0.0)
+        for name in names:
+            if name and name in self.program.computations:
+                inner = self.computation(name)
+                total, computed, sent = total + inner[0], computed + inner[1], sent + inner[2]
+        return times * total, times * computed, times * sent
+
+    def _work(self, line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
+        """Returns the seconds of one operation: computing, and sending where a TPU's fusion carries a transfer."""
+        body = [line]
+        inside = shapes
+        if line.opcode == "fusion" and (called := line.attribute("calls")):
+            body = self.program.computations[called]
+            inside = {one.name: one.shape for one in body}
+        sent = sum(self.transfers[one.name] for one in body if one.name in self.transfers)
+        seconds = sum(self._product_seconds(one, inside) for one in body)
+        moved = moved_bytes(line, body, shapes) if body else 0.0
+        speed = self.accelerator.memory_bytes_per_second * self.assumptions.memory_efficiency
+        return max(seconds, moved / speed), sent
+
+    def _product_seconds(self, line: Instruction, shapes: Mapping[str, str]) -> float:
+        peak = self.accelerator.bfloat16_flops_per_second
+        if line.opcode == "custom-call" and is_attention(line):
+            causal = 0.5 if "CAUSAL" in line.rest else 1.0
+            return causal * attention_flops(line) / (peak * self.assumptions.attention_efficiency)
+        counts = {"dot": dot_flops, "convolution": convolution_flops}
+        if line.opcode in counts:
+            flops = counts[line.opcode](line, shapes)
+        elif line.opcode == "custom-call" and '"dot_dimension_numbers"' in line.rest:
+            flops = library_flops(line, shapes)
+        else:
+            return 0.0
+        inputs = [shapes[name] for name in line.operands[:2] if name in shapes]
+        if all("f32" in dtypes(shape) for shape in inputs) and self.accelerator.float32_flops_per_second:
+            peak = self.accelerator.float32_flops_per_second
+        return flops / (peak * self.assumptions.product_efficiency)
+
+
+def moved_bytes(line: Instruction, body: list[Instruction], shapes: Mapping[str, str]) -> float:
+    """Returns the bytes that an operation reads and writes: of what it only slices, or updates in place, the slice.
+
+    Args:
+      line: the operation.
+      body: the lines of the fusion, or the operation itself.
+      shapes: of the operands.
+    """
+    inside = {one.name: one for one in body}
+    root = next((one for one in body if one.is_root), body[-1])
+    if len(body) == 1:
+        if line.opcode == "dynamic-update-slice":
+            return 2 * num_bytes(shapes[line.operands[1]])
+        reads = 0.0 if line.opcode in SLICES else sum(num_bytes(shapes[o]) for o in line.operands if o in shapes)
+        return reads + num_bytes(line.shape) * (2 if line.opcode in SLICES else 1)
+    users: dict[str, list[Instruction]] = {}
+    for one in body:
+        for operand in one.operands:
+            users.setdefault(operand, []).append(one)
+    reads = 0.0
+    for one in body:
+        if one.opcode == "parameter" and one.name in users:
+            narrow = all(user.opcode in SLICES or _updates(user, one) for user in users[one.name])
+            sliced = sum(num_bytes(user.shape) for user in users[one.name] if user.opcode in SLICES)
+            reads += sliced if narrow else num_bytes(one.shape)
+    results = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
+    return reads + sum(_written(one, inside) for one in results)
+
+
+def _updates(user: Instruction, line: Instruction) -> bool:
+    return user.opcode == "dynamic-update-slice" and user.operands[0] == line.name
+
+
+def _written(line: Instruction, inside: Mapping[str, Instruction]) -> float:
+    while line.opcode in ("bitcast", "copy", "convert") and line.operands and line.operands[0] in inside:
+        line = inside[line.operands[0]]
+    if line.opcode == "dynamic-update-slice" and line.operands[1] in inside:
+        return 2 * num_bytes(inside[line.operands[1]].shape)
+    return num_bytes(line.shape)
+
+
+def timing(
+    assembly: Assembly,
+    cluster: Cluster,
+    program: Program,
+    assumptions: Assumptions,
+    measured_seconds: float | None = None,
+) -> Timing:
+    """Returns the modelled time of a step.
+
+    Args:
+      assembly: what was compiled.
+      cluster: of a kind whose peaks are known.
+      program: its scheduled program.
+      assumptions: what the model rests on.
+      measured_seconds: of such a step on such a cluster; fits one factor, and narrows the interval.
+    """
+    assert cluster.accelerator is not None
+    found = collectives(program, dict(assembly.mesh.shape))
+    speeds = bandwidths(assembly, cluster, {one.axes for one in found})
+    entry = [name for name in program.computations if program.num_runs[name]][-1]
+    total, computed, sent = Streams(program, cluster.accelerator, found, speeds, assumptions).computation(entry)
+    factor = measured_seconds / total if measured_seconds else 1.0
+    if measured_seconds:
+        assumptions = dataclasses.replace(assumptions, low=0.93, high=1.07)
+    step = total * factor
+    return Timing(step, step * assumptions.low, step * assumptions.high, computed, sent, factor, assumptions)

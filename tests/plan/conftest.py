@@ -1,0 +1,47 @@
+"""Configurations and plans that several files share; compiled once."""
+
+import functools
+
+import pytest
+
+from meshtrain.config import Config
+from meshtrain.layout.mesh import MeshOptions
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.plan import planner, topology
+from meshtrain.plan.timing import Assumptions
+
+MODEL = DecoderOptions(
+    num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=4, vocab_size=256, within_documents=False
+)
+
+
+def config(mesh=None, **fields):
+    """Returns a small decoder on a mesh."""
+    values = {
+        "batch_size": 16,
+        "sequence_length": 32,
+        "model": MODEL,
+        "pipeline": PipelineOptions("1f1b", num_microbatches=2),
+        "mesh": MeshOptions(**(mesh or {})),
+    }
+    return Config(**values | fields)
+
+
+@functools.cache
+def planned(cluster, configuration, measured_seconds=None):
+    target = topology.open_cluster(cluster)
+    shape = planner.shape_on(configuration, target)
+    return planner.plan(configuration, shape, target, Assumptions(), measured_seconds)
+
+
+@pytest.fixture
+def small():
+    """(mesh, fields) -> configuration."""
+    return config
+
+
+@pytest.fixture
+def plan():
+    """(cluster, configuration) -> plan."""
+    return planned

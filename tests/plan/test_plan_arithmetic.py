@@ -1,0 +1,195 @@
+"""What is worked out rather than read: minima, whether it fits, findings, modelled time, candidates."""
+
+import dataclasses
+
+import pytest
+
+from meshtrain import hardware
+from meshtrain.assemble import assemble
+from meshtrain.layout.mesh import MeshOptions
+from meshtrain.models.remat import RematOptions
+from meshtrain.plan import candidates, findings, hlo, memory, minimum, search, timing, topology
+from meshtrain.plan.collectives import Traffic
+from meshtrain.step.precision import PrecisionOptions
+from tests.plan import recorded
+
+H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
+
+
+def assembled(config):
+    shape = {axis: getattr(config.mesh, axis) for axis in ("data", "pipeline", "fsdp", "tensor")}
+    return assemble(config, shape, topology.open_cluster("cpu:8").devices)
+
+
+@pytest.mark.parametrize(
+    ("peak", "capacity", "uncertainty", "refused", "expected"),
+    [
+        (50, 100, 10, False, True),
+        (95, 100, 10, False, None),
+        (105, 100, 10, False, None),
+        (120, 100, 10, False, False),
+        (None, 100, 0, True, False),
+        (50, None, 0, False, None),
+    ],
+)
+def test_fits(peak, capacity, uncertainty, refused, expected):
+    assert memory.fits(peak, capacity, uncertainty, refused=refused) is expected
+
+
+def test_capacity_leaves_room_for_the_runtime():
+    for one in hardware.ACCELERATORS:
+        assert 0.9 * one.memory_bytes < hardware.usable_bytes(one) < one.memory_bytes
+
+
+def test_the_least_of_fsdp_is_two_gathers_and_a_scatter_in_the_compute_dtype(small):
+    config = small({"fsdp": 8}, precision=PrecisionOptions("bfloat16"))
+    found = minimum.wire_bytes_minimum(assembled(config))
+    layers = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    split = layers + 2 * 256 * 64  # the table and the head; norms are whole
+    assert found == {"fsdp": 7 / 8 * 3 * 2 * split}
+
+
+def test_the_least_of_data_is_an_all_reduce_in_float32(small):
+    assembly = assembled(small({"data": 8}, precision=PrecisionOptions("bfloat16")))
+    assert minimum.wire_bytes_minimum(assembly) == {"data": 2 * 7 / 8 * 4 * assembly.task.num_parameters}
+
+
+@pytest.mark.parametrize(("policy", "reductions"), [("none", 4), ("full", 5)])
+def test_the_least_of_tensor_is_four_or_five_reductions_a_layer(small, policy, reductions):
+    found = minimum.wire_bytes_minimum(assembled(small({"tensor": 4, "data": 2}, remat=RematOptions(policy))))
+    activations = 16 / 2 * 32 * 64 * 4
+    assert found["tensor"] == 2 * 3 / 4 * (reductions * 2 + 2) * activations
+
+
+def test_the_least_of_the_pipeline_is_an_activation_each_way(small):
+    assembly = assembled(small({"pipeline": 2}))
+    activations = 16 / 2 * 32 * 64 * 4
+    assert minimum.wire_bytes_minimum(assembly) == {"pipeline": 2 * 2 * activations}
+    # 1f1b, two stages, two microbatches: three rows each way, each with a permute.
+    assert minimum.executor_bytes(assembly) > 6 * activations
+
+
+def test_model_flops_count_attention_half_or_whole(small):
+    assembly = assembled(small({"data": 8}))
+    causal, full = minimum.model_flops(assembly)
+    attention = 12 * 2 * 32 * 64 * (16 * 32 / 8)
+    assert full - causal == pytest.approx(attention / 2)
+    assert full == assembly.task.flops_per_token * 16 * 32 / 8
+
+
+def row(axis, wire_bytes, overlapped=1.0):
+    return Traffic(axis, "all-gather", 1, wire_bytes, wire_bytes, 1.0, overlapped, ("models/layers.py:1",))
+
+
+def test_far_above_the_minimum_is_a_finding_and_near_it_none():
+    (found,) = findings._traffic("fsdp", 1e9, None, [row("fsdp", 2e9)])
+    assert "fsdp sends" in found.what
+    assert "2.00 times" in found.what
+    assert "models/layers.py:1" in found.what
+    assert findings._traffic("fsdp", 1e9, None, [row("fsdp", 1.1e9)]) == []
+    assert findings._traffic("pipeline", 1e9, 2e9, [row("pipeline", 2e9)]) == []
+
+
+def test_unhidden_traffic_is_a_finding():
+    (found,) = findings._traffic("fsdp", 1e9, None, [row("fsdp", 1e9, overlapped=0.1)])
+    assert found.what.startswith("only 10%")
+
+
+def test_the_compilers_warnings_are_findings():
+    lines = [
+        "E0000 spmd_partitioner.cc:630] [SPMD] Involuntary full rematerialization. The compiler was not able to go ...",
+        "W1121 hlo_rematerialization.cc:3231] Can't reduce memory use below 60.68GiB (65158077335 bytes) by "
+        "rematerialization; only reduced to 74.55GiB (80052486992 bytes), down from 75.45GiB originally",
+        "I0000 nothing of interest",
+    ]
+    found = findings._messages(lines)
+    assert len(found) == 2
+    assert "involuntary full rematerialization" in found[0].what
+    assert "60.68GiB" in found[1].what
+    assert "74.55GiB" in found[1].what
+
+
+def streams(text, transfers=()):
+    program = hlo.read(text)
+    made = timing.Streams(program, H100, (), {}, timing.Assumptions())
+    made.transfers = dict(transfers)
+    return made.computation(next(reversed([name for name in program.computations if program.num_runs[name]])))
+
+
+PRODUCT = "%dot.{0} = f32[4096,4096]{{1,0}} dot(%w, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+START = "%all-gather-start = (f32[8]{0}, f32[64]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}"
+DONE = "%all-gather-done = f32[64]{0} all-gather-done(%all-gather-start)"
+ARGUMENTS = ("%w = f32[4096,4096]{1,0} parameter(0)", "%x = f32[8]{0} parameter(1)")
+
+
+def test_a_transfer_beside_a_product_costs_nothing_until_it_is_longer():
+    (alone, product, _) = streams(recorded.entry(*ARGUMENTS, PRODUCT.format(1)))
+    assert alone == product > 0
+    hidden = recorded.entry(*ARGUMENTS, START, PRODUCT.format(1), DONE)
+    short, long = ({"all-gather-start": seconds} for seconds in (product / 2, 3 * product))
+    assert streams(hidden, short)[0] == pytest.approx(product)
+    assert streams(hidden, long)[0] == pytest.approx(3 * product)
+    bare = recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE)
+    assert streams(bare, short)[0] == pytest.approx(1.5 * product)
+
+
+def test_loops_cost_their_body_each_time():
+    whole, computed, _ = streams(recorded.GPU_LOOPS)
+    assert whole == computed == pytest.approx(15 * streams(recorded.GPU_LOOPS.replace('"n":"5"', '"n":"1"').replace(
+        '"n":"3"', '"n":"1"'))[0])  # fmt: skip
+
+
+def test_a_slice_of_a_large_array_moves_the_slice():
+    text = recorded.entry(
+        "%w = f32[1024,1024]{1,0} parameter(0)",
+        "%i = s32[] parameter(1)",
+        "%dynamic-slice = f32[1,1024]{1,0} dynamic-slice(%w, %i, %i), dynamic_slice_sizes={1,1024}",
+    )
+    seconds = streams(text)[0]
+    speed = H100.memory_bytes_per_second * timing.Assumptions().memory_efficiency
+    assert seconds == pytest.approx(2 * 4096 / speed)
+
+
+def test_every_mesh_of_eight_devices_is_thought_of_once():
+    found = list(candidates.meshes(8))
+    assert len(found) == len({tuple(shape.values()) for shape in found}) == 20
+
+
+def cluster_of(name, num_hosts, each):
+    devices = topology.open_cluster("cpu:8").devices
+    accelerator = next(one for one in hardware.ACCELERATORS if one.name == name)
+    return topology.Cluster(name, "cuda", devices[: num_hosts * each], num_hosts, accelerator, (9, 0))
+
+
+def test_candidates_are_legal_and_keep_tensor_inside_a_host(small):
+    found = candidates.candidates(small(), cluster_of("h100", 4, 2), only_mesh=True)
+    assert found
+    assert {one.shape["tensor"] for one in found} == {1, 2}
+    assert all(set(one.change) == {f"mesh.{axis}" for axis in one.shape} for one in found)
+    assert [one.guessed_seconds for one in found] == sorted(one.guessed_seconds for one in found)
+
+
+def test_a_model_that_no_mesh_can_hold_has_no_candidates(small):
+    huge = dataclasses.replace(small().model, num_layers=96, embed_dim=16384, mlp_dim=65536)
+    assert candidates.candidates(small(model=huge), cluster_of("h100", 1, 8), only_mesh=False) == []
+
+
+def test_wider_searches_change_microbatches_and_remat(small):
+    found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
+    assert {one.change["remat.policy"] for one in found if "remat.policy" in one.change} == {"full", "none"}
+    schedules = {one.change["pipeline.schedule"] for one in found if "pipeline.schedule" in one.change}
+    assert "1f1b" in schedules
+
+
+def test_at_most_two_of_each_mesh_are_compiled(small):
+    found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
+    chosen = search.diverse(found)
+    shapes = [tuple(one.shape.values()) for one in chosen]
+    assert max(map(shapes.count, shapes)) <= 2
+    assert len(chosen) <= search.MAX_COMPILED
+
+
+def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
+    (one, *_) = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=True)
+    assert MeshOptions(**{key.partition(".")[2]: value for key, value in one.change.items()})
+    assert search.describe(one)

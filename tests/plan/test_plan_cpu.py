@@ -1,0 +1,166 @@
+"""Plans for simulated CPUs: a plan's numbers against those of a real run, and the program from its command line."""
+
+import json
+import re
+
+import jax
+import pytest
+
+from meshtrain.errors import UserError
+from meshtrain.plan import __main__ as program
+from meshtrain.plan import calibration, changes, page, report
+
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 4, "data": 2},
+    {"pipeline": 2, "data": 4},
+    {"data": 2, "pipeline": 2, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+]
+
+
+def held(array):
+    """Bytes of an array on each device that holds a piece of it."""
+    pieces = {}
+    for shard in array.addressable_shards:
+        pieces[shard.device] = pieces.setdefault(shard.device, 0) + shard.data.nbytes
+    return pieces
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: " ".join(f"{axis} {size}" for axis, size in mesh.items()))
+def test_arguments_are_the_bytes_that_a_run_holds(plan, small, mesh):
+    made = plan("cpu:8", small(mesh))
+    assembly = made.compiled.assembly
+    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    batch = {
+        name: jax.device_put(jax.numpy.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+        for name, leaf in assembly.batch.items()
+        if name not in made.memory.unread
+    }
+    total = dict.fromkeys(jax.devices(), 0)
+    for array in jax.tree.leaves((state, batch)):
+        for device, size in held(array).items():
+            total[device] += size
+    assert set(total.values()) == {made.memory.arguments_expected_bytes}
+    assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
+
+
+def test_data_parallel_is_never_free(plan, small):
+    made = plan("cpu:8", small({"data": 8}))
+    assert report.sent_along(made, "data") >= made.minimum["data"] > 0
+
+
+def test_axes_of_size_one_are_left_out(plan, small):
+    made = plan("cpu:8", small({"data": 4, "tensor": 2}))
+    assert set(made.minimum) == {"data", "tensor"}
+    named = {axis for row in made.traffic for axis in row.axis.split("+")}
+    assert named == {"data", "tensor"}
+
+
+def test_a_mesh_that_does_not_fit_the_cluster_is_one_line(small):
+    with pytest.raises(UserError, match="mesh: got"):
+        program.planner.shape_on(small({"data": 16}), program.topology.open_cluster("cpu:8"))
+
+
+def keys(content, prefix=""):
+    found = set()
+    for key, value in content.items():
+        found.add(prefix + key)
+        if isinstance(value, dict):
+            found |= keys(value, f"{prefix}{key}.")
+    return found
+
+
+def test_the_json_has_what_programs_rely_on(plan, small):
+    content = json.loads(json.dumps(report.to_json(plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})))))
+    memory = ("arguments", "temporary", "peak", "capacity", "parameters", "gradients", "optimizer")
+    wanted = {f"memory.{name}_bytes" for name in memory}
+    wanted |= {"num_devices", "fits", "flops.compiled", "flops.model_causal", "flops.model_full"}
+    wanted |= {"modelled.step_seconds_low", "modelled.step_seconds_high"}
+    wanted |= {f"wire_bytes_minimum.{axis}" for axis in ("data", "pipeline", "tensor")}
+    assert wanted <= keys(content)
+    row = {"axis", "kind", "count", "logical_bytes", "wire_bytes", "asynchronous_fraction", "overlapped_fraction"}
+    assert all(row <= entry.keys() for entry in content["collectives"])
+    assert (content["num_devices"], content["fits"]) == (8, None)
+
+
+def test_the_program_prints_and_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(program.jax.config, "update", lambda *_: None)  # the cache stays on for the other tests
+    overrides = ["--config.mesh.data=2", "--config.batch_size=4", "--config.model.embed_dim=64",
+                 "--config.sequence_length=16"]  # fmt: skip
+    files = {name: tmp_path / f"plan.{name}" for name in ("json", "html")}
+    given = [f"--{name}={path}" for name, path in files.items()]
+    assert program.main(["--cluster=cpu:2", *overrides, *given]) == 0
+    printed = capsys.readouterr().out
+    assert "plan         cpu:2: data 2: 2 x cpu" in printed
+    assert "whether it fits is not known" in printed
+    assert json.loads(files["json"].read_text())["num_devices"] == 2
+    assert files["html"].read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--cluster: got nothing"),
+        (["--cluster=h10:8"], "--cluster: got 'h10:8'"),
+        (["--cluster=cpu:8", "--json=nowhere/plan.json"], "--json: got 'nowhere/plan.json', whose folder"),
+        (["--cluster=cpu:8", "--calibrate=nowhere"], "--calibrate: 'nowhere' is not a file"),
+        (["--cluster=cpu:8", "--search=all_of_it"], "invalid choice"),
+        (["--cluster=cpu:8", "--config.mesh.data=3"], "batch_size"),
+    ],
+)
+def test_wrong_input_is_one_line_a_problem(words, said):
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        program.main(words)
+    assert all("\n" not in line for line in error.value.problems)
+
+
+def test_a_page_needs_nothing_else(plan, small):
+    made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
+    text = page.plan_page(made)
+    assert "http" not in text
+    assert text.count("<svg") == text.count("</svg>") >= 3
+    assert "&lt;" not in text or "<locals>" not in text
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", None), ("1.5", 1.5), ("2e-1", 0.2)])
+def test_seconds_to_calibrate_with(given, expected):
+    assert calibration.measured_seconds(given) == expected
+
+
+def test_a_log_is_calibrated_with_by_its_median(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1, "loss": 3}\n' + "".join(f'{{"step": {i}, "step_seconds": {i}}}\n' for i in (2, 9, 3)))
+    assert calibration.measured_seconds(str(log)) == 3
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", '{"loss": 3}\n', '{"step_seconds": "x"}\n'])
+def test_a_log_without_step_times_is_one_line(tmp_path, content):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(content)
+    with pytest.raises(UserError, match=r"--calibrate: .*allowed: metrics\.jsonl"):
+        calibration.measured_seconds(str(log))
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "inf", "nan"])
+def test_impossible_seconds_are_refused(given):
+    with pytest.raises(UserError, match="--calibrate: got"):
+        calibration.measured_seconds(given)
+
+
+def test_changes_are_words_to_copy(small):
+    change = {"layout.sequence_parallel": True, "mesh.fsdp": 4, "remat.policy": "full"}
+    words = "--config.layout.sequence_parallel=true --config.mesh.fsdp=4 --config.remat.policy=full"
+    assert changes.arguments(change) == words
+    changed = changes.with_change(small(), change)
+    assert (changed.layout.sequence_parallel, changed.mesh.fsdp, changed.remat.policy) == (True, 4, "full")
+
+
+def test_changes_that_keep_the_mesh_come_first_and_then_together(small):
+    shape = {"data": 2, "pipeline": 1, "fsdp": 1, "tensor": 2}
+    tried = list(changes.tried(small({"data": 2, "tensor": 2}), shape))
+    free = [{"layout.sequence_parallel": True}, {"zero.level": 1}, {"accumulation_steps": 2}, {"remat.policy": "full"}]
+    assert tried[:4] == free
+    assert tried[-1] == {key: value for change in free for key, value in change.items()}
