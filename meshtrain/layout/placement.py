@@ -94,12 +94,17 @@ class Placement:
         """Returns the number of shards that mesh axes make together."""
         return 1 if self.mesh is None else num_parts(axes, self.mesh.shape)
 
-    def on_shards(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Returns `function` run on each device's shards, as `jax.shard_map` over the axes that are not manual yet.
+    def on_shards(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *, is_opaque: bool = False
+    ) -> Callable[..., Any]:
+        """Returns `function` run on each device's shards; see `on_shards` below.
 
-        It is not for differentiating through: give what contains it a backward pass of its own.
+        Where something is whole on several devices it is not for differentiating through: give what contains it a
+        backward pass of its own.
         """
-        return function if self.mesh is None else on_shards(self.mesh, function, in_specs, out_specs)
+        if self.mesh is None:
+            return function
+        return on_shards(self.mesh, function, in_specs, out_specs, is_opaque=is_opaque)
 
     def _hold(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
         # An empty spec is not a free one: it says "whole on each device". Only a single device has nothing to be told.
@@ -108,13 +113,21 @@ class Placement:
         return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh_here(self.mesh), wanted))
 
 
-def on_shards(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_shards(
+    mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any, *, is_opaque: bool = False
+) -> Callable[..., Any]:
     """Returns `function` run on each device's shards: `jax.shard_map` over the axes that are not manual yet.
 
-    Specs may name axes that are manual already; these are left out.
+    Args:
+      mesh: the mesh.
+      function: what one device does with its shards.
+      in_specs: of the arguments; axes that are manual already are left out.
+      out_specs: of the results, likewise.
+      is_opaque: the function brings a rule of its own for the partitioner (a library's kernel), which must not meet it
+        where other axes are manual: axes of size 1 are made manual too. Otherwise they are left, which compiles faster.
     """
     axes = _automatic(mesh)
-    if not any(mesh.shape[axis] > 1 for axis in axes):
+    if mesh.size == 1 or not axes or not (is_opaque or _is_split_here(mesh)):
         return function
     here = _mesh_here(mesh)
     return jax.shard_map(

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
         kernel = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True, implementation=how)
-        return self.placement.on_shards(kernel, (queries, keys, keys), queries)(q, k, v)
+        return self.placement.on_shards(kernel, (queries, keys, keys), queries, is_opaque=True)(q, k, v)
 
     def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:
         """Returns [b, T, num_heads, H]."""

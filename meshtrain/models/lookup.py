@@ -58,11 +58,11 @@ def _backward(
         local = rows - _index(axes) * num_rows
         beyond = jnp.where((local >= 0) & (local < num_rows), local, num_rows)
         zeros = jnp.zeros((num_rows, cotangent.shape[-1]), jnp.float32)
-        total = zeros.at[beyond].add(cotangent.astype(jnp.float32), mode="drop")
+        total = zeros.at[beyond].add(cotangent.astype(jnp.float32), mode="drop").astype(table.dtype)
         return jax.lax.psum(total, axes_in(batch)) if axes_in(batch) else total
 
     total = placement.on_shards(added, (batch, batch), vocabulary)(rows, cotangent)
-    return total.astype(table.dtype), np.zeros(rows.shape, jax.dtypes.float0)
+    return total, np.zeros(rows.shape, jax.dtypes.float0)
 
 
 look_up.defvjp(_forward, _backward)

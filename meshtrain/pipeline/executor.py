@@ -129,8 +129,7 @@ class Rows:
         tables = [getattr(self.program, name).astype(np.int32) for name in Cell._fields]
         shape = self.program.active.shape
         every = np.stack([np.broadcast_to(t.reshape(shape[0], -1), shape) for t in tables], axis=-1)
-        start = (row, self.stage, jnp.zeros((), jnp.int32))
-        entries = jax.lax.dynamic_slice(jnp.asarray(every), start, (1, 1, len(tables)))[0, 0]
+        entries = ring.take(ring.take(jnp.asarray(every), row), self.stage)
         cell = Cell(*entries)
         return cell._replace(active=cell.active > 0)
 
@@ -237,11 +236,11 @@ class Rows:
 
 
 def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+    return ring.take(buffer, slot)
 
 
 def _write(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0)
+    return jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0, allow_negative_indices=False)
 
 
 def _add(total: Any, part: Any, wanted: jax.Array) -> Any:

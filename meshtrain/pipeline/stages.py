@@ -18,9 +18,14 @@ from meshtrain.models.task import Batch, Params, Stages
 PIPELINE = "pipeline"
 
 
+def take(x: jax.Array, index: jax.Array, dim: int = 0) -> jax.Array:
+    """Returns x[index] along a dim. Indices are never negative here, and saying so halves what there is to compile."""
+    return jax.lax.dynamic_index_in_dim(x, index, dim, keepdims=False, allow_negative_indices=False)
+
+
 def microbatch(batch: Batch, index: jax.Array) -> Batch:
     """Returns one of the microbatches in [b, M, ...]; `index` may differ between stages, and is held to 0 .. M - 1."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), batch)
+    return jax.tree.map(lambda x: take(x, index, dim=1), batch)
 
 
 def num_microbatches(batch: Batch) -> int:
@@ -37,7 +42,7 @@ def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
     """Returns the layers of one chunk of this stage, each leaf [K, ...]."""
     if num_chunks == 1:
         return layers
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, chunk, keepdims=False), layers)
+    return jax.tree.map(lambda leaf: take(leaf, chunk), layers)
 
 
 def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: jax.Array) -> Params:
@@ -51,10 +56,11 @@ def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: ja
     """
 
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
-        start = (*place, *(jnp.zeros((), jnp.int32) for _ in range(total.ndim - len(place))))
+        start: tuple[jax.Array | int, ...] = (*place, *(0,) * (total.ndim - len(place)))
         part = part.reshape((1,) * len(place) + total.shape[len(place) :])
-        before = jax.lax.dynamic_slice(total, start, part.shape)
-        return jax.lax.dynamic_update_slice(total, jnp.where(active, before + part, before), start)
+        before = jax.lax.dynamic_slice(total, start, part.shape, allow_negative_indices=False)
+        after = jnp.where(active, before + part, before)
+        return jax.lax.dynamic_update_slice(total, after, start, allow_negative_indices=False)
 
     return jax.tree.map(add, total, part)
 
@@ -131,7 +137,7 @@ def forward_only(
     for chunk in range(num_chunks - 1):
         between = jnp.zeros((num_parts, *shape.shape), shape.dtype)
         between = one_pass(chunk, source, lambda kept, y, m: kept.at[m].set(y), between)
-        source = functools.partial(jax.lax.dynamic_index_in_dim, between, keepdims=False)
+        source = functools.partial(take, between)
     return one_pass(num_chunks - 1, source, finish, initial)
 
 
