@@ -38,6 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.learning_rate.peak = 3e-4
     config.learning_rate.warmup_steps = 2000
     config.precision.policy = "bfloat16"
+    config.precision.reduce_dtype = "bfloat16"
     config.optimizer.beta2 = 0.95
     config.optimizer.weight_decay = 0.1
     config.optimizer.clip_norm = 1.0

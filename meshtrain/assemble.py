@@ -28,7 +28,7 @@ from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.table import chosen
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Gradients, accumulated, cut, summed
-from meshtrain.step.precision import cast, compute_dtype, compute_name, output_dtype, param_dtype
+from meshtrain.step.precision import cast, compute_dtype, compute_name, output_dtype, param_dtype, reduce_dtype
 from meshtrain.step.state import TrainState, init_state
 from meshtrain.step.step import eval_step, train_step, with_sequence_index
 from meshtrain.stored import (
@@ -113,7 +113,8 @@ def assemble(
     num_chunks = program.schedule.num_chunks if program else 1
 
     params, axes = abstract_params(task, num_chunks, mesh.size)
-    replicas = replicas_of(params, axes, partition.placements(params, axes, rules, mesh), mesh, level)
+    homes = partition.placements(params, axes, rules, mesh)
+    replicas = replicas_of(params, axes, homes, mesh, level, reduce_dtype(config.precision))
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rate(
@@ -143,7 +144,7 @@ def assemble(
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape)
     step = train_step(gradients, transformation, schedule_of_rates, config.optimizer.clip_norm, config.guard, scaling)
     whole = NamedSharding(mesh, PartitionSpec())
-    homes = shardings(state)
+    state_homes = shardings(state)
     return Assembly(
         config=config,
         mesh=mesh,
@@ -154,8 +155,8 @@ def assemble(
         kept_state=kept,
         batch=batch,
         names=names,
-        init=jax.jit(init, out_shardings=homes),
-        train_step=jax.jit(step, donate_argnums=0, out_shardings=(homes, whole)),
+        init=jax.jit(init, out_shardings=state_homes),
+        train_step=jax.jit(step, donate_argnums=0, out_shardings=(state_homes, whole)),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
         logits=jax.jit(logits, out_shardings=whole) if logits else None,
         to_kept=reshaper(state, kept),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from meshtrain.errors import UserError
 from meshtrain.layout import partition, zero
@@ -58,7 +59,7 @@ def state_names(
     return whole + of_params + of_optimizer + [(None,) * leaf.ndim for leaf in rest]
 
 
-def replicas_of(params: Params, axes: Any, homes: Any, mesh: Mesh, level: int) -> Replicas:
+def replicas_of(params: Params, axes: Any, homes: Any, mesh: Mesh, level: int, wire_dtype: DTypeLike) -> Replicas:
     """Returns how the replicas of the data axis share out the gradients of parameters that live at `homes`."""
 
     def home(leaf: Any, names: Axes, sharding: NamedSharding) -> Home:
@@ -66,7 +67,7 @@ def replicas_of(params: Params, axes: Any, homes: Any, mesh: Mesh, level: int) -
         spec = zero.over_data(sharding.spec, leaf.ndim, dim) if level == zero.MAX_LEVEL else sharding.spec
         return Home(spec, leaf.ndim, dim)
 
-    return Replicas(mesh, jax.tree.map(home, params, axes, homes), level)
+    return Replicas(mesh, jax.tree.map(home, params, axes, homes), level, wire_dtype)
 
 
 def placed(abstract: TrainState, names: list[Axes], rules: Rules, mesh: Mesh, level: int) -> TrainState:

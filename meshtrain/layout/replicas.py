@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import manual_specs, on_shards
@@ -42,11 +43,13 @@ class Replicas:
       mesh: the mesh.
       homes: a tree of `Home` like the parameters.
       level: of ZeRO (`zero.py`). Under 3 weights are split over the data axis, which then stays with the partitioner.
+      wire_dtype: of gradients as they cross the data axis; they are added up in float32 before.
     """
 
     mesh: Mesh
     homes: Any
     level: int = 0
+    wire_dtype: DTypeLike = jnp.float32
 
     @property
     def axes(self) -> frozenset[str]:
@@ -120,12 +123,19 @@ class Replicas:
         specs = jax.tree.map(trailing, gradients, homes)
 
         def scattered(gradients: Any) -> Any:
-            return jax.tree.map(lambda leaf, home: _scattered(leaf, home.dim), gradients, homes)
+            return jax.tree.map(lambda leaf, home: self._scattered(leaf, home.dim), gradients, homes)
 
         return on_shards(self.mesh, scattered, (specs,), specs)(gradients)
 
     def _scatters_each(self, home: Home) -> bool:
         return bool(self.axes) and self.level == 2 and home.dim != 0
+
+    def _scattered(self, x: jax.Array, dim: int) -> jax.Array:
+        """Sums over replicas; each gets its part of a dim counted from the end, or all of it where that is 0."""
+        sent = x.astype(self.wire_dtype)
+        if dim == 0:
+            return jax.lax.psum(sent, DATA).astype(jnp.float32)
+        return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True).astype(jnp.float32)
 
     def _with_replicas(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs, is_leaf=_is_spec)
@@ -137,7 +147,7 @@ class Replicas:
         def met(leaf: jax.Array, home: Home) -> jax.Array:
             if self._scatters_each(home):
                 return leaf[0]
-            return _scattered(leaf[0], home.dim if split else 0)
+            return self._scattered(leaf[0], home.dim if split else 0)
 
         def all_met(gradients: Any) -> Any:
             return jax.tree.map(met, gradients, self.homes)
@@ -148,9 +158,3 @@ class Replicas:
 
 def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
-
-
-def _scattered(x: jax.Array, dim: int) -> jax.Array:
-    if dim == 0:
-        return jax.lax.psum(x, DATA)
-    return jax.lax.psum_scatter(x, DATA, scatter_dimension=x.ndim + dim, tiled=True)

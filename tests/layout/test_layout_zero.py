@@ -127,3 +127,18 @@ def test_what_replicas_found_is_summed_and_lands_where_it_belongs(level, shape):
     np.testing.assert_allclose(found, x.T @ y, rtol=1e-5, atol=1e-5)
     expected = over_data(spec, 2, home.dim if level else 0)
     assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, expected), 2)
+
+
+def test_gradients_may_cross_in_bfloat16_and_come_out_in_float32():
+    mesh = make_mesh(sizes(data=2), jax.devices()[:2])
+    home = Home(PartitionSpec(), 1)
+    replicas = Replicas(mesh, home, 0, jnp.bfloat16)
+    found = np.array([[1 + 2**-9, 3.0], [2.0, 2**-12]], np.float32)
+
+    def compute(_, batch, key_data):
+        return jnp.float32(0), batch[0]
+
+    _, total = jax.jit(replicas.together(compute))(jnp.zeros(2), found, jax.random.key_data(jax.random.key(0)))
+    assert total.dtype == jnp.float32
+    # 1 + 2^-9 has no place in bfloat16 and becomes 1; each sum is rounded once more, or not at all.
+    assert total.tolist() == [3.0, 3.0]

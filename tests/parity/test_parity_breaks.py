@@ -66,7 +66,7 @@ def test_swapped_spec_is_noticed(monkeypatch, noticed):
 
 
 def test_replicas_that_do_not_meet_are_noticed(monkeypatch, noticed):
-    monkeypatch.setattr(replicas, "_scattered", lambda x, dim: x)
+    monkeypatch.setattr(replicas.Replicas, "_scattered", lambda self, x, dim: x)
     assert noticed(6, data=2)
 
 
