@@ -109,6 +109,12 @@ MISTAKES = [
     (["mesh.tensor=8", "mesh.pipeline=35", "model.num_layers=35", "model.num_heads=8", "model.num_kv_heads=8"],
      "model.vocab_multiple", "nearest: 280"),
     (["layout.sequence_parallel=true", "mesh.tensor=4", "sequence_length=126"], "sequence_length", "nearest: 128"),
+    (["zero.level=4"], "zero.level", "nearest: 3"),
+    (["zero.level=-1"], "zero.level", "nearest: 0"),
+    (["zero.strategy=fullshard"], "zero.strategy", "did you mean 'full_shard'?"),
+    (["zero.level=1", "zero.strategy=full_shard"], "zero.level", "nearest: zero.level=0"),
+    (["zero.strategy=hybrid_shard", "mesh.data=8"], "zero.strategy", "nearest: zero.strategy=full_shard"),
+    (["precision.reduce_dtype=float8"], "precision.reduce_dtype", "allowed: auto, float32, bfloat16"),
 ]  # fmt: skip
 
 
