@@ -190,6 +190,9 @@ GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_latency_hiding_scheduler", True, "starts collectives early; some GPUs (A100) do not by default"
     ),
+    CompilerOption(
+        "xla_gpu_enable_analytical_latency_estimator", True, "weighs collectives by size; older GPUs guess by default"
+    ),
     CompilerOption("xla_gpu_enable_pipelined_all_gather", True, "gathers the next layer's weights during this one"),
     CompilerOption("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters a layer's gradients during the next"),
     CompilerOption("xla_gpu_enable_pipelined_all_reduce", True, "sums a layer's gradients during the next"),

@@ -14,7 +14,7 @@ from meshtrain.config import Config, check, resolve
 from meshtrain.data.corpus import open_corpus
 from meshtrain.errors import UserError
 from meshtrain.evaluate import evaluate, training_batches
-from meshtrain.hardware import peak_flops_per_second
+from meshtrain.hardware import compiler_options, peak_flops_per_second
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
@@ -72,8 +72,9 @@ def train(
         assembly = assemble(config, shape, devices, make_task, rules)
         say("; ".join([describe(assembly.mesh), *notes]))
     with Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints, ThreadPoolExecutor(1) as thread:
+        options = compiler_options(devices[0].device_kind)
         # The compiler leaves the interpreter alone: initial weights, a program of their own, come meanwhile.
-        compiling = thread.submit(lambda: assembly.train_step.lower(assembly.state, assembly.batch).compile())
+        compiling = thread.submit(lambda: assembly.train_step.lower(assembly.state, assembly.batch).compile(options))
         with show("restore" if start_step else "init") as say:
             state = resume.starting_state(assembly, checkpoints, start_step)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")

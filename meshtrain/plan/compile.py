@@ -13,6 +13,7 @@ from meshtrain.hardware import compiler_options
 from meshtrain.plan.attention import as_on_target
 from meshtrain.plan.quiet import captured
 from meshtrain.plan.topology import Cluster
+from meshtrain.plan.traced import traced_flops
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -39,6 +40,7 @@ class Compiled:
       statistics: None likewise.
       options: the compiler options it was compiled with.
       attention: the implementation of attention that was compiled.
+      traced_flops: of matrix products on one device before any compiler, attention kernels in full.
       messages: lines that the compiler wrote to standard error.
       refusal: why there is no program, in the compiler's words; an empty text where there is one.
       seconds: time taken, in all.
@@ -49,6 +51,7 @@ class Compiled:
     statistics: Statistics | None
     options: Mapping[str, Any]
     attention: str
+    traced_flops: float
     messages: tuple[str, ...]
     refusal: str
     seconds: float
@@ -70,9 +73,8 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
     with as_on_target(config, cluster) as (config, attention):
         assembly = assemble(config, shape, cluster.devices)
         with captured() as messages:
-            lowered = assembly.train_step.trace(assembly.state, assembly.batch).lower(
-                lowering_platforms=(cluster.platform,)
-            )
+            traced = assembly.train_step.trace(assembly.state, assembly.batch)
+            lowered = traced.lower(lowering_platforms=(cluster.platform,))
             compiled, refusal = None, ""
             try:
                 compiled = lowered.compile(compiler_options=dict(options))
@@ -87,6 +89,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         statistics=_statistics(compiled.memory_analysis()) if compiled else None,
         options=options,
         attention=attention,
+        traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
         messages=tuple(messages),
         refusal=refusal,
         seconds=time.perf_counter() - start,

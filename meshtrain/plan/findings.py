@@ -15,6 +15,8 @@ FAR_ABOVE_MINIMUM = 1.2
 MATTERS_BYTES = 100e6  # below this nobody waits
 MATTERS_SHARE = 0.1  # of all that is sent
 LITTLE_OVERLAP = 0.5
+ADDED = 0.02
+MUCH_IDLE = 0.15
 REMATERIALIZED = re.compile(r"Involuntary full rematerialization.*?(?:for HLO operation: %?([\w.\-]+))?", re.IGNORECASE)
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 OFFLOAD = "pinned_host"
@@ -39,7 +41,7 @@ def findings(
     rows: Sequence[Traffic],
     minimum: Mapping[str, float],
     executor_bytes: float | None,
-    recomputed_share: float | None,
+    added_share: float | None,
 ) -> list[Finding]:
     """Returns what is worth knowing about a plan, memory first.
 
@@ -50,24 +52,30 @@ def findings(
       rows: its traffic.
       minimum: axis -> least bytes.
       executor_bytes: of the pipeline's formula.
-      recomputed_share: of the compiled work.
+      added_share: FLOPs that the compiler added, as a share of those traced.
     """
     found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages)]
-    for axis, least in minimum.items():
-        found += _traffic(axis, least, executor_bytes if axis == "pipeline" else None, rows)
-    found += _attention(compiled, cluster)
     program = compiled.assembly.program
-    if program is not None and recomputed_share is not None:
-        rounds = len(program.kinds) / 2
-        useful = program.schedule.num_microbatches * program.schedule.num_chunks
-        idle = 1 - useful / rounds
-        if idle > 0.15:
-            found.append(
-                Finding(
-                    f"the pipeline idles {idle:.0%} of its rows",
-                    "more pipeline.num_microbatches, or interleaved_1f1b with more pipeline.num_chunks",
-                )
+    idle = 1 - float(program.active.mean()) if program is not None else 0.0
+    for axis, least in minimum.items():
+        # A pipeline's idle rows send along the axes inside a stage as well.
+        bound = least if axis == "data" else least / (1 - idle)
+        found += _traffic(axis, bound, executor_bytes if axis == "pipeline" else None, rows)
+    found += _attention(compiled, cluster)
+    if added_share is not None and added_share > ADDED:
+        found.append(
+            Finding(
+                f"the compiler added {added_share:.1%} of matrix products to those traced",
+                "it recomputes to save memory, or repeats on several devices what it could not split",
             )
+        )
+    if idle > MUCH_IDLE:
+        found.append(
+            Finding(
+                f"the pipeline idles {idle:.0%} of its rows",
+                "more pipeline.num_microbatches, or interleaved_1f1b with more pipeline.num_chunks",
+            )
+        )
     return found
 
 

@@ -7,7 +7,7 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter
     tensor    2 (n - 1) / n of A, M times: 4 a layer (5 where the forward is computed again), one for the
               look-up and one for the head
-    pipeline  A each way for each chunk of a stage, M times
+    pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ class Sizes:
     Attributes:
       num_microbatches: M.
       activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype.
+      residual_bytes: R, the same between layers, where sequence parallelism splits the sequence over tensor.
       stored_bytes: axis -> bytes of the weights split for storage over it, gathered, in the compute dtype.
       gradient_bytes: of all float32 gradients of one device.
       layers_of_stage: L / S.
@@ -44,6 +45,7 @@ class Sizes:
 
     num_microbatches: int
     activation_bytes: float
+    residual_bytes: float
     stored_bytes: dict[str, float]
     gradient_bytes: float
     layers_of_stage: float
@@ -57,9 +59,11 @@ def sizes(assembly: Assembly) -> Sizes:
     sequences = config.batch_size / (parts * shape["data"] * shape["fsdp"])
     leaves = jax.tree.leaves(assembly.state.params)
     stored = {axis: sum(_gathered(leaf, axis) * itemsize for leaf in leaves) for axis in assembly.rules.storage_axes}
+    activations = sequences * config.sequence_length * config.model.embed_dim * itemsize
     return Sizes(
         num_microbatches=parts,
-        activation_bytes=sequences * config.sequence_length * config.model.embed_dim * itemsize,
+        activation_bytes=activations,
+        residual_bytes=activations / (shape["tensor"] if config.layout.sequence_parallel else 1),
         stored_bytes=stored,
         gradient_bytes=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves) * FLOAT32_BYTES,
         layers_of_stage=config.model.num_layers / shape["pipeline"],
@@ -84,7 +88,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     times = size.num_microbatches
     minimum = {
         "data": share["data"] * _data_bytes(config.zero.effective_level, size),
-        "pipeline": 2.0 * times * chunks * size.activation_bytes,
+        "pipeline": 2.0 * times * chunks * size.residual_bytes,
         "fsdp": share["fsdp"] * GATHERS_AND_SCATTER * times * _stored(size, "fsdp"),
         "tensor": 2 * share["tensor"] * tensor * times * size.activation_bytes,
     }
@@ -105,25 +109,28 @@ def _data_bytes(level: int, size: Sizes) -> float:
 def executor_bytes(assembly: Assembly) -> float | None:
     """Returns what the pipeline's executor sends over its axis by its own formula; None without a pipeline.
 
-    One permute of A a row; embedding, its backward, the head's input and the head's cotangent each sum A over the
-    stages in float32, and the loss three numbers a token, in each row whose body has them.
+    One permute of R a row. In each row whose body has them, embedding, its backward and the head's input sum R over
+    the stages in float32, the head's cotangent A, and the loss three numbers a token (R: A as layers hand it on).
     """
     program = assembly.program
     if program is None:
         return None
     size, config, shape = sizes(assembly), assembly.config, dict(assembly.mesh.shape)
     ring = 2 * (shape["pipeline"] - 1) / shape["pipeline"]
-    elements = size.activation_bytes / jnp.dtype(compute_dtype(config.precision)).itemsize
-    summed = ring * elements * FLOAT32_BYTES
-    numbers = ring * 3 * FLOAT32_BYTES * elements / config.model.embed_dim
+    wider = FLOAT32_BYTES / jnp.dtype(compute_dtype(config.precision)).itemsize
+    residual, whole = (ring * wider * size.residual_bytes, ring * wider * size.activation_bytes)
+    numbers = 3 * whole / config.model.embed_dim
 
     def of(part: Segment | Signature) -> float:
         if isinstance(part, Segment):
             return part.count * sum(of(child) for child in part.body)
-        row = size.activation_bytes + summed * (part.embed + part.embed_backward)
-        return row + (2 * summed + numbers if part.head else 0.0)
+        row = size.residual_bytes + residual * (part.embed + part.embed_backward)
+        return row + (residual + whole + numbers if part.head else 0.0)
 
-    return sum(of(segment) for segment in segments(program))
+    rows = segments(program)
+    # Nobody reads what the very last row sends, and outside of a loop the compiler leaves it out.
+    unsent = size.residual_bytes if rows[-1].count == 1 else 0.0
+    return sum(of(segment) for segment in rows) - unsent
 
 
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:

@@ -61,6 +61,13 @@ class Plan:
         done = self.work.products + self.work.attention_full
         return 1 - self.model_flops[1] / done if done else None
 
+    @property
+    def added_share(self) -> float | None:
+        """FLOPs that the compiler added to those traced, as a share of these."""
+        if self.work is None or not self.compiled.traced_flops:
+            return None
+        return (self.work.products + self.work.attention_full) / self.compiled.traced_flops - 1
+
 
 def shape_on(config: Config, cluster: Cluster) -> dict[str, int]:
     """Returns the size of each axis on a cluster.
@@ -113,5 +120,5 @@ def plan(
         timing=modelled,
         findings=(),
     )
-    found = findings.findings(compiled, cluster, held, rows, made.minimum, made.executor_bytes, made.recomputed_share)
+    found = findings.findings(compiled, cluster, held, rows, made.minimum, made.executor_bytes, made.added_share)
     return dataclasses.replace(made, findings=tuple(found))

@@ -115,6 +115,7 @@ def _compute(plan: Plan) -> str:
     rows = [
         ("compiled", f"{plan.work.total:.4g}", "matrix products; of causal attention kernels what they do not skip")
     ]
+    rows.append(("traced", f"{plan.compiled.traced_flops:.4g}", "before the compiler, attention kernels in full"))
     if plan.model_flops:
         causal, full = plan.model_flops
         rows += [
@@ -204,6 +205,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "flops": {
             "compiled": plan.work and plan.work.total,
             "compiled_full_attention": plan.work and plan.work.products + plan.work.attention_full,
+            "traced": plan.compiled.traced_flops,
             "model_causal": plan.model_flops and plan.model_flops[0],
             "model_full": plan.model_flops and plan.model_flops[1],
         },

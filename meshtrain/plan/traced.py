@@ -1,0 +1,66 @@
+"""FLOPs of matrix products as traced, before any compiler: what the compiled program is compared with.
+
+A device's share of what is left to the partitioner is the whole divided by those axes; inside `jax.shard_map` shapes
+are a device's own along the manual axes.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core
+
+from meshtrain.plan.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
+
+ATTENTION = {
+    "dot_product_attention_fwd_wrapper": FORWARD_PRODUCTS,
+    "dot_product_attention_bwd_wrapper": BACKWARD_PRODUCTS,
+}
+
+
+def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int]) -> float:
+    """Returns the FLOPs of one device, as if the partitioner split all work evenly; attention kernels count in full.
+
+    Args:
+      jaxpr: of the step.
+      mesh_shape: the size of each axis.
+    """
+    return _flops(jaxpr, mesh_shape, frozenset(mesh_shape))
+
+
+def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[str]) -> float:
+    total = 0.0
+    share = math.prod(mesh_shape[axis] for axis in automatic)
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "dot_general":
+            total += _product(equation) / share
+        elif name in ATTENTION:
+            total += ATTENTION[name] * _attention(equation) / share
+        else:
+            inside = automatic
+            if name == "shard_map":
+                inside = automatic - frozenset(equation.params["newly_manual_axes"])
+            times = equation.params["length"] if name == "scan" else 1
+            total += times * sum(_flops(inner, mesh_shape, inside) for inner in _inner(equation))
+    return total
+
+
+def _inner(equation: Any) -> Iterator[core.Jaxpr]:
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, core.ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, core.Jaxpr):
+                yield part
+
+
+def _product(equation: Any) -> float:
+    ((contracted, _), _) = equation.params["dimension_numbers"]
+    left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return 2.0 * math.prod(result) * math.prod(left[dim] for dim in contracted)
+
+
+def _attention(equation: Any) -> float:
+    query, key = (variable.aval.shape for variable in equation.invars[:2])
+    return 2.0 * math.prod(query) * key[1]
