@@ -172,7 +172,7 @@ def built_in(config: Config, placement: Placement) -> Task:
         sequence_length=config.sequence_length,
         dtype=compute_dtype(config.precision),
         output_dtype=output_dtype(config.precision),
-        remat=config.remat.policy,
+        remat=config.remat,
         placement=placement,
     )
 

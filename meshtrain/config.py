@@ -31,6 +31,7 @@ from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.layout.zero import problems as zero_problems
+from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.observe import profiler
@@ -159,6 +160,7 @@ def check(config: Config, mesh_shape: Mapping[str, int], *, own_task: bool = Fal
         found += checks.sequence_on_mesh(config.sequence_length, mesh_shape)
     if not own_task:
         found += checks.model_on_mesh(config.model, mesh_shape)
+        found += remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"])
         found += pipeline_check.check(
             config.pipeline,
             num_stages=mesh_shape["pipeline"],

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models.layers import normal, rotate, weight
+from meshtrain.models.remat import HEADS
 
 
 class Attention(nn.Module):
@@ -48,7 +50,7 @@ class Attention(nn.Module):
             fits = fused_kernel_fits(self.head_dim, self.dtype, jax.default_backend())
             implementation = "cudnn" if fits and mask is None else "xla"
         heads = self._attend(q, k, v, mask, implementation)
-        heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
+        heads = checkpoint_name(self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim")), HEADS)
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)

@@ -7,6 +7,7 @@ K: layers in a stack.
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from meshtrain.models import losses
 from meshtrain.models.attention import Attention
 from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
-from meshtrain.models.remat import RESIDUAL, checkpoint_policy
+from meshtrain.models.remat import RESIDUAL, RematOptions, checkpoint_policy
 from meshtrain.models.task import Batch
 from meshtrain.options import option
 
@@ -165,6 +166,51 @@ def layer_stack(
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
     return stack(options, placement, dtype, train)
+
+
+def run_layers(
+    options: DecoderOptions,
+    layers: Any,
+    x: jax.Array,
+    indices: jax.Array,
+    given: tuple[Any, ...],
+    placement: Placement,
+    dtype: DTypeLike,
+    train: bool,
+    remat: RematOptions,
+) -> jax.Array:
+    """Returns the activations after K layers, [b, T, D].
+
+    Args:
+      options: the model's shape.
+      layers: parameters, each leaf [K, ...].
+      x: [b, T, D].
+      indices: int32 [K], of the layers in the whole model.
+      given: what each layer is given besides: keys, angles, mask.
+      placement: where activations and gathered weights live.
+      dtype: of the activations.
+      train: whether to drop, and to keep anything for a backward pass.
+      remat: what that computes again. `every` has to divide K.
+    """
+    policy, every = (remat.policy, remat.every) if train else ("none", 1)
+
+    def run(x: jax.Array, some: tuple[Any, jax.Array], policy: str) -> jax.Array:
+        layers, indices = some
+        stack = layer_stack(options, indices.shape[0], placement, dtype, train, policy)
+        y: jax.Array = stack.apply({"params": layers}, x, indices, *given)[0]
+        return y
+
+    def group(x: jax.Array, some: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        # One by one: what a loop inside the loop keeps would be copied out of it, memory for another group.
+        for i in range(every):
+            one = jax.tree.map(operator.itemgetter(slice(i, i + 1)), some)
+            x = run(x, one, "none" if i else policy)
+        return x, None
+
+    if every == 1 or policy == "none":
+        return run(x, (layers, indices), policy)
+    in_groups = lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:])  # noqa: E731
+    return jax.lax.scan(group, x, jax.tree.map(in_groups, (layers, indices)))[0]
 
 
 def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | None:

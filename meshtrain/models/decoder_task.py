@@ -20,8 +20,11 @@ from jax.typing import DTypeLike
 from meshtrain.layout.placement import Placement
 from meshtrain.models import losses
 from meshtrain.models.attention import same_document
-from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack
+from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack, run_layers
+from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
+
+NOTHING_AGAIN = RematOptions("none")
 
 
 def decoder(
@@ -31,7 +34,7 @@ def decoder(
     sequence_length: int,
     dtype: DTypeLike = jnp.float32,
     output_dtype: DTypeLike | None = None,
-    remat: str = "none",
+    remat: RematOptions = NOTHING_AGAIN,
     placement: Placement | None = None,
 ) -> Task:
     """Returns the task of a decoder.
@@ -42,13 +45,13 @@ def decoder(
       sequence_length: T, tokens.
       dtype: of activations and of the weights that meet them; parameters are float32.
       output_dtype: of logits as the head's product makes them; None: `dtype`.
-      remat: the policy's name (`remat.py`). In a pipeline the backward pass computes each stage again from its input,
-        so `full` adds nothing there.
+      remat: what the backward pass computes again. In a pipeline it computes each stage again from its input, so that
+        `full` adds nothing there.
       placement: where activations and gathered weights live; None means wherever their inputs are.
     """
     num_positions = options.max_positions or sequence_length
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, placement or Placement.nowhere())
-    inner = "none" if remat == "full" else remat
+    inner = NOTHING_AGAIN if remat.policy == "full" else remat
     num_parameters = count_parameters(options, num_positions)
     return Task(
         init=functools.partial(init, options, num_positions),
@@ -81,17 +84,22 @@ class Decoder:
         return x
 
     def repeated(
-        self, layers: Params, x: jax.Array, batch: Batch, rng: jax.Array, start: Any, train: bool, *, remat: str
+        self,
+        layers: Params,
+        x: jax.Array,
+        batch: Batch,
+        rng: jax.Array,
+        start: Any,
+        train: bool,
+        *,
+        remat: RematOptions,
     ) -> jax.Array:
         """Returns the activations after K layers, of which the first has the index `start` in the whole model."""
-        num_layers = jax.tree.leaves(layers)[0].shape[0]
-        policy = remat if train else "none"
-        stack = layer_stack(self.options, num_layers, self.placement, self.dtype, train, policy)
-        indices = start + jnp.arange(num_layers)
+        indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         mask = same_document(batch["segment_ids"]) if self.options.within_documents else None
-        y: jax.Array = stack.apply({"params": layers}, x, indices, sequence_keys(rng, batch), angles, mask)[0]
-        return y
+        given = (sequence_keys(rng, batch), angles, mask)
+        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
 
     def columns(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
         """Returns logits [b, T, v] in the output dtype, padding included."""
@@ -111,7 +119,7 @@ class Decoder:
         total = losses.cross_entropy(columns, batch["targets"], batch["weights"], self.options.vocab_size, axis)
         return total, jnp.sum(batch["weights"]), {}
 
-    def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: str) -> Loss:
+    def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, no metrics)."""
         x = self.first(params, batch, rng, train)
         return self.last(params, self.repeated(params["layers"], x, batch, rng, 0, train, remat=remat), batch)
@@ -120,7 +128,7 @@ class Decoder:
         """Returns float32 logits [B, T, V] of a batch, nothing dropped, padding at minus infinity."""
         rng = jax.random.key(0)
         x = self.first(params, batch, rng, False)
-        return self.logits(params, self.repeated(params["layers"], x, batch, rng, 0, False, remat="none"))
+        return self.logits(params, self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN))
 
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:

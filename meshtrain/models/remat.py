@@ -9,8 +9,11 @@ import jax
 from meshtrain.layout.placement import Placement
 from meshtrain.options import option
 
-# The name under which `attention.py` marks the residual stream for `offload`.
-RESIDUAL = "residual"
+# Names that mark activations for policies: a layer's input, and what attention makes before its output projection.
+RESIDUAL, HEADS = "residual", "heads"
+
+# cuDNN's attention: its results are the heads, and the sums of exponentials that its backward pass starts from.
+_FUSED_ATTENTION = "dot_product_attention_fwd"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +22,11 @@ class RematOptions:
 
     policy: str = option(
         "none",
-        "what a layer computes again: none, full (all but its input), dots (all but matmuls), offload (input on host)",
-        choices=("none", "full", "dots", "offload"),
+        "what a layer computes again: none, full (all but its input), save_attention (all but input and attention), "
+        "dots (all but matmuls), offload (as full, the input waits in the host's memory)",
+        choices=("none", "full", "save_attention", "dots", "offload"),
     )
+    every: int = option(1, "one layer of so many computes again, the others keep everything; 1: each layer", minimum=1)
 
 
 def checkpoint_policy(name: str, placement: Placement) -> Callable[..., Any] | None:
@@ -48,6 +53,8 @@ def checkpoint_policy(name: str, placement: Placement) -> Callable[..., Any] | N
 
 def _activations(name: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
+    if name == "save_attention":
+        return _is_attention
     if name == "dots":
         return policies.dots_with_no_batch_dims_saveable
     if name == "offload":
@@ -60,9 +67,37 @@ def _activations(name: str) -> Callable[..., Any]:
     return policies.nothing_saveable
 
 
+def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name.startswith(_FUSED_ATTENTION) or (primitive.name == "name" and params["name"] == HEADS)
+
+
 def _only(chosen: Callable[..., bool]) -> Callable[..., bool]:
     return lambda primitive, *_, **params: chosen(primitive, params)
 
 
 def _all_but(chosen: Callable[..., bool]) -> Callable[..., bool]:
     return lambda primitive, *_, **params: not chosen(primitive, params)
+
+
+def check(options: RematOptions, num_layers: int, num_stages: int) -> list[str]:
+    """Returns one line for each way in which the choice of layers does not fit the model or the mesh.
+
+    Args:
+      options: each within its own bounds.
+      num_layers: in the whole model.
+      num_stages: of the pipeline, 1 for none.
+    """
+    if options.every == 1:
+        return []
+    if num_stages > 1:
+        return [
+            f"remat.every: got {options.every} with mesh.pipeline = {num_stages}; allowed: 1, since the backward pass "
+            "of a stage computes all of its layers again; nearest: remat.every=1"
+        ]
+    if num_layers % options.every:
+        divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+        near = min(divisors, key=lambda divisor: abs(divisor - options.every))
+        return [
+            f"remat.every: got {options.every}; allowed: a divisor of model.num_layers = {num_layers}; nearest: {near}"
+        ]
+    return []

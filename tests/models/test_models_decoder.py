@@ -103,7 +103,7 @@ def test_padded_vocabulary(size, multiple, padded):
 @functools.cache
 def gradients(policy):
     """(loss, gradients, operations) with dropout on."""
-    task = task_of(dataclasses.replace(LLAMA, dropout_rate=0.3), remat=policy)
+    task = task_of(dataclasses.replace(LLAMA, dropout_rate=0.3), remat=RematOptions(policy))
     params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
     example, rng = batch(), jax.random.key(1)
     step = jax.jit(jax.value_and_grad(lambda params: task.loss(params, example, rng, True)[0])).trace(params)

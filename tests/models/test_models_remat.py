@@ -1,0 +1,127 @@
+"""What the backward pass computes again, counted in compiled programs: less memory, more work, the same numbers."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from meshtrain.assemble import assemble
+from meshtrain.config import Config
+from meshtrain.layout.axes import AXES
+from meshtrain.models import remat
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.remat import RematOptions
+from meshtrain.optim.optimizers import OptimizerOptions
+
+NUM_LAYERS, BATCH, LENGTH, EMBED, MLP = 4, 8, 128, 64, 512
+CONFIG = Config(
+    batch_size=BATCH,
+    sequence_length=LENGTH,
+    model=DecoderOptions(
+        num_layers=NUM_LAYERS, embed_dim=EMBED, mlp_dim=MLP, num_heads=4, num_kv_heads=4, vocab_size=128,
+        dropout_rate=0.1,
+    ),
+    optimizer=OptimizerOptions(name="sgd"),
+)  # fmt: skip
+INPUT_BYTES = 4 * BATCH * LENGTH * EMBED  # of a layer
+
+
+@functools.cache
+def assembled(options, **axes):
+    shape = dict.fromkeys(AXES, 1) | axes
+    num_devices = int(np.prod(list(shape.values())))
+    return assemble(dataclasses.replace(CONFIG, remat=options), shape, jax.devices()[:num_devices])
+
+
+@functools.cache
+def temporary_bytes(options):
+    assembly = assembled(options)
+    return assembly.train_step.lower(assembly.state, assembly.batch).compile().memory_analysis().temp_size_in_bytes
+
+
+def num_products(options):
+    """Matrix products in the traced step, each as often as it runs."""
+
+    def count(jaxpr):
+        total = 0
+        for equation in jaxpr.eqns:
+            inside = sum(count(inner) for inner in jaxprs_in_params(equation.params))
+            total += equation.primitive.name == "dot_general"
+            total += inside * equation.params["length"] if equation.primitive.name == "scan" else inside
+        return total
+
+    assembly = assembled(options)
+    return count(jax.make_jaxpr(assembly.train_step)(assembly.state, assembly.batch).jaxpr)
+
+
+def test_each_policy_keeps_less_and_computes_more_than_the_one_before():
+    none, dots, attention, full = (RematOptions(name) for name in ("none", "dots", "save_attention", "full"))
+    kept = [temporary_bytes(options) for options in (none, dots, attention, full)]
+    assert kept == sorted(kept, reverse=True)
+    # Of each layer: heads before the output projection, as large as its input.
+    assert kept[2] - kept[3] == pytest.approx(NUM_LAYERS * INPUT_BYTES, rel=0.3)
+    # Of nine products in a layer's forward pass (q, k, v, scores, values, output, gate, up, down) the last is not
+    # needed again; heads that are kept save the values' product; policy dots keeps all but scores and values.
+    again = [(num_products(options) - num_products(none)) / NUM_LAYERS for options in (dots, attention, full)]
+    assert again == [2, 7, 8]
+
+
+@pytest.mark.parametrize("policy", ["full", "save_attention"])
+def test_every_second_layer_costs_half(policy):
+    each, half, none = RematOptions(policy), RematOptions(policy, every=2), RematOptions("none")
+    products = [num_products(options) for options in (none, half, each)]
+    assert products[1] - products[0] == products[2] - products[1] > 0
+    kept = [temporary_bytes(options) for options in (none, half, each)]
+    assert kept[0] - kept[1] > 0.3 * (kept[0] - kept[2])
+    assert kept[1] - kept[2] > 0.3 * (kept[0] - kept[2])
+
+
+def step(options, **axes):
+    assembly = assembled(options, **axes)
+    generator = np.random.default_rng(1)
+    draw = {
+        "tokens": generator.integers(0, 100, (BATCH, LENGTH)),
+        "targets": generator.integers(0, 100, (BATCH, LENGTH)),
+        "segment_ids": 1 + (np.arange(LENGTH) > 40) * np.ones((BATCH, 1)),
+        "positions": np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH)),
+        "weights": np.ones((BATCH, LENGTH)),
+    }
+    batch = {name: jax.device_put(draw[name].astype(x.dtype), x.sharding) for name, x in assembly.batch.items()}
+    state, metrics = assembly.train_step(assembly.init(jax.random.key_data(jax.random.key(0))), batch)
+    return jax.device_get((state.params, metrics["loss"]))
+
+
+@pytest.mark.parametrize(
+    "options, axes",
+    [
+        (RematOptions("save_attention"), {}),
+        (RematOptions("full", every=2), {}),
+        (RematOptions("save_attention", every=4), {"data": 2, "fsdp": 2, "tensor": 2}),
+        (RematOptions("dots", every=2), {"fsdp": 4}),
+        (RematOptions("offload"), {}),
+        (RematOptions("offload", every=2), {"data": 2, "fsdp": 2}),
+    ],
+    ids=str,
+)
+def test_no_number_changes(options, axes):
+    (params, loss), (expected, expected_loss) = step(options, **axes), step(RematOptions("none"))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected)
+
+
+@pytest.mark.parametrize(
+    "options, num_stages, words",
+    [
+        (RematOptions("full", every=3), 1, ["remat.every: got 3", "a divisor of model.num_layers = 8", "nearest: 2"]),
+        (RematOptions("full", every=2), 2, ["remat.every: got 2 with mesh.pipeline = 2", "nearest: remat.every=1"]),
+        (RematOptions("full", every=4), 1, []),
+        (RematOptions("full"), 4, []),
+    ],
+)
+def test_what_does_not_fit(options, num_stages, words):
+    found = remat.check(options, 8, num_stages)
+    assert len(found) == bool(words)
+    assert all(word in line for line in found for word in words)

@@ -1,0 +1,52 @@
+"""Which attention kernels the GPU compiler leaves in the backward pass: `scripts/test --plan` runs this."""
+
+import collections
+
+import pytest
+
+from meshtrain.config import Config
+from meshtrain.layout.axes import AXES
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.remat import RematOptions
+from meshtrain.plan import flops, hlo
+from meshtrain.plan.compile import compile_step
+from meshtrain.plan.topology import open_cluster
+from meshtrain.step.precision import PrecisionOptions
+
+pytestmark = pytest.mark.gpu_compiler
+
+NUM_LAYERS = 4
+
+
+def num_kernels(options):
+    """(forward, backward) runs of cuDNN's attention in a step."""
+    config = Config(
+        batch_size=8,
+        sequence_length=512,
+        model=DecoderOptions(num_layers=NUM_LAYERS, embed_dim=512, num_heads=4, num_kv_heads=4, within_documents=False),
+        precision=PrecisionOptions("bfloat16"),
+        remat=options,
+    )
+    compiled = compile_step(config, dict.fromkeys(AXES, 1) | {"fsdp": 8}, open_cluster("h100:1x8"))
+    assert compiled.attention == "cudnn"
+    program, runs = hlo.read(compiled.text), collections.Counter()
+    for name, body in program.computations.items():
+        for line in body:
+            if line.opcode == "custom-call" and flops.is_attention(line):
+                runs["Backward" in flops.TARGET.search(line.rest)[1]] += program.num_runs[name]
+    return runs[False], runs[True]
+
+
+@pytest.mark.parametrize(
+    "options, num_again",
+    [
+        (RematOptions("none"), 0),
+        (RematOptions("full"), NUM_LAYERS),
+        (RematOptions("full", every=2), NUM_LAYERS // 2),
+        (RematOptions("save_attention"), 0),
+        (RematOptions("dots"), NUM_LAYERS),
+    ],
+    ids=str,
+)
+def test_saved_attention_does_not_run_again(options, num_again):
+    assert num_kernels(options) == (NUM_LAYERS + num_again, NUM_LAYERS)
