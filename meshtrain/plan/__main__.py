@@ -11,8 +11,10 @@ from pathlib import Path
 
 import jax
 
-from meshtrain.config import Config, parse
+from meshtrain import flags
+from meshtrain.config import Config, configure
 from meshtrain.errors import UserError, run
+from meshtrain.layout.axes import AXES
 from meshtrain.observe.progress import phase
 from meshtrain.plan import calibration, changes, page, planner, report, search, topology
 from meshtrain.plan.timing import Assumptions
@@ -40,7 +42,11 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Plans, and prints the report."""
-    config, given = parse(argv, arguments(), reads_data=False)
+    given = flags.arguments(argv, arguments())
+    if given.search:
+        # Whatever mesh the file says: it is the one thing that is not asked for.
+        given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
+    config = configure(given, reads_data=False)
     if not given.cluster:
         raise UserError(f"--cluster: got nothing; allowed: {topology.ALLOWED}; nearest: --cluster=h100:8x8")
     for name in ("json", "html"):

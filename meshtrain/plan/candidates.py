@@ -2,7 +2,7 @@
 
 The guess is arithmetic, and only decides what is compiled. b: sequences of a microbatch on a device, T: tokens,
 D: embed dim, t: tensor. A layer keeps b T D (10 + 24 / t) bytes in 16 bits (Korthikanti et al. 2022, table 2, without
-the matrix of probabilities, which a fused kernel does not keep), b T D 34 / t with sequence parallelism.
+the matrix of probabilities, which a fused kernel does not keep); compiled programs were seen to keep 1.6 times that.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from meshtrain.step.precision import compute_dtype
 STATE_BYTES = 16  # of a parameter: itself, its gradient and two moments, all float32
 MODEST = 1.15  # guesses above this share of the capacity are not compiled
 LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
+KEPT_SEEN = 1.6
 EFFICIENCY = 0.6
 MICROBATCHES_A_STAGE = (2, 4, 8)
 
@@ -57,15 +58,17 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
     accelerator = cluster.accelerator
     capacity = usable_bytes(accelerator) if accelerator else math.inf
     size = _Model.of(config)
+    devices_each = len(cluster.devices) // cluster.num_hosts
     found = []
     for shape in meshes(len(cluster.devices)):
-        if cluster.platform == "cuda" and shape["tensor"] > len(cluster.devices) // cluster.num_hosts:
+        if cluster.platform == "cuda" and shape["tensor"] > devices_each:
             continue  # every layer would wait for the network
         for change in ways(config, shape, only_mesh=only_mesh):
             changed = with_change(config, change)
             if _is_refused(changed, shape):
                 continue
-            held, seconds = guessed_bytes(changed, shape, size), guessed_seconds(changed, shape, size, accelerator)
+            held = guessed_bytes(changed, shape, size)
+            seconds = guessed_seconds(changed, shape, size, accelerator, devices_each)
             if held <= MODEST * capacity:
                 found.append(Candidate(change, shape, held, seconds))
     return sorted(found, key=lambda one: one.guessed_seconds)
@@ -136,7 +139,7 @@ def guessed_bytes(config: Config, shape: dict[str, int], size: _Model) -> float:
     tokens /= num_microbatches(config, shape)
     units = tokens * config.model.embed_dim * itemsize / 2
     tensor, layers = shape["tensor"], config.model.num_layers / shape["pipeline"]
-    layer = units * (34 / tensor if config.layout.sequence_parallel else 10 + 24 / tensor)
+    layer = KEPT_SEEN * units * (10 + 24 / tensor)
     if shape["pipeline"] > 1:
         kept = 2 * units * 2 * shape["pipeline"] * config.pipeline.num_chunks + layers * layer
     elif config.remat.policy == "none":
@@ -147,12 +150,25 @@ def guessed_bytes(config: Config, shape: dict[str, int], size: _Model) -> float:
     return (STATE_BYTES - 8 + moments) * weights + kept + logits
 
 
-def guessed_seconds(config: Config, shape: dict[str, int], size: _Model, accelerator: Accelerator | None) -> float:
-    """Returns the seconds of a step, roughly: products with the pipeline's idle rows, and half of what is sent."""
+def guessed_seconds(
+    config: Config, shape: dict[str, int], size: _Model, accelerator: Accelerator | None, devices_each: int
+) -> float:
+    """Returns the seconds of a step, roughly: products with the pipeline's idle rows, and half of what is sent.
+
+    Args:
+      config: what is to run.
+      shape: its mesh.
+      size: its model.
+      accelerator: None where nothing is known.
+      devices_each: devices of one host.
+    """
     if accelerator is None:
         return float(math.prod(shape.values()))
     peak, link = accelerator.bfloat16_flops_per_second, accelerator.link_bytes_per_second
     network = accelerator.network_bytes_per_second or link
+    # Devices of one host that gather together share their network adapters.
+    together = max(1, min(shape["fsdp"], devices_each // shape["tensor"]))
+    fsdp_speed = link if together == shape["fsdp"] else min(link, network * together)
     parts = num_microbatches(config, shape)
     recomputes = shape["pipeline"] > 1 or config.remat.policy == "full"
     tokens = config.batch_size * config.sequence_length
@@ -162,7 +178,7 @@ def guessed_seconds(config: Config, shape: dict[str, int], size: _Model, acceler
     weights = size.num_parameters / (shape["tensor"] * shape["pipeline"])
     activation = 2 * tokens * config.model.embed_dim / (shape["data"] * shape["fsdp"])
     sent = {
-        "fsdp": (shape["fsdp"] > 1) * 6 * weights * parts / (link if shape["fsdp"] * shape["tensor"] <= 8 else network),
+        "fsdp": (shape["fsdp"] > 1) * 6 * weights * parts / fsdp_speed,
         "tensor": (shape["tensor"] > 1) * 10 * activation * config.model.num_layers / shape["pipeline"] / link,
         "data": (shape["data"] > 1) * 8 * weights / shape["fsdp"] / network,
         "pipeline": (shape["pipeline"] > 1) * 2 * activation * chunks / network,

@@ -8,7 +8,7 @@ from meshtrain.layout.mesh import describe
 from meshtrain.plan.planner import Plan
 from meshtrain.trees import aligned, format_bytes
 
-VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "too close to say"}
+VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to say"}
 UNKNOWN = "not known"
 
 

@@ -59,7 +59,8 @@ def search(config: Config, cluster: Cluster, *, only_mesh: bool) -> Found:
     refused = list[tuple[Candidate, str]]()
     chosen = diverse(found)
     for number, one in enumerate(chosen, 1):
-        if plans and time.perf_counter() - start > MAX_SECONDS:
+        elapsed = time.perf_counter() - start
+        if plans and elapsed * number / (number - 1) > MAX_SECONDS:  # the next one would end too late
             break
         what = f"{number} of {len(chosen)}: {describe(one)}"
         try:
@@ -126,10 +127,10 @@ def text(found: Found) -> str:
     ]
     lines += [f"refused      {describe(one)}: {why}" for one, why in found.refused]
     best, plan = found.ranked[0]
-    if plan.memory.fits:
-        lines += ["", "the first:", f"  {arguments(best.change)}"]
+    if plan.memory.fits is not False:
+        lines += ["", f"the first, which {VERDICTS[plan.memory.fits]}:", f"  {arguments(best.change)}"]
     else:
-        lines += ["", "none of them fits for certain"]
+        lines += ["", "none of them fits"]
     return "\n".join(lines)
 
 
