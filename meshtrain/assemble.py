@@ -114,7 +114,7 @@ def assemble(
 
     params, axes = abstract_params(task, num_chunks, mesh.size)
     homes = partition.placements(params, axes, rules, mesh)
-    replicas = replicas_of(params, axes, homes, mesh, level, reduce_dtype(config.precision))
+    replicas = replicas_of(task, params, axes, homes, mesh, level, reduce_dtype(config.precision))
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rate(

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.errors import UserError
 from meshtrain.layout import partition, zero
+from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.layout.rules import Rules
 from meshtrain.models.task import Params, Task
@@ -59,15 +60,29 @@ def state_names(
     return whole + of_params + of_optimizer + [(None,) * leaf.ndim for leaf in rest]
 
 
-def replicas_of(params: Params, axes: Any, homes: Any, mesh: Mesh, level: int, wire_dtype: DTypeLike) -> Replicas:
-    """Returns how the replicas of the data axis share out the gradients of parameters that live at `homes`."""
+def replicas_of(
+    task: Task, params: Params, axes: Any, homes: Any, mesh: Mesh, level: int, wire_dtype: DTypeLike
+) -> Replicas:
+    """Returns how the replicas of the data axis share out the gradients of parameters that live at `homes`.
+
+    Raises:
+      UserError: gradients that each replica adds up by itself, of a task that cannot be traced so.
+    """
+    is_manual = task.takes_manual_axes or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1
+    # A rule of one's own may split weights over data: then there are no replicas of them.
+    is_manual &= not any(zero.DATA in axes_in(home.spec) for home in jax.tree.leaves(homes))
+    if level == 2 and not is_manual:
+        raise UserError(
+            "zero.level: got 2 with fsdp or tensor and a task without `takes_manual_axes`, or with weights split over "
+            "data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
+        )
 
     def home(leaf: Any, names: Axes, sharding: NamedSharding) -> Home:
         dim = zero.dim_over_data(sharding.spec, leaf.shape, names, mesh.shape)
         spec = zero.over_data(sharding.spec, leaf.ndim, dim) if level == zero.MAX_LEVEL else sharding.spec
         return Home(spec, leaf.ndim, dim)
 
-    return Replicas(mesh, jax.tree.map(home, params, axes, homes), level, wire_dtype)
+    return Replicas(mesh, jax.tree.map(home, params, axes, homes), level, is_manual, wire_dtype)
 
 
 def placed(abstract: TrainState, names: list[Axes], rules: Rules, mesh: Mesh, level: int) -> TrainState:

@@ -43,18 +43,21 @@ class Replicas:
       mesh: the mesh.
       homes: a tree of `Home` like the parameters.
       level: of ZeRO (`zero.py`). Under 3 weights are split over the data axis, which then stays with the partitioner.
+      is_manual: whether replicas add up by themselves; otherwise the data axis stays with the partitioner too.
       wire_dtype: of gradients as they cross the data axis; they are added up in float32 before.
     """
 
     mesh: Mesh
     homes: Any
     level: int = 0
+    is_manual: bool = True
     wire_dtype: DTypeLike = jnp.float32
 
     @property
     def axes(self) -> frozenset[str]:
         """The manual axes: data, or none."""
-        return frozenset({DATA}) if self.mesh.shape[DATA] > 1 and self.level < MAX_LEVEL else frozenset()
+        is_manual = self.is_manual and self.mesh.shape[DATA] > 1 and self.level < MAX_LEVEL
+        return frozenset({DATA}) if is_manual else frozenset()
 
     @property
     def specs(self) -> Any:

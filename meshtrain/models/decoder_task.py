@@ -63,6 +63,7 @@ def decoder(
         ),
         flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
         num_parameters=num_parameters,
+        takes_manual_axes=True,
     )
 
 

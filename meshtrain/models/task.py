@@ -65,6 +65,10 @@ class Task:
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
       flops_per_token: model FLOPs of one forward and backward pass for one token, 0 where unknown.
       num_parameters: parameters without padding; 0: count them as they stand.
+      takes_manual_axes: whether the model can be traced where the data axis is manual while fsdp or tensor are not, so
+        that gradients cross the data axis once a step. A plain look-up in a split table cannot (XLA's partitioner ends
+        the process there; `lookup.look_up` can): without this, the partitioner has the data axis on such meshes, and
+        gradients cross it once a microbatch.
     """
 
     init: Callable[[jax.Array], Params]
@@ -74,6 +78,7 @@ class Task:
     stages: Stages | None = None
     flops_per_token: float = 0.0
     num_parameters: int = 0
+    takes_manual_axes: bool = False
 
 
 def token_batch(batch_size: int, sequence_length: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -132,7 +132,7 @@ def test_what_replicas_found_is_summed_and_lands_where_it_belongs(level, shape):
 def test_gradients_may_cross_in_bfloat16_and_come_out_in_float32():
     mesh = make_mesh(sizes(data=2), jax.devices()[:2])
     home = Home(PartitionSpec(), 1)
-    replicas = Replicas(mesh, home, 0, jnp.bfloat16)
+    replicas = Replicas(mesh, home, wire_dtype=jnp.bfloat16)
     found = np.array([[1 + 2**-9, 3.0], [2.0, 2**-12]], np.float32)
 
     def compute(_, batch, key_data):

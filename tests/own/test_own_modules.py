@@ -3,6 +3,7 @@
 B: sequences, T: tokens a sequence, D: embed dim, F: mlp dim, V: vocabulary.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from meshtrain.config import Config
 from meshtrain.errors import UserError
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Task, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions
@@ -166,3 +168,11 @@ def test_pipeline_needs_a_task_with_stages():
 def test_parameters_are_counted_where_the_task_does_not_say():
     assembly = assemble(CONFIG, dict.fromkeys(AXES, 1), jax.devices()[:1], plain)
     assert assembly.task.num_parameters == V * D + D * F + F * D
+
+
+def test_what_replicas_add_up_by_themselves_is_refused_where_a_plain_look_up_would_end_the_process():
+    config = dataclasses.replace(CONFIG, zero=ZeroOptions(level=2))
+    shape = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
+    with pytest.raises(UserError, match=r"zero\.level: got 2 with fsdp or tensor .* nearest: zero\.level=1"):
+        assemble(config, shape, jax.devices()[:4], plain, RULES)
+    assemble(config, dict.fromkeys(AXES, 1) | {"data": 4}, jax.devices()[:4], plain, RULES)
