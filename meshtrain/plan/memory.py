@@ -21,6 +21,7 @@ TEMPORARY_UNCERTAINTY = {"cuda": 0.10, "tpu": 0.0, "cpu": 0.0}
 NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant", "call", "conditional",
              "dynamic-update-slice", "opt-barrier", "iota")  # fmt: skip
 NUM_BUFFERS_SHOWN = 8
+FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,8 @@ def gradients_bytes(assembly: Assembly) -> int:
 
     From ZeRO level 2 on what is added up is split like the optimizer's moments, which is not less than parameters are.
     """
-    return held_bytes(assembly.state.params)
+    leaves = jax.tree.leaves(assembly.state.params)
+    return sum(_piece(leaf) // leaf.dtype.itemsize for leaf in leaves) * FLOAT32_BYTES
 
 
 def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[str, int]]:

@@ -2,8 +2,8 @@
 
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
-    data      2 (n - 1) / n of the gradients in float32, once a step (a scatter and a gather at ZeRO level 1);
-              level 2 scatters M times, level 3 is like fsdp
+    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; at ZeRO level 1 a scatter of them
+              and a gather of the parameters; level 2 scatters M times, level 3 is like fsdp
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter
     tensor    2 (n - 1) / n of A, M times: 4 a layer (5 where the forward is computed again), one for the
               look-up and one for the head
@@ -21,7 +21,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config import num_microbatches
 from meshtrain.layout.placement import axes_in
 from meshtrain.pipeline.program import Segment, Signature, segments
-from meshtrain.step.precision import compute_dtype
+from meshtrain.step.precision import compute_dtype, param_dtype, reduce_dtype
 
 FLOAT32_BYTES = 4
 REDUCTIONS_A_LAYER = 4
@@ -39,7 +39,8 @@ class Sizes:
       activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype.
       residual_bytes: R, the same between layers, where sequence parallelism splits the sequence over tensor.
       stored_bytes: axis -> bytes of the weights split for storage over it, gathered, in the compute dtype.
-      gradient_bytes: of all float32 gradients of one device.
+      gradient_bytes: of all gradients of one device as they cross the data axis.
+      parameter_bytes: of all parameters of one device; whole, where level 1 splits moments alone.
       layers_of_stage: L / S.
     """
 
@@ -48,6 +49,7 @@ class Sizes:
     residual_bytes: float
     stored_bytes: dict[str, float]
     gradient_bytes: float
+    parameter_bytes: float
     layers_of_stage: float
 
 
@@ -59,13 +61,15 @@ def sizes(assembly: Assembly) -> Sizes:
     sequences = config.batch_size / (parts * shape["data"] * shape["fsdp"])
     leaves = jax.tree.leaves(assembly.state.params)
     stored = {axis: sum(_gathered(leaf, axis) * itemsize for leaf in leaves) for axis in assembly.rules.storage_axes}
+    elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
     activations = sequences * config.sequence_length * config.model.embed_dim * itemsize
     return Sizes(
         num_microbatches=parts,
         activation_bytes=activations,
         residual_bytes=activations / (shape["tensor"] if config.layout.sequence_parallel else 1),
         stored_bytes=stored,
-        gradient_bytes=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves) * FLOAT32_BYTES,
+        gradient_bytes=elements * jnp.dtype(reduce_dtype(config.precision)).itemsize,
+        parameter_bytes=elements * jnp.dtype(param_dtype(config.precision)).itemsize,
         layers_of_stage=config.model.num_layers / shape["pipeline"],
     )
 
@@ -102,8 +106,9 @@ def _stored(size: Sizes, axis: str) -> float:
 def _data_bytes(level: int, size: Sizes) -> float:
     if level >= 3:
         return GATHERS_AND_SCATTER * size.num_microbatches * _stored(size, "data")
-    scatters = size.num_microbatches if level == 2 else 1
-    return (scatters + 1) * size.gradient_bytes
+    if level == 0:
+        return 2 * size.gradient_bytes
+    return (size.num_microbatches if level == 2 else 1) * size.gradient_bytes + size.parameter_bytes
 
 
 def executor_bytes(assembly: Assembly) -> float | None:

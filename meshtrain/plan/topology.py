@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,8 @@ def open_cluster(text: str) -> Cluster:
         gpus = _described(text, platform="cuda", target_config=target, topology=topology)
         return Cluster(text, "cuda", gpus, sizes[0], find(gpus[0].device_kind), _capability(target))
     _require(text, "libtpu", "plan-tpu")
+    # No chip is touched: a training run, or another plan, may use the library at the same time.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     chips = _described(text, platform="tpu", topology_name=f"{name}:{'x'.join(map(str, sizes))}")
     num_hosts = len({chip.process_index for chip in chips})
     return Cluster(text, "tpu", chips, num_hosts, find(chips[0].device_kind))

@@ -7,6 +7,7 @@ import pytest
 from meshtrain import hardware
 from meshtrain.assemble import assemble
 from meshtrain.layout.mesh import MeshOptions
+from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.plan import candidates, findings, hlo, memory, minimum, search, timing, topology
 from meshtrain.plan.collectives import Traffic
@@ -52,6 +53,17 @@ def test_the_least_of_fsdp_is_two_gathers_and_a_scatter_in_the_compute_dtype(sma
 def test_the_least_of_data_is_an_all_reduce_in_float32(small):
     assembly = assembled(small({"data": 8}, precision=PrecisionOptions("bfloat16")))
     assert minimum.wire_bytes_minimum(assembly) == {"data": 2 * 7 / 8 * 4 * assembly.task.num_parameters}
+
+
+@pytest.mark.parametrize(
+    ("level", "reduce", "copies"),
+    [(0, "float32", 8), (0, "bfloat16", 4), (1, "bfloat16", 2 + 4), (2, "bfloat16", 2 * 2 + 4)],
+)
+def test_the_least_of_data_follows_the_wire_dtype_and_zero(small, level, reduce, copies):
+    precision = PrecisionOptions("bfloat16", reduce_dtype=reduce)
+    config = small({"data": 8}, precision=precision, zero=ZeroOptions(level), accumulation_steps=2)
+    assembly = assembled(config)
+    assert minimum.wire_bytes_minimum(assembly) == {"data": 7 / 8 * copies * assembly.task.num_parameters}
 
 
 @pytest.mark.parametrize(("policy", "reductions"), [("none", 4), ("full", 5)])

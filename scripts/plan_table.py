@@ -1,0 +1,68 @@
+"""Plans the large configurations and prints a line of Markdown for each: the table in README and docs/plan.md.
+
+    .venv/bin/python -m scripts.plan_table [CONFIG=CLUSTER ...]
+
+needs the extra plan-gpu (scripts/plan installs it).
+"""
+
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from meshtrain.config import parse
+from meshtrain.errors import run
+from meshtrain.plan import planner, report, topology
+from meshtrain.plan.timing import Assumptions
+from meshtrain.plan.waiting import waiting_for
+from meshtrain.trees import format_bytes
+
+LARGE = ("llama3_8b=h100:8x8", "llama3_70b=a100:256x8", "gpt3_175b=a100:512x8", "mtnlg_530b=a100:560x8")
+HEADER = (
+    "| configuration | cluster | mesh | held | peak | of | sent over the least | step, modelled | MFU, modelled "
+    "| planned in |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+def line(name: str, cluster: str) -> str:
+    """Returns one configuration's row."""
+    config, _ = parse([f"--config=configs/{name}.py"], reads_data=False)
+    target = topology.open_cluster(cluster)
+    shape = planner.shape_on(config, target)
+    plan = waiting_for(name, lambda: planner.plan(config, shape, target, Assumptions()))
+    memory, timing, mfu = plan.memory, plan.timing, plan.mfu
+    stats = memory.compiler
+    assert stats
+    assert timing
+    assert mfu
+    # Of the pipeline what its executor means to send: rows that idle send too, and the vocabulary is split over stages.
+    least = dict(plan.minimum) | ({"pipeline": plan.executor_bytes} if plan.executor_bytes else {})
+    ratios = (f"{axis} {report.sent_along(plan, axis) / bound:.2f}" for axis, bound in least.items() if bound)
+    cells = (
+        f"`{name}`",
+        f"`{cluster}`",
+        " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1),
+        format_bytes(stats.arguments_bytes),
+        format_bytes(stats.peak_bytes),
+        f"{format_bytes(memory.capacity_bytes or 0)}: {report.VERDICTS[memory.fits]}",
+        ", ".join(ratios),
+        f"{timing.low_seconds:.3g} to {timing.high_seconds:.3g} s",
+        f"{mfu[0]:.0%} to {mfu[1]:.0%}",
+        f"{plan.compiled.seconds:.0f} s",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    print(*HEADER, sep="\n")
+    for words in argv or LARGE:
+        name, _, cluster = words.partition("=")
+        print(line(name, cluster), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
