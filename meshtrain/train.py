@@ -5,6 +5,7 @@ import functools
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_collections
 
@@ -72,9 +73,8 @@ def train(
         assembly = assemble(config, shape, devices, make_task, rules)
         say("; ".join([describe(assembly.mesh), *notes]))
     with Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints, ThreadPoolExecutor(1) as thread:
-        options = compiler_options(devices[0].device_kind)
         # The compiler leaves the interpreter alone: initial weights, a program of their own, come meanwhile.
-        compiling = thread.submit(lambda: assembly.train_step.lower(assembly.state, assembly.batch).compile(options))
+        compiling = thread.submit(compiled_step, assembly)
         with show("restore" if start_step else "init") as say:
             state = resume.starting_state(assembly, checkpoints, start_step)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
@@ -98,6 +98,12 @@ def train(
             state, values = loop.run(state, start_step, batches, plan_of(assembly), actions, progress, profiler)
     summary.show(assembly, corpus, state, values, run, is_main=is_main)
     return Result(state, values, run, assembly)
+
+
+def compiled_step(assembly: Assembly) -> Any:
+    """Returns the step, compiled with the options that this kind of device wants."""
+    options = compiler_options(assembly.mesh.devices.flat[0].device_kind)
+    return assembly.train_step.lower(assembly.state, assembly.batch).compile(options)
 
 
 def plan_of(assembly: Assembly) -> loop.Plan:
