@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config, num_microbatches
 from meshtrain.errors import UserError
-from meshtrain.layout import partition, zero
+from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
@@ -103,6 +103,8 @@ def assemble(
     Raises:
       UserError: what cannot be placed, or a task that cannot be cut into stages.
     """
+    if found := _offload_problems(config, devices):
+        raise UserError(*found)
     mesh = make_mesh(shape, devices)
     rules = rules or default_rules(config.layout)
     level = config.zero.effective_level
@@ -134,17 +136,25 @@ def assemble(
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
     names = state_names(abstract, transformation, params, axes)
-    state = placed(abstract, names, rules, mesh, level)
+    on_host = config.offload.moments
+    state = placed(abstract, names, rules, mesh, level, moments_on_host=on_host)
     names_in_layer_order = [storage.layer_order_names(leaf) for leaf in names]
-    kept = placed(in_layer_order(abstract, names), names_in_layer_order, rules, mesh, level)
+    kept = placed(in_layer_order(abstract, names), names_in_layer_order, rules, mesh, level, moments_on_host=on_host)
     batch = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_batch_sharding(name, leaf, rules, mesh))
         for name, leaf in task.batch.items()
     }
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape)
-    step = train_step(gradients, transformation, schedule_of_rates, config.optimizer.clip_norm, config.guard, scaling)
-    whole = NamedSharding(mesh, PartitionSpec())
-    state_homes = shardings(state)
+    whole, state_homes = NamedSharding(mesh, PartitionSpec()), shardings(state)
+    step = train_step(
+        gradients,
+        transformation,
+        schedule_of_rates,
+        config.optimizer.clip_norm,
+        config.guard,
+        scaling,
+        lambda moments, norm: offload.fetched(moments, state_homes.opt_state, after=norm),
+    )
     return Assembly(
         config=config,
         mesh=mesh,
@@ -175,6 +185,12 @@ def built_in(config: Config, placement: Placement) -> Task:
         remat=config.remat,
         placement=placement,
     )
+
+
+def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[str]:
+    asked = ["offload.moments=True"] * config.offload.moments
+    asked += ["remat.policy=offload"] * (config.remat.policy == "offload")
+    return [line for what in asked for line in offload.problems(what, devices)]
 
 
 def loss_scaling(config: Config, shape: Mapping[str, int]) -> loss_scale.Scaling | None:

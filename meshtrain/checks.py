@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.step import loss_scale
+from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions, compute_name
 
 
@@ -57,6 +59,11 @@ def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length:
             "model.attention=xla, or precision.policy=bfloat16"
         )
     return found
+
+
+def scaling(options: LossScaleOptions, precision: PrecisionOptions) -> list[str]:
+    """Returns one line for each contradiction between the loss's scale and the dtype of its gradients."""
+    return loss_scale.check(options, computes_in_float16=compute_name(precision) == "float16")
 
 
 def model_on_mesh(options: DecoderOptions, mesh_shape: Mapping[str, int]) -> list[str]:

@@ -26,11 +26,11 @@ from meshtrain import checks, flags
 from meshtrain.data import sources
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError, run
-from meshtrain.layout import mesh
+from meshtrain.layout import mesh, zero
 from meshtrain.layout.mesh import MeshOptions
+from meshtrain.layout.offload import OffloadOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
-from meshtrain.layout.zero import problems as zero_problems
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
@@ -43,10 +43,9 @@ from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.options import option, problems
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.step import loss_scale
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
-from meshtrain.step.precision import PrecisionOptions, compute_name
+from meshtrain.step.precision import PrecisionOptions
 from meshtrain.store.checkpoint import CheckpointOptions
 from meshtrain.trees import aligned
 
@@ -55,8 +54,8 @@ CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdi
 # What a run may change when it is started again: where arrays live, in what order stages run, what is computed twice,
 # what is shown, measured and saved, and how long it goes on. All else would make it another run.
 FREE_ON_RESUME = (
-    "mesh", "zero", "layout", "pipeline", "remat", "num_steps", "log_every", "eval_every", "num_eval_batches",
-    "checkpoint", "profile", "observe", "guard", "data.num_threads", "data.num_prefetch_batches",
+    "mesh", "zero", "offload", "layout", "pipeline", "remat", "num_steps", "log_every", "eval_every",
+    "num_eval_batches", "checkpoint", "profile", "observe", "guard", "data.num_threads", "data.num_prefetch_batches",
 )  # fmt: skip
 
 
@@ -76,6 +75,7 @@ class Config:
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
     zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
+    offload: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
     model: DecoderOptions = dataclasses.field(default_factory=DecoderOptions)
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
@@ -133,7 +133,7 @@ def resolve(
         *optimizers.check(mended.optimizer),
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
-        *loss_scale.check(mended.loss_scale, computes_in_float16=compute_name(mended.precision) == "float16"),
+        *checks.scaling(mended.loss_scale, mended.precision),
         *([] if own_task else checks.model(mended.model, mended.precision, mended.sequence_length)),
         *([] if own_task else checks.vocabulary(mended.model, mended.data)),
         *check(mended, {axis: max(size, 1) for axis, size in sizes.items()}, own_task=own_task),
@@ -155,7 +155,7 @@ def check(config: Config, mesh_shape: Mapping[str, int], *, own_task: bool = Fal
       own_task: the model is the caller's: only what does not depend on it is checked.
     """
     found = checks.batch(config.batch_size, mesh_shape, num_microbatches(config, mesh_shape))
-    found += zero_problems(config.zero, config.mesh.data, config.mesh.fsdp)
+    found += zero.problems(config.zero, config.mesh.data, config.mesh.fsdp)
     if config.layout.sequence_parallel:
         found += checks.sequence_on_mesh(config.sequence_length, mesh_shape)
     if not own_task:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from meshtrain.errors import UserError
-from meshtrain.layout import partition, zero
+from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.layout.rules import Rules
@@ -85,7 +85,9 @@ def replicas_of(
     return Replicas(mesh, jax.tree.map(home, params, axes, homes), level, is_manual, wire_dtype)
 
 
-def placed(abstract: TrainState, names: list[Axes], rules: Rules, mesh: Mesh, level: int) -> TrainState:
+def placed(
+    abstract: TrainState, names: list[Axes], rules: Rules, mesh: Mesh, level: int, *, moments_on_host: bool = False
+) -> TrainState:
     """Returns the abstract state with a sharding on each leaf.
 
     Raises:
@@ -102,7 +104,10 @@ def placed(abstract: TrainState, names: list[Axes], rules: Rules, mesh: Mesh, le
             if path[0].name in zero.SPLIT_FROM and level >= zero.SPLIT_FROM[path[0].name]:
                 dim = zero.dim_over_data(spec, leaf.shape, axes, mesh.shape)
                 spec = zero.over_data(spec, leaf.ndim, dim)
-            done.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)))
+            home = NamedSharding(mesh, spec)
+            if moments_on_host and path[0].name == "opt_state" and leaf.ndim > 0:
+                home = offload.on_host(home)
+            done.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home))
     if problems:
         raise UserError(*problems)
     return jax.tree.unflatten(structure, done)
@@ -125,5 +130,9 @@ def reshaper(before: Any, after: Any) -> Callable[[Any], Any]:
     """Returns the function from one storage to the other, which costs nothing where they are the same."""
     if jax.tree.map(lambda x: x.shape, before) == jax.tree.map(lambda x: x.shape, after):
         return lambda state: state
-    reshape = lambda tree: jax.tree.map(lambda x, like: x.reshape(like.shape), tree, after)  # noqa: E731
+
+    def reshape(tree: Any) -> Any:
+        here = offload.fetched(tree, shardings(before))
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), here, after)
+
     return jax.jit(reshape, out_shardings=shardings(after))

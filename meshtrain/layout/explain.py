@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.offload import is_on_host
 from meshtrain.layout.partition import is_names
 from meshtrain.trees import aligned, format_bytes, leaves_with_paths, num_bytes
 
@@ -30,6 +31,7 @@ class Row:
       axes: the mesh axes that split each dim, those of size 1 left out.
       num_bytes: its bytes, once.
       num_bytes_per_device: the bytes of one device's piece.
+      is_on_host: whether that piece waits in the host's memory.
     """
 
     path: str
@@ -39,6 +41,7 @@ class Row:
     axes: tuple[tuple[str, ...], ...]
     num_bytes: int
     num_bytes_per_device: int
+    is_on_host: bool = False
 
 
 def rows(abstract_tree: Any, axes_tree: Any, shardings: Any) -> list[Row]:
@@ -60,7 +63,7 @@ def _row(path: str, array: Any, names: tuple[str | None, ...], home: NamedShardi
     axes = tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in padded)
     large = tuple(tuple(axis for axis in part if home.mesh.shape[axis] > 1) for part in axes)
     piece = math.prod(home.shard_shape(shape)) * num_bytes(array) // max(1, math.prod(shape))
-    return Row(path, shape, str(array.dtype), names, large, num_bytes(array), piece)
+    return Row(path, shape, str(array.dtype), names, large, num_bytes(array), piece, is_on_host(home))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -76,15 +79,19 @@ def table(rows: Sequence[Row]) -> str:
             row.dtype,
             " ".join(name or "-" for name in row.names),
             " ".join("+".join(part) or "-" for part in row.axes),
-            format_bytes(row.num_bytes_per_device),
+            format_bytes(row.num_bytes_per_device) + " on its host" * row.is_on_host,
         )
         for row in rows
     ]
     num_elements = sum(math.prod(row.shape) for row in rows)
     total = format_bytes(sum(row.num_bytes for row in rows))
-    piece = format_bytes(sum(row.num_bytes_per_device for row in rows))
+    piece, waiting = (
+        format_bytes(sum(row.num_bytes_per_device for row in rows if row.is_on_host == where))
+        for where in (False, True)
+    )
+    beside = f", {waiting} for each in its host's memory" if any(row.is_on_host for row in rows) else ""
     text = aligned(lines, header, align="<<<<<>")
-    return f"{text}\n\n{len(rows)} arrays, {num_elements:,} elements, {total}; {piece} on each device\n"
+    return f"{text}\n\n{len(rows)} arrays, {num_elements:,} elements, {total}; {piece} on each device{beside}\n"
 
 
 def _shown(shape: Mapping[str, int]) -> dict[str, list[int]]:

@@ -1,6 +1,7 @@
 """One step: sums and gradients of the batch, a look at them, clipping, the optimizer, the new state."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ def train_step(
     clip_norm: float,
     guard_options: GuardOptions,
     scaling: Scaling | None = None,
+    fetch: Callable[[Any, jax.Array], Any] = lambda opt_state, _: opt_state,
 ) -> TrainStep:
     """Returns the step that trains: (state, batch) -> (state, metrics).
 
@@ -44,6 +46,7 @@ def train_step(
       clip_norm: the largest gradient norm that passes, 0 for no clipping.
       guard_options: which steps are refused.
       scaling: by how much the loss is multiplied before the backward pass; None: not at all.
+      fetch: (optimizer's state, gradient norm) -> that state on the devices, once the norm is known.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (before clipping),
     learning_rate (of this step's update, had or missed), skipped_steps (since the run began), loss_scale (of this step,
@@ -62,7 +65,8 @@ def train_step(
         new_scale, is_excused = loss_scale.after(scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
         wide = cast(state.params, jnp.float32)
-        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), state.opt_state, wide)
+        before = fetch(state.opt_state, norm)
+        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), before, wide)
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), optax.apply_updates(wide, updates), state.params)
         metrics = {name: value / weight for name, value in sums.metrics.items()}
         metrics |= {
@@ -77,7 +81,7 @@ def train_step(
         if scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale
         params = guard.chosen(good, params, state.params)
-        opt_state = guard.chosen(good, opt_state, state.opt_state)
+        opt_state = guard.chosen(good, opt_state, before)
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale), metrics
 
     return step
