@@ -5,6 +5,7 @@ that data sheets like to include.
 """
 
 import dataclasses
+import importlib.metadata
 from typing import Any
 
 
@@ -179,29 +180,43 @@ class CompilerOption:
       name: as XLA knows it.
       value: typed; XLA refuses the text of it.
       reason: what it is for, in one line.
+      before: the jaxlib from which on it is left out, as XLA does not know it any more, or aborts; "" for none.
     """
 
     name: str
     value: Any
     reason: str
+    before: str = ""
 
 
+# Seen on jaxlib 0.10.2, where they hide 0.9 and more of what FSDP sends; to 0.12.0 the pipelined ones are unknown, and
+# its compiler aborts with the estimator.
 GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_latency_hiding_scheduler", True, "starts collectives early; some GPUs (A100) do not by default"
     ),
     CompilerOption(
-        "xla_gpu_enable_analytical_latency_estimator", True, "weighs collectives by size; older GPUs guess by default"
+        "xla_gpu_enable_analytical_latency_estimator",
+        True,
+        "weighs collectives by size; older GPUs guess by default",
+        "0.11",
     ),
-    CompilerOption("xla_gpu_enable_pipelined_all_gather", True, "gathers the next layer's weights during this one"),
-    CompilerOption("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters a layer's gradients during the next"),
-    CompilerOption("xla_gpu_enable_pipelined_all_reduce", True, "sums a layer's gradients during the next"),
+    CompilerOption("xla_gpu_enable_pipelined_all_gather", True, "gathers the next layer's weights early", "0.11"),
+    CompilerOption("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters gradients during the next layer", "0.11"),
+    CompilerOption("xla_gpu_enable_pipelined_all_reduce", True, "sums gradients during the next layer", "0.11"),
 )
 
 
 def options_of(device_kind: str) -> tuple[CompilerOption, ...]:
     """Returns the table of options for `jax.Device.device_kind`; none where the compiler's defaults hide enough."""
-    return GPU_OPTIONS if device_kind.startswith("NVIDIA") else ()
+    if not device_kind.startswith("NVIDIA"):
+        return ()
+    installed = _numbers(importlib.metadata.version("jaxlib"))
+    return tuple(option for option in GPU_OPTIONS if not option.before or installed < _numbers(option.before))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def compiler_options(device_kind: str) -> dict[str, Any]:

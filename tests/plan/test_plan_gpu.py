@@ -127,7 +127,9 @@ def test_on_an_a100_the_options_hide_what_nothing_hides_without(monkeypatch):
     bare = compiling.compile_step(FSDP, planner.shape_on(FSDP, target), target)
     rows = traffic(collectives(hlo.read(bare.text), dict(bare.assembly.mesh.shape)))
     assert share_hidden(rows) < 0.1
-    assert hidden > 0.6
+    # All options are known to the older compiler only.
+    knows_all = len(hardware.options_of("NVIDIA A100-SXM4-80GB")) == len(hardware.GPU_OPTIONS)
+    assert hidden > (0.8 if knows_all else 0.3)
 
 
 def share_hidden(rows):
@@ -138,7 +140,9 @@ def test_every_option_of_the_table_has_a_reason_and_is_shown():
     plan = planned("h100:1x8", FSDP)
     assert plan.compiled.options == hardware.compiler_options("NVIDIA H100 80GB HBM3")
     shown = report.text(plan)
-    assert all(option.name in shown and option.reason in shown for option in hardware.GPU_OPTIONS)
+    assert all(
+        option.name in shown and option.reason in shown for option in hardware.options_of("NVIDIA H100 80GB HBM3")
+    )
 
 
 def test_it_fits_or_not():
