@@ -19,9 +19,8 @@ from meshtrain.trees import format_bytes
 
 LARGE = ("llama3_8b=h100:8x8", "llama3_70b=a100:256x8", "gpt3_175b=a100:512x8", "mtnlg_530b=a100:560x8")
 HEADER = (
-    "| configuration | cluster | mesh | held | peak | of | sent over the least | step, modelled | MFU, modelled "
-    "| planned in |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    "| configuration | cluster | mesh | held | peak | of | sent over the least | step, modelled | MFU, modelled |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 
 
@@ -49,7 +48,6 @@ def line(name: str, cluster: str) -> str:
         ", ".join(ratios),
         f"{timing.low_seconds:.3g} to {timing.high_seconds:.3g} s",
         f"{mfu[0]:.0%} to {mfu[1]:.0%}",
-        f"{plan.compiled.seconds:.0f} s",
     )
     return f"| {' | '.join(cells)} |"
 
