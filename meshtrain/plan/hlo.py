@@ -245,7 +245,8 @@ def _sources(sections: Mapping[str, list[str]]) -> dict[int, str]:
                 found[number] = f"{'/'.join(folders[start:])}:{place['line']}"
                 break
             # Frames count from 1; their parents are written one higher, so that 1 says "none".
-            frame = frames[frame]["parent_frame_id"] - 1 if "parent_frame_id" in frames[frame] else 0
+            parent = frames[frame]["parent_frame_id"] - 1 if "parent_frame_id" in frames[frame] else 0
+            frame = parent if parent < frame else 0
     return found
 
 
