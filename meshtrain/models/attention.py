@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
+from meshtrain.models import splash
 from meshtrain.models.layers import normal, rotate, weight
 from meshtrain.models.remat import HEADS
 
@@ -31,13 +32,13 @@ class Attention(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array, angles: jax.Array | None, mask: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, angles: jax.Array | None, documents: jax.Array | None) -> jax.Array:
         """Applies attention.
 
         Args:
           x: [b, T, D].
           angles: rotary angles float32 [b, T, H / 2], or None without rotary positions.
-          mask: bool [b, 1, T, T], true where a query (rows) may see a key (columns), besides causality; or None.
+          documents: int32 [b, T], the document of each token, of which a query sees its own; None: all are one.
         """
         q = self._project("query", x, self.num_heads, "heads")
         k = self._project("key", x, self.num_kv_heads, "kv_heads")
@@ -45,12 +46,13 @@ class Attention(nn.Module):
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         # Initial weights are made in float32, which cuDNN's kernel does not take, and do not depend on what follows.
-        implementation: Any = "xla" if self.is_initializing() else self.implementation
-        if implementation == "auto":
-            fits = fused_kernel_fits(self.head_dim, self.dtype, jax.default_backend())
-            implementation = "cudnn" if fits and mask is None else "xla"
-        heads = self._attend(q, k, v, mask, implementation)
-        heads = checkpoint_name(self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim")), HEADS)
+        asked = "xla" if self.is_initializing() else self.implementation
+        platform, masked = self.placement.platform, documents is not None
+        how = chosen(asked, self.head_dim, x.shape[1], self.dtype, masked, platform)
+        heads = self._attend(q, k, v, documents, how)
+        heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
+        # Splash has named its results already: by a second name the same numbers would be kept twice.
+        heads = heads if how == "splash" else checkpoint_name(heads, HEADS)
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
@@ -60,20 +62,27 @@ class Attention(nn.Module):
             result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, self.placement, self.dtype)
         return result
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, how: Any) -> jax.Array:
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None, how: str) -> jax.Array:
         """Returns [b, T, N, H]."""
-        if how != "cudnn":
+        if how == "xla":
             if self.dtype == jnp.float16:
                 # JAX asks for a float16 product that only GPUs have; what the softmax is taken of is float32 anyway.
                 q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-            heads = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=how)
-            return heads.astype(self.dtype)
-        # The kernel's own rule for the partitioner fails where some axes are manual: what each shard does is written
-        # out. Every axis that is left splits sequences or heads, so that nothing is replicated, and no gradient summed.
+            return _by_jax(q, k, v, documents, how).astype(self.dtype)
+        # A kernel's own rule for the partitioner fails where some axes are manual, or there is none: what each shard
+        # does is written out. Every axis that is left splits sequences or heads, so that nothing is replicated, and no
+        # gradient summed.
+        if how == "splash":
+            interpret = self.placement.platform != "tpu"
+            kernel: Any = functools.partial(splash.attend, name=HEADS, interpret=interpret)
+        else:
+            kernel = functools.partial(_by_jax, how=how)
         queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
-        kernel = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True, implementation=how)
-        return self.placement.on_shards(kernel, (queries, keys, keys), queries, is_opaque=True)(q, k, v)
+        tokens = self.placement.activation_spec(q.shape[:2], ("batch", "sequence"))
+        run = self.placement.on_shards(kernel, (queries, keys, keys, tokens), queries, is_opaque=True)
+        heads: jax.Array = run(q, k, v, documents)
+        return heads
 
     def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:
         """Returns [b, T, num_heads, H]."""
@@ -86,16 +95,34 @@ class Attention(nn.Module):
         return self.placement.activation(heads, ("batch", "sequence", axis, "head_dim"))
 
 
-def fused_kernel_fits(head_dim: int, dtype: DTypeLike, platform: str) -> bool:
-    """Returns whether `auto` means cuDNN's kernel, which keeps no matrix of probabilities, and takes no mask either.
+def chosen(
+    asked: str, head_dim: int, sequence_length: int, dtype: DTypeLike, masks_documents: bool, platform: str
+) -> str:
+    """Returns the implementation that computes attention: `xla`, `cudnn` or `splash`.
+
+    `auto` means cuDNN's kernel on GPUs and JAX's own on TPUs where they take the shapes; neither keeps a matrix of
+    probabilities. With documents cuDNN's would be given one, of what may be seen: there it is no gain.
 
     Args:
+      asked: one of the choices of `model.attention`.
       head_dim: H.
+      sequence_length: T.
       dtype: of queries, keys and values.
-      platform: as JAX names it, `gpu` or `cuda` for NVIDIA's.
+      masks_documents: whether a token sees its own document only.
+      platform: as JAX names it; `gpu` or `cuda` for NVIDIA's.
     """
+    if asked != "auto":
+        return asked
+    if platform == "tpu" and splash.fits(head_dim, sequence_length, dtype):
+        return "splash"
     # The limit of head dims that every GPU with such a kernel has; those from Hopper on take up to 256.
-    return platform in ("gpu", "cuda") and jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
+    fits_cudnn = jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
+    return "cudnn" if platform in ("gpu", "cuda") and fits_cudnn and not masks_documents else "xla"
+
+
+def _by_jax(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None, how: Any) -> jax.Array:
+    mask = same_document(documents) if documents is not None else None
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=how)
 
 
 def same_document(segment_ids: jax.Array) -> jax.Array:

@@ -54,7 +54,11 @@ class DecoderOptions:
     tied_embeddings: bool = option(False, "the head uses the embedding table")
     biases: bool = option(False, "biases in projections, mlp and LayerNorm")
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
-    attention: str = option("auto", "implementation of attention", choices=("auto", "xla", "cudnn"))
+    attention: str = option(
+        "auto",
+        "implementation of attention: xla, cudnn (GPU), splash (TPU; interpreted elsewhere, slowly), auto",
+        choices=("auto", "xla", "cudnn", "splash"),
+    )
     within_documents: bool = option(True, "attention sees only its own document of a packed sequence")
 
     @property
@@ -103,7 +107,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, layer: jax.Array, keys: jax.Array, angles: jax.Array | None, mask: jax.Array | None
+        self, x: jax.Array, layer: jax.Array, keys: jax.Array, angles: jax.Array | None, documents: jax.Array | None
     ) -> tuple[jax.Array, None]:
         """Applies the layer with this index; the second result is what `nn.scan` would stack."""
         o, place = self.options, self.placement
@@ -118,7 +122,7 @@ class Layer(nn.Module):
         mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
         x = checkpoint_name(x, RESIDUAL)
         normed = place.activation(norm(name="attention_norm")(x), ("batch", "sequence", "embed"))
-        x = x + dropout(self._residual(attention(normed, angles, mask)), rate, keys, ATTENTION_SITE)
+        x = x + dropout(self._residual(attention(normed, angles, documents)), rate, keys, ATTENTION_SITE)
         normed = place.activation(norm(name="mlp_norm")(x), ("batch", "sequence", "embed"))
         x = x + dropout(self._residual(mlp(normed)), rate, keys, MLP_SITE)
         return self._residual(x), None
@@ -186,7 +190,7 @@ def run_layers(
       layers: parameters, each leaf [K, ...].
       x: [b, T, D].
       indices: int32 [K], of the layers in the whole model.
-      given: what each layer is given besides: keys, angles, mask.
+      given: what each layer is given besides: keys, angles, documents.
       placement: where activations and gathered weights live.
       dtype: of the activations.
       train: whether to drop, and to keep anything for a backward pass.

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models import losses
-from meshtrain.models.attention import same_document
 from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack, run_layers
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
@@ -98,8 +97,8 @@ class Decoder:
         """Returns the activations after K layers, of which the first has the index `start` in the whole model."""
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
-        mask = same_document(batch["segment_ids"]) if self.options.within_documents else None
-        given = (sequence_keys(rng, batch), angles, mask)
+        documents = batch["segment_ids"] if self.options.within_documents else None
+        given = (sequence_keys(rng, batch), angles, documents)
         return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
 
     def columns(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Attention as the target computes it: on GPUs cuDNN's kernel, of which JAX asks the GPU that is here.
+"""Attention as the target computes it: JAX's own kernel on TPUs, on GPUs cuDNN's, of which JAX asks the GPU here.
 
 JAX has no public way to trace cuDNN's kernel without a GPU: it asks the installed library for its version and the first
 device for its compute capability. For the time of a plan these two private functions answer for the target instead.
@@ -13,7 +13,7 @@ from unittest import mock
 from jax._src.cudnn import fused_attention_stablehlo as private
 
 from meshtrain.config import Config
-from meshtrain.models.attention import fused_kernel_fits
+from meshtrain.models.attention import chosen
 from meshtrain.plan.topology import Cluster
 from meshtrain.step.precision import compute_dtype
 
@@ -28,13 +28,13 @@ def as_on_target(config: Config, cluster: Cluster) -> Iterator[tuple[Config, str
       config: a configuration; `model.attention` other than `auto` stays.
       cluster: the target.
     """
-    chosen = config.model.attention
-    if chosen == "auto":
-        fits = fused_kernel_fits(config.model.width_of_head, compute_dtype(config.precision), cluster.platform)
-        chosen = "cudnn" if fits and not config.model.within_documents else "xla"
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=chosen))
-    if chosen != "cudnn" or cluster.compute_capability is None:
-        yield config, chosen
+    model, dtype = config.model, compute_dtype(config.precision)
+    name = chosen(
+        model.attention, model.width_of_head, config.sequence_length, dtype, model.within_documents, cluster.platform
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=name))
+    if name != "cudnn" or cluster.compute_capability is None:
+        yield config, name
         return
     target = cluster.compute_capability
 
@@ -49,7 +49,7 @@ def as_on_target(config: Config, cluster: Cluster) -> Iterator[tuple[Config, str
         mock.patch.object(private, "check_compute_capability", at_least),
         mock.patch.object(private, "is_cuda_compute_capability_equal", equal),
     ):
-        yield config, chosen
+        yield config, name
 
 
 def _pair(capability: str) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from jax.errors import JaxRuntimeError
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config import Config
 from meshtrain.hardware import compiler_options
+from meshtrain.launch.quiet import captured
 from meshtrain.plan.attention import as_on_target
-from meshtrain.plan.quiet import captured
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.traced import traced_flops
 

@@ -20,6 +20,7 @@ MUCH_IDLE = 0.15
 REMATERIALIZED = re.compile(r"Involuntary full rematerialization.*?(?:for HLO operation: %?([\w.\-]+))?", re.IGNORECASE)
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 OFFLOAD = "pinned_host"
+SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,18 +157,15 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
                 "leave some memory to spare",
             )
         ]
-    if cluster.platform == "cpu":
+    if compiled.attention == "splash" and cluster.platform != "tpu":
+        return [Finding("attention is a TPU's kernel, which is interpreted here, slowly", "model.attention=auto")]
+    if compiled.attention == "splash" or cluster.platform == "cpu" or config.sequence_length < 2048:
         return []
-    reason = "documents are masked" if config.model.within_documents else "no fused kernel takes these heads or dtypes"
+    reason, change = "no fused kernel takes these heads or dtypes", "16-bit precision, heads of 64 or 128"
     if cluster.platform == "tpu":
-        reason = "the model has no fused kernel for TPUs"
-    return (
-        [
-            Finding(
-                f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head: {reason}",
-                "model.within_documents=false where neighbouring documents may see each other",
-            )
-        ]
-        if config.sequence_length >= 2048
-        else []
-    )
+        reason, change = "JAX's kernel was not asked for, or is not for these shapes", f"model.attention=auto, {SPLASH}"
+    elif config.model.within_documents:
+        reason = "documents are masked"
+        change = "model.within_documents=false where neighbouring documents may see each other"
+    keeps = f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head"
+    return [Finding(f"{keeps}: {reason}", change)]

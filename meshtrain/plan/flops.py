@@ -7,16 +7,21 @@ hide theirs inside, and are counted by formula.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from meshtrain.plan.hlo import Instruction, Program
-from meshtrain.plan.shapes import dims
+from meshtrain.plan.shapes import dims, dtypes
 
 MATMUL_TARGETS = re.compile(r"gemm|matmul", re.IGNORECASE)
-ATTENTION_TARGETS = re.compile(r"fmha|flash|splash", re.IGNORECASE)
+CUDNN_ATTENTION = re.compile(r"fmha", re.IGNORECASE)
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# All Pallas kernels have one target on TPUs; the instruction, and the operation that made it, bear the kernel's name.
+PALLAS_TARGET = "tpu_custom_call"
+SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+OPERATION = re.compile(r'op_name="([^"]*)"')
+BLOCK = re.compile(r"\bblock_q(?:_dq|_dkv)?\W+(\d+)")
 LHS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 PROBABILITIES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
 WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -25,6 +30,8 @@ DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
 # Matrix products of one query block with all keys: forward q k and p v; backward q k again, and four for the gradients.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+# JAX's kernel for TPUs has two backward passes, of which each computes q k, and the gradient of the probabilities.
+SPLASH_PRODUCTS = {"fwd": FORWARD_PRODUCTS, "dq": 3, "dkv": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Work:
 
     Attributes:
       products: those that stand in the program as such.
-      attention: those inside attention kernels; of a causal kernel the half that it does not skip.
+      attention: those inside attention kernels; of a causal kernel the part that it does not skip.
       attention_full: the same as if nothing were skipped, which is how products outside of kernels count.
     """
 
@@ -69,9 +76,8 @@ def _work(body: list[Instruction], shapes: Mapping[str, str]) -> tuple[float, fl
             products += convolution_flops(line, shapes)
         elif line.opcode == "custom-call":
             if is_attention(line):
-                full = attention_flops(line)
-                attention_full += full
-                attention += full / 2 if "CAUSAL" in line.rest else full
+                done, full = attention_flops(line, shapes)
+                attention, attention_full = attention + done, attention_full + full
             elif is_library_product(line):
                 products += library_flops(line, shapes)
     return products, attention, attention_full
@@ -87,7 +93,17 @@ def is_product(line: Instruction) -> bool:
 def is_attention(line: Instruction) -> bool:
     """Returns whether a custom call is an attention kernel."""
     target = TARGET.search(line.rest)
-    return target is not None and bool(ATTENTION_TARGETS.search(target[1]))
+    return _splash(line) is not None or (target is not None and bool(CUDNN_ATTENTION.search(target[1])))
+
+
+def _splash(line: Instruction) -> str | None:
+    """Returns the pass of JAX's kernel for TPUs that a custom call is: fwd, dq or dkv; None for something else."""
+    target = TARGET.search(line.rest)
+    if target is None or target[1] != PALLAS_TARGET:
+        return None
+    operation = OPERATION.search(line.rest)
+    found = SPLASH.search(line.name) or (SPLASH.search(operation[1]) if operation else None)
+    return found[1] if found else None
 
 
 def is_library_product(line: Instruction) -> bool:
@@ -172,19 +188,52 @@ def library_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
     return 2.0 * math.prod(dims(line.shape)) * math.prod(left[dim] for dim in contracted)
 
 
-def attention_flops(line: Instruction) -> float:
-    """Returns 2 x products x batch x heads x queries x keys x width, nothing skipped.
+def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
+    """Returns 2 x products x batch x heads x queries x keys x width: (what is not skipped, all).
 
     Args:
-      line: a call of a cuDNN attention kernel, which says the dims of its probabilities: batch, heads, queries, keys.
+      line: a call of an attention kernel.
+      shapes: of the operands.
 
     Raises:
-      ValueError: it does not.
+      ValueError: the call does not say the kernel's dims.
     """
+    part = _splash(line)
+    return _cudnn_flops(line) if part is None else _splash_flops(line, shapes, part)
+
+
+def _splash_flops(line: Instruction, shapes: Mapping[str, str], part: str) -> tuple[float, float]:
+    """Queries are [.., heads, T, H] and keys [.., kv heads, T, H]; mask and segment ids are integers."""
+    arrays = [shapes[name] for name in line.operands if name in shapes]
+    heads = [dims(shape) for shape in arrays if dtypes(shape)[0] in ("bf16", "f32") and len(dims(shape)) >= 3]
+    if len(heads) < 3:
+        raise ValueError(f"%{line.name}: an attention kernel whose dims are not known")
+    query, key = heads[:2]
+    full = splash_flops(part, query, key)
+    block = BLOCK.search(line.rest)
+    # Blocks on the diagonal are computed whole.
+    num_blocks = query[-2] / int(block[1]) if block else math.inf
+    return full * (1 + 1 / num_blocks) / 2, full
+
+
+def splash_flops(part: str, query: Sequence[int], key: Sequence[int]) -> float:
+    """Returns the FLOPs of one pass of JAX's kernel for TPUs, nothing skipped.
+
+    Args:
+      part: a key of `SPLASH_PRODUCTS`.
+      query: dims [.., heads, T, H].
+      key: dims [.., kv heads, T, H].
+    """
+    return 2.0 * SPLASH_PRODUCTS[part] * math.prod(query) * key[-2]
+
+
+def _cudnn_flops(line: Instruction) -> tuple[float, float]:
+    """The call says the dims of the probabilities: batch, heads, queries, keys."""
     target, probabilities = TARGET.search(line.rest), PROBABILITIES.search(line.rest)
     if not target or not probabilities:
         raise ValueError(f"%{line.name}: an attention kernel whose dims are not known")
     sizes = [int(size.strip(' "')) for size in probabilities[1].split(",")]
     width = dims(line.shape)[-1]
     num_products = BACKWARD_PRODUCTS if "backward" in target[1].lower() else FORWARD_PRODUCTS
-    return 2.0 * num_products * math.prod(sizes) * width
+    full = 2.0 * num_products * math.prod(sizes) * width
+    return full / 2 if "CAUSAL" in line.rest else full, full

@@ -20,6 +20,8 @@ CALLED = re.compile(
     r"(?:calls|to_apply|body|branch_computations|called_computations|true_computation|false_computation)"
     r"=\{?((?:%[\w.\-]+(?:, )?)+)"
 )
+# Metadata of TPU kernels is written on lines of its own.
+CONTINUED = re.compile(r"\n(?=\"|\}\})")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -99,7 +101,7 @@ def read(text: str) -> Program:
     computations: dict[str, list[Instruction]] = {}
     sections: dict[str, list[str]] = {name: [] for name in SECTIONS}
     entry = current = section = ""
-    for line in text.splitlines():
+    for line in CONTINUED.sub("", text).splitlines():
         if not line:
             section = ""
         elif line in sections:
@@ -189,9 +191,14 @@ def _tuple_index(line: Instruction) -> int | None:
     return int(line.attribute("index") or 0) if line.opcode == "get-tuple-element" else None
 
 
-def _constant(line: Instruction, lines: Mapping[str, Instruction]) -> int | None:
+def _origin(line: Instruction, lines: Mapping[str, Instruction]) -> Instruction:
     while line.opcode in TRANSPARENT and line.operands and line.operands[0] in lines:
         line = lines[line.operands[0]]
+    return line
+
+
+def _constant(line: Instruction, lines: Mapping[str, Instruction]) -> int | None:
+    line = _origin(line, lines)
     found = re.match(r"(-?\d+)\)", line.rest) if line.opcode == "constant" else None
     return int(found[1]) if found else None
 
@@ -202,7 +209,7 @@ def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int
     root = next(line for line in computations[body] if line.is_root)
     if root.opcode != "tuple":
         return None
-    line = lines[root.operands[counter]]
+    line = _origin(lines[root.operands[counter]], lines)
     if line.opcode == "fusion":
         inner = {one.name: one for one in computations[line.attribute("calls") or ""]}
         line, lines = next(one for one in inner.values() if one.is_root), inner

@@ -183,8 +183,7 @@ class Streams:
     def _product_seconds(self, line: Instruction, shapes: Mapping[str, str]) -> float:
         peak = self.accelerator.bfloat16_flops_per_second
         if line.opcode == "custom-call" and is_attention(line):
-            causal = 0.5 if "CAUSAL" in line.rest else 1.0
-            return causal * attention_flops(line) / (peak * self.assumptions.attention_efficiency)
+            return attention_flops(line, shapes)[0] / (peak * self.assumptions.attention_efficiency)
         counts = {"dot": dot_flops, "convolution": convolution_flops}
         if line.opcode in counts:
             flops = counts[line.opcode](line, shapes)

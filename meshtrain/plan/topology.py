@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from meshtrain.errors import UserError, nearest
 from meshtrain.hardware import Accelerator, find
 from meshtrain.launch import distributed
-from meshtrain.plan.quiet import captured
+from meshtrain.launch.quiet import captured
 
 TARGETS = Path(__file__).parent / "targets"
 GPUS = ("a100", "h100", "h200", "b200")
@@ -82,7 +82,8 @@ def open_cluster(text: str) -> Cluster:
     if jax.config.values["jax_platforms"] != "cpu":
         jax.config.update("jax_platforms", "cpu")
     if name == "cpu":
-        devices, _ = distributed.start(sizes[0])
+        with captured():  # as below
+            devices, _ = distributed.start(sizes[0])
         return Cluster(text, "cpu", devices, 1, None)
     if name in GPUS:
         _require_gpu_compiler(text)
@@ -94,7 +95,9 @@ def open_cluster(text: str) -> Cluster:
     _require(text, "libtpu", "plan-tpu")
     # No chip is touched: a training run, or another plan, may use the library at the same time.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    chips = _described(text, platform="tpu", topology_name=f"{name}:{'x'.join(map(str, sizes))}")
+    # A v4 has two cores, which are one device where it trains, but two to the compiler if it is not told.
+    kind = {"chip_config_name": "megacore"} if name == "v4" else {}
+    chips = _described(text, platform="tpu", topology_name=f"{name}:{'x'.join(map(str, sizes))}", **kind)
     num_hosts = len({chip.process_index for chip in chips})
     return Cluster(text, "tpu", chips, num_hosts, find(chips[0].device_kind))
 
@@ -102,6 +105,7 @@ def open_cluster(text: str) -> Cluster:
 def _described(text: str, **description: str) -> Sequence[Any]:
     try:
         with captured():  # without an accelerator each compiler complains, at length, that it finds none
+            jax.devices()  # now, rather than at the first array: the other compilers are loaded then
             devices: Sequence[Any] = topologies.get_topology_desc(**description).devices
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]

@@ -102,7 +102,7 @@ def step(options, **axes):
         (RematOptions("save_attention", every=4), {"data": 2, "fsdp": 2, "tensor": 2}),
         (RematOptions("dots", every=2), {"fsdp": 4}),
         (RematOptions("offload"), {}),
-        (RematOptions("offload", every=2), {"data": 2, "fsdp": 2}),
+        pytest.param(RematOptions("offload", every=2), {"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -26,6 +26,12 @@ def test_a_loop_without_annotation_is_counted_from_start_bound_and_step():
     assert flops.matmul_flops(program).total == 5 * 2 * 8 * 16 * 16
 
 
+def test_a_counter_may_be_copied_on_its_way():
+    step = "  %copy.2 = s32[]{:T(128)} copy(%fusion.1)\n  ROOT %t ="
+    text = recorded.TPU_LOOP.replace("  ROOT %t =", step).replace("tuple(%fusion.1,", "tuple(%copy.2,")
+    assert hlo.read(text).num_runs["body"] == hlo.read(recorded.TPU_LOOP).num_runs["body"] > 1
+
+
 def test_a_loop_of_unknown_length_is_refused():
     text = recorded.TPU_LOOP.replace("direction=LT", "direction=NE")
     with pytest.raises(ValueError, match=r"%while\.1: a loop of unknown length"):
@@ -234,6 +240,40 @@ def test_attention_kernels_are_counted_by_formula(line, full, share):
     work = flops.matmul_flops(hlo.read(recorded.entry(*arguments, line)))
     assert work.attention_full == full * 2 * 8 * 64 * 64 * 16
     assert work.attention == share * work.attention_full
+
+
+# As libtpu writes it: metadata on lines of its own, and a stack frame after them.
+SPLASH = """\
+%splash_mha_dkv_segmented_no_residuals.1 = (f32[64,16]{1,0}, bf16[2,4,256,16]{3,2,1,0}) \
+custom-call(%mask, %q, %k, %k, /*index=4*/%ids), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q_dkv\\": 64, \\"block_kv_dkv\\": 64}"
+}}, metadata={op_name="jit(step)/splash_mha_dkv_segmented_no_residuals/pallas_call" stack_frame_id=4}"""
+SPLASH_ARGUMENTS = (
+    "%mask = s8[1,4,4]{2,1,0} parameter(0)",
+    "%q = bf16[2,4,256,16]{3,2,1,0} parameter(1)",
+    "%k = bf16[2,2,256,16]{3,2,1,0} parameter(2)",
+    "%ids = s32[8,256]{1,0} parameter(3)",
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "products"),
+    [
+        (SPLASH, 4),
+        (SPLASH.replace("%splash_mha_dkv_segmented_no_residuals.1", "%custom-call.7"), 4),
+        (SPLASH.replace("mha_dkv_segmented_no", "mqa_fwd"), 2),
+        (SPLASH.replace("_dkv", "_dq"), 3),
+        (SPLASH.replace("splash", "another"), 0),
+    ],
+)
+def test_a_tpu_s_kernel_is_counted_by_its_name(line, products):
+    program = hlo.read(recorded.entry(*SPLASH_ARGUMENTS, line) + recorded.SOURCES)
+    work = flops.matmul_flops(program)
+    assert work.attention_full == products * 2 * 2 * 4 * 256 * 256 * 16
+    assert work.attention == work.attention_full * 10 / 16  # of 4 x 4 blocks
+    (call,) = [row[0] for row in program.instructions("custom-call")]
+    assert program.source(call) == "meshtrain/models/layers.py:83"
 
 
 def test_a_library_s_product_is_counted_and_an_unknown_one_refused():

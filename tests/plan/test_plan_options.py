@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_training_and_planning_read_the_same_table():
-    train = importlib.import_module("meshtrain.train")  # the package's attribute of that name is the function
-    assert train.compiler_options is compiling.compiler_options is hardware.compiler_options
+    training = importlib.import_module("meshtrain.assemble")  # the module, whatever the package calls so
+    assert training.compiler_options is compiling.compiler_options is hardware.compiler_options
 
 
 def test_gpus_have_options_with_typed_values_and_reasons_and_cpus_have_none():
@@ -34,7 +34,7 @@ def test_options_that_newer_compilers_refuse_are_left_out(monkeypatch, version, 
 
 NOISE = """
 import os, time
-from meshtrain.plan.quiet import captured
+from meshtrain.launch.quiet import captured
 with captured() as lines:
     os.write(2, b"I1121 nothing of interest\\n")
     if WHAT:

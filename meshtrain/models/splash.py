@@ -1,0 +1,70 @@
+"""Causal attention on TPUs by JAX's own Pallas kernel ("splash"), which keeps no matrix of probabilities.
+
+b: sequences, T: tokens a sequence, N: query heads, K: key and value heads, H: head dim.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+# The kernel's blocks are multiples of a TPU's 128 lanes; larger ones read keys and values less often.
+LANES, LARGEST_BLOCK = 128, 512
+HEAD_DIMS = (64, 128, 256)
+
+
+def fits(head_dim: int, sequence_length: int, dtype: DTypeLike) -> bool:
+    """Returns whether `auto` means this kernel on a TPU.
+
+    Args:
+      head_dim: H, one of those that it is compiled with in our tests.
+      sequence_length: T; others are padded where the kernel is asked for by name.
+      dtype: of queries, keys and values. Inside the kernel float32 would be multiplied as the compiler likes, not as
+        JAX is told to.
+    """
+    return head_dim in HEAD_DIMS and sequence_length % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None, *, name: str, interpret: bool
+) -> jax.Array:
+    """Returns heads [b, T, N, H]; logits, softmax and sums are float32.
+
+    Args:
+      q: [b, T, N, H].
+      k: [b, T, K, H]; K divides N.
+      v: as `k`.
+      documents: int32 [b, T], the document of each token, of which a query sees its own; None: all are one.
+      name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
+      interpret: runs the kernel as plain JAX, slowly, on a device that is no TPU.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    _, length, num_heads, head_dim = q.shape
+    # The kernel does not scale. Once, in float32: a 16-bit product of a 16-bit root would round twice.
+    q = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
+    # What is added stands behind every query, which therefore does not see it.
+    padding = -length % LANES
+    q, k, v = (_longer(x, padding).swapaxes(1, 2) for x in (q, k, v))
+    padded = length + padding
+    block = max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if padded % size == 0)
+    kernel = splash.make_splash_mha_single_device(
+        masks.MultiHeadMask([masks.CausalMask((padded, padded))] * num_heads),
+        block_sizes=splash.BlockSizes(
+            block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+        ),
+        residual_checkpoint_name=name,
+        interpret=interpret,
+    )
+    segments = None
+    if documents is not None:
+        ids = _longer(documents, padding)
+        segments = splash.SegmentIds(ids, ids)
+    heads: jax.Array = jax.vmap(kernel)(q, k, v, segments)
+    return heads.swapaxes(1, 2)[:, :length]
+
+
+def _longer(x: jax.Array, num_tokens: int) -> jax.Array:
+    return jnp.pad(x, [(0, num_tokens if dim == 1 else 0) for dim in range(x.ndim)]) if num_tokens else x

@@ -1,0 +1,141 @@
+"""The TPU's kernel, interpreted, against attention as JAX writes it out; and which implementation is chosen where."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import meta
+from jax.extend import core
+
+from meshtrain.layout.mesh import make_mesh
+from meshtrain.layout.placement import Placement
+from meshtrain.layout.rules import LayoutOptions, default_rules
+from meshtrain.models import splash
+from meshtrain.models.attention import chosen, same_document
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_task import decoder
+from meshtrain.models.remat import HEADS, RematOptions
+from meshtrain.models.task import SEQUENCE_INDEX
+
+BATCH_SIZE, NUM_HEADS, HEAD_DIM = 2, 4, 16
+
+
+def arrays(length, num_kv_heads, dtype=jnp.float32):
+    """(q, k, v, cotangent)."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (NUM_HEADS, num_kv_heads, num_kv_heads, NUM_HEADS)
+    shapes = [(BATCH_SIZE, length, num, HEAD_DIM) for num in heads]
+    return [2 * jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def documents_of(length):
+    """Other borders in each sequence, the second of them in no multiple of a block."""
+    place = np.arange(length)
+    return jnp.asarray(np.stack([1 + (place >= length // 2), 1 + (place >= 37) + (place >= 131)]), jnp.int32)
+
+
+def kernel(q, k, v, documents):
+    return splash.attend(q, k, v, documents, name=HEADS, interpret=True)
+
+
+def written_out(q, k, v, documents):
+    mask = same_document(documents) if documents is not None else None
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both_ways(attend, arrays, documents):
+    """(heads, gradients of q, k, v)."""
+    *inputs, cotangent = arrays
+    heads, backward = jax.vjp(lambda q, k, v: attend(q, k, v, documents), *inputs)
+    return heads, *backward(cotangent)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize(("length", "num_kv_heads"), [(256, 2), (200, 1)])
+def test_the_kernel_computes_attention(length, num_kv_heads, masked):
+    given, documents = arrays(length, num_kv_heads), documents_of(length) if masked else None
+    for got, expected in zip(
+        both_ways(kernel, given, documents), both_ways(written_out, given, documents), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_logits_softmax_and_sums_are_float32():
+    q, k, v, cotangent = arrays(256, 2, jnp.bfloat16)
+    attend = functools.partial(splash.attend, documents=documents_of(256), name=HEADS, interpret=False)
+    jaxpr = jax.make_jaxpr(lambda *qkv: jax.vjp(attend, *qkv)[1](cotangent))(q, k, v)
+    found = [e for e in inside(jaxpr.jaxpr, False) if e.primitive.name in ("dot_general", "exp", "reduce_sum")]
+    assert len(found) >= 2 + 4 + 3
+    assert {variable.aval.dtype for equation in found for variable in equation.outvars} == {jnp.dtype(jnp.float32)}
+
+
+def inside(jaxpr, in_kernel):
+    """Yields the operations inside of kernels."""
+    for equation in jaxpr.eqns:
+        if in_kernel:
+            yield equation
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                inner = part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
+                if isinstance(inner, core.Jaxpr):
+                    yield from inside(inner, in_kernel or equation.primitive.name == "pallas_call")
+
+
+MODEL = DecoderOptions(num_layers=1, embed_dim=32, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=11)
+SHAPE = (8, 128)
+
+
+def batch():
+    place = np.broadcast_to(np.arange(SHAPE[1]), SHAPE)
+    return {
+        "tokens": (7 * place % 11).astype(np.int32),
+        "targets": (5 * place % 11).astype(np.int32),
+        "segment_ids": (1 + (place >= 50)).astype(np.int32),
+        "positions": np.where(place < 50, place, place - 50).astype(np.int32),
+        "weights": np.ones(SHAPE, np.float32),
+        SEQUENCE_INDEX: np.arange(SHAPE[0], dtype=np.int32),
+    }
+
+
+def gradients(implementation, placement=None, policy="none"):
+    """(loss, gradients)."""
+    options = dataclasses.replace(MODEL, attention=implementation)
+    task = decoder(
+        options, batch_size=SHAPE[0], sequence_length=SHAPE[1], remat=RematOptions(policy), placement=placement
+    )
+    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
+    return jax.jit(jax.value_and_grad(lambda params: task.loss(params, batch(), jax.random.key(1), True)[0]))(params)
+
+
+def test_a_model_learns_the_same_from_the_kernel_on_a_mesh():
+    mesh = make_mesh({"data": 2, "pipeline": 1, "fsdp": 2, "tensor": 2}, jax.devices())
+    placement = Placement(default_rules(LayoutOptions()), mesh)
+    loss, got = gradients("splash", placement, "save_attention")
+    expected_loss, expected = gradients("xla")
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-5 * np.abs(b).max()), got, expected)
+
+
+@pytest.mark.parametrize(
+    ("platform", "masked", "head_dim", "length", "dtype", "name"),
+    [
+        ("tpu", True, 128, 8192, jnp.bfloat16, "splash"),
+        ("tpu", False, 64, 128, jnp.bfloat16, "splash"),
+        ("tpu", False, 128, 8192, jnp.float32, "xla"),
+        ("tpu", False, 128, 8200, jnp.bfloat16, "xla"),
+        ("tpu", False, 80, 8192, jnp.bfloat16, "xla"),
+        ("gpu", False, 128, 8192, jnp.bfloat16, "cudnn"),
+        ("cuda", False, 64, 8200, jnp.float16, "cudnn"),
+        ("gpu", True, 128, 8192, jnp.bfloat16, "xla"),
+        ("gpu", False, 256, 8192, jnp.bfloat16, "xla"),
+        ("gpu", False, 128, 8192, jnp.float32, "xla"),
+        ("cpu", False, 128, 8192, jnp.bfloat16, "xla"),
+    ],
+)
+def test_auto_is_the_kernel_that_fits(platform, masked, head_dim, length, dtype, name):
+    assert chosen("auto", head_dim, length, dtype, masked, platform) == name
+    assert chosen("splash", head_dim, length, dtype, masked, platform) == "splash"

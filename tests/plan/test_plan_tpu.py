@@ -1,0 +1,130 @@
+"""Plans by the compiler of TPUs that are not there, above all of attention: `scripts/test --plan` runs these."""
+
+import collections
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshtrain.config import Config
+from meshtrain.layout.mesh import MeshOptions
+from meshtrain.models import splash
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.remat import RematOptions
+from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.plan import flops, hlo, report, topology
+from meshtrain.step.precision import PrecisionOptions
+from tests.plan.conftest import planned
+
+pytestmark = pytest.mark.gpu_compiler
+
+NUM_LAYERS, LENGTH = 2, 1024
+MODEL = DecoderOptions(NUM_LAYERS, 512, 512, num_heads=4, num_kv_heads=2, vocab_size=1024)
+CONFIG = Config(
+    batch_size=8,
+    sequence_length=LENGTH,
+    mesh=MeshOptions(fsdp=8),
+    model=MODEL,
+    precision=PrecisionOptions("bfloat16"),
+    remat=RematOptions("full"),
+    pipeline=PipelineOptions("1f1b", num_microbatches=2),
+)
+PRODUCT = 2 * LENGTH * LENGTH * 128  # of one head of one sequence
+
+
+def with_mesh(policy="full", **sizes):
+    return dataclasses.replace(CONFIG, mesh=MeshOptions(**sizes), remat=RematOptions(policy))
+
+
+def num_kernels(plan):
+    """Kernel -> how often it runs in a step."""
+    program, runs = hlo.read(plan.compiled.text), collections.Counter()
+    for line, _, times in program.instructions("custom-call"):
+        if flops.is_attention(line):
+            runs[flops.SPLASH.search(line.name)[1]] += times
+    return runs
+
+
+@pytest.mark.parametrize("cluster", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2"])
+def test_attention_is_the_kernel_and_all_of_it_is_counted(cluster):
+    plan = planned(cluster, CONFIG)
+    assert plan.compiled.attention == "splash"
+    assert "attention splash" in report.text(plan)
+    assert plan.memory.fits is True
+    assert plan.memory.compiler.arguments_bytes == pytest.approx(plan.memory.arguments_expected_bytes, rel=0.001)
+    assert plan.added_share == pytest.approx(0, abs=0.001)
+    # Two products forward, again before the backward pass, and its three and four; blocks on the diagonal are whole.
+    assert plan.work.attention_full == NUM_LAYERS * 4 * (2 + 2 + 3 + 4) * PRODUCT
+    assert plan.work.attention == plan.work.attention_full * 3 / 4
+    assert plan.timing.step_seconds > 0
+
+
+def test_saved_attention_does_not_run_again():
+    plan = planned("v5e:2x4", with_mesh("save_attention", tensor=2, data=4))
+    assert num_kernels(plan) == {"fwd": NUM_LAYERS, "dq": NUM_LAYERS, "dkv": NUM_LAYERS}
+    assert plan.added_share == pytest.approx(0, abs=0.001)
+
+
+def test_the_kernel_runs_in_a_pipeline_stage():
+    plan = planned("v5e:2x4", with_mesh(pipeline=2, tensor=2, data=2))
+    assert plan.compiled.attention == "splash"
+    program = plan.compiled.assembly.program
+    num_rows = program.active.shape[0]
+    assert num_kernels(plan) == {"fwd": num_rows, "dq": num_rows // 2, "dkv": num_rows // 2}
+    assert plan.work.attention_full == num_rows / 2 * (2 + 2 + 3 + 4) * 2 * 2 * PRODUCT
+
+
+def test_long_sequences_need_no_matrix_of_probabilities():
+    long = dataclasses.replace(CONFIG, sequence_length=4096, model=dataclasses.replace(MODEL, num_layers=1))
+    written_out = dataclasses.replace(long, model=dataclasses.replace(long.model, attention="xla"))
+    kernel, xla = (planned("v5e:2x4", config) for config in (long, written_out))
+    assert (kernel.compiled.attention, xla.compiled.attention) == ("splash", "xla")
+    matrix_bytes = 4 * 4096 * 4096 * 4
+    saved = xla.memory.compiler.temporary_bytes - kernel.memory.compiler.temporary_bytes
+    assert saved > 0.9 * matrix_bytes
+    assert kernel.memory.compiler.temporary_bytes < 0.2 * matrix_bytes
+    assert any("4096 x 4096 numbers" in finding.what for finding in xla.findings)
+    assert not any("4096 x 4096 numbers" in finding.what for finding in kernel.findings)
+
+
+def test_a_v4_is_one_device():
+    cluster = topology.open_cluster("v4:2x2x2")
+    assert len(cluster.devices) == 8
+    assert cluster.accelerator.name == "v4"
+
+
+def test_the_program_says_nothing_on_standard_error():
+    words = ["--cluster=v5e:2x4", "--config.mesh.data=8", "--config.model.num_layers=1", "--config.batch_size=8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshtrain.plan", *words],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert "modelled" in done.stdout
+
+
+@pytest.mark.parametrize("head_dim", splash.HEAD_DIMS)
+@pytest.mark.parametrize("cluster", ["v4:2x2x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x4"])
+def test_each_tpu_takes_the_heads_that_auto_means(cluster, head_dim):
+    compiled = kernel_alone(cluster, head_dim, 1024)
+    assert all(f"splash_mha_{name}_segmented" in compiled.as_text() for name in ("fwd", "dq", "dkv"))
+
+
+def kernel_alone(cluster, head_dim, length):
+    """Forward and backward pass of one sequence with four heads on one device."""
+    device = topology.open_cluster(cluster).devices[0]
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+    def both_ways(q, k, v, documents):
+        heads, backward = jax.vjp(lambda *qkv: splash.attend(*qkv, documents, name="heads", interpret=False), q, k, v)
+        return backward(heads)
+
+    heads = [array((1, length, num, head_dim), jnp.bfloat16) for num in (4, 2, 2)]
+    traced = jax.jit(both_ways).trace(*heads, array((1, length), jnp.int32))
+    return traced.lower(lowering_platforms=("tpu",)).compile()
