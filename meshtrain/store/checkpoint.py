@@ -4,15 +4,18 @@ On disk (Orbax, one directory a step, OCDBT format)::
 
     <workdir>/checkpoints/<step>/state/   every array of the training state, whole and in its global shape
                                  extra/   one JSON object: data position, configuration, corpus, versions
+                                 manifest.json   checksums, written last: without it a save is not whole
+    <workdir>/damaged/<step>/             what was found not to be as it was written
 
 Arrays are stored under the path of their leaf (`params/layers/attention/query`), never under the Python class that
 held them, so neither a mesh nor a container type has to be the same when they are read again.
 """
 
-import dataclasses
+import contextlib
 import json
-import logging
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,22 +24,24 @@ import jax
 import orbax.checkpoint as ocp
 
 from meshtrain.errors import UserError
-from meshtrain.options import option
+from meshtrain.launch import peers
+from meshtrain.store import integrity, keeping
 from meshtrain.store.arrays import leaves_by_path, mismatches, nested
+from meshtrain.store.keeping import CheckpointOptions
+from meshtrain.store.manager import EXTRA, STATE, manager
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
-_STATE, _EXTRA = "state", "extra"
 _PARAMS = "params"
 _MAX_MISMATCHES = 5
-_REPLICA_SLICE_BYTES = 8 << 20
+_MAX_REASON = 300  # characters of what a library says, which may quote whole stacks
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointOptions:
-    """When the state is saved and how many saves stay."""
+class SaveFailed(UserError):
+    """A save could not be written: the disk is full, or gone. The one before it stays."""
 
-    every: int = option(0, "steps between saves; 0: only after the last step, which is always saved", minimum=0)
-    keep_last: int = option(3, "number of newest saves that stay, older ones are deleted", minimum=1)
+    def __init__(self, directory: Path, error: BaseException) -> None:
+        reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
+        super().__init__(f"checkpoint {directory}: not written: {reason}; nearest: free space, or another --workdir")
 
 
 class Checkpoints:
@@ -52,20 +57,14 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, options: CheckpointOptions | None) -> None:
-        logging.getLogger("absl").addFilter(_is_no_chatter)
         self.directory = Path(directory).expanduser().absolute()
-        self._writes = options is not None
-        if options is None:
-            manager_options = ocp.CheckpointManagerOptions(create=False)
-        else:
+        self._options = options
+        self._in_flight: tuple[int, Future[None]] | None = None
+        self._has_failed = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "seal")
+        if options is not None:
             _create(self.directory)
-            manager_options = ocp.CheckpointManagerOptions(
-                create=False,
-                cleanup_tmp_directories=True,
-                preservation_policy=ocp.checkpoint_managers.LatestN(n=options.keep_last),
-            )
-        handlers = {_STATE: _state_handler(), _EXTRA: ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.directory, options=manager_options, item_handlers=handlers)
+        self._manager = manager(self.directory, writes=options is not None)
 
     def __enter__(self) -> Self:
         return self
@@ -73,21 +72,23 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        # Where a process is gone, the save in flight will never be complete.
+        if kind is None or not issubclass(kind, jax.errors.JaxRuntimeError):
+            self.close()
 
     def steps(self) -> list[int]:
-        """Returns the steps that are completely written, oldest first. Waits for a save in flight."""
+        """Returns the steps that are completely written and sealed, oldest first. Waits for a save in flight."""
         self.wait()
-        return list(self._manager.all_steps())
+        return [step for step in keeping.saved_steps(self.directory) if integrity.is_sealed(self.directory / str(step))]
 
     def latest_step(self) -> int | None:
         """Returns the newest step that is completely written, or None. Waits for a save in flight."""
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> bool:
-        """Starts to save a step and returns when the state's buffers may be overwritten; files follow in a thread.
+        """Starts to save a step and returns when the state's buffers may be overwritten; files follow in threads.
 
-        Waits first for the save before this one. An old step is deleted only after the new one is complete.
+        Waits first for the save before this one. Old steps are deleted only after the new one is sealed.
 
         Args:
           step: number of steps done.
@@ -99,16 +100,59 @@ class Checkpoints:
 
         Raises:
           TypeError: JSON cannot hold `extra`.
-          OSError, ValueError: the save before this one failed in its thread.
+          SaveFailed: the save before this one failed in its thread, or this one at its start. Another may succeed.
         """
-        assert self._writes, "opened for reading only"
-        if step in self._manager.all_steps():
+        assert self._options is not None, "opened for reading only"
+        self.wait()
+        if integrity.is_sealed(self.directory / str(step)):
             return False
         json.dumps(dict(extra))  # fails here, with the caller on the stack, and not later in a thread
         items = ocp.args.Composite(
-            **{_STATE: ocp.args.PyTreeSave(nested(leaves_by_path(state))), _EXTRA: ocp.args.JsonSave(dict(extra))}
+            **{STATE: ocp.args.PyTreeSave(nested(leaves_by_path(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
         )
-        return bool(self._manager.save(step, args=items, force=True))
+        try:
+            _create(self.directory)
+            self._manager.save(step, args=items, force=True)
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._has_failed.clear()
+        self._in_flight = step, self._thread.submit(self._seal, step)
+        return True
+
+    def rate(self, step: int, value: float) -> None:
+        """Notes how good a save is, for `CheckpointOptions.keep_best`. One process calls it."""
+        keeping.write_ratings(self.directory, keeping.read_ratings(self.directory) | {step: value})
+
+    def newest_whole(self) -> tuple[int | None, list[str]]:
+        """Returns the newest step whose files are as they were written, and a line for each newer one that is not.
+
+        All processes call it together, and each reads its share of the files. Where the run writes, what is damaged is
+        set aside. The step is None where no save was ever finished.
+
+        Raises:
+          UserError: saves were finished, and none of them is whole any more; nothing is moved then.
+        """
+        self.wait()
+        damaged, whole = dict[int, str](), None
+        for step in reversed(keeping.saved_steps(self.directory)):
+            found = integrity.damage(self.directory / str(step), peers.index(), peers.count())
+            lines = [line for part in peers.gathered(f"damage {step}", found) for line in part]
+            if not lines:
+                whole = step
+                break
+            damaged[step] = f"checkpoint {self.directory / str(step)}: {lines[0]}"
+        if whole is None and any(integrity.is_sealed(self.directory / str(step)) for step in damaged):
+            raise UserError(
+                *damaged.values(),
+                f"{self.directory}: got no checkpoint that is whole; allowed: at least one; nearest: another --workdir",
+            )
+        if self._options is not None and damaged:
+            if peers.index() == 0:
+                for step in damaged:
+                    keeping.set_aside(self.directory, step)
+            peers.gathered("set aside", None)
+            self._manager.reload()
+        return whole, list(damaged.values())
 
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Reads the whole state of a step, each array straight onto its sharding.
@@ -124,8 +168,7 @@ class Checkpoints:
           UserError: no such step; or an array is missing, is left over, or has another shape or dtype.
         """
         wanted = leaves_by_path(abstract_state)
-        stored = self._stored(step)
-        self._refuse_mismatch(step, stored, wanted)
+        self._refuse_mismatch(step, self._stored(step), wanted)
         return self._read(step, wanted, abstract_state)
 
     def restore_params(self, step: int, abstract_params: Any) -> Any:
@@ -141,11 +184,18 @@ class Checkpoints:
         Raises:
           UserError: as `restore`, about the weights only.
         """
+        self.refuse_other_params(step, abstract_params)
         wrapped = {_PARAMS: abstract_params}
-        wanted = leaves_by_path(wrapped)
+        return self._read(step, leaves_by_path(wrapped), wrapped)[_PARAMS]
+
+    def refuse_other_params(self, step: int, abstract_params: Any) -> None:
+        """Compares the weights of a step with those that are wanted; reads no array.
+
+        Raises:
+          UserError: as `restore`, about the weights only.
+        """
         stored = {path: leaf for path, leaf in self._stored(step).items() if path.startswith(f"{_PARAMS}/")}
-        self._refuse_mismatch(step, stored, wanted)
-        return self._read(step, wanted, wrapped)[_PARAMS]
+        self._refuse_mismatch(step, stored, leaves_by_path({_PARAMS: abstract_params}))
 
     def extra(self, step: int) -> dict[str, Any]:
         """Returns the JSON object that was saved beside the state of a step.
@@ -154,20 +204,48 @@ class Checkpoints:
           UserError: no such step.
         """
         self._refuse_unknown(step)
-        return dict(self._manager.restore(step, args=ocp.args.Composite(**{_EXTRA: ocp.args.JsonRestore()}))[_EXTRA])
+        items = ocp.args.Composite(**{EXTRA: ocp.args.JsonRestore()})
+        return dict(self._manager.restore(step, args=items)[EXTRA])
 
     def wait(self) -> None:
-        """Returns when the save in flight is complete; raises what went wrong in its thread."""
-        self._manager.wait_until_finished()
+        """Returns when the save in flight is complete and sealed.
+
+        Raises:
+          SaveFailed: it is not, and will not be.
+        """
+        if self._in_flight is None:
+            return
+        (step, sealed), self._in_flight = self._in_flight, None
+        try:
+            self._manager.wait_until_finished()
+            sealed.result()
+        except Exception as error:
+            raise self._failure(step, error) from error
 
     def close(self) -> None:
-        """Waits for the save in flight and ends the threads."""
+        """Waits for the save in flight and ends the threads; `wait` alone says what failed."""
+        with contextlib.suppress(SaveFailed):
+            self.wait()
+        self._thread.shutdown()
         self._manager.close()
+
+    def _seal(self, step: int) -> None:
+        assert self._options is not None
+        integrity.seal(self.directory / str(step), peers.index(), peers.count(), self._has_failed.is_set)
+        if peers.index() == 0:
+            keeping.prune(self.directory, self._options)
+
+    def _failure(self, step: int, error: Exception) -> SaveFailed:
+        """Returns what to raise about a save that failed, after which the next may succeed."""
+        self._has_failed.set()
+        # Orbax goes on as if the step were there: it is given up for a new one.
+        self._manager = manager(self.directory, writes=True)
+        return SaveFailed(self.directory / str(step), error)
 
     def _stored(self, step: int) -> dict[str, Any]:
         """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""
         self._refuse_unknown(step)
-        return leaves_by_path(self._manager.item_metadata(step)[_STATE].tree)
+        return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Any) -> Any:
         assert all(leaf.sharding is not None for leaf in wanted.values()), "every leaf says where it goes"
@@ -177,7 +255,7 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
             partial_restore=True,
         )
-        found = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{_STATE: items}))[_STATE])
+        found = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{STATE: items}))[STATE])
         return jax.tree.unflatten(jax.tree.structure(like), [found[path] for path in wanted])
 
     def _refuse_unknown(self, step: int) -> None:
@@ -198,75 +276,6 @@ class Checkpoints:
                 *([f"checkpoint {self.directory / str(step)}: {more} more arrays differ"] if more > 0 else []),
                 "nearest: the model and optimizer options the checkpoint was written with, or another workdir",
             )
-
-
-def restore_params(directory: str | Path, abstract_params: Any) -> Any:
-    """Reads the weights of another run's newest checkpoint onto this run's shardings.
-
-    Args:
-      directory: a workdir, or the directory `checkpoints` inside one.
-      abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
-
-    Returns:
-      A pytree of jax.Array of the same structure, bitwise the other run's weights.
-
-    Raises:
-      UserError: there is no such directory, no complete checkpoint in it, or its weights are others.
-    """
-    with find(directory) as checkpoints:
-        step = checkpoints.latest_step()
-        assert step is not None, "find returns only directories with a complete step"
-        return checkpoints.restore_params(step, abstract_params)
-
-
-def find(directory: str | Path) -> Checkpoints:
-    """Opens another run's checkpoints for reading.
-
-    Args:
-      directory: a workdir, or the directory `checkpoints` inside one.
-
-    Returns:
-      Checkpoints with at least one complete step; the caller closes it.
-
-    Raises:
-      UserError: there is no such directory, or no complete checkpoint in it; says what is there.
-    """
-    given = Path(directory).expanduser().absolute()
-    if not given.is_dir():
-        what = "a file" if given.exists() else "nothing there"
-        raise UserError(f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'")
-    inner = given / CHECKPOINTS
-    checkpoints = Checkpoints(inner if inner.is_dir() else given, None)
-    if checkpoints.latest_step() is None:
-        checkpoints.close()
-        names = sorted(entry.name for entry in checkpoints.directory.iterdir())
-        listing = f"only {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "an empty directory"
-        raise UserError(
-            f"{checkpoints.directory}: got {listing}; allowed: a workdir with at least one complete checkpoint"
-            f"{_nearest_workdir(given)}"
-        )
-    return checkpoints
-
-
-def _nearest_workdir(given: Path) -> str:
-    """Returns `; nearest: DIR` where a step's directory was given instead of the run's."""
-    parent = given.parent
-    return f"; nearest: {parent}" if given.name.isdecimal() and (given / _STATE).is_dir() else ""
-
-
-def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    # Replicas that share the writing of an array slice it on the device, one small compilation for each shape, device
-    # and slice: seconds before the first save returns, which only several hosts can gain back.
-    arrays = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_REPLICA_SLICE_BYTES
-    )
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
-def _is_no_chatter(record: logging.LogRecord) -> bool:
-    # Orbax warns on the terminal of what is no mistake, such as a save that waits for the one before it.
-    return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts
 
 
 def _create(directory: Path) -> None:

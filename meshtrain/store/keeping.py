@@ -1,0 +1,89 @@
+"""Which saves stay: the last few, every so many steps, and the best; the newest always."""
+
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from meshtrain.options import option
+from meshtrain.store.integrity import is_sealed
+
+DAMAGED = "damaged"  # beside the checkpoints: saves that are not as they were written
+RATINGS = "ratings.json"  # beside the steps: {step: what the metric was}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """When the state is saved and which saves stay."""
+
+    every: int = option(0, "steps between saves; 0: only after the last step, which is always saved", minimum=0)
+    keep_last: int = option(3, "number of newest saves that stay, older ones are deleted", minimum=1)
+    keep_every: int = option(0, "saves at multiples of this many steps stay as well; 0: none", minimum=0)
+    keep_best: int = option(0, "number of best saves that stay as well, by best_metric", minimum=0)
+    best_metric: str = option("eval_loss", "what an evaluation reports and a good save has little of")
+
+
+def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Mapping[int, float]) -> set[int]:
+    """Returns the steps that stay.
+
+    Args:
+      steps: those that are whole.
+      options: what stays.
+      ratings: step -> value of `options.best_metric`; a step without one is nobody's best.
+    """
+    ordered = sorted(steps)
+    stay = set(ordered[-options.keep_last :])
+    if options.keep_every:
+        stay |= {step for step in ordered if step % options.keep_every == 0}
+    rated = sorted((step for step in ordered if step in ratings), key=lambda step: (ratings[step], -step))
+    return stay | set(rated[: options.keep_best])
+
+
+def read_ratings(directory: Path) -> dict[int, float]:
+    """Returns what is known of the saves in a folder; nothing where the file is missing or damaged."""
+    try:
+        content = json.loads((directory / RATINGS).read_text(encoding="utf-8"))
+        return {int(step): float(value) for step, value in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def write_ratings(directory: Path, ratings: Mapping[int, float]) -> None:
+    """Writes what is known of the saves in a folder, whole or not at all.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    new = directory / f".{RATINGS}.new"
+    new.write_text(json.dumps({str(step): value for step, value in sorted(ratings.items())}), encoding="utf-8")
+    new.replace(directory / RATINGS)
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Returns the steps that a folder holds, whole or not, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal() and entry.is_dir())
+
+
+def prune(directory: Path, options: CheckpointOptions) -> None:
+    """Deletes the saves that need not stay. What a kill leaves of one has a name that the next run sweeps away.
+
+    Raises:
+      OSError: one cannot be deleted.
+    """
+    whole = [step for step in saved_steps(directory) if is_sealed(directory / str(step))]
+    for step in sorted(set(whole) - kept(whole, options, read_ratings(directory))):
+        going = directory / f"{step}.orbax-checkpoint-tmp"
+        (directory / str(step)).rename(going)
+        shutil.rmtree(going)
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Moves a save out of the way, to where somebody may look at it, and returns where it is now."""
+    aside = directory.parent / DAMAGED
+    aside.mkdir(exist_ok=True)
+    names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
+    return (directory / str(step)).rename(next(aside / name for name in names if not (aside / name).exists()))

@@ -1,0 +1,35 @@
+"""Orbax's checkpoint manager, told what we want of it: what is saved, and what it leaves to us."""
+
+import logging
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+STATE, EXTRA = "state", "extra"  # the two folders of a save
+_REPLICA_SLICE_BYTES = 8 << 20
+
+
+def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
+    """Returns the manager of a folder of checkpoints; one that only reads creates, cleans up and deletes nothing."""
+    logging.getLogger("absl").addFilter(_is_no_chatter)
+    # Orbax deletes nothing but what was left half-written: what stays is decided once a new save is sealed.
+    all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1), "cleanup_tmp_directories": True}
+    options = ocp.CheckpointManagerOptions(create=False, **(all_stay if writes else {}))
+    handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    # Replicas that share the writing of an array slice it on the device, one small compilation for each shape, device
+    # and slice: seconds before the first save returns, which only several hosts can gain back.
+    arrays = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_REPLICA_SLICE_BYTES
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _is_no_chatter(record: logging.LogRecord) -> bool:
+    # Orbax warns on the terminal of what is no mistake, such as a save that waits for the one before it.
+    return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts

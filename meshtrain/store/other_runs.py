@@ -1,0 +1,65 @@
+"""Another run's weights: found, proven whole, and read onto this run's shardings."""
+
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import UserError, warn
+from meshtrain.launch import peers
+from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.store.manager import STATE
+
+
+def restore_params(directory: str | Path, abstract_params: Any) -> Any:
+    """Reads the weights of another run's newest checkpoint onto this run's shardings.
+
+    Args:
+      directory: a workdir, or the directory `checkpoints` inside one.
+      abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
+
+    Returns:
+      A pytree of jax.Array of the same structure, bitwise the other run's weights.
+
+    Raises:
+      UserError: there is no such directory, no complete checkpoint in it, or its weights are others.
+    """
+    with find(directory) as checkpoints:
+        step, damaged = checkpoints.newest_whole()
+        assert step is not None, "find returns only directories with a complete step"
+        for line in damaged if peers.index() == 0 else ():
+            warn(line)
+        return checkpoints.restore_params(step, abstract_params)
+
+
+def find(directory: str | Path) -> Checkpoints:
+    """Opens another run's checkpoints for reading.
+
+    Args:
+      directory: a workdir, or the directory `checkpoints` inside one.
+
+    Returns:
+      Checkpoints with at least one complete step; the caller closes it.
+
+    Raises:
+      UserError: there is no such directory, or no complete checkpoint in it; says what is there.
+    """
+    given = Path(directory).expanduser().absolute()
+    if not given.is_dir():
+        what = "a file" if given.exists() else "nothing there"
+        raise UserError(f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'")
+    inner = given / CHECKPOINTS
+    checkpoints = Checkpoints(inner if inner.is_dir() else given, None)
+    if checkpoints.latest_step() is None:
+        checkpoints.close()
+        names = sorted(entry.name for entry in checkpoints.directory.iterdir())
+        listing = f"only {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "an empty directory"
+        raise UserError(
+            f"{checkpoints.directory}: got {listing}; allowed: a workdir with at least one complete checkpoint"
+            f"{_nearest_workdir(given)}"
+        )
+    return checkpoints
+
+
+def _nearest_workdir(given: Path) -> str:
+    """Returns `; nearest: DIR` where a step's directory was given instead of the run's."""
+    parent = given.parent
+    return f"; nearest: {parent}" if given.name.isdecimal() and (given / STATE).is_dir() else ""

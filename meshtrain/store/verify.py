@@ -1,0 +1,47 @@
+"""Are checkpoints as they were written? `python -m meshtrain.store.verify DIR`; exit code 1 where one is not."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain.errors import UserError, run
+from meshtrain.store import integrity, keeping
+from meshtrain.store.checkpoint import CHECKPOINTS
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a line for each checkpoint of a workdir, or for one; returns 1 where one is damaged.
+
+    Raises:
+      UserError: there is no checkpoint.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m meshtrain.store.verify", description="Reads checkpoints and compares them with their checksums."
+    )
+    parser.add_argument("directory", type=Path, help="a workdir, its checkpoints, or one of them")
+    given: Path = parser.parse_args(argv).directory.expanduser().absolute()
+    found = checkpoints_in(given)
+    if not found:
+        what = "no checkpoint in it" if given.is_dir() else "a file" if given.exists() else "nothing there"
+        raise UserError(f"{given}: got {what}; allowed: a workdir, its directory '{CHECKPOINTS}', or one of the steps")
+    is_damaged = False
+    for directory in found:
+        damage = integrity.damage(directory)
+        is_damaged |= bool(damage)
+        print(f"{directory}: {f'damaged: {damage[0]}' if damage else 'whole'}", flush=True)
+        for line in damage[1:]:
+            print(f"    {line}")
+    return int(is_damaged)
+
+
+def checkpoints_in(given: Path) -> list[Path]:
+    """Returns the folders of the checkpoints that a folder is or holds, oldest first."""
+    if given.name.isdecimal() and given.is_dir():
+        return [given]
+    inner = given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
+    return [inner / str(step) for step in keeping.saved_steps(inner)]
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
