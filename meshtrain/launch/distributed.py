@@ -7,6 +7,7 @@ A process of several is known by its environment:
     Slurm's, Open MPI's, Kubernetes', Cloud TPU's own variables   read by JAX, where there are several processes
 """
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 
 from meshtrain.errors import UserError
+from meshtrain.launch.quiet import captured
 
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
 _CACHE = Path("~/.cache/meshtrain/jax")
@@ -155,13 +157,13 @@ def _setting(name: str) -> Any:
 
 
 def _devices() -> list[jax.Device]:
+    # Compilers of accelerators that are installed, but not there, complain on the terminal while JAX looks for devices.
     try:
-        return jax.devices()
+        with captured() if _setting("jax_platforms") == "cpu" else contextlib.nullcontext():
+            return jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts where the only platform asked for has no device
-        reason = str(error) or "it has no device"
-        raise UserError(
-            f"devices: JAX cannot start on '{_setting('jax_platforms')}': {reason}; nearest: JAX_PLATFORMS=cpu"
-        ) from error
+        what = f"JAX cannot start on '{_setting('jax_platforms')}': {str(error) or 'it has no device'}"
+        raise UserError(f"devices: {what}; nearest: JAX_PLATFORMS=cpu") from error
 
 
 def _choose_platform() -> None:

@@ -1,0 +1,76 @@
+"""Several processes here: `python -m meshtrain.launch --processes=2 --devices=4 -- -m meshtrain.main --config=...`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from meshtrain.errors import UserError, run
+from meshtrain.launch import local
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the description of the command line, up to the `--`."""
+    found = argparse.ArgumentParser(
+        prog="python -m meshtrain.launch",
+        description="Starts a program in several processes that find each other, and ends them together.",
+        usage="%(prog)s --processes=N [--devices=N] [--restarts=N] -- -m meshtrain.main --config=configs/3d.py ...",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    found.add_argument("--processes", type=int, help="how many; by default one for each GPU")
+    found.add_argument("--devices", type=int, help="CPU devices that each of them simulates")
+    found.add_argument("--restarts", type=int, default=0, help="how often all are started again after a failure")
+    return found
+
+
+def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
+    """Returns what the words of a command line ask for, and how many restarts.
+
+    Args:
+      argv: the words.
+      gpus: identifiers of the GPUs that may be used.
+
+    Raises:
+      UserError: all that is wrong with them.
+    """
+    own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
+    command = tuple(argv[len(own) + 1 :])
+    try:
+        arguments, unknown = parser().parse_known_args(own)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error.argument_name}: {error.message}; allowed: a whole number") from None
+    found = [
+        f"{word}: unknown; allowed: --processes, --devices, --restarts, then -- and the program" for word in unknown
+    ]
+    if not command:
+        found.append("program: got nothing after --; nearest: -- -m meshtrain.main --config=configs/3d.py")
+    for name, least in (("processes", 1), ("devices", 1), ("restarts", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            found.append(f"--{name}: got {value}; allowed: at least {least}; nearest: {least}")
+    on_gpus = bool(gpus) and arguments.devices is None  # simulated devices are a CPU's
+    num_processes: int = len(gpus) if arguments.processes is None else arguments.processes
+    if not num_processes and arguments.processes is None:
+        found.append("--processes: got nothing; allowed: at least 1; nearest: --processes=2")
+    elif on_gpus and num_processes > len(gpus):
+        found.append(
+            f"--processes: got {num_processes}; allowed: at most the {len(gpus)} GPUs of this machine, one for each; "
+            f"nearest: {len(gpus)}, or --devices=N for simulated CPU devices"
+        )
+    if found:
+        raise UserError(*found)
+    return local.Job(command, num_processes, arguments.devices or 0, tuple(gpus) if on_gpus else ()), arguments.restarts
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts what the arguments say and returns the exit code of the first process that failed, or 0."""
+    if set(argv[: argv.index("--")] if "--" in argv else argv) & {"-h", "--help"}:
+        parser().print_help()
+        return 0
+    wanted, num_restarts = job(argv, local.gpus(os.environ))
+    return local.run(wanted, num_restarts)
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

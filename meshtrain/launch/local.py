@@ -1,0 +1,215 @@
+"""Several processes on this machine, started, watched and ended together.
+
+Each gets its number and the address to meet at through the environment (see `distributed`). Their lines appear with
+the process' number before them; signals are passed on; where one fails, the others are ended, and its code is ours.
+Needs no JAX.
+"""
+
+import collections
+import ctypes
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import IO
+
+from meshtrain.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
+
+NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
+LOST_SECONDS = "15"  # on one machine no network excuses a process that gives no sign of life
+_GRACE_SECONDS = 2.0  # after one has failed, for the others to say why they cannot go on
+_SAVING_SECONDS = 60.0  # after one has saved and left, for the others to do the same
+_POLL_SECONDS = 0.05
+_NUM_LAST_WORDS = 5
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is started.
+
+    Attributes:
+      command: the words behind `python`.
+      num_processes: how many.
+      num_devices: of each, simulated on CPU; 0 leaves that to the program.
+      gpus: identifiers of the machine's GPUs, of which each process gets one; empty on CPU.
+    """
+
+    command: tuple[str, ...]
+    num_processes: int
+    num_devices: int = 0
+    gpus: tuple[str, ...] = ()
+
+
+class Workers:
+    """The processes of one start."""
+
+    def __init__(self, job: Job) -> None:
+        address = f"127.0.0.1:{_free_port()}"
+        self.processes = [_start(job, index, address) for index in range(job.num_processes)]
+        self.last_words: list[collections.deque[str]] = [
+            collections.deque(maxlen=_NUM_LAST_WORDS) for _ in self.processes
+        ]
+        self._threads = [
+            threading.Thread(target=_copy, args=(stream, target, index, self.last_words[index]), daemon=True)
+            for index, process in enumerate(self.processes)
+            for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, number: int) -> None:
+        """Passes a signal on to all that are left."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def wait(self) -> tuple[int, int]:
+        """Returns (index, exit code) of the first that failed, or (0, 0); nobody is left afterwards."""
+        first = None
+        while first is None and any(process.poll() is None for process in self.processes):
+            first = self._first_failure()
+            time.sleep(_POLL_SECONDS)
+        first = first or self._first_failure()
+        if first is not None:
+            self._end(_SAVING_SECONDS if first[1] == EXIT_START_AGAIN else _GRACE_SECONDS)
+        for thread in self._threads:
+            thread.join(timeout=_GRACE_SECONDS)
+        return first or (0, EXIT_FINISHED)
+
+    def _first_failure(self) -> tuple[int, int] | None:
+        codes = [(index, process.poll()) for index, process in enumerate(self.processes)]
+        failed = [(index, _exit_code(code)) for index, code in codes if code]
+        # Who has lost another is not the one that failed first, where both are seen at once.
+        return min(failed, key=lambda pair: pair[1] == EXIT_LOST_PEER, default=None)
+
+    def _end(self, patience_seconds: float) -> None:
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+            time.sleep(_POLL_SECONDS)
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def run(job: Job, num_restarts: int = 0) -> int:
+    """Runs a job to its end, starting it again where that may help, and returns its exit code.
+
+    Args:
+      job: what to start.
+      num_restarts: how often it is started again after a failure. A user's mistake, a run that stopped itself, and a
+        signal to this process are no reason to.
+    """
+    for number in range(num_restarts + 1):
+        workers = Workers(job)
+        signals = _passed_on(workers)
+        index, code = workers.wait()
+        if code:
+            _say(f"process {index} ended first, with code {code}; its last words:")
+            print(*(f"    {line}" for line in workers.last_words[index]), sep="\n", file=sys.stderr, flush=True)
+        if code in NEVER_RETRIED or signals or number == num_restarts:
+            return code
+        _say(f"starting again, {num_restarts - number - 1} more times at most")
+    raise AssertionError("the last round returns")
+
+
+def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns what a process finds in its environment.
+
+    Args:
+      job: what is started.
+      index: which of its processes.
+      address: host:port where they meet.
+      inherited: this process' own environment.
+    """
+    own = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(job.num_processes),
+        "JAX_PROCESS_ID": str(index),
+        "MESHTRAIN_LOST_SECONDS": inherited.get("MESHTRAIN_LOST_SECONDS") or LOST_SECONDS,
+        "PYTHONUNBUFFERED": "1",
+    }
+    if job.num_devices:
+        own["JAX_NUM_CPU_DEVICES"] = str(job.num_devices)
+    if job.gpus:
+        own["CUDA_VISIBLE_DEVICES"] = job.gpus[index]
+    return {**inherited, **own}
+
+
+def gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the identifiers of the GPUs that may be used; none where JAX is told to use something else.
+
+    Args:
+      environ: this process' own environment.
+    """
+    platforms = environ.get("JAX_PLATFORMS") or "cuda"
+    if not {"cuda", "gpu"} & set(platforms.split(",")):
+        return ()
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return tuple(word for word in environ["CUDA_VISIBLE_DEVICES"].split(",") if word and word != "-1")
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return ()
+    listed = subprocess.run([program, "-L"], capture_output=True, text=True, check=False).stdout
+    return tuple(str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines())))
+
+
+def _start(job: Job, index: int, address: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *job.command],
+        env=environment(job, index, address, os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a Ctrl-C in the terminal comes to us alone, and we pass it on once
+        preexec_fn=_die_with_parent,
+    )
+
+
+def _die_with_parent() -> None:
+    # Where we are killed there is nobody left to end them.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _passed_on(workers: Workers) -> list[int]:
+    """Passes SIGTERM and SIGINT on to the workers from now on; returns the list that notes them."""
+    arrived: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        arrived.append(number)
+        workers.send(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    return arrived
+
+
+def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.deque[str]) -> None:
+    """Copies a process' lines, each in one write, so that those of several processes do not mix."""
+    for line in stream:
+        last_words.append(line.rstrip())
+        target.write(f"[{index}] {line.rstrip()}\n")
+        target.flush()
+
+
+def _exit_code(returned: int) -> int:
+    return 128 - returned if returned < 0 else returned  # a signal's number, as shells say it
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def _say(what: str) -> None:
+    print(f"meshtrain: launch: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,129 @@
+"""What the processes of one run tell each other beside their arrays.
+
+JAX's coordination service keeps keys and values for all of them, but has no public way to it: this is the one place
+that reaches for it (a test tells when it has moved). A process that is alone gets its own words back.
+"""
+
+import collections
+import itertools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from meshtrain.errors import LostPeer, UserError
+
+_PATIENCE_SECONDS = 600  # for the slowest to come along: one of them may be reading a large file
+_ROOM = "meshtrain"
+_num_calls: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
+_beats = itertools.count()
+
+
+def index() -> int:
+    """Returns which process this is, from 0 on."""
+    return jax.process_index()
+
+
+def count() -> int:
+    """Returns how many processes there are."""
+    return jax.process_count()
+
+
+def gathered(name: str, value: Any) -> list[Any]:
+    """Returns what each process has to say, in their order. All of them call it, with the same names in the same order.
+
+    Args:
+      name: what it is about.
+      value: anything that JSON holds.
+
+    Raises:
+      LostPeer: one of them does not answer.
+    """
+    if count() == 1:
+        return [value]
+    with _lock:
+        _num_calls[name] += 1
+        room = f"{_ROOM}/{name}/{_num_calls[name]}"
+    service = _service()
+    service.key_value_set(f"{room}/{index()}", json.dumps(value))
+    # One reads them all and the others read one: a line for each process, not one for each pair.
+    if index() == 0:
+        service.key_value_set(f"{room}/all", json.dumps([_wait_for(f"{room}/{i}", i) for i in range(count())]))
+    return list(_wait_for(f"{room}/all", 0))
+
+
+def refuse_differences(what: str, facts: Mapping[str, Any]) -> None:
+    """Compares what must be the same in all processes, on all of them together.
+
+    Args:
+      what: the facts are about.
+      facts: name -> anything that JSON holds.
+
+    Raises:
+      UserError: one of them has other facts than process 0; the same lines in each process.
+    """
+    problems = differences(what, gathered(what, dict(facts)))
+    if problems:
+        raise UserError(*problems)
+
+
+def differences(what: str, facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns one line for each fact in which a process differs from process 0.
+
+    Args:
+      what: the facts are about.
+      facts: of each process.
+    """
+    found = []
+    for process, own in enumerate(facts):
+        for name in sorted({*own, *facts[0]}):
+            here, there = (repr(side[name]) if name in side else "nothing" for side in (own, facts[0]))
+            if here != there:
+                found.append(
+                    f"processes: {what} differs: {name} is {here} in process {process} and {there} in process 0; "
+                    "allowed: the same in all; nearest: start them by the same command on the same installation"
+                )
+    return found
+
+
+def share_problems(name: str, problems: Sequence[str]) -> list[str]:
+    """Returns the problems of all processes, each once: a mistake that one process sees must not leave others waiting.
+
+    Args:
+      name: what was looked at.
+      problems: what this process has found.
+    """
+    return list(dict.fromkeys(line for lines in gathered(name, list(problems)) for line in lines))
+
+
+def beat(step: int) -> None:
+    """Leaves a sign of life: the step that this process has completed. A word of farewell is `part`."""
+    _service().key_value_set(f"{_ROOM}/beat/{index()}", f"{step} {next(_beats)}", allow_overwrite=True)
+
+
+def part() -> None:
+    """Says that this process ends as it should, so that nobody misses it."""
+    _service().key_value_set(f"{_ROOM}/beat/{index()}", "parted", allow_overwrite=True)
+
+
+def signs_of_life() -> dict[int, str]:
+    """Returns the last sign of each process that gave one; two that are equal are one sign."""
+    found = _service().key_value_dir_get(f"{_ROOM}/beat/")
+    return {int(key.rpartition("/")[2]): value for key, value in found}
+
+
+def _wait_for(key: str, process: int) -> Any:
+    try:
+        return json.loads(_service().blocking_key_value_get(key, _PATIENCE_SECONDS * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise LostPeer(f"process {process} does not answer ({str(error).splitlines()[0]})") from error
+
+
+def _service() -> Any:
+    client = distributed.global_state.client
+    assert client is not None, "several processes have met before"
+    return client

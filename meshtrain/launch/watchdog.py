@@ -1,0 +1,188 @@
+"""No silent hang: a thread that ends the process, with a reason, where steps or other processes stay away.
+
+Each process has one. It leaves a sign of life every second, and looks at everybody else's:
+
+    no step for `watchdog_seconds`         all stacks are printed, the processes that are behind are named: exit code 4
+    no sign of a process for LOST_SECONDS  that process is named: exit code 4
+"""
+
+import collections
+import contextlib
+import faulthandler
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import jax
+
+from meshtrain.errors import EXIT_LOST_PEER, leave_at_once
+from meshtrain.launch import peers
+
+LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # in the environment: how long a process may be without a sign of life
+_DEFAULT_LOST_SECONDS = 60.0
+_LEAST_SECONDS = 60.0
+_MEDIANS = 10
+_PATIENT_SECONDS = 1800.0
+_POLL_SECONDS = 1.0
+_ADVICE = "started again, the run goes on from its last checkpoint"
+_ABSENT_SECONDS = 10.0  # between two looks of ours
+_NUM_STEPS_REMEMBERED = 64
+
+
+class Watchdog:
+    """Watches over a run, between `with` and its end.
+
+    `completed` tells it of each step, and `patient` stands around evaluations and saves.
+    """
+
+    def __init__(
+        self,
+        limit_seconds: float,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        end: Callable[[str], None] | None = None,
+        lost_seconds: float | None = None,
+        num_processes: int | None = None,
+    ) -> None:
+        """Makes a watchdog, which sleeps until it is entered.
+
+        Args:
+          limit_seconds: the longest time between two steps; 0: ten times the median step, 60 at least.
+          now: a monotonic time in seconds.
+          end: what to do about a reason; prints stacks and reason, and ends the process with code 4, if None.
+          lost_seconds: how long a process may be without a sign of life; what the environment says, if None.
+          num_processes: how many there are; asks JAX, if None.
+        """
+        self._limit_seconds = limit_seconds
+        self._now = now
+        self._end = end or _bite
+        self._lost_seconds = lost_seconds or float(os.environ.get(LOST_SECONDS) or _DEFAULT_LOST_SECONDS)
+        self._durations: collections.deque[float] = collections.deque(maxlen=_NUM_STEPS_REMEMBERED)
+        self._step = 0
+        self._is_starting = True  # until the first step is done: nobody knows how long a compiler may take
+        self._is_patient = False
+        self._last_seconds = now()
+        self._signs: dict[int, tuple[str, float]] = {}
+        self._answered_seconds = self._looked_seconds = now()
+        self._num_processes = peers.count() if num_processes is None else num_processes
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._last_seconds = self._answered_seconds = self._looked_seconds = self._now()
+        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        if self._num_processes > 1:
+            threading.Thread(target=self._exchange, daemon=True, name="signs of life").start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        if kind is not None and issubclass(kind, jax.errors.JaxRuntimeError) and self._num_processes > 1:
+            # A collective whose other side is gone, and farewells would wait for it.
+            leave_at_once(
+                EXIT_LOST_PEER, f"meshtrain: lost: a process is gone: {str(error).splitlines()[0]}; {_ADVICE}"
+            )
+
+    def completed(self, step: int, seconds: float | None) -> None:
+        """Notes that a step's result is there.
+
+        Args:
+          step: its number.
+          seconds: what it took; None where that is not a step's usual time (the first one compiles).
+        """
+        self._step, self._last_seconds, self._is_starting = step, self._now(), False
+        if seconds is not None:
+            self._durations.append(seconds)
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Allows half an hour for its block: evaluations, saves and what they compile are no steps."""
+        before, self._is_patient = self._is_patient, True
+        try:
+            yield
+        finally:
+            self._last_seconds, self._is_patient = self._now(), before
+
+    def limit_seconds(self) -> float:
+        """Returns how long there may be no step now."""
+        if self._is_starting:
+            return math.inf
+        if self._is_patient:
+            return max(_PATIENT_SECONDS, self._limit_seconds)
+        if self._limit_seconds:
+            return self._limit_seconds
+        return max(_LEAST_SECONDS, _MEDIANS * statistics.median(self._durations or [0.0]))
+
+    def lost(self) -> dict[int, float]:
+        """Returns {process: seconds without a sign of life} of those that have been silent for too long."""
+        now = self._now()
+        if self._num_processes == 1:
+            return {}
+        if now - self._answered_seconds > self._lost_seconds:
+            return {0: now - self._answered_seconds}  # it keeps the signs of all, and does not answer
+        silent = {process: now - seen for process, (sign, seen) in self._signs.items() if sign != "parted"}
+        return {process: seconds for process, seconds in silent.items() if seconds > self._lost_seconds}
+
+    def note(self, signs: Mapping[int, str]) -> None:
+        """Notes the signs of life of all processes, as they are now."""
+        self._answered_seconds = self._now()
+        for process, sign in signs.items():
+            if process not in self._signs or self._signs[process][0] != sign:
+                self._signs[process] = (sign, self._answered_seconds)
+
+    def look(self) -> str:
+        """Returns why the process must not go on, or an empty string."""
+        self._forgive_own_absence()
+        if lost := self.lost():
+            process, seconds = min(lost.items())
+            return f"process {process} has given no sign of life for {seconds:.0f} s"
+        waited = self._now() - self._last_seconds
+        if waited <= self.limit_seconds():
+            return ""
+        return (
+            f"no step for {waited:.0f} s after step {self._step} (allowed: {self.limit_seconds():.0f}){self._behind()}"
+        )
+
+    def _forgive_own_absence(self) -> None:
+        # Who was stopped and let go on has not seen the others' signs, nor had time for a step.
+        now = self._now()
+        absent, self._looked_seconds = now - self._looked_seconds, now
+        if absent > _ABSENT_SECONDS:
+            self._last_seconds += absent
+            self._answered_seconds += absent
+            self._signs = {process: (sign, seen + absent) for process, (sign, seen) in self._signs.items()}
+
+    def _behind(self) -> str:
+        steps = {process: int(sign.split()[0]) for process, (sign, _) in self._signs.items() if sign != "parted"}
+        if not steps:
+            return ""
+        least = min(steps.values())
+        names = ", ".join(str(process) for process, step in sorted(steps.items()) if step == least)
+        return f"; furthest behind, at step {least}: process {names}"
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_POLL_SECONDS):
+            if reason := self.look():
+                self._end(reason)
+                return
+
+    def _exchange(self) -> None:
+        # A thread of its own: it stands still where process 0 does, and the other one has to notice.
+        while not self._is_over.wait(_POLL_SECONDS):
+            with contextlib.suppress(RuntimeError):  # JAX's, where process 0 is gone
+                peers.beat(self._step)
+                self.note(peers.signs_of_life())
+        with contextlib.suppress(RuntimeError):
+            peers.part()
+
+
+def _bite(reason: str) -> None:
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    leave_at_once(EXIT_LOST_PEER, f"meshtrain: hang: {reason}; {_ADVICE}")

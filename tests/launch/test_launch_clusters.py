@@ -1,0 +1,81 @@
+"""The files for clusters, as far as they can be checked without one."""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+import yaml
+
+from meshtrain.launch import distributed
+
+ROOT = pathlib.Path(__file__).parents[2]
+SBATCH = ROOT / "scripts" / "slurm.sbatch"
+SRUN = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$SAID"\nexit "$CODE"\n'
+SCONTROL = '#!/usr/bin/env bash\nprintf "scontrol %s\\n" "$*" >> "$SAID"\n'
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (3, False), (75, True), (4, True)])
+def test_the_batch_script_starts_the_program_and_puts_the_job_back_where_that_helps(tmp_path, code, requeued):
+    """With an srun and a scontrol of ours."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    own = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "17", "SAID": str(tmp_path / "said"), "CODE": str(code)}
+    environment = {**os.environ, **own, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", SBATCH, "--config=configs/tiny.py", "--workdir=a b"], env=environment, cwd=tmp_path)
+    assert done.returncode == code
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said[:6] == [
+        "--kill-on-bad-exit=1", ".venv/bin/python", "-m", "meshtrain.main", "--config=configs/tiny.py", "--workdir=a b",
+    ]  # fmt: skip
+    assert said[6:] == (["scontrol requeue 17"] if requeued else [])
+
+
+def test_the_batch_script_asks_for_the_devices_of_its_configuration():
+    options = dict(
+        line.split()[1].removeprefix("--").partition("=")[::2]
+        for line in SBATCH.read_text().splitlines()
+        if line.startswith("#SBATCH")
+    )
+    assert int(options["nodes"]) * int(options["gpus-per-node"]) == 64
+    assert options["ntasks-per-node"] == "1"
+
+
+@pytest.fixture
+def kubernetes():
+    """kind -> document."""
+    return {each["kind"]: each for each in yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())}
+
+
+def test_the_job_is_indexed_and_its_pods_find_each_other(kubernetes):
+    job, service = kubernetes["Job"], kubernetes["Service"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"]
+    assert service["spec"]["clusterIP"] in (None, "None")
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    [container] = pod["containers"]
+    assert spec["completions"] * container["resources"]["limits"]["nvidia.com/gpu"] == 64
+    assert container["command"] == ["python", "-m", "meshtrain.main"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    [rule] = spec["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [2, 3]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+
+
+def test_the_account_may_read_what_jax_asks_for(kubernetes):
+    allowed = {(r, v) for rule in kubernetes["Role"]["rules"] for r in rule["resources"] for v in rule["verbs"]}
+    assert {("pods", "get"), ("pods", "list"), ("services", "list"), ("jobs", "get")} <= allowed
+    assert (
+        kubernetes["Job"]["spec"]["template"]["spec"]["serviceAccountName"]
+        == kubernetes["ServiceAccount"]["metadata"]["name"]
+    )
+    assert kubernetes["RoleBinding"]["roleRef"]["name"] == kubernetes["Role"]["metadata"]["name"]
+
+
+def test_a_pod_of_the_job_is_recognized(monkeypatch):
+    monkeypatch.setattr(distributed, "_installed", lambda package: package == "kubernetes")
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
+    assert distributed.processes(environ) == {"cluster_detection_method": "k8s"}

@@ -1,0 +1,174 @@
+"""The watchdog by a clock of ours: what it waits for, and whom it blames."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain.launch import peers
+from meshtrain.launch.watchdog import Watchdog
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+class Clock:
+    seconds = 1000.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def watchdog(clock, limit_seconds=0.0, num_processes=1):
+    return Watchdog(limit_seconds, now=clock, lost_seconds=20.0, num_processes=num_processes)
+
+
+def after(dog, clock, seconds, each=5.0):
+    """What it says once so many seconds have passed, looked at every few."""
+    end = clock.seconds + seconds
+    while clock.seconds < end:
+        clock.seconds = min(end, clock.seconds + each)
+        if found := dog.look():
+            return found
+    return ""
+
+
+def test_before_the_first_step_nobody_knows_how_long_a_compiler_takes(clock):
+    assert after(watchdog(clock), clock, 100_000) == ""
+
+
+def test_the_limit_is_ten_medians_and_a_minute_at_least(clock):
+    dog = watchdog(clock)
+    for step, seconds in enumerate([0.1, 0.2, 30.0], 1):
+        dog.completed(step, seconds)
+    assert dog.limit_seconds() == 60
+    for step in range(4, 9):
+        dog.completed(step, 9.0)
+    assert dog.limit_seconds() == 90
+    assert after(dog, clock, 90) == ""
+    assert after(dog, clock, 5).startswith("no step for 95 s after step 8 (allowed: 90)")
+
+
+def test_a_limit_of_ones_own(clock):
+    dog = watchdog(clock, 5.0)
+    dog.completed(1, None)
+    assert dog.limit_seconds() == 5
+    assert "no step for 6 s after step 1" in after(dog, clock, 6, each=1)
+
+
+def test_evaluations_and_saves_have_half_an_hour(clock):
+    dog = watchdog(clock, 5.0)
+    dog.completed(1, 1.0)
+    with dog.patient():
+        assert after(dog, clock, 1700) == ""
+    assert after(dog, clock, 5) == ""
+    with dog.patient():
+        assert "(allowed: 1800)" in after(dog, clock, 1900)
+
+
+def test_a_process_without_a_sign_of_life_is_lost_and_one_that_has_parted_is_not(clock):
+    dog = watchdog(clock, num_processes=3)
+    for second in range(30):
+        clock.seconds += 1
+        dog.note({0: f"4 {second}", 1: "3 0", 2: "parted"})
+        if found := dog.look():
+            break
+    assert found == "process 1 has given no sign of life for 21 s"
+
+
+def test_the_one_that_keeps_the_signs_is_lost_where_it_does_not_answer(clock):
+    dog = watchdog(clock, num_processes=2)
+    dog.note({0: "1 1", 1: "1 1"})
+    assert after(dog, clock, 30).startswith("process 0 has given no sign of life for")
+
+
+def test_the_processes_that_are_behind_are_named(clock):
+    dog = watchdog(clock, 5.0, num_processes=3)
+    dog.completed(7, 1.0)
+    clock.seconds += 6
+    dog.note({0: "7 1", 1: "6 1", 2: "6 1"})
+    assert dog.look().endswith("; furthest behind, at step 6: process 1, 2")
+
+
+def test_who_was_stopped_and_let_go_on_does_not_blame_itself_or_others(clock):
+    dog = watchdog(clock, 5.0, num_processes=2)
+    dog.completed(7, 1.0)
+    dog.note({0: "7 1", 1: "7 1"})
+    clock.seconds += 1000
+    assert dog.look() == ""
+
+
+def test_a_hang_ends_the_process_with_4_and_all_stacks():
+    code = (
+        "import time\nfrom meshtrain.launch.watchdog import Watchdog\n"
+        "def stuck():\n    time.sleep(600)\n"
+        "with Watchdog(1.5) as dog:\n    dog.completed(3, 0.1)\n    stuck()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 4, done.stderr
+    assert "in stuck" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("meshtrain: hang: no step for ")
+    assert "after step 3 (allowed: 2)" in last
+
+
+def test_differences_between_processes_are_named_by_process():
+    facts = [{"jax": "1", "a": 1}, {"jax": "1", "a": 1}, {"jax": "2", "b": 1}]
+    lines = peers.differences("versions", facts)
+    assert [line.split(";")[0] for line in lines] == [
+        "processes: versions differs: a is nothing in process 2 and 1 in process 0",
+        "processes: versions differs: b is 1 in process 2 and nothing in process 0",
+        "processes: versions differs: jax is '2' in process 2 and '1' in process 0",
+    ]
+
+
+def test_who_is_alone_gets_its_own_words_back():
+    assert peers.gathered("something", {"a": [1]}) == [{"a": [1]}]
+    assert peers.share_problems("something", ["one", "one", "two"]) == ["one", "two"]
+
+
+TALK = """
+from meshtrain import errors
+from meshtrain.launch import distributed, peers
+distributed.start(2)
+assert peers.gathered("a", peers.index()) == [0, 1]
+assert peers.gathered("a", f"{peers.index()} again") == ["0 again", "1 again"]
+peers.beat(5)
+peers.gathered("both have", None)
+assert {process: sign.split()[0] for process, sign in peers.signs_of_life().items()} == {0: "5", 1: "5"}
+peers.gathered("both have looked", None)
+peers.part()
+errors.run(lambda: peers.refuse_differences("start", {"x": peers.index()}))
+"""
+
+
+def test_an_error_of_ours_ends_all_at_once_though_others_wait_for_its_farewell():
+    code = (
+        "from meshtrain import errors\nfrom meshtrain.launch import distributed, peers\ndistributed.start(2)\n"
+        "errors.run(lambda: peers.gathered('a', None) if peers.index() else 1 / 0)"
+    )
+    command = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c", code]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "[0] ZeroDivisionError: division by zero" in done.stderr
+    assert "process 0 ended first, with code 1" in done.stderr
+
+
+def test_processes_talk_through_the_service_that_jax_keeps():
+    """Tells when JAX has moved what `peers` reaches for."""
+    command = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c", TALK]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert {line[:4] for line in said} == {"[0] ", "[1] "}
+    assert all(
+        "meshtrain: error: processes: start differs: x is 1 in process 1 and 0 in process 0" in line for line in said
+    )
