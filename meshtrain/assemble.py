@@ -4,6 +4,7 @@ config -> mesh -> task (abstract) -> placements -> sharded init -> step
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,11 @@ import jax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshtrain import loop
 from meshtrain.config import Config, num_microbatches
 from meshtrain.errors import UserError
+from meshtrain.hardware import compiler_options, peak_flops_per_second
+from meshtrain.launch import peers
 from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
@@ -258,3 +262,33 @@ def _computations(
         return executor.logits(stages, num_chunks, mesh, specs, params, one)[0]
 
     return gradients, evaluate, logits if stages.logits else None
+
+
+def compiled_step(assembly: Assembly) -> Any:
+    """Returns the step, compiled with the options that this kind of device wants.
+
+    Raises:
+      UserError: other processes would run another program.
+    """
+    options = compiler_options(assembly.mesh.devices.flat[0].device_kind)
+    lowered = assembly.train_step.lower(assembly.state, assembly.batch)
+    if peers.count() > 1:
+        program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        peers.refuse_differences("program", {"hash of the step": program})
+    return lowered.compile(options)
+
+
+def plan_of(assembly: Assembly) -> loop.Plan:
+    """Returns when the loop does what, and what a step is worth."""
+    config, device = assembly.config, assembly.mesh.devices.flat[0]
+    return loop.Plan(
+        num_steps=config.num_steps,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        save_every=config.checkpoint.every,
+        max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
+        num_tokens_per_step=config.batch_size * config.sequence_length,
+        flops_per_token=assembly.task.flops_per_token,
+        num_devices=assembly.mesh.size,
+        peak_flops_per_second=peak_flops_per_second(device.device_kind, compute_name(config.precision)),
+    )

@@ -46,7 +46,7 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
-from meshtrain.store.checkpoint import CheckpointOptions
+from meshtrain.store.keeping import CheckpointOptions
 from meshtrain.trees import aligned
 
 CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdir
@@ -55,7 +55,8 @@ CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdi
 # what is shown, measured and saved, and how long it goes on. All else would make it another run.
 FREE_ON_RESUME = (
     "mesh", "zero", "offload", "layout", "pipeline", "remat", "num_steps", "log_every", "eval_every",
-    "num_eval_batches", "checkpoint", "profile", "observe", "guard", "data.num_threads", "data.num_prefetch_batches",
+    "num_eval_batches", "checkpoint", "profile", "observe", "guard", "watchdog_seconds", "data.num_threads",
+    "data.num_prefetch_batches",
 )  # fmt: skip
 
 
@@ -71,6 +72,7 @@ class Config:
     log_every: int = option(10, "steps between log lines", minimum=1)
     eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
     num_eval_batches: int = option(16, "batches of an evaluation; 0: the whole validation split", minimum=0)
+    watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
     init_from: str = option("", "workdir or checkpoints of another run whose weights this one starts from; '': none")
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
@@ -236,18 +238,15 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """Returns the configuration of another run; a field that is newer than the run has its default.
-
-    Types are checked; whether it fits this machine (paths, mesh) is not: `resolve` does that.
+    """Returns the configuration of another run, types checked; a field that is newer than the run has its default.
 
     Raises:
       UserError: not JSON, or a key or a value that no configuration has.
     """
     try:
-        given = json.loads(text)
+        config, found = _build(json.loads(text), {})
     except json.JSONDecodeError as error:
         raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run has written") from error
-    config, found = _build(given, {})
     if found:
         raise UserError(*(f"{CONFIG_FILE}: {line}" for line in found))
     return config

@@ -1,11 +1,14 @@
 """A user's mistake: one line for each problem, exit code 2. Every entry point runs through `run`."""
 
 import difflib
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 EXIT_FINISHED = 0
+EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED_ITSELF = 3
 EXIT_LOST_PEER = 4
@@ -27,6 +30,10 @@ class TrainingStopped(Exception):
 
 class Interrupted(Exception):
     """A signal arrived and everything is saved: exit code 75, start me again."""
+
+
+class LostPeer(Exception):
+    """Another process of the run is gone or stands still: exit code 4."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -54,7 +61,34 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
     except Interrupted as error:
         print(f"meshtrain: interrupted: {error}", file=sys.stderr)
         code = EXIT_START_AGAIN
+    except LostPeer as error:
+        leave_at_once(EXIT_LOST_PEER, f"meshtrain: lost: {error}")
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        leave_at_once(EXIT_INTERRUPTED)
+    except Exception:
+        if _others_may_wait():
+            leave_at_once(EXIT_BUG, traceback.format_exc().rstrip())
+        raise
+    if code not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
+        leave_at_once(code)
     sys.stdout.flush()
     sys.exit(code)
+
+
+def _others_may_wait() -> bool:
+    """Returns whether this is one of several processes: JAX's farewell would wait for those that wait for this one."""
+    return "jax" in sys.modules and bool(sys.modules["jax"].distributed.is_initialized())
+
+
+def warn(line: str) -> None:
+    """Says on standard error what a user should know and need not act upon at once."""
+    print(f"meshtrain: WARNING: {line}", file=sys.stderr, flush=True)
+
+
+def leave_at_once(code: int, message: str = "") -> NoReturn:
+    """Ends the process without its farewells, which would wait for threads and for processes that do not answer."""
+    if message:
+        print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -22,7 +22,7 @@ from meshtrain.errors import UserError, run
 from meshtrain.launch import distributed
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Batch, Params
-from meshtrain.store.checkpoint import find, restore_params
+from meshtrain.store.other_runs import find, restore_params
 
 
 def sample(

@@ -1,15 +1,15 @@
 """Batches through the step: when to log, evaluate, save and stop. Knows no mesh and no model."""
 
-import contextlib
 import dataclasses
 import functools
 import math
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 from meshtrain.errors import Interrupted, TrainingStopped
+from meshtrain.launch.signals import interruptions
+from meshtrain.launch.watchdog import Watchdog
+from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.metrics import CompletedStep, StepClock, log_line, mfu, model_flops_per_second, scalars
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress
@@ -50,7 +50,9 @@ class Actions:
     Attributes:
       train_step: (state, batch) -> (state, metrics).
       evaluate: state -> values such as `eval_loss`.
-      save: (step, state) -> None; returns once the state may change.
+      save: (step, state) -> values to write; returns once the state may change.
+      finish_saving: returns once what was saved lies on the disk, and raises where it does not.
+      rate: (step, what an evaluation found) -> None: how good the save of a step is.
       write: (step, values) -> None, into the run's files.
       diagnose: (state, number) -> text: the first array that was no number (`guard.first_not_finite` gave the number)
         and the checkpoint to go back to.
@@ -58,19 +60,32 @@ class Actions:
 
     train_step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
     evaluate: Callable[[Any], Mapping[str, float]]
-    save: Callable[[int, Any], None]
+    save: Callable[[int, Any], Mapping[str, float]]
+    finish_saving: Callable[[], None]
+    rate: Callable[[int, Mapping[str, float]], None]
     write: Callable[[int, Mapping[str, float | None]], None]
     diagnose: Callable[[Any, int], str]
 
 
+@dataclasses.dataclass(frozen=True)
+class Observers:
+    """Who is told of steps.
+
+    Attributes:
+      progress: the bar and the log lines.
+      profiler: traces the steps it was told to.
+      watchdog: ends the process where no step comes.
+      goodput: adds up what steps took.
+    """
+
+    progress: Progress
+    profiler: Profiler
+    watchdog: Watchdog
+    goodput: Goodput
+
+
 def run(
-    state: Any,
-    start_step: int,
-    batches: Iterator[Any],
-    plan: Plan,
-    actions: Actions,
-    progress: Progress,
-    profiler: Profiler,
+    state: Any, start_step: int, batches: Iterator[Any], plan: Plan, actions: Actions, observers: Observers
 ) -> tuple[Any, dict[str, float | None]]:
     """Trains from `start_step` to `plan.num_steps`.
 
@@ -80,8 +95,7 @@ def run(
       batches: the global batches from `start_step` on.
       plan: when things happen.
       actions: what is called.
-      progress: the bar and the log lines.
-      profiler: traces the steps it was told to.
+      observers: who is told of steps.
 
     Returns:
       The last state, and the values last logged and evaluated; where no step was left, only the latter.
@@ -89,32 +103,37 @@ def run(
     Raises:
       TrainingStopped: more steps in a row than the plan allows went wrong, or the last one did.
       Interrupted: SIGTERM or SIGINT arrived; the state is saved.
+      SaveFailed: the last save could not be written.
     """
     clock, latest = StepClock(), dict[str, float | None]()
-    tell = functools.partial(report, plan, actions, progress, latest)
+    tell = functools.partial(report, plan, actions, observers.progress, latest)
+    note = functools.partial(log, clock, plan, observers, tell)
     with interruptions() as interrupted:
         for step in range(start_step + 1, plan.num_steps + 1):
             with clock.waiting_for_data():
                 batch = next(batches)
-            profiler.before(step)
+            observers.profiler.before(step)
             state, metrics = actions.train_step(state, batch)
-            profiler.after(step, metrics)
+            observers.profiler.after(step, metrics)
             look = functools.partial(look_at, plan, actions, state)
-            log(clock.dispatched(step, metrics), clock, plan, progress, tell, look)
+            note(clock.dispatched(step, metrics), look)
             is_last = step == plan.num_steps
-            stops = bool(interrupted) and not is_last  # whoever sent the signal may not wait for an evaluation
+            stops = interrupted(step) and not is_last  # whoever sent the signal may not wait for an evaluation
             evaluates = is_last or (due(step, plan.eval_every) and not stops)
             saves = is_last or stops or due(step, plan.save_every)
             if not (evaluates or saves):
                 continue
-            log(clock.drain(), clock, plan, progress, tell, look)
+            note(clock.drain(), look)
             # Weights that only make steps go wrong must not replace the good ones that are kept.
             is_in_doubt = not (is_last or stops) and int(metrics[guard.IN_A_ROW]) > 0
-            with clock.pause():
+            with clock.pause(), observers.watchdog.patient():
                 if saves and not is_in_doubt:
-                    actions.save(step, state)
+                    actions.write(step, actions.save(step, state))
                 if evaluates:
-                    tell(step, actions.evaluate(state))
+                    tell(step, found := actions.evaluate(state))
+                    actions.rate(step, found)
+                if is_last or stops:
+                    actions.finish_saving()
             if stops:
                 raise Interrupted(f"saved at step {step} of {plan.num_steps}; the same command goes on from there")
     if start_step == plan.num_steps:
@@ -123,11 +142,11 @@ def run(
 
 
 def log(
-    completed: Iterable[CompletedStep],
     clock: StepClock,
     plan: Plan,
-    progress: Progress,
+    observers: Observers,
     tell: Callable[[int, Mapping[str, float | None]], None],
+    completed: Iterable[CompletedStep],
     look: Callable[[CompletedStep], str],
 ) -> None:
     """Moves the bar over completed steps, and tells of those that are to be logged.
@@ -136,10 +155,12 @@ def log(
       TrainingStopped: `look` has found a reason in one of these, which is told of before.
     """
     for done in completed:
-        progress.advance_to(done.step)
+        observers.progress.advance_to(done.step)
+        observers.watchdog.completed(done.step, None if done.is_first else done.step_seconds)
+        observers.goodput.add(0.0 if done.is_first else done.step_seconds)
         reason = look(done)
         if reason or done.is_first or due(done.step, plan.log_every) or done.step == plan.num_steps:
-            tell(done.step, logged(done, clock, plan))
+            tell(done.step, logged(done, clock, plan) | observers.goodput.values())
         if reason:
             raise TrainingStopped(reason)
 
@@ -201,25 +222,3 @@ def look_at(plan: Plan, actions: Actions, state: Any, done: CompletedStep) -> st
         f"loss is {loss} and the gradient norm {norm} at step {done.step}; {in_a_row} steps in a row were skipped "
         f"(allowed: {allowed}); {found}; try a lower learning rate"
     )
-
-
-@contextlib.contextmanager
-def interruptions() -> Iterator[list[int]]:
-    """Gives a list that SIGTERM and SIGINT add to, so that a step is never cut in two; a second SIGINT ends at once."""
-    arrived: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in arrived:
-            raise KeyboardInterrupt
-        arrived.append(number)
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread, as in some notebooks: signals are somebody else's there
-        yield arrived
-        return
-    try:
-        yield arrived
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

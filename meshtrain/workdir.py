@@ -1,15 +1,23 @@
 """A run's own folder: config.json, corpus.json, layout.txt, metrics.jsonl, tensorboard/, checkpoints/."""
 
+import contextlib
+import datetime
+import fcntl
 import json
+import os
 import pathlib
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshtrain import flags
 from meshtrain.config import CONFIG_FILE, Config, difference, to_json
 from meshtrain.errors import UserError
+from meshtrain.launch import peers
 
 CORPUS_FILE = "corpus.json"
+LOCK_FILE = ".lock"
 
 
 def check(run: pathlib.Path, config: Config) -> list[str]:
@@ -32,6 +40,46 @@ def check(run: pathlib.Path, config: Config) -> list[str]:
         *(f"workdir {run} holds another run: {line}" for line in changed),
         f"workdir {run}: allowed: the run's own configuration; nearest: another --workdir",
     ]
+
+
+@contextlib.contextmanager
+def locked(run: pathlib.Path) -> Iterator[None]:
+    """Keeps the folder for this run's processes for as long as the block lasts; process 0 holds it for all.
+
+    The system lets go of the lock of a process that ends, however it ends: a file that was left behind locks nothing.
+
+    Raises:
+      UserError: another run has it (who, where, since when), or it cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        problems = list[str]()
+        if peers.index() == 0:
+            try:
+                run.mkdir(parents=True, exist_ok=True)
+                file = held.enter_context((run / LOCK_FILE).open("a+", encoding="utf-8"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
+                file.flush()
+            except BlockingIOError:
+                owner = (run / LOCK_FILE).read_text(encoding="utf-8")
+                problems = [f"workdir {run}: in use by {owner}; allowed: one run in each; nearest: another --workdir"]
+            except OSError as error:
+                problems = [f"workdir {run}: cannot write ({error.strerror}); allowed: a folder that can be written"]
+        if problems := peers.share_problems("lock", problems):
+            raise UserError(*problems)
+        yield
+
+
+def begun_seconds(run: pathlib.Path, *, writes: bool) -> float:
+    """Returns when the run was begun, in seconds since the epoch; from its first start on it stands in corpus.json.
+
+    Args:
+      run: the run's folder.
+      writes: whether this process is the one that writes (process 0).
+    """
+    return float(kept(run, "begun_seconds", time.time, writes=writes))
 
 
 def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, writes: bool) -> None:
@@ -75,7 +123,7 @@ def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
       UserError: the folder holds a run on other data.
     """
     facts = _read_json(run / CORPUS_FILE)
-    if facts and facts["fingerprint"] != fingerprint:
+    if "fingerprint" in facts and facts["fingerprint"] != fingerprint:
         raise UserError(
             f"workdir {run}: its run learned from data with hash {facts['fingerprint'][:12]}, and these have "
             f"{fingerprint[:12]} (another Python, or files that changed); allowed: the same data; nearest: another "

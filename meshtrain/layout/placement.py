@@ -77,6 +77,12 @@ class Placement:
         return spec(f"weight {tuple(names)}", shape, names, self.rules.gathered, _sizes_here(self.mesh))
 
     @property
+    def platform(self) -> str:
+        """The platform of the devices, which may be those of a cluster that is not there: `cpu`, `tpu`, `gpu`, ..."""
+        platform: str = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        return platform
+
+    @property
     def gathers_weights(self) -> bool:
         """Whether weights are gathered at all: a storage axis is larger than 1 and not manual here."""
         return self.mesh is not None and any(_sizes_here(self.mesh)[axis] > 1 for axis in self.storage_axes)

@@ -212,7 +212,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
         "model_flops_per_second": _flops_text,
         "mfu": lambda value: f"MFU {value:.1%}",
     }
-    said_already = {"tokens", "data_seconds", "weight"}
+    said_already = {"tokens", "data_seconds", "weight", "useful_seconds", "goodput"}
     parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
     for name, value in values.items():
         if value is not None and name not in known and name not in said_already:

@@ -53,10 +53,13 @@ class Trackers:
         """
         self._opened = contextlib.ExitStack()
         self._trackers: list[MetricsFile | TensorBoard] = []
+        self.useful_seconds = 0.0  # what the steps that need not be done again have taken, as far as it was logged
         if not is_main:
             return
         with contextlib.ExitStack() as opened:
-            self._trackers.append(MetricsFile(pathlib.Path(directory) / "metrics.jsonl", resume_step))
+            metrics = MetricsFile(pathlib.Path(directory) / "metrics.jsonl", resume_step)
+            self.useful_seconds = metrics.useful_seconds
+            self._trackers.append(metrics)
             opened.callback(self._trackers[-1].close)
             if options.tensorboard:
                 self._trackers.append(TensorBoard(pathlib.Path(directory) / "tensorboard", resume_step))
@@ -104,7 +107,7 @@ class MetricsFile:
         self.path = pathlib.Path(path)
         self._has_warned = False
         try:
-            _keep_rows_up_to(self.path, resume_step)
+            self.useful_seconds = _keep_rows_up_to(self.path, resume_step)
             # Unbuffered: one write of ours is one write of the system's.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
@@ -209,31 +212,33 @@ class TensorBoard:
             self._writer = None
 
 
-def _keep_rows_up_to(path: pathlib.Path, step: int) -> None:
-    """Replaces the file by its rows up to a step, if there are others."""
+def _keep_rows_up_to(path: pathlib.Path, step: int) -> float:
+    """Replaces the file by its rows up to a step, if there are others; returns the last `useful_seconds` among them."""
     if not path.exists():
-        return
+        return 0.0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_row_up_to(line, step)]
-    if kept == lines:
-        return
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    rows = [row if (row := _row(line)) and row["step"] <= step else None for line in lines]
+    kept = [line for line, row in zip(lines, rows, strict=True) if row]
+    if kept != lines:
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    return next((float(row["useful_seconds"]) for row in reversed(rows) if row and "useful_seconds" in row), 0.0)
 
 
-def _is_row_up_to(line: bytes, step: int) -> bool:
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Returns the row that a line holds, None where it holds none."""
     # Without its newline a line may be a number cut short, which still parses.
     if not line.endswith(b"\n"):
-        return False
+        return None
     try:
         row = json.loads(line)
     except ValueError:
-        return False
-    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _json_number(value: Any) -> float | int | None:

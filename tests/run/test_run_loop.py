@@ -10,16 +10,20 @@ import pytest
 
 from meshtrain import loop
 from meshtrain.errors import Interrupted, TrainingStopped
+from meshtrain.launch.watchdog import Watchdog
+from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.profiler import ProfileOptions, Profiler
 from meshtrain.observe.progress import Progress
 from meshtrain.step.guard import FIRST_NOT_FINITE, IN_A_ROW
+
+KINDS = ("loss", "save_blocking_seconds", "eval_loss")
 
 
 class Run:
     """A run of ten steps that notes what the loop does; `at` maps a step to what happens while it is computed."""
 
     def __init__(self, directory, start_step=0, losses=None, at=None, **plan):
-        self.did, self.rows, self.start_step = [], [], start_step
+        self.did, self.also, self.rows, self.start_step = [], [], [], start_step
         self.losses, self.at, self.directory = losses or {}, at or {}, directory
         options = {
             "num_steps": 10,
@@ -48,19 +52,27 @@ class Run:
     def save(self, step, state):
         assert step == state
         self.did.append(f"save {step}")
+        return {"save_blocking_seconds": 0.25}
+
+    def rate(self, step, values):
+        self.also.append(f"rate {step} {values['eval_loss']}")
 
     def diagnose(self, state, number):
         return f"array {number}, seen at step {state}"
 
     def go(self):
         write = lambda step, row: self.rows.append((step, row))  # noqa: E731
-        actions = loop.Actions(self.step, self.evaluate, self.save, write, self.diagnose)
+        finish = lambda: self.also.append("finish")  # noqa: E731
+        actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose)
         batches = itertools.count(self.start_step + 1)
         with (
             Progress(self.plan.num_steps, self.start_step, show_bar=False) as progress,
             Profiler(ProfileOptions(), self.directory) as profiler,
+            Watchdog(0.0) as self.watchdog,
         ):
-            return loop.run(self.start_step, self.start_step, batches, self.plan, actions, progress, profiler)
+            goodput = Goodput(begun_seconds=0.0, useful_seconds=3.0, now=lambda: 6.0)
+            observers = loop.Observers(progress, profiler, self.watchdog, goodput)
+            return loop.run(self.start_step, self.start_step, batches, self.plan, actions, observers)
 
 
 def test_the_last_step_saves_and_evaluates(tmp_path):
@@ -68,8 +80,12 @@ def test_the_last_step_saves_and_evaluates(tmp_path):
     state, values = run.go()
     assert state == 10
     assert run.did == ["save 10", "evaluate 10"]
-    assert [(step, set(row) >= {"loss"}) for step, row in run.rows] == [(1, True), (10, True), (10, False)]
+    assert run.also == ["rate 10 0.5", "finish"]
+    kinds = [(step, next(name for name in KINDS if name in row)) for step, row in run.rows]
+    assert kinds == [(1, "loss"), (10, "loss"), (10, "save_blocking_seconds"), (10, "eval_loss")]
     assert (values["loss"], values["eval_loss"], values["tokens"]) == (0.1, 0.5, 70)
+    assert values["goodput"] == pytest.approx(0.5, abs=0.1)
+    assert run.watchdog.limit_seconds() == 60
 
 
 def test_what_happens_every_so_many_steps(tmp_path):
@@ -92,6 +108,7 @@ def test_a_signal_saves_once_and_does_not_wait_for_an_evaluation(tmp_path, numbe
     with pytest.raises(Interrupted, match=r"saved at step 4 of 10; the same command goes on from there"):
         run.go()
     assert run.did == ["save 2", "evaluate 2", "save 4"]
+    assert run.also == ["rate 2 0.5", "finish"], "it says that it has saved"
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
@@ -126,14 +143,14 @@ def test_outside_the_main_thread_signals_are_somebody_elses():
     seen = []
 
     def block():
-        with loop.interruptions() as arrived:
-            seen.append((arrived, signal.getsignal(signal.SIGINT)))
+        with loop.interruptions() as interrupted:
+            seen.append((interrupted(1), signal.getsignal(signal.SIGINT)))
 
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=block)
     thread.start()
     thread.join()
-    assert seen == [([], before)]
+    assert seen == [(False, before)]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -26,7 +26,7 @@ FSDP = ("mesh.fsdp=2",)
 def refused(command, written):
     """A function (directory, changes) -> the lines that `main` refuses with, nothing compiled and nothing written."""
 
-    def lines(directory, *changes, begun=()):
+    def lines(directory, *changes):
         compiled = []
 
         def note(name, seconds, **what):
@@ -40,7 +40,7 @@ def refused(command, written):
                 main(command(directory, *changes))
         finally:
             jax.monitoring.unregister_event_duration_listener(note)
-        assert set(compiled) <= set(begun)
+        assert not compiled
         assert written(directory) == before
         return list(caught.value.problems)
 
@@ -123,8 +123,7 @@ def test_weights_that_are_not_there(refused, tmp_path):
 
 
 def test_weights_of_another_model(refused, stopped, tmp_path):
-    # Their shapes are compared while the step is compiled: a thread of its own has begun with it.
-    lines = refused(tmp_path / "run", f"init_from={stopped(*FSDP)}", "model.mlp_dim=128", begun=["jit(step)"])
+    lines = refused(tmp_path / "run", f"init_from={stopped(*FSDP)}", "model.mlp_dim=128")
     assert not (tmp_path / "run" / "config.json").exists()
     assert any("params/layers/mlp" in line and "64" in line and "128" in line for line in lines)
     assert lines[-1].startswith("nearest: ")

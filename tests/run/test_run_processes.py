@@ -1,0 +1,199 @@
+"""Several real processes: the same numbers for any number of them, and nothing lost where they are killed."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+THREE_AXES = ("mesh.data=2", "mesh.tensor=2", "mesh.pipeline=2")
+STEADY = ("learning_rate.name=constant", "learning_rate.warmup_steps=0", "learning_rate.peak=1e-3")
+LIMIT_SECONDS = 400
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def launched(command, tmp_path):
+    """A function (directory, changes, processes, devices, words of the launcher) -> the started launcher."""
+    started = []
+
+    def start(directory, *changes, processes=2, devices=1, options=()):
+        words = ["--processes", str(processes), "--devices", str(devices), *options]
+        program = [sys.executable, "-m", "meshtrain.launch", *words, "--", "-m", "meshtrain.main"]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+        process = subprocess.Popen(
+            [*program, *command(directory, *changes)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def finished(launched):
+    """As `launched`, waits for the end and returns {step: loss}."""
+
+    def finish(directory, *changes, **options):
+        process = launched(directory, *changes, **options)
+        out, _ = process.communicate(timeout=LIMIT_SECONDS)
+        assert process.returncode == 0, out
+        return losses(directory)
+
+    return finish
+
+
+def losses(directory):
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def wait_for_step(process, step):
+    for line in process.stdout:
+        if re.search(rf"step +{step}/", line):
+            return
+    raise AssertionError(f"it ended with {process.wait()} before step {step}")
+
+
+def worker(launcher, index):
+    """The process id of one of a launcher's workers."""
+    children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    for child in children:
+        if f"JAX_PROCESS_ID={index}\0" in pathlib.Path(f"/proc/{child}/environ").read_text():
+            return int(child)
+    raise AssertionError(f"no worker {index} among {children}")
+
+
+def test_any_number_of_processes_gives_the_same_losses_and_goes_on_with_what_another_has_saved(finished, tmp_path):
+    alone = finished(tmp_path / "1", *THREE_AXES, *STEADY, processes=1, devices=8)
+    assert list(alone) == list(range(1, 11))
+    for processes, devices in ((2, 4), (4, 2)):
+        directory = tmp_path / str(processes)
+        half = finished(directory, *THREE_AXES, *STEADY, "num_steps=5", processes=processes, devices=devices)
+        np.testing.assert_allclose(list(half.values()), [alone[step] for step in half], rtol=1e-5)
+        # Half of it here, half of it elsewhere: other processes, another mesh.
+        whole = finished(directory, "mesh.fsdp=4", *STEADY, processes=6 - processes, devices=4 // (6 - processes))
+        assert list(whole) == list(alone)
+        np.testing.assert_allclose(list(whole.values()), list(alone.values()), rtol=1e-5)
+
+
+def test_eight_processes_of_one_device(finished, tmp_path):
+    alone = finished(tmp_path / "1", *THREE_AXES, "num_steps=3", processes=1, devices=8)
+    many = finished(tmp_path / "8", *THREE_AXES, "num_steps=3", processes=8, devices=1)
+    np.testing.assert_allclose(list(many.values()), list(alone.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("number", "code", "within_seconds"), [(signal.SIGKILL, 137, 15), (signal.SIGSTOP, 4, 30)])
+def test_a_worker_that_is_gone_or_stands_still_ends_all(launched, tmp_path, number, code, within_seconds):
+    process = launched(tmp_path / "run", "mesh.data=2", "num_steps=100000", "eval_every=0")
+    wait_for_step(process, 2)
+    os.kill(worker(process, 1), number)
+    begun = time.monotonic()
+    out, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == code, out
+    assert time.monotonic() - begun < within_seconds
+    if code == 4:
+        assert "meshtrain: hang: process 1 has given no sign of life for" in out
+        assert "in _complete" in out, "the stacks say where it stood"
+
+
+def test_a_signal_to_one_worker_stops_all_after_the_same_step_and_saves(launched, finished, tmp_path):
+    process = launched(tmp_path / "run", "mesh.data=2", "num_steps=100000", "eval_every=0", "log_every=1")
+    wait_for_step(process, 2)
+    os.kill(worker(process, 1), signal.SIGTERM)
+    out, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 75, out
+    saved = {line.split("saved at step ")[1].split()[0] for line in out.splitlines() if "] meshtrain: interr" in line}
+    assert len(saved) == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == list(saved)
+
+
+def test_processes_started_for_different_things_are_refused_alike(command, tmp_path):
+    words = [command(tmp_path / "run", "mesh.data=2", f"seed={seed}") for seed in (1, 2)]
+    code = f"import os, sys; from meshtrain import errors, main; words = {words!r}[int(os.environ['JAX_PROCESS_ID'])]"
+    launch = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [*launch, f"{code}; errors.run(lambda: main.main(words))"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 2
+    said = "meshtrain: error: processes: configuration differs: seed is 2 in process 1 and 1 in process 0"
+    assert f"[0] {said}" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_workdir_in_use_is_refused_and_one_that_was_left_is_not(launched, command, tmp_path):
+    process = launched(tmp_path / "run", "num_steps=100000", processes=1)
+    wait_for_step(process, 1)
+    owner = worker(process, 0)
+    second = subprocess.run(
+        [sys.executable, "-m", "meshtrain.main", *command(tmp_path / "run", "num_steps=100000")],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS,
+    )  # fmt: skip
+    assert second.returncode == 2
+    assert f"in use by process {owner} on " in second.stderr
+    os.kill(owner, signal.SIGKILL)
+    process.communicate(timeout=LIMIT_SECONDS)
+    third = launched(tmp_path / "run", "num_steps=100000", processes=1)
+    wait_for_step(third, 1)
+
+
+def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(launched, finished, tmp_path):
+    changes = ("mesh.fsdp=2", *STEADY, "num_steps=2000", "checkpoint.every=20", "eval_every=0", "log_every=1")
+    straight = finished(tmp_path / "straight", *changes, processes=1, devices=2)
+    begun = time.monotonic()
+    process = launched(tmp_path / "killed", *changes, processes=1, devices=2)
+    wait_for_step(process, 1)
+    seconds = time.monotonic() - begun
+    chance, steps = random.Random(4), []
+    for _ in range(20):
+        # From before the restore until well into the steps and their saves; the first is the one that has just begun.
+        time.sleep(chance.uniform(0.5, 1.3) * seconds)
+        if process.poll() is None:
+            os.kill(worker(process, 0), signal.SIGKILL)
+        process.communicate(timeout=LIMIT_SECONDS)
+        steps.append(newest_save(tmp_path / "killed" / "checkpoints"))
+        process = launched(tmp_path / "killed", *changes, processes=1, devices=2)
+    out, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 0, out
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 3, "the kills came before anything was saved, or after everything was"
+    assert losses(tmp_path / "killed") == straight
+    weights = [final_weights(tmp_path / run / "checkpoints" / "2000") for run in ("straight", "killed")]
+    assert weights[0] == weights[1]
+
+
+def newest_save(directory):
+    return max((int(path.name) for path in directory.iterdir() if path.name.isdecimal()), default=0)
+
+
+def final_weights(directory):
+    """{path: bytes} of every array of a checkpoint, the optimizer's too."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    reader = ocp.PyTreeCheckpointer()
+    stored = reader.metadata(directory / "state").item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored)
+    tree = reader.restore(directory / "state", restore_args=as_numpy)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    assert len(leaves) > 20
+    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
