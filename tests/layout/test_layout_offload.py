@@ -18,7 +18,8 @@ from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.store.checkpoint import CheckpointOptions, Checkpoints
+from meshtrain.store.checkpoint import Checkpoints
+from meshtrain.store.keeping import CheckpointOptions
 
 CONFIG = Config(
     batch_size=8,
@@ -26,7 +27,7 @@ CONFIG = Config(
     model=DecoderOptions(num_layers=4, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=100),
     pipeline=PipelineOptions("interleaved_1f1b", num_microbatches=2, num_chunks=2),
 )
-MESHES = [{}, {"data": 2, "fsdp": 2}, {"data": 2, "pipeline": 2}]
+MESHES = [{}, {"data": 2, "fsdp": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow)]
 
 
 def assembled(on_host, mesh, level=0):

@@ -30,7 +30,7 @@ MESHES = [
 ]
 FAST = [
     ("gpipe", {"data": 1, "fsdp": 2, "tensor": 1, "pipeline": 4}),
-    ("interleaved_1f1b", {"data": 2, "fsdp": 1, "tensor": 2, "pipeline": 2}),
+    ("interleaved_1f1b", {"data": 2, "fsdp": 1, "tensor": 1, "pipeline": 4}),
 ]
 
 

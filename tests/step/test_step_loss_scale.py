@@ -67,7 +67,9 @@ def test_the_seed_is_a_power_of_two(num_targets, seed):
     assert loss_scale.seed(None, loss_scale.first_scale(None)) == 1
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 2, "tensor": 2, "pipeline": 2}], ids=name)
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param({"data": 2, "tensor": 2, "pipeline": 2}, marks=pytest.mark.slow)], ids=name
+)
 def test_under_float32_it_changes_no_bit(mesh, base, steps):
     scaled = dataclasses.replace(base, loss_scale=LossScaleOptions("dynamic", initial=2.0**20, growth_steps=2))
     without, got = steps(num_steps=4, **mesh), steps(scaled, num_steps=4, **mesh)

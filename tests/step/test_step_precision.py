@@ -15,7 +15,7 @@ from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.step import precision
 from meshtrain.step.precision import PrecisionOptions
 
-MESHES = [{"data": 2, "fsdp": 2}, {"data": 2, "pipeline": 2}]
+MESHES = [{"data": 2, "fsdp": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow)]
 SMALL = DecoderOptions(num_layers=1, embed_dim=8, mlp_dim=16, num_heads=2, num_kv_heads=2, vocab_size=10)
 
 
