@@ -64,7 +64,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "seal")
         if options is not None:
             _create(self.directory)
-        self._manager = manager(self.directory, writes=options is not None)
+        self._manager = self._new_manager()
 
     def __enter__(self) -> Self:
         return self
@@ -239,8 +239,14 @@ class Checkpoints:
         """Returns what to raise about a save that failed, after which the next may succeed."""
         self._has_failed.set()
         # Orbax goes on as if the step were there: it is given up for a new one.
-        self._manager = manager(self.directory, writes=True)
+        self._manager = self._new_manager()
         return SaveFailed(self.directory / str(step), error)
+
+    def _new_manager(self) -> ocp.CheckpointManager:
+        writes = self._options is not None
+        if writes and peers.index() == 0:
+            keeping.sweep(self.directory)
+        return manager(self.directory, writes=writes)
 
     def _stored(self, step: int) -> dict[str, Any]:
         """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""

@@ -11,6 +11,7 @@ from meshtrain.options import option
 from meshtrain.store.integrity import is_sealed
 
 DAMAGED = "damaged"  # beside the checkpoints: saves that are not as they were written
+HALF_WRITTEN = ".orbax-checkpoint-tmp"  # in the name of what Orbax has not finished, and of what is being deleted
 RATINGS = "ratings.json"  # beside the steps: {step: what the metric was}
 
 
@@ -76,9 +77,17 @@ def prune(directory: Path, options: CheckpointOptions) -> None:
     """
     whole = [step for step in saved_steps(directory) if is_sealed(directory / str(step))]
     for step in sorted(set(whole) - kept(whole, options, read_ratings(directory))):
-        going = directory / f"{step}.orbax-checkpoint-tmp"
+        going = directory / f"{step}{HALF_WRITTEN}"
         (directory / str(step)).rename(going)
         shutil.rmtree(going)
+
+
+def sweep(directory: Path) -> None:
+    """Deletes what is half-written or half-deleted, as far as that is possible: threads may still be writing to it."""
+    if directory.is_dir():
+        for entry in directory.iterdir():
+            if HALF_WRITTEN in entry.name:
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def set_aside(directory: Path, step: int) -> Path:

@@ -13,8 +13,9 @@ _REPLICA_SLICE_BYTES = 8 << 20
 def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
     """Returns the manager of a folder of checkpoints; one that only reads creates, cleans up and deletes nothing."""
     logging.getLogger("absl").addFilter(_is_no_chatter)
-    # Orbax deletes nothing but what was left half-written: what stays is decided once a new save is sealed.
-    all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1), "cleanup_tmp_directories": True}
+    # Orbax deletes nothing: what stays is decided once a new save is sealed, and what is half-written is swept by us,
+    # since Orbax fails where somebody still writes to it.
+    all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1)}
     options = ocp.CheckpointManagerOptions(create=False, **(all_stay if writes else {}))
     handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)

@@ -5,6 +5,7 @@ import json
 import resource
 import shutil
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +207,27 @@ def test_a_full_disk_is_told_the_last_good_save_stays_and_the_next_may_succeed(s
         assert checkpoints.steps() == [5]
     with Checkpoints(saved, CheckpointOptions()) as checkpoints:
         assert checkpoints.newest_whole() == (5, [])
+
+
+def test_a_thread_that_still_writes_to_a_save_that_failed_does_not_disturb_the_next(saved):
+    stop, left = threading.Event(), saved / "4.orbax-checkpoint-tmp" / "state"
+
+    def keep_writing():
+        while not stop.is_set():
+            left.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):
+                (left / str(time.monotonic_ns())).write_bytes(b"half")
+
+    writer = threading.Thread(target=keep_writing)
+    writer.start()
+    try:
+        for step in range(5, 9):
+            with Checkpoints(saved, CheckpointOptions()) as checkpoints:
+                assert checkpoints.save(step, state(step), {})
+                assert step in checkpoints.steps()
+    finally:
+        stop.set()
+        writer.join()
 
 
 def test_a_folder_that_has_vanished_is_made_again(saved):
