@@ -72,6 +72,9 @@ class Signature(NamedTuple):
     embed_backward: bool
 
 
+Run = tuple[tuple[str, ...], int]  # rows that stand together, how many times over
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """Rows that run as one loop: `body`, `count` times over. A body holds signatures or smaller segments, in order."""
@@ -191,8 +194,9 @@ def segments(program: Program) -> tuple[Segment, ...]:
     letters = ["F" if kind == "F" else "H" if head else "B" for kind, head in zip(program.kinds, heads, strict=True)]
     # Two passes: first runs of a row or of a pair of rows, then repeats of such runs (microbatches in groups).
     runs = [(tuple(body), count) for body, count in _repeats(letters, max_period=2)]
+    groups = min((_repeats(some, max_period=len(some)) for some in (runs, _cut(runs))), key=_num_bodies)
     found, start = list[Segment](), 0
-    for group, repeats in _repeats(runs, max_period=len(runs)):
+    for group, repeats in groups:
         inner, offset, length = list[Segment](), start, sum(len(run) * times for run, times in group)
         for run, times in group:
             body = tuple(_signature(program, offset + i, len(run), times, length, repeats) for i in range(len(run)))
@@ -210,6 +214,27 @@ def _signature(program: Program, first: int, step: int, times: int, outer_step: 
     embed, head, embed_backward = (bool((flag[rows] >= 0).any()) for flag in flags)
     assert {program.kinds[row] for row in rows} == {program.kinds[first]}
     return Signature(program.kinds[first], embed, head, embed_backward)
+
+
+def _cut(runs: list[Run]) -> list[Run]:
+    """Cuts what is over off the first and the last run of each body, so that the rest may be like those between."""
+    least = {body: min(count for other, count in runs if other == body) for body, _ in runs}
+    first = {body: index for index, (body, _) in reversed(list(enumerate(runs)))}
+    last = {body: index for index, (body, _) in enumerate(runs)}
+    found = list[Run]()
+    for index, (body, count) in enumerate(runs):
+        counts = [count]
+        if count > least[body] and index == first[body]:
+            counts = [count - least[body], least[body]]
+        elif count > least[body] and index == last[body]:
+            counts = [least[body], count - least[body]]
+        found += [(body, part) for part in counts]
+    return found
+
+
+def _num_bodies(groups: list[tuple[list[Run], int]]) -> int:
+    """Returns how many row bodies are compiled."""
+    return sum(len(body) for group, _ in groups for body, _ in group)
 
 
 def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:

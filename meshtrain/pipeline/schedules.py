@@ -173,17 +173,18 @@ def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]
 
 
 def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Rows of one kind, forward and backward in turn as soon as that is legal; with one chunk this is 1f1b.
+    """Rows of one kind, each backward row as soon as it is legal; with one chunk this is 1f1b.
 
-    The first backward (last virtual stage, microbatch 0) needs forward row V S - 1, so backward row i follows forward
-    row V S - 1 + i: no later unit needs more. Bubble (S-1)/(V M + S-1), and V S + S - 1 - 2 s units in flight on
-    stage s, at most V M.
+    A group's first S backward rows begin in the last virtual stage, and need forward row V S - 1 and one more each;
+    the rows after them, of earlier chunks, need no other. So S forward rows, S pairs, S (V - 1) backward rows make a
+    group, all groups alike. Bubble (S-1)/(V M + S-1), and V S + S - 1 - 2 s units in flight on stage s, at most V M.
     """
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
-    lead = num_chunks * num_stages - 1
-    rows = forward[:lead]
+    group, rows, done = num_chunks * num_stages, list[Row](), 0
     for index, row in enumerate(backward):
-        rows += forward[lead + index : lead + index + 1] + [row]
+        needed = group + index - index % group + min(index % group, num_stages - 1)
+        rows += forward[done:needed] + [row]
+        done = max(done, needed)
     return rows
 
 

@@ -201,8 +201,8 @@ def exact_or_masked(program):
         (("1f1b", 1, 4), "(Fe Bhd)x4"),
         (("1f1b", 4, 2), "(Fe)x3 (F Bh)x2 (Bd)x3"),
         (("gpipe", 4, 16), "(Fe)x19 (Bhd)x16 (Bd)x3"),
-        (("interleaved_1f1b", 4, 16, 2), "(Fe)x7 ((Fe Bhd)x4 (Fe Bd)x4)x3 (F Bhd)x4 (Bd)x7"),
-        (("interleaved_1f1b", 2, 8, 3), "(Fe)x5 ((Fe Bhd)x2 (Fe Bd)x4)x3 (F Bhd)x2 (Bd)x5"),
+        (("interleaved_1f1b", 4, 16, 2), "(Fe)x3 ((Fe)x4 (Fe Bhd)x4 (Bd)x4)x4 (Bd)x3"),
+        (("interleaved_1f1b", 2, 8, 3), "(Fe)x1 ((Fe)x4 (Fe Bhd)x2 (Bd)x4)x4 (Bd)x1"),
     ],
 )
 def test_segments_compile_few_bodies(case, expected):
