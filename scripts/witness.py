@@ -1,0 +1,129 @@
+"""Runs of the program, one after the other, that write down what they see: process i `seen.<i>.json` in each workdir.
+
+    python -m meshtrain.launch --processes=2 --devices=4 -- -m scripts.witness --workdir=DIR --workdir=DIR --config=...
+
+Nothing of the program is changed. What it restores, what it saves, and each batch are looked at as they pass:
+
+    {"restored": {step: arrays}, "saved": {step: arrays}, "rows": {step: {row of the global batch: [hash, ...]}}}
+    arrays = {path: {"dtype": ..., "shape": [...], "pieces": [[[[start, stop] for each dim], hash], ...]}}
+
+A piece is what one device holds of an array, so that the copies of a piece are all there; a hash is SHA-256.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax._src import compiler
+
+from meshtrain import resume
+from meshtrain.errors import run
+from meshtrain.main import main as train
+from meshtrain.store.arrays import leaves_by_path
+
+WORKDIR = "--workdir="
+
+Seen = dict[str, dict[int, Any]]
+
+
+def hashed(array: np.ndarray) -> str:
+    """Returns the hash of an array's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Returns (start, stop) of each dim of a piece."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def pieces(array: jax.Array) -> dict[str, Any]:
+    """Returns what this process's devices hold of an array; copies that agree are named once."""
+    held = {(bounds(shard.index, array.shape), hashed(np.asarray(shard.data))) for shard in array.addressable_shards}
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "pieces": sorted(held)}
+
+
+def arrays(state: Any) -> dict[str, Any]:
+    """Returns `pieces` of each array of a state, by its path."""
+    return {path: pieces(leaf) for path, leaf in leaves_by_path(state).items()}
+
+
+def rows(batch: Mapping[str, jax.Array]) -> dict[int, list[str]]:
+    """Returns the hashes of each row of a batch [B, T] that this process's devices hold, over all that a row says.
+
+    There are several where two devices hold different rows under one number.
+    """
+    found = dict[int, set[str]]()
+    shards = [batch[name].addressable_shards for name in sorted(batch)]
+    for parts in zip(*shards, strict=True):
+        ((first, stop), _) = bounds(parts[0].index, next(iter(batch.values())).shape)
+        for row in range(first, stop):
+            together = b"".join(np.asarray(part.data)[row - first].tobytes() for part in parts)
+            found.setdefault(row, set()).add(hashlib.sha256(together).hexdigest())
+    return {row: sorted(hashes) for row, hashes in found.items()}
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Seen]:
+    """Looks at the runs that are made in its block, and yields what it has seen so far."""
+    seen: Seen = {"restored": {}, "saved": {}, "rows": {}}
+
+    def starting_state(original: Callable[..., Any], *given: Any) -> Any:
+        state, step, values = original(*given)
+        if step:
+            seen["restored"][step] = arrays(state)
+        return state, step, values
+
+    def save(original: Callable[..., Any], assembly: Any, checkpoints: Any, corpus: Any, step: int, state: Any) -> Any:
+        seen["saved"][step] = arrays(state)
+        return original(assembly, checkpoints, corpus, step, state)
+
+    def batches(original: Callable[..., Any], assembly: Any, corpus: Any, start_step: int) -> Iterator[Any]:
+        for step, batch in enumerate(original(assembly, corpus, start_step), start_step + 1):
+            seen["rows"][step] = rows(batch)
+            yield batch
+
+    story = importlib.import_module("meshtrain.train")  # the package's attribute of this name is the function in it
+    watched = ((resume, "starting_state", starting_state), (resume, "save", save), (story, "training_batches", batches))
+    with contextlib.ExitStack() as patches:
+        for module, name, eye in watched:
+            patches.enter_context(mock.patch.object(module, name, functools.partial(eye, getattr(module, name))))
+        yield seen
+
+
+def keeps_all_compilations() -> contextlib.AbstractContextManager[Any]:
+    """Lets every process write into the compilation cache for as long as the block lasts.
+
+    JAX has process 0 write for all. But it names entries after the devices as a process sees them, and on CPU each
+    process sees other devices as its own: all but process 0 would compile everything again, run after run.
+    """
+    as_first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+    return mock.patch.object(compiler, "distributed", as_first)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains in each workdir, in the order given, and leaves there what this process has seen.
+
+    Args:
+      argv: `--workdir=DIR` for each run; everything else goes to `meshtrain.main` as it is.
+    """
+    workdirs = [Path(word.removeprefix(WORKDIR)) for word in argv if word.startswith(WORKDIR)]
+    others = [word for word in argv if not word.startswith(WORKDIR)]
+    for workdir in workdirs:
+        with keeps_all_compilations(), watching() as seen:
+            train([*others, f"{WORKDIR}{workdir}"])
+        (workdir / f"seen.{jax.process_index()}.json").write_text(json.dumps(seen), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
