@@ -6,7 +6,7 @@ import re
 import pytest
 
 from meshtrain.layout.rules import LayoutOptions, default_rules
-from scripts import memory_by_level
+from scripts import memory_by_level, mesh_by_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,3 +42,12 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("name", memory_by_level.MODELS)
 def test_memory_table_is_what_the_script_prints(name):
     assert memory_by_level.row(name, memory_by_level.MODELS[name]) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_mesh_table_has_the_settings_of_the_script_and_keeps_its_promise():
+    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    assert "\n".join(mesh_by_mesh.legend()) in page
+    rows = [line.split("|")[2:-1] for line in page.splitlines() if line.startswith("| **")]
+    assert [len(row) for row in rows] == [len(mesh_by_mesh.SETTINGS)] * len(mesh_by_mesh.SETTINGS)
+    differences = [[float(cell.strip().removeprefix("= ")) for cell in row] for row in rows]
+    assert max(map(max, differences)) <= mesh_by_mesh.TOLERANCE
