@@ -16,7 +16,9 @@ FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.py": 100, "meshtrain/step/step.py": 100}
 # `--help` must answer before JAX is imported.
 LAZY_IMPORTERS = {"meshtrain/main.py", "meshtrain/__init__.py"}
+CONFIG_READER = "meshtrain/flags.py"  # --config names a Python file that the user has written
 FORBIDDEN_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
+CODE_IN_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 TITLE_PAGE = ("Purpose:", "Parameters:", "Expected:", "Time:", "Hardware:", "Command:")
 # In two halves, so that this file does not find itself.
 MACHINE_WORDS = re.compile(
@@ -147,7 +149,22 @@ def is_one_line(node: ast.expr) -> bool:
     return isinstance(text, str) and text.strip() != "" and "\n" not in text
 
 
-LAWS = [long_files, long_functions, hidden_imports, second_defaults, undocumented, stubs, odd_options]
+def executing_data(path: pathlib.Path) -> list[str]:
+    """Ways of reading data that would run code found in it."""
+    tree, found = parsed(path), []
+    calls = ("eval", "exec", "yaml.load") if name_of(path) != CONFIG_READER else ("eval", "yaml.load")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found += [(node.lineno, name) for name in names if name.split(".")[0] in CODE_IN_DATA]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
+            found.append((node.lineno, ast.unparse(node.func)))
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            found.append((node.value.lineno, ast.unparse(node)))
+    return [f"{line}: {what}: data must not be able to run code" for line, what in found]
+
+
+LAWS = [executing_data, long_files, long_functions, hidden_imports, second_defaults, undocumented, stubs, odd_options]
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -160,6 +177,10 @@ def test_the_package_keeps_the_law(law):
 @pytest.mark.parametrize(
     ("law", "text"),
     [
+        (executing_data, "import pickle\n"),
+        (executing_data, "from joblib import load\n"),
+        (executing_data, "exec('1')\n"),
+        (executing_data, "x = np.load('x', allow_pickle=True)\n"),
         (long_files, "x = 1\n" * 301),
         (long_functions, "def f():\n" + "    x = 1\n" * 60),
         (hidden_imports, "def f():\n    from meshtrain import trees\n"),

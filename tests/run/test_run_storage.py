@@ -1,4 +1,4 @@
-"""Storage that fails under a run, and kills while a run reads what it has saved: the run ends as if nothing had been."""
+"""Storage fails under a run, or the run is killed while it reads what it has saved: it ends as if nothing had been."""
 
 import gc
 import os
