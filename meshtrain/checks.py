@@ -132,5 +132,7 @@ def nearest_multiple(number: int, divisor: int) -> int:
 
 def nearest_divisor(number: int, size: int) -> int:
     """Returns the divisor of `number` that is nearest to `size`; of two the larger."""
-    divisors = (candidate for candidate in range(1, number + 1) if number % candidate == 0)
-    return min(divisors, key=lambda candidate: (abs(candidate - size), -candidate))
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return min(
+        small + [number // candidate for candidate in small], key=lambda candidate: (abs(candidate - size), -candidate)
+    )

@@ -23,6 +23,7 @@ from typing import Any
 import ml_collections
 
 from meshtrain import checks, flags
+from meshtrain.config_file import load
 from meshtrain.data import sources
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError, run
@@ -182,13 +183,14 @@ def _build(
     given: Config | ml_collections.ConfigDict | Mapping[str, Any], overrides: Mapping[str, str]
 ) -> tuple[Config, list[str]]:
     """Returns a configuration of the right types, and one line for each key or value that had to be left out."""
-    if isinstance(given, ml_collections.ConfigDict):
-        given = given.to_dict()
-    elif isinstance(given, Config):
-        given = dataclasses.asdict(given)
+    right = "allowed: what meshtrain.config.default() returns, a value in each place; nearest: return config"
+    try:
+        given = given.to_dict() if isinstance(given, ml_collections.ConfigDict) else given
+    except ml_collections.config_dict.RequiredValueError as error:
+        raise UserError(f"--config: got no value where one is required ({error}); {right}") from error
+    given = dataclasses.asdict(given) if isinstance(given, Config) else given
     if not isinstance(given, Mapping):
-        what = type(given).__name__
-        raise UserError(f"--config: got {what} from get_config(); allowed: what meshtrain.config.default() returns")
+        raise UserError(f"--config: got {type(given).__name__} from get_config(); {right}")
     values, found = flags.collect(flags.schema(Config()), flags.flatten(given), overrides)
     return flags.construct(Config(), values), found
 
@@ -206,7 +208,7 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
     """
     also = [*arguments.problems, *also]
     try:
-        given = flags.load(arguments.config, list(flags.schema(Config()))) if arguments.config else default()
+        given = default() if arguments.config is None else load(arguments.config, list(flags.schema(Config())))
         _build(given, {})  # what is no configuration at all
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.
@@ -244,9 +246,10 @@ def from_json(text: str) -> Config:
       UserError: not JSON, or a key or a value that no configuration has.
     """
     try:
-        config, found = _build(json.loads(text), {})
-    except json.JSONDecodeError as error:
-        raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run has written") from error
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
+    config, found = _build(given, {})
     if found:
         raise UserError(*(f"{CONFIG_FILE}: {line}" for line in found))
     return config
@@ -287,9 +290,7 @@ def table(config: Config) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints every field of the configuration that the arguments name, or of the default one."""
-    extra = argparse.ArgumentParser(
-        prog="python -m meshtrain.config", description="Prints every field of the configuration.", add_help=False
-    )
+    extra = argparse.ArgumentParser(prog="python -m meshtrain.config", description=main.__doc__, add_help=False)
     config, _ = parse(argv, extra, reads_data=False)
     print(table(config))
     return 0

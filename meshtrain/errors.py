@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,8 @@ EXIT_STOPPED_ITSELF = 3
 EXIT_LOST_PEER = 4
 EXIT_START_AGAIN = 75
 EXIT_INTERRUPTED = 130
+
+_LONG = re.compile(r"\S{400,}")  # no path that anybody reads, but a file's content
 
 
 class UserError(ValueError):
@@ -44,7 +47,14 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 def unknown(what: str, got: str, allowed: Sequence[str]) -> str:
     """Returns the one line for a name that is not in a list of names."""
-    return f"{what}: got '{got}'; allowed: {', '.join(allowed)}{nearest(got, allowed)}"
+    names = ", ".join(name or "''" for name in allowed)
+    return f"{what}: got '{got}'; allowed: {names}{nearest(got, allowed)}"
+
+
+def one_line(problem: str) -> str:
+    """Returns a problem as a terminal can show it: one line, nothing that cannot be printed, no endless word."""
+    words = _LONG.sub(lambda word: f"{word[0][:150]}...{word[0][-50:]}", " ".join(problem.split()))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in words)
 
 
 def run(entry: Callable[[], int | None]) -> NoReturn:
@@ -53,7 +63,7 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
         code = entry() or EXIT_FINISHED
     except UserError as error:
         for problem in error.problems:
-            print(f"meshtrain: error: {' '.join(problem.split())}", file=sys.stderr)
+            print(f"meshtrain: error: {one_line(problem)}", file=sys.stderr)
         code = EXIT_USER_ERROR
     except TrainingStopped as error:
         print(f"meshtrain: stopped: {error}", file=sys.stderr)

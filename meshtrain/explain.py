@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config import check, parse
@@ -14,7 +15,10 @@ from meshtrain.errors import UserError, run
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import draw_mesh, mesh_text, table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
+from meshtrain.paths import refuse_target
 from meshtrain.pipeline.stages import layers_of_stage
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def text(assembly: Assembly) -> str:
@@ -61,6 +65,11 @@ def main(argv: Sequence[str]) -> int:
     )
     extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh as a PNG")
     config, arguments = parse(argv, extra, reads_data=False)
+    if arguments.draw:
+        refuse_target("--draw", arguments.draw, "mesh.png")
+        if Path(arguments.draw).suffix not in PICTURES:
+            raise UserError(f"--draw: got '{arguments.draw}'; allowed endings: {', '.join(PICTURES)}; "
+                            f"nearest: {arguments.draw}.png")  # fmt: skip
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
     if problems := check(config, shape):

@@ -1,4 +1,4 @@
-"""From words to values: the command line, a configuration's Python file, and typed fields with every problem collected.
+"""From words to values: the command line, and typed fields with every problem collected.
 
 ml_collections by itself stops at the first wrong flag, so the overrides are read here: `--config.group.field=value`.
 This file knows dataclasses of options in general and none of them in particular; it imports nothing heavy, so that
@@ -8,20 +8,22 @@ This file knows dataclasses of options in general and none of them in particular
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import numbers
 import pathlib
 import re
 import tempfile
-import traceback
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from meshtrain.errors import UserError, nearest, unknown
+from meshtrain.paths import expanded, is_utf8, standing
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_DEEPEST = 20  # groups in groups: a mapping that holds itself has no end
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
 `python -m meshtrain.config` lists the fields with their types, defaults and meanings.
@@ -38,9 +40,26 @@ class Entry:
     choices: tuple[str, ...]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A command line whose mistakes are a user's like any other: argparse prints its usage and exits by itself."""
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"arguments: {message}")
+        """Turns a sentence of argparse's into a line that says what is allowed."""
+        words = [word for action in self._actions for word in action.option_strings]
+        named = re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message)
+        action = next((one for one in self._actions if named and named[1] in one.option_strings), None)
+        near = "--help"
+        if action is not None and action.nargs != 0:
+            near = f"{action.option_strings[-1]}={action.default or action.metavar or action.dest.upper()}"
+        said = f"{named[1]}: {named[2]}" if named else f"arguments: {message}"
+        raise UserError(said if "allowed: " in said else f"{said}; allowed: {', '.join(words)}; nearest: {near}")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Returns the namespace; a word that nobody declared gets a line with the nearest that somebody did."""
+        found, strangers = self.parse_known_args(args, namespace)
+        if strangers:
+            raise UserError(*strange(strangers, [word for action in self._actions for word in action.option_strings]))
+        return found
 
 
 def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None) -> argparse.Namespace:
@@ -59,7 +78,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
       UserError: a declared argument without its value, or with a wrong one.
     """
     rest, overrides, problems = _split(argv)
-    parser = _Parser(
+    parser = Parser(
         prog=extra.prog if extra else None,
         description=extra.description if extra else None,
         epilog=_USAGE,
@@ -74,13 +93,12 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     namespace, strangers = parser.parse_known_args(rest)
     del namespace._
     allowed = [word for action in parser._actions for word in action.option_strings if "." not in word]
-    problems += [_strange(word, allowed) for word in strangers if word.startswith("-")] or [
-        _strange(word, allowed) for word in strangers
-    ]
-    if namespace.workdir == "":
-        problems.append("--workdir: got ''; allowed: a folder's path")
+    problems += strange(strangers, allowed)
     name = pathlib.Path(namespace.config).stem if namespace.config else "default"
-    namespace.workdir = pathlib.Path(namespace.workdir or pathlib.Path("runs") / name).expanduser()
+    default = pathlib.Path("runs") / name
+    if namespace.workdir == "" or not is_utf8(namespace.workdir or ""):
+        problems.append(f"--workdir: got '{namespace.workdir}'; allowed: a folder's path in UTF-8; nearest: {default}")
+    namespace.workdir = expanded(namespace.workdir or default)
     namespace.overrides, namespace.problems = overrides, problems
     return namespace
 
@@ -102,62 +120,22 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
         if equals:
             overrides[key] = text
         else:
-            problems.append(f"{key}: got no value; allowed: --config.{key}=VALUE")
+            problems.append(f"{key}: got no value; allowed: --config.{key}=VALUE; nearest: leave it out")
     return rest, overrides, problems
+
+
+def strange(words: Sequence[str], allowed: Sequence[str]) -> list[str]:
+    """Returns one line for each word that no program declares; of a flag and what follows it, for the flag alone."""
+    flags = [word for word in words if word.startswith("-")]
+    return [_strange(word, allowed) for word in flags or words]
 
 
 def _strange(word: str, allowed: Sequence[str]) -> str:
     name = word.partition("=")[0]
     if name.startswith("--") and "." in name:
         return f"arguments: got '{word}'; allowed: {', '.join(allowed)}; did you mean '--config.{word[2:]}'?"
-    return unknown("arguments", name, allowed)
-
-
-def load(path: str, keys: Sequence[str]) -> Any:
-    """Runs a configuration file and returns what its `get_config()` returns.
-
-    Args:
-      path: a Python file.
-      keys: the dotted keys of the configuration, for the near-miss of a group or a field that is misspelt.
-
-    Raises:
-      UserError: no such file, not Python, no `get_config`, or an error inside; one line with the file's line number.
-    """
-    file = pathlib.Path(path)
-    if not file.is_file():
-        others = [str(other) for other in sorted(file.parent.glob("*.py"))]
-        listed = f"; in that folder: {', '.join(others)}" if others else ""
-        what = "is not a file" if file.exists() else "does not exist"
-        raise UserError(f"--config: '{path}' {what}; allowed: a Python file with get_config(){listed}"
-                        f"{nearest(path, others)}")  # fmt: skip
-    # Not imported: a name such as 3d.py is no module's name, and no __pycache__ should appear beside it.
-    module: dict[str, Any] = {"__name__": file.stem, "__file__": path}
-    try:
-        exec(compile(file.read_bytes(), path, "exec"), module)
-        if "get_config" not in module:
-            near = nearest("get_config", [name for name in module if callable(module[name])])
-            raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{near}")
-        return module["get_config"]()
-    except UserError:
-        raise
-    except SyntaxError as error:
-        raise UserError(f"{path}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
-    except Exception as error:
-        raise UserError(_inside(path, error, keys)) from error
-
-
-def _inside(path: str, error: Exception, keys: Sequence[str]) -> str:
-    """Returns one line for an exception that a configuration file raised."""
-    names = {name for key in keys for name in key.split(".")}
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    where = f"{path}:{frames[-1].lineno}" if frames else path
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    # A ConfigDict that lacks a key says so with the key in quotes, quoted again, and other keys after it.
-    word = re.match(r'\W*(?:Key ")?(\w+)', first_line)
-    last_frame = traceback.extract_tb(error.__traceback__)[-1]
-    if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
-        return f"{where}: unknown key '{word[1]}'{nearest(word[1], names)}"
-    return f"{where}: {type(error).__name__}: {first_line}"
+    line = unknown("arguments", name, allowed)
+    return line if "did you mean" in line else f"{line}; nearest: --help"
 
 
 def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
@@ -175,11 +153,12 @@ def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns dotted key -> value for a nested mapping; an empty mapping below the top stays as it is."""
+    """Returns dotted key -> value for a nested mapping; an empty mapping below the top, or one far below, stays."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+        goes_on = isinstance(value, Mapping) and value and name.count(".") < _DEEPEST
+        flat |= flatten(value, f"{name}.") if goes_on else {name: value}
     return flat
 
 
@@ -205,7 +184,8 @@ def collect(entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mappi
         try:
             values[key] = typed(value, entries[key].kind, is_text=key in texts)
         except ValueError as error:
-            problems.append(f"{key}: {error}")
+            near = "" if "nearest: " in str(error) else f"; nearest: {json.dumps(entries[key].default)}, the default"
+            problems.append(f"{key}: {error}{near}")
             if key in texts and key in given:
                 with contextlib.suppress(ValueError):
                     values[key] = typed(given[key], entries[key].kind)
@@ -219,7 +199,9 @@ def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
       ValueError: `got ...; allowed: ...` where the value is not of that kind.
     """
     if kind is str and isinstance(value, str):
-        return str(value)
+        if is_utf8(value) and "\0" not in value:
+            return str(value)
+        raise ValueError(f"got {value!r}; allowed: a text that UTF-8 can write, without zero bytes")
     if kind is bool and is_text and value.strip().lower() in _BOOLS:
         return _BOOLS[value.strip().lower()]
     if kind is bool and isinstance(value, bool):
@@ -235,8 +217,15 @@ def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
         if number == int(number):
             return int(number)
     near = f"; nearest: {round(number)}" if kind is int and number is not None and math.isfinite(number) else ""
-    got = f"'{value}'" if is_text else f"{value!r} ({type(value).__name__})"
+    got = f"'{value}'" if is_text else f"{_said(value)} ({type(value).__name__})"
     raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){near}")
+
+
+def _said(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001  whatever a configuration brings along
+        return "something that cannot be shown"
 
 
 def _number(text: str) -> int | float | None:
@@ -254,11 +243,15 @@ def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
     top, _, last = key.rpartition(".")
     if key in groups:
         fields = [name for name in entries if name.startswith(f"{key}.")]
-        return f"{key}: got {value!r}; allowed: a value for one of its fields: {', '.join(fields)}"
+        return (
+            f"{key}: got {_said(value)}; allowed: a value for one of its fields: {', '.join(fields)}; "
+            f"nearest: {fields[0]}={entries[fields[0]].default}"
+        )
     if top in entries:
-        return f"{key}: unknown key; '{top}' is a value and has no fields; did you mean '{top}'?"
+        return f"{key}: unknown key; allowed: '{top}', which is a value and has no fields; did you mean '{top}'?"
     same_name = [name for name in entries if name.rpartition(".")[2] == last]
     near = f"; did you mean '{same_name[0]}'?" if len(same_name) == 1 else nearest(key, [*entries, *groups])
+    near = near or "; nearest: leave it out"
     if top in groups:
         allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
     else:
@@ -278,13 +271,18 @@ def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 def unwritable(workdir: pathlib.Path) -> list[str]:
     """Returns one line where `workdir` cannot be made or written, and leaves nothing behind."""
     existing = workdir.absolute()
-    while not existing.exists() and existing != existing.parent:
+    near = "nearest: runs/NAME"
+    if workdir.parts[:1] and workdir.parts[0].startswith("~"):
+        return [f"--workdir: got '{workdir}', and there is no such home; allowed: a folder that can be written; {near}"]
+    while (what := standing(existing)) == "nothing there" and existing != existing.parent:
         existing = existing.parent
-    if not existing.is_dir():
-        return [f"--workdir: '{workdir}': '{existing}' is not a folder; allowed: a folder that can be written"]
+    if what != "a folder":
+        return [f"--workdir: got '{workdir}': '{existing}' is not a folder but {what}; allowed: a folder that can be "
+                f"written; {near}"]  # fmt: skip
     try:
         # Tried, not asked: permission bits say nothing to root, nor on a file system mounted read-only.
         with tempfile.TemporaryDirectory(dir=existing, prefix=".meshtrain-"):
             return []
     except OSError as error:
-        return [f"--workdir: '{workdir}' is not writable ({error.strerror}); allowed: a folder that can be written"]
+        return [f"--workdir: got '{workdir}', which is not writable ({error.strerror}); allowed: a folder that can be "
+                f"written; {near}"]  # fmt: skip

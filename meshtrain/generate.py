@@ -22,7 +22,11 @@ from meshtrain.errors import UserError, run
 from meshtrain.launch import distributed
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Batch, Params
+from meshtrain.paths import is_utf8, standing
 from meshtrain.store.other_runs import find, restore_params
+
+MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
+MAX_TOKENS = 1_000_000
 
 
 def sample(
@@ -106,9 +110,12 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
       UserError: all of them.
     """
     kept = arguments.workdir / CONFIG_FILE
-    if arguments.config or not kept.is_file():
+    if arguments.config is not None or standing(kept) != "a file":
         return configure(arguments, also, reads_data=False)
-    given = from_json(kept.read_text(encoding="utf-8"))
+    try:
+        given = from_json(kept.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{kept}: not UTF-8 ({error}); allowed: what a run wrote; nearest: --config=FILE") from error
     return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=False)
 
 
@@ -124,10 +131,15 @@ def main(argv: Sequence[str]) -> int:
     problems = []
     if arguments.num_tokens < 1:
         problems.append(f"--num-tokens: got {arguments.num_tokens}; allowed: at least 1; nearest: 1")
-    if arguments.temperature < 0:
-        problems.append(f"--temperature: got {arguments.temperature}; allowed: at least 0; nearest: 0")
-    if not arguments.prompt:
-        problems.append("--prompt: got an empty text; allowed: at least one character; nearest: 'def '")
+    if not 0 <= arguments.temperature <= MAX_TEMPERATURE:
+        near = MAX_TEMPERATURE if arguments.temperature > MAX_TEMPERATURE else 0
+        problems.append(
+            f"--temperature: got {arguments.temperature}; allowed: 0 to {MAX_TEMPERATURE:g}; nearest: {near:g}"
+        )
+    if arguments.num_tokens > MAX_TOKENS:
+        problems.append(f"--num-tokens: got {arguments.num_tokens}; allowed: at most {MAX_TOKENS}; nearest: that")
+    if not arguments.prompt or not is_utf8(arguments.prompt):
+        problems.append(f"--prompt: got '{arguments.prompt}'; allowed: a text in UTF-8, not empty; nearest: 'def '")
     config = configuration(arguments, problems)
     devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")

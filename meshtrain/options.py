@@ -6,8 +6,18 @@ from typing import Any
 
 from meshtrain.errors import unknown
 
+# Counts end up in int32 arrays and numbers in float32 ones: beyond, they would be others, or none.
+MOST = {int: 2**31 - 1, float: 3.4e38}
 
-def option(default: Any, text: str, *, choices: Sequence[str] = (), minimum: float | None = None) -> Any:
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    choices: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
     """Returns a dataclass field with its default, one line of text, and what is allowed.
 
     Args:
@@ -15,12 +25,16 @@ def option(default: Any, text: str, *, choices: Sequence[str] = (), minimum: flo
       text: one line for `python -m meshtrain.config`, with the unit where there is one.
       choices: the legal names, where the option is one of a list.
       minimum: the smallest legal number.
+      maximum: the largest; None for the largest that the arrays of the run can hold.
     """
-    return dataclasses.field(default=default, metadata={"text": text, "choices": tuple(choices), "minimum": minimum})
+    if maximum is None and type(default) in MOST:
+        maximum = MOST[type(default)]
+    metadata = {"text": text, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def problems(options: Any, path: str) -> list[str]:
-    """Returns one line for each field of a frozen dataclass that is outside its choices or below its minimum."""
+    """Returns one line for each field of a frozen dataclass that is outside its choices or its bounds."""
     found = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -28,9 +42,12 @@ def problems(options: Any, path: str) -> list[str]:
         if dataclasses.is_dataclass(value):
             found += problems(value, name)
             continue
-        choices, minimum = field.metadata.get("choices"), field.metadata.get("minimum")
+        choices, minimum, maximum = (field.metadata.get(what) for what in ("choices", "minimum", "maximum"))
         if choices and value not in choices:
-            found.append(unknown(name, value, choices))
+            line = unknown(name, value, choices)
+            found.append(line if "did you mean" in line else f"{line}; nearest: '{field.default}', the default")
         if minimum is not None and value is not None and value < minimum:
             found.append(f"{name}: got {value}; allowed: at least {minimum}; nearest: {minimum}")
+        if maximum is not None and value is not None and value > maximum:
+            found.append(f"{name}: got {value:.12g}; allowed: at most {maximum}; nearest: {maximum}")
     return found

@@ -17,6 +17,7 @@ from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
 from meshtrain.errors import UserError, warn
 from meshtrain.launch import peers
+from meshtrain.observe import trackers
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints, SaveFailed
@@ -40,7 +41,7 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
       run: its folder, there or not.
       start_step: what `saved_step` found. From 1 on the run has weights of its own, and `init_from` is history.
     """
-    found = workdir.check(run, config)
+    found = workdir.check(run, config) or trackers.check(run)
     if start_step > config.num_steps:
         found.append(
             f"num_steps: got {config.num_steps}, and the workdir's run is at step {start_step}; allowed: at least "

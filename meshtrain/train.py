@@ -24,6 +24,7 @@ from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
+from meshtrain.paths import expanded
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 
@@ -56,7 +57,7 @@ def train(
       UserError: what a user can mend, before anything is compiled; TrainingStopped, Interrupted: see `loop.run`.
     """
     own_task = make_task is not None
-    config, run = resolve(config, own_task=own_task), Path(directory).expanduser().absolute()
+    config, run = resolve(config, own_task=own_task), expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = distributed.is_main_process()
     show = functools.partial(phase, is_main=is_main)

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,9 +16,14 @@ from meshtrain import flags
 from meshtrain.config import CONFIG_FILE, Config, difference, to_json
 from meshtrain.errors import UserError
 from meshtrain.launch import peers
+from meshtrain.observe.trackers import METRICS_FILE
+from meshtrain.paths import standing
+from meshtrain.store.checkpoint import CHECKPOINTS
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
+_FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE)
+_FOLDERS = (CHECKPOINTS, "tensorboard")
 
 
 def check(run: pathlib.Path, config: Config) -> list[str]:
@@ -30,7 +36,7 @@ def check(run: pathlib.Path, config: Config) -> list[str]:
     Raises:
       UserError: its config.json is not JSON.
     """
-    if problems := flags.unwritable(run):
+    if problems := flags.unwritable(run) or _out_of_place(run):
         return problems
     before = _read_json(run / CONFIG_FILE)
     changed = difference(before, json.loads(to_json(config))) if before else []
@@ -40,6 +46,31 @@ def check(run: pathlib.Path, config: Config) -> list[str]:
         *(f"workdir {run} holds another run: {line}" for line in changed),
         f"workdir {run}: allowed: the run's own configuration; nearest: another --workdir",
     ]
+
+
+def _out_of_place(run: pathlib.Path) -> list[str]:
+    """Returns one line for each part of a run that is something else than it should be, or cannot be written."""
+    found = []
+    for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
+        path = run / name
+        what = standing(path)
+        if what == wanted and not _can_write(path):
+            what = f"{wanted} that this user may not read and write"
+        if what not in (wanted, "nothing there"):
+            found.append(f"workdir {run}: got {what} at {name}; allowed: {wanted} of the run's; nearest: "
+                         "another --workdir")  # fmt: skip
+    return found
+
+
+def _can_write(path: pathlib.Path) -> bool:
+    try:
+        if path.is_dir():
+            with tempfile.TemporaryDirectory(dir=path, prefix=".meshtrain-"):
+                return True
+        path.open("r+b").close()
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -122,7 +153,7 @@ def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
     Raises:
       UserError: the folder holds a run on other data.
     """
-    facts = _read_json(run / CORPUS_FILE)
+    facts = _facts(run)
     if "fingerprint" in facts and facts["fingerprint"] != fingerprint:
         raise UserError(
             f"workdir {run}: its run learned from data with hash {facts['fingerprint'][:12]}, and these have "
@@ -140,7 +171,7 @@ def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bo
       compute: what finds it where it is not known.
       writes: whether this process is the one that writes (process 0).
     """
-    facts = _read_json(run / CORPUS_FILE)
+    facts = _facts(run)
     if name not in facts:
         facts[name] = compute()
         if writes:
@@ -148,13 +179,29 @@ def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bo
     return facts[name]
 
 
+def _facts(run: pathlib.Path) -> dict[str, Any]:
+    """Returns what is known of the run's data."""
+    facts = _read_json(run / CORPUS_FILE)
+    kinds: dict[str, Any] = {"fingerprint": str, "begun_seconds": (int, float)}
+    for name, kind in kinds.items():
+        if name in facts and not isinstance(facts[name], kind):
+            raise UserError(
+                f"{run / CORPUS_FILE}: got {facts[name]!r} for {name}; allowed: the file as the run wrote it; nearest: "
+                "another --workdir"
+            )
+    return facts
+
+
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the file's object; an empty one where there is no file."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError
+        return found
     except FileNotFoundError:
         return {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(
             f"{path}: not a JSON object; allowed: the file as the run wrote it; nearest: another --workdir"
         ) from None

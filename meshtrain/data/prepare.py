@@ -1,6 +1,5 @@
 """Text to a token file, once: `python -m meshtrain.data.prepare --path='books/*.txt' --output=books.bin`."""
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -13,10 +12,12 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
+from meshtrain import flags
 from meshtrain.data.text import find_files, read_documents
 from meshtrain.data.token_files import TokenFile, sidecar_path
 from meshtrain.data.tokenize import Tokenizer, open_tokenizer
 from meshtrain.errors import UserError, run
+from meshtrain.paths import expanded, standing
 
 # Large enough to keep the tokenizer's threads busy, small enough to see the bar move.
 _GROUP_BYTES = 1 << 22
@@ -67,12 +68,21 @@ def _json(described: TokenFile) -> bytes:
 def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: bool) -> list[str]:
     """Returns one line for each reason not to write `targets`, the token file first, from `files`."""
     problems, out_path = [], targets[0]
-    there = [str(target) for target in targets if target.exists()]
-    if there and not overwrite:
-        problems.append(f"--output: '{there[0]}' is there already; allowed: a new name; nearest: --overwrite")
-    if not out_path.parent.is_dir():
-        problems.append(f"--output: the folder '{out_path.parent}' does not exist; nearest: create it")
-    if out_path.exists() and any(one.samefile(out_path) for one in files):
+    stands = {target: what for target in targets if (what := standing(target)) != "nothing there"}
+    for target, what in stands.items():
+        # Replacing a link, a pipe or a device by a file would take it away from others.
+        if what != "a file" or target.is_symlink():
+            got = "a link" if target.is_symlink() else what
+            near = Path("tokens.bin") if target == out_path else f"--output={out_path}.new.bin"
+            problems.append(f"--output: got '{target}', {got}; allowed: a new name, or a file; nearest: {near}")
+    if stands and not overwrite and not problems:
+        problems.append(f"--output: '{next(iter(stands))}' is there already; allowed: a new name; nearest: --overwrite")
+    if standing(out_path.parent) != "a folder":
+        problems.append(
+            f"--output: got '{out_path}', but the folder '{out_path.parent}' does not exist; nearest: create it; "
+            "allowed: a file in a folder that does"
+        )
+    if standing(out_path) == "a file" and any(one.samefile(out_path) for one in files):
         problems.append(f"--output: '{out_path}' is also read as text; allowed: another name; nearest: {out_path}.bin")
     return problems
 
@@ -104,7 +114,11 @@ def prepare(
     Raises:
       UserError: the text or the tokenizer cannot be read, or the output is there or cannot be written.
     """
-    out_path = Path(output)
+    out_path = expanded(output)
+    if not out_path.name or out_path.name == "..":
+        raise UserError(
+            f"--output: got '{output}', no file's name; allowed: the .bin file to write; nearest: tokens.bin"
+        )
     copied = out_path.with_name(out_path.name + ".tokenizer.json")
     targets = [out_path, sidecar_path(out_path), copied][: 2 if tokenizer == "bytes" else 3]
     files, problems = find_files(path)
@@ -133,7 +147,10 @@ def prepare(
         os.replace(partial, out_path)
         _write_whole(sidecar_path(out_path), _json(described))
     except OSError as error:
-        raise UserError(f"--output: '{output}' cannot be written ({error.strerror or error})") from error
+        raise UserError(
+            f"--output: '{output}' cannot be written ({error.strerror or error}); allowed: a file in a folder that can "
+            "be written; nearest: tokens.bin"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
     return described
@@ -141,20 +158,20 @@ def prepare(
 
 def main(arguments: Sequence[str]) -> None:
     """Parses the command line, prepares, and says what was written."""
-    parser = argparse.ArgumentParser(prog="python -m meshtrain.data.prepare", description=__doc__)
+    parser = flags.Parser(prog="python -m meshtrain.data.prepare", description=__doc__, allow_abbrev=False)
     parser.add_argument("--path", required=True, help="files or globs, comma separated: .txt, .py, .jsonl")
     parser.add_argument("--output", required=True, help="the .bin file to write")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
     parser.add_argument("--end_token", default="", help="the token that ends a document")
     parser.add_argument("--text_field", default="text", help="the field of a .jsonl line that holds the document")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
-    flags = parser.parse_args(arguments)
-    described = prepare(**vars(flags))
+    given = parser.parse_args(arguments)
+    described = prepare(**vars(given))
     print(
-        f"{flags.output}: {described.num_tokens:,} tokens of {described.num_documents:,} documents, {described.dtype}, "
+        f"{given.output}: {described.num_tokens:,} tokens of {described.num_documents:,} documents, {described.dtype}, "
         f"vocabulary {described.vocab_size:,}"
     )
-    print(f"train on it: --config.data.source=tokens --config.data.path={flags.output}")
+    print(f"train on it: --config.data.source=tokens --config.data.path={given.output}")
 
 
 if __name__ == "__main__":

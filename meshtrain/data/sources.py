@@ -1,13 +1,13 @@
 """What can be read: the options of the data, and what is wrong with them before anything is read."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain.data.text import find_files, some
 from meshtrain.data.token_files import read_sidecar
-from meshtrain.errors import UserError, nearest
+from meshtrain.data.tokenize import file_problems
+from meshtrain.errors import UserError
 from meshtrain.options import option
 
 SOURCES = ("python", "text", "tokens", "synthetic")
@@ -33,7 +33,7 @@ class DataOptions:
         choices=PACKINGS,
     )
     validation_fraction: float = option(0.05, "share of the data kept for validation, 0 to below 1", minimum=0)
-    num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0)
+    num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
 
 
@@ -49,11 +49,8 @@ def check(options: DataOptions) -> list[str]:
             f"data.path: got '{options.path}' with data.source=python, which reads no files; allowed: ''; "
             f"nearest: data.source={'tokens' if options.path.endswith('.bin') else 'text'}"
         )
-    if options.source in ("python", "text") and options.tokenizer != "bytes" and not os.path.isfile(options.tokenizer):
-        problems.append(
-            f"data.tokenizer: got '{options.tokenizer}', which does not exist; allowed: bytes, or the path of a "
-            f"tokenizer.json{nearest(options.tokenizer, ['bytes'])}"
-        )
+    if options.source in ("python", "text") and options.tokenizer != "bytes":
+        problems += file_problems(options.tokenizer)
     if options.source in ("text", "tokens"):
         files, found = find_files(options.path)
         problems += found

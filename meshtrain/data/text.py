@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain.errors import UserError, nearest
+from meshtrain.paths import is_utf8, standing
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _MOST_PROBLEMS = 10
@@ -51,11 +52,16 @@ def share(key: str) -> float:
 
 
 def _beside(path: Path) -> str:
-    """Returns the near miss among the files that stand where `path` was looked for."""
+    """Returns the near miss among the files that stand where `path` was looked for, or else what stands there."""
+    folder = path.parent
+    while standing(folder) != "a folder" and folder != folder.parent:
+        folder = folder.parent
     try:
-        return nearest(path.name, os.listdir(path.parent))
-    except OSError:
-        return f"; the folder '{path.parent}' does not exist" if not path.parent.exists() else ""
+        names = sorted(name for name in os.listdir(folder) if standing(folder / name) == "a file")
+    except OSError:  # a folder that may not be read
+        names = []
+    near = nearest(path.name, names) if folder == path.parent else f"; the folder '{path.parent}' does not exist"
+    return near if "did you mean" in near else f"{near}; nearest: '{folder}/*'"
 
 
 def find_files(paths: str) -> tuple[list[Path], list[str]]:
@@ -73,26 +79,40 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
     if not items:
         problems.append("data.path: got ''; allowed: files or globs, comma separated; nearest: data.source=python")
     for item in items:
-        path = Path(item)
-        if path.is_file():
+        path, what = Path(item), standing(item)
+        if what == "a file":
             files[path] = None
             if not path.stat().st_size:
-                problems.append(f"data.path: got '{item}', which is empty; allowed: files with at least one sequence")
-        elif path.is_dir():
+                problems.append(f"data.path: got '{item}', which is empty; allowed: files with at least one sequence; "
+                                f"nearest: '{path.parent}/*'")  # fmt: skip
+        elif what == "a folder":
             problems.append(f"data.path: got '{item}', a folder; allowed: files or globs; nearest: '{path}/*'")
-        elif glob.has_magic(item):
+        elif what == "nothing there" and glob.has_magic(item):
             found = [Path(name) for name in sorted(glob.glob(item, recursive=True))]
-            full = [one for one in found if one.is_file() and one.stat().st_size]
+            full = [one for one in found if standing(one) == "a file" and one.stat().st_size]
             files.update(dict.fromkeys(full))
             if not full:
-                what = f"only folders or empty files ({len(found)})" if found else "nothing"
-                problems.append(f"data.path: got '{item}', which matches {what}; allowed: a glob that matches files")
+                said = f"only folders or empty files ({len(found)})" if found else "nothing"
+                problems.append(f"data.path: got '{item}', which matches {said}; allowed: a glob that matches files"
+                                f"{_beside(path)}")  # fmt: skip
         else:
-            problems.append(
-                f"data.path: got '{item}', which does not exist; allowed: existing files or globs{_beside(path)}"
-            )
-    problems += [f"data.path: '{path}' is not readable by this user" for path in files if not os.access(path, os.R_OK)]
+            said = "which does not exist" if what == "nothing there" else what
+            problems.append(f"data.path: got '{item}', {said}; allowed: existing files or globs{_beside(path)}")
+    problems += [
+        f"data.path: got '{path}', which this user may not read; allowed: readable files; nearest: chmod a+r '{path}'"
+        for path in files
+        if not _can_read(path)
+    ]
     return list(files), some(problems)
+
+
+def _can_read(path: Path) -> bool:
+    # Tried, not asked: `os.access` answers for the user who logged in, not for the one whose rights the process has.
+    try:
+        path.open("rb").close()
+    except OSError:
+        return False
+    return True
 
 
 def some(problems: list[str]) -> list[str]:
@@ -102,21 +122,32 @@ def some(problems: list[str]) -> list[str]:
     return problems[:_MOST_PROBLEMS] + [f"... and {len(problems) - _MOST_PROBLEMS} more like these"]
 
 
+def _field(texts: list[str]) -> str:
+    return f"; nearest: data.text_field={texts[0]}" if texts else '; nearest: lines like {"text": "..."}'
+
+
 def _line_text(line: bytes, where: str, text_field: str) -> str:
     try:
         fields = json.loads(line)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
-        raise UserError(f"data.path: {where} is no JSON in UTF-8 ({error}); allowed: one JSON object a line") from error
+    # JSONDecodeError and UnicodeDecodeError are both ValueErrors; brackets may be nested deeper than Python can follow.
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"data.path: {where} is no JSON in UTF-8 ({error}); allowed: one JSON object a line; "
+            "nearest: leave out that line"
+        ) from error
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         texts = [name for name, value in fields.items() if isinstance(value, str)] if isinstance(fields, dict) else []
         raise UserError(
             f"data.text_field: got '{text_field}', which holds no text in {where}; "
-            f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts)}"
+            f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts) or _field(texts)}"
         )
     text = str(fields[text_field])
     # JSON can escape half of a surrogate pair, which is no character and has no bytes in UTF-8.
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"data.path: {where} escapes half of a surrogate pair; allowed: whole characters")
+    if not text.isascii() and not is_utf8(text):
+        raise UserError(
+            f"data.path: {where} escapes half of a surrogate pair; allowed: whole characters; "
+            "nearest: leave out that line"
+        )
     return text
 
 
@@ -142,13 +173,15 @@ def read_documents(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
             return
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"data.path: '{path}' cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"data.path: '{path}' cannot be read ({error.strerror or error}); allowed: readable files{_beside(path)}"
+        ) from error
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        hint = "; nearest: data.source=tokens for a prepared file" if path.suffix == ".bin" else ""
+        near = "data.source=tokens for a prepared file" if path.suffix == ".bin" else f"iconv -t UTF-8 '{path}'"
         raise UserError(
             f"data.path: '{path}' is not UTF-8 text (byte {error.start} is {content[error.start]:#04x}); "
-            f"allowed: text in UTF-8{hint}"
+            f"allowed: text in UTF-8; nearest: {near}"
         ) from error
     yield text, len(content)

@@ -11,9 +11,11 @@ import numpy as np
 from meshtrain.data.text import some
 from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, file_tokenizer
 from meshtrain.errors import UserError, unknown
+from meshtrain.paths import standing
 
 DTYPES = ("uint16", "uint32")
 
+_WRITTEN = "allowed: what python -m meshtrain.data.prepare writes; nearest: prepare it again"
 _CHUNK_BYTES = 1 << 24
 _WHOLE_UP_TO_BYTES = 1 << 32
 _NUM_SAMPLED_CHUNKS = 64
@@ -58,24 +60,38 @@ def read_sidecar(path: Path) -> TokenFile:
     sidecar = sidecar_path(path)
     wanted = {field.name: field.type for field in dataclasses.fields(TokenFile)}
     try:
+        if (what := standing(sidecar)) not in ("a file", "nothing there"):
+            raise OSError(None, what)  # not opened: reading a pipe would wait for ever
         found = json.loads(sidecar.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"data.path: '{path}' has no readable '{sidecar.name}' beside it ({error.strerror}); allowed: files "
             "written by python -m meshtrain.data.prepare; nearest: data.source=text if it is text"
         ) from error
-    except ValueError as error:
-        raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); nearest: prepare '{path}' again") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); {_WRITTEN}") from error
     if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in wanted.items()):
-        raise UserError(f"data.path: '{sidecar}' must be an object with {', '.join(wanted)}; nearest: prepare again")
+        raise UserError(f"data.path: '{sidecar}' must be an object with {', '.join(wanted)}; {_WRITTEN}")
     described = TokenFile(**{name: found[name] for name in wanted})
     if described.dtype not in DTYPES:
-        raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES))
+        raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES) + "; nearest: prepare it again")
+    bounds = {"vocab_size": 1, "num_tokens": 0, "num_documents": 0, "end_id": -1}
+    low = [name for name, least in bounds.items() if getattr(described, name) < least]
+    if described.end_id >= described.vocab_size:
+        low.append("end_id")
+    if (
+        low
+        or not described.tokenizer
+        or Path(described.tokenizer).name != described.tokenizer
+        or "\0" in described.tokenizer
+    ):
+        got = ", ".join(f"{name} {getattr(described, name)}" for name in low) or f"tokenizer '{described.tokenizer}'"
+        raise UserError(f"data.path: '{sidecar}' says {got}; {_WRITTEN}")
     expected_bytes = described.num_tokens * np.dtype(described.dtype).itemsize
     if path.stat().st_size != expected_bytes:
         raise UserError(
             f"data.path: '{path}' has {path.stat().st_size} bytes; its description says {described.num_tokens} tokens "
-            f"in {expected_bytes} bytes; nearest: prepare it again"
+            f"in {expected_bytes} bytes; {_WRITTEN}"
         )
     return described
 
@@ -134,7 +150,7 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
     beside = path.with_name(described.tokenizer)
     tokenizer = file_tokenizer(str(beside), described.end_token)
     if hashlib.sha256(beside.read_bytes()).hexdigest() != described.tokenizer_sha256:
-        raise UserError(f"data.path: '{beside}' is not the tokenizer that wrote '{path}'; nearest: prepare it again")
+        raise UserError(f"data.path: '{beside}' is not the tokenizer that wrote '{path}'; {_WRITTEN}")
     return tokenizer
 
 
@@ -165,7 +181,7 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
         differing = [name for name in names if getattr(one, name) != getattr(described[0], name)]
         problems += [
             f"data.path: '{path}' has {name} {getattr(one, name)!r}, but the first file has "
-            f"{getattr(described[0], name)!r}; allowed: files prepared with one tokenizer"
+            f"{getattr(described[0], name)!r}; allowed: files prepared with one tokenizer; nearest: prepare them again"
             for name in differing
         ]
         file_digest, problem = scan(path, one, vocab_size)

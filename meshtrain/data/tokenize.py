@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.errors import UserError, nearest, unknown
+from meshtrain.paths import standing
 
 NUM_BYTES = 256
 
@@ -75,6 +76,16 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
     return Tokenizer("numbers", vocab_size, -1, encode_documents, encode, decode)
 
 
+def file_problems(path: str) -> list[str]:
+    """Returns one line where no tokenizer.json can be read, before anything is opened: a pipe would keep us waiting."""
+    what = standing(path)
+    if what == "a file":
+        return []
+    said = "which does not exist" if what == "nothing there" else what
+    near = nearest(path, ["bytes"]) or "; nearest: bytes"
+    return [f"data.tokenizer: got '{path}', {said}; allowed: bytes, or the path of a tokenizer.json{near}"]
+
+
 def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
     """Returns the tokenizer of a Hugging Face tokenizer.json (package `tokenizers`).
 
@@ -87,18 +98,21 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
     """
     import tokenizers
 
+    if problems := file_problems(path):
+        raise UserError(*problems)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.tokenizer: got '{path}', which cannot be read ({error}); allowed: bytes, or the path of a "
-            f"tokenizer.json{nearest(path, ['bytes'])}"
+            "tokenizer.json; nearest: bytes"
         ) from error
     try:
         loaded = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises nothing narrower
         raise UserError(
-            f"data.tokenizer: got '{path}', which is no tokenizer.json ({error}); allowed: what Tokenizer.save writes"
+            f"data.tokenizer: got '{path}', which is no tokenizer.json ({error}); allowed: what Tokenizer.save writes; "
+            "nearest: bytes"
         ) from error
     # A document is tokenised whole: a length limit or padding stored in the file is for other uses.
     loaded.no_truncation()
@@ -106,12 +120,19 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
     vocab = loaded.get_vocab(with_added_tokens=True)
     vocab_size = max(vocab.values(), default=-1) + 1
     if end_token and end_token not in vocab:
-        raise UserError(unknown(f"data.end_token for {path}", end_token, [t for t in _END_TOKENS if t in vocab]))
+        line = unknown(f"data.end_token for {path}", end_token, [t for t in _END_TOKENS if t in vocab])
+        raise UserError(line if "did you mean" in line else f"{line}; nearest: '', which adds one id")
     known = end_token or next((token for token in _END_TOKENS if token in vocab), "")
     end_id = vocab[known] if known else vocab_size
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # as above: a model without a token for what it does not know, say
+            raise UserError(
+                f"data.tokenizer: got '{path}', which cannot encode the data ({error}); allowed: one that has a token "
+                "for every text; nearest: bytes"
+            ) from error
         return [np.asarray(one.ids, np.uint32) for one in encoded]
 
     def encode(text: str) -> list[int]:

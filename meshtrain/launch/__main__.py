@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from meshtrain.errors import UserError, run
+from meshtrain.errors import UserError, nearest, run
 from meshtrain.launch import local
 
 
@@ -39,12 +39,20 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
     try:
         arguments, unknown = parser().parse_known_args(own)
     except argparse.ArgumentError as error:
-        raise UserError(f"{error.argument_name}: {error.message}; allowed: a whole number") from None
+        raise UserError(
+            f"{error.argument_name}: {error.message}; allowed: a whole number; nearest: {error.argument_name}=2"
+        ) from None
+    names = ("--processes", "--devices", "--restarts")
     found = [
-        f"{word}: unknown; allowed: --processes, --devices, --restarts, then -- and the program" for word in unknown
+        f"{word}: unknown; allowed: {', '.join(names)}, then -- and the program"
+        f"{nearest(word.partition('=')[0], names) or '; nearest: -- before the program'}"
+        for word in unknown
     ]
     if not command:
-        found.append("program: got nothing after --; nearest: -- -m meshtrain.main --config=configs/3d.py")
+        found.append(
+            "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain.main "
+            "--config=configs/3d.py"
+        )
     for name, least in (("processes", 1), ("devices", 1), ("restarts", 0)):
         value = getattr(arguments, name)
         if value is not None and value < least:

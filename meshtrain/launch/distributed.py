@@ -22,6 +22,7 @@ import jax
 from meshtrain.errors import UserError
 from meshtrain.launch.quiet import captured
 
+_MAX_SIMULATED = 2048  # with twice as many JAX does not start
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
 _CACHE = Path("~/.cache/meshtrain/jax")
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -260,6 +261,8 @@ def _simulate(num_devices: int) -> None:
     """Asks for CPU devices, unless as many were asked for already or JAX is in use."""
     if _setting("jax_num_cpu_devices") >= num_devices:
         return
+    if _setting("jax_platforms") == "cpu" and num_devices > _MAX_SIMULATED:
+        raise UserError(f"mesh: got {num_devices} simulated devices; allowed: at most {_MAX_SIMULATED}; nearest: that")
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
@@ -269,10 +272,8 @@ def _simulate(num_devices: int) -> None:
 def _about_cpu(devices: Sequence[jax.Device]) -> list[str]:
     if devices[0].platform != "cpu":
         return []
-    lines = []
-    if len(devices) > 1:
-        where = f"{jax.process_count()} processes" if jax.process_count() > 1 else "this machine's CPU"
-        lines.append(f"{len(devices)} devices are simulated on {where}")
+    where = f"{jax.process_count()} processes" if jax.process_count() > 1 else "this machine's CPU"
+    lines = [f"{len(devices)} devices are simulated on {where}"] if len(devices) > 1 else []
     if not _setting("jax_platforms") and nvidia_answers(os.environ):
         lines.append("an NVIDIA GPU is there, but this JAX cannot use it: pip install 'meshtrain[cuda12]'")
     return lines

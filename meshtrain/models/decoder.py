@@ -32,7 +32,7 @@ EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
 class DecoderOptions:
     """The shape of the model."""
 
-    num_layers: int = option(4, "transformer layers", minimum=1)
+    num_layers: int = option(4, "transformer layers", minimum=1, maximum=100_000)
     embed_dim: int = option(128, "width of the residual stream", minimum=1)
     mlp_dim: int = option(512, "inner width of the mlp", minimum=1)
     num_heads: int = option(4, "query heads", minimum=1)

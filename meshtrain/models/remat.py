@@ -95,8 +95,10 @@ def check(options: RematOptions, num_layers: int, num_stages: int) -> list[str]:
             "of a stage computes all of its layers again; nearest: remat.every=1"
         ]
     if num_layers % options.every:
-        divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
-        near = min(divisors, key=lambda divisor: abs(divisor - options.every))
+        near = min(
+            (n for n in range(1, num_layers + 1) if num_layers % n == 0),
+            key=lambda divisor: abs(divisor - options.every),
+        )
         return [
             f"remat.every: got {options.every}; allowed: a divisor of model.num_layers = {num_layers}; nearest: {near}"
         ]

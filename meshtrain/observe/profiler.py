@@ -44,7 +44,7 @@ def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:
     match = re.fullmatch(r"\(?\s*(\d+)\s*(?:,\s*(\d+)\s*)?,?\s*\)?", text)
     allowed = "allowed: FIRST,LAST with 1 <= FIRST <= LAST, or one step"
     if match is None:
-        raise UserError(f"profile.steps: got '{options.steps}'; {allowed}; for example 10,13")
+        raise UserError(f"profile.steps: got '{options.steps}'; {allowed}; nearest: 10,13")
     first = int(match[1])
     last = int(match[2]) if match[2] else first
     if not 1 <= first <= last:

@@ -20,6 +20,9 @@ from typing import Any, Self
 from meshtrain.errors import UserError
 from meshtrain.options import option
 
+METRICS_FILE = "metrics.jsonl"
+_PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
+
 
 @dataclasses.dataclass(frozen=True)
 class ObserveOptions:
@@ -57,7 +60,7 @@ class Trackers:
         if not is_main:
             return
         with contextlib.ExitStack() as opened:
-            metrics = MetricsFile(pathlib.Path(directory) / "metrics.jsonl", resume_step)
+            metrics = MetricsFile(pathlib.Path(directory) / METRICS_FILE, resume_step)
             self.useful_seconds = metrics.useful_seconds
             self._trackers.append(metrics)
             opened.callback(self._trackers[-1].close)
@@ -212,6 +215,22 @@ class TensorBoard:
             self._writer = None
 
 
+def check(directory: str | os.PathLike[str]) -> list[str]:
+    """Returns one line where a run's `metrics.jsonl` holds something else than rows: opening it would empty it.
+
+    A torn last line is none: that is what a killed run leaves, and the next one cuts it off.
+    """
+    path = pathlib.Path(directory) / METRICS_FILE
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        lines = file.read(_PEEK_BYTES).splitlines(keepends=True)
+    is_torn = len(lines) == 1 and b'{"step": '.startswith(lines[0][:9])
+    if not lines or is_torn or any(_row(line) for line in lines):
+        return []
+    return [f"{path}: got no row of metrics; allowed: the file as the run wrote it; nearest: another --workdir"]
+
+
 def _keep_rows_up_to(path: pathlib.Path, step: int) -> float:
     """Replaces the file by its rows up to a step, if there are others; returns the last `useful_seconds` among them."""
     if not path.exists():
@@ -226,7 +245,8 @@ def _keep_rows_up_to(path: pathlib.Path, step: int) -> float:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    return next((float(row["useful_seconds"]) for row in reversed(rows) if row and "useful_seconds" in row), 0.0)
+    useful = [row["useful_seconds"] for row in rows if row and isinstance(row.get("useful_seconds"), (int, float))]
+    return float(useful[-1]) if useful else 0.0
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -236,7 +256,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 

@@ -4,25 +4,20 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import NoReturn
 
+from meshtrain import flags
 from meshtrain.errors import UserError, run
+from meshtrain.paths import refuse_target
 from meshtrain.pipeline.chart import as_text, write_picture
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
 from meshtrain.pipeline.schedules import NAMES, Schedule, build, is_split
 from meshtrain.pipeline.table import format_table, read_table
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse prints usage and exits by itself; a wrong flag is a user's mistake like any other."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help lists the flags")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = flags.Parser(
         prog="python -m meshtrain.pipeline", description="Prints and draws a pipeline schedule.", allow_abbrev=False
     )
     parser.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
@@ -71,7 +66,8 @@ def _number(text: str, least: float) -> Fraction:
     except ValueError:
         value = math.nan
     if not least <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"got '{text}'; allowed: a number from {least:g} to 1e9")
+        near = 1e9 if value > 1e9 else 1
+        raise argparse.ArgumentTypeError(f"got '{text}'; allowed: a number from {least:g} to 1e9; nearest: {near:g}")
     # Fraction would write out every digit of 1e-999999999; float has already said that it is nothing.
     return Fraction(text) if value else Fraction(0)
 
@@ -104,7 +100,10 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     else:
         for name in ("schedule", "stages", "microbatches", "chunks"):
             if getattr(arguments, name) is not None:
-                raise UserError(f"--{name}: got it together with --table; allowed: one of them, the table has its own")
+                raise UserError(
+                    f"--{name}: got it together with --table; allowed: one of them, the table has its own; nearest: "
+                    "leave it out"
+                )
         schedule = read_table(arguments.table)
     prove(schedule)
     return schedule
@@ -127,18 +126,19 @@ def _as_json(schedule: Schedule, costs: Costs) -> str:
     return json.dumps(numbers) + "\n"
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """Reads the flags, proves the table, and prints it.
 
     Raises:
       UserError: a wrong flag, table or place to write.
     """
-    arguments = _parser().parse_args()
+    arguments = _parser().parse_args(argv)
     schedule = _schedule(arguments)
     costs = _costs(arguments, schedule)
     if arguments.columns < 20:
         raise UserError(f"--columns: got {arguments.columns}; allowed: at least 20; nearest: 20")
     if arguments.out is not None:
+        refuse_target("--out", arguments.out, "schedule.png")
         write_picture(schedule, costs, arguments.out, in_step=arguments.in_step)
     if arguments.json:
         sys.stdout.write(_as_json(schedule, costs))
@@ -149,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: main(sys.argv[1:]))

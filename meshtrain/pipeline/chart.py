@@ -139,7 +139,10 @@ def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool 
     try:
         figure.savefig(path, dpi=150, facecolor="white")
     except OSError as error:
-        raise UserError(f"--out: got '{path}'; cannot write it: {error.strerror or error}") from error
+        raise UserError(
+            f"--out: got '{path}'; cannot write it: {error.strerror or error}; allowed: a file that "
+            "can be written; nearest: schedule.png"
+        ) from error
 
 
 def _lighter(colour: str, share: float) -> tuple[float, ...]:

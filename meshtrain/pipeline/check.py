@@ -111,7 +111,10 @@ def _incomplete(schedule: Schedule) -> list[str]:
             if times != 1:
                 what = describe(action, chunks)
                 often = f"stands {times} times" if times else "is missing"
-                return [f"schedule {schedule.name}: {what} {often} on stage {stage}; allowed: exactly once"]
+                return [
+                    f"schedule {schedule.name}: {what} {often} on stage {stage}; allowed: exactly "
+                    f"once; nearest: {'once' if times else 'a row with it'}"
+                ]
         for extra in seen:
             return [
                 f"schedule {schedule.name}: got {describe(extra, 2)} on stage {stage}; allowed: microbatches 0 to "

@@ -15,6 +15,7 @@ from meshtrain.errors import UserError, unknown
 from meshtrain.options import option
 
 Kind = Literal["F", "B", "W"]
+MAX_SIZE = 1 << 18  # actions of one kind in a table: made and proven in ten seconds
 NAMES = ("gpipe", "1f1b", "1f1b_classic", "interleaved_1f1b", "zero_bubble_h1")
 
 
@@ -87,13 +88,21 @@ def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -
 def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[str]:
     """Returns one line for each reason why the named schedule has no table for these numbers; empty if it has one."""
     if name not in NAMES:
-        return [unknown("pipeline.schedule", name, NAMES)]
+        line = unknown("pipeline.schedule", name, NAMES)
+        return [line if "did you mean" in line else f"{line}; nearest: 1f1b"]
     counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
     found = [
         f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
     ]
     if found:
         return found
+    size = num_stages * num_microbatches * num_chunks
+    if size > MAX_SIZE:
+        near = max(1, MAX_SIZE // (num_stages * num_chunks))
+        return [
+            f"pipeline: got {num_stages} stages x {num_microbatches} microbatches x {num_chunks} chunks = {size}; "
+            f"allowed: a table of at most {MAX_SIZE}; nearest: {near} microbatches"
+        ]
     if num_chunks > 1 and name != "interleaved_1f1b":
         found.append(f"pipeline.num_chunks: got {num_chunks}; allowed for {name}: 1; nearest: 1, or interleaved_1f1b")
     if name == "interleaved_1f1b" and num_microbatches % num_stages:

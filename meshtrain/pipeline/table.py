@@ -11,11 +11,16 @@ schedule in this form.
 """
 
 import csv
+import os
 import re
 
 from meshtrain.errors import UserError
+from meshtrain.paths import standing
 from meshtrain.pipeline.schedules import Action, PipelineOptions, Row, Schedule, build, describe
 
+_CSV = "allowed: a CSV file in UTF-8; nearest: what python -m meshtrain.pipeline --csv prints"
+_WHY = {"nothing there": "No such file or directory", "a folder": "Is a directory"}
+_MOST_BYTES = 1 << 23
 CELL = re.compile(r"([FBW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
@@ -52,17 +57,22 @@ def read_table(path: str) -> Schedule:
       UserError: the file cannot be read, is empty, or is malformed; the line names line and column, counted from 1.
     """
     try:
+        if (what := standing(path)) != "a file":
+            raise OSError(None, _WHY[what] if what in _WHY else what)  # not opened: a pipe would keep us waiting
+        if os.stat(path).st_size > _MOST_BYTES:
+            raise OSError(None, f"{os.stat(path).st_size} bytes are more than the {_MOST_BYTES} of a large table")
         with open(path, encoding="utf-8-sig", newline="") as file:
             lines = [(number, cells) for number, cells in enumerate(csv.reader(file, strict=True), start=1) if cells]
     except OSError as error:
-        raise UserError(f"pipeline.table: got '{path}'; cannot read it: {error.strerror or error}") from error
+        raise UserError(f"pipeline.table: got '{path}'; cannot read it: {error.strerror or error}; {_CSV}") from error
     except (csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"pipeline.table: got '{path}'; allowed: a CSV file in UTF-8, but: {error}") from error
+        raise UserError(f"pipeline.table: got '{path}'; it is no CSV: {error}; {_CSV}") from error
     rows = [_row(path, number, cells, len(lines[0][1])) for number, cells in lines]
     actions = [action for row in rows for action in row if action]
     if not actions:
         raise UserError(
-            f"pipeline.table: got '{path}' without any action; allowed: one line a row, one cell a stage, like F0,"
+            f"pipeline.table: got '{path}' without any action; allowed: one line a row, one cell a stage, like F0; "
+            "nearest: what python -m meshtrain.pipeline --csv prints"
         )
     return Schedule(
         name=path,
@@ -78,7 +88,7 @@ def _row(path: str, number: int, cells: list[str], num_stages: int) -> Row:
     if len(cells) != num_stages:
         raise UserError(
             f"pipeline.table: {path} line {number}: got {len(cells)} columns; allowed: {num_stages}, one for each "
-            "stage, as in the first line"
+            f"stage, as in the first line; nearest: {num_stages - len(cells):+d} cells"
         )
     row = list[Action | None]()
     for column, cell in enumerate(cells, start=1):
@@ -86,7 +96,7 @@ def _row(path: str, number: int, cells: list[str], num_stages: int) -> Row:
         if cell.strip() and not match:
             raise UserError(
                 f"pipeline.table: {path} line {number} column {column}: got '{cell.strip()}'; allowed: F, B or W with "
-                "a microbatch, as F3, or with a chunk, as F3.1; empty for idle"
+                "a microbatch, as F3, or with a chunk, as F3.1; nearest: an empty cell, for idle"
             )
         row.append(Action(match[1], int(match[2]), int(match[3] or 0)) if match else None)  # type: ignore[arg-type]
     return tuple(row)

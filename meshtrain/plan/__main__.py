@@ -16,6 +16,7 @@ from meshtrain.config import Config, configure
 from meshtrain.errors import UserError, run
 from meshtrain.layout.axes import AXES
 from meshtrain.observe.progress import phase
+from meshtrain.paths import refuse_target
 from meshtrain.plan import calibration, changes, page, planner, report, search, topology
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.waiting import waiting_for
@@ -50,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
     if not given.cluster:
         raise UserError(f"--cluster: got nothing; allowed: {topology.ALLOWED}; nearest: --cluster=h100:8x8")
     for name in ("json", "html"):
-        if (path := getattr(given, name)) and not Path(path).absolute().parent.is_dir():
-            raise UserError(f"--{name}: got '{path}', whose folder does not exist; allowed: a file in one that does")
+        if path := getattr(given, name):
+            refuse_target(f"--{name}", path, f"plan.{name}")
     measured = calibration.measured_seconds(given.calibrate)
     # A program out of the cache comes without the compiler's warnings.
     jax.config.update("jax_enable_compilation_cache", False)

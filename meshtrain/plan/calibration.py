@@ -5,8 +5,9 @@ import statistics
 from pathlib import Path
 
 from meshtrain.errors import UserError
+from meshtrain.paths import expanded, standing
 
-ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25"
+ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25; nearest: --calibrate=1.25"
 
 
 def measured_seconds(given: str) -> float | None:
@@ -23,19 +24,19 @@ def measured_seconds(given: str) -> float | None:
     try:
         seconds = float(given)
     except ValueError:
-        seconds = _from_log(Path(given).expanduser())
+        seconds = _from_log(expanded(given))
     if not 0 < seconds < float("inf"):
         raise UserError(f"--calibrate: got {given}; allowed: {ALLOWED}")
     return seconds
 
 
 def _from_log(path: Path) -> float:
-    if not path.is_file():
-        raise UserError(f"--calibrate: '{path}' is not a file; allowed: {ALLOWED}")
+    if (what := standing(path)) != "a file":
+        raise UserError(f"--calibrate: '{path}' is not a file but {what}; allowed: {ALLOWED}")
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         times = [float(row["step_seconds"]) for row in rows if isinstance(row, dict) and row.keys() >= {"step_seconds"}]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError, OSError) as error:
         raise UserError(f"--calibrate: '{path}' is no log of a run ({error}); allowed: {ALLOWED}") from error
     if not times:
         raise UserError(f"--calibrate: '{path}' has no step_seconds; allowed: {ALLOWED}")

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshtrain.errors import UserError, warn
 from meshtrain.launch import peers
+from meshtrain.paths import expanded, standing
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.manager import STATE
 
@@ -42,10 +43,12 @@ def find(directory: str | Path) -> Checkpoints:
     Raises:
       UserError: there is no such directory, or no complete checkpoint in it; says what is there.
     """
-    given = Path(directory).expanduser().absolute()
-    if not given.is_dir():
-        what = "a file" if given.exists() else "nothing there"
-        raise UserError(f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'")
+    given = expanded(directory).absolute()
+    if (what := standing(given)) != "a folder":
+        raise UserError(
+            f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'; nearest: "
+            "the --workdir of a run that has saved"
+        )
     inner = given / CHECKPOINTS
     checkpoints = Checkpoints(inner if inner.is_dir() else given, None)
     if checkpoints.latest_step() is None:
@@ -60,6 +63,6 @@ def find(directory: str | Path) -> Checkpoints:
 
 
 def _nearest_workdir(given: Path) -> str:
-    """Returns `; nearest: DIR` where a step's directory was given instead of the run's."""
-    parent = given.parent
-    return f"; nearest: {parent}" if given.name.isdecimal() and (given / STATE).is_dir() else ""
+    """Returns `; nearest: DIR`: the run's where a step's directory was given."""
+    is_step = given.name.isdecimal() and (given / STATE).is_dir()
+    return f"; nearest: {given.parent if is_step else 'the --workdir of a run that has saved'}"

@@ -1,11 +1,12 @@
 """Are checkpoints as they were written? `python -m meshtrain.store.verify DIR`; exit code 1 where one is not."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshtrain import flags
 from meshtrain.errors import UserError, run
+from meshtrain.paths import expanded, standing
 from meshtrain.store import integrity, keeping
 from meshtrain.store.checkpoint import CHECKPOINTS
 
@@ -16,15 +17,19 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: there is no checkpoint.
     """
-    parser = argparse.ArgumentParser(
+    parser = flags.Parser(
         prog="python -m meshtrain.store.verify", description="Reads checkpoints and compares them with their checksums."
     )
     parser.add_argument("directory", type=Path, help="a workdir, its checkpoints, or one of them")
-    given: Path = parser.parse_args(argv).directory.expanduser().absolute()
-    found = checkpoints_in(given)
+    given = expanded(parser.parse_args(argv).directory).absolute()
+    what = standing(given)
+    found = checkpoints_in(given) if what == "a folder" else []
     if not found:
-        what = "no checkpoint in it" if given.is_dir() else "a file" if given.exists() else "nothing there"
-        raise UserError(f"{given}: got {what}; allowed: a workdir, its directory '{CHECKPOINTS}', or one of the steps")
+        got = "no checkpoint in it" if what == "a folder" else what
+        raise UserError(
+            f"{given}: got {got}; allowed: a workdir, its directory '{CHECKPOINTS}', or one of the steps; nearest: "
+            "runs/3d"
+        )
     is_damaged = False
     for directory in found:
         damage = integrity.damage(directory)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from meshtrain import flags
+from meshtrain import config_file, flags
 from meshtrain.errors import UserError
 from meshtrain.options import option
 
@@ -83,7 +83,7 @@ def test_schema_and_construct_are_inverse():
 def test_a_wrong_text_leaves_the_value_of_the_file():
     values, problems = flags.collect(ENTRIES, {"inner.size": 3}, {"inner.size": "x"})
     assert values["inner.size"] == 3
-    assert problems == ["inner.size: got 'x'; allowed: a whole number (int)"]
+    assert problems == ["inner.size: got 'x'; allowed: a whole number (int); nearest: 1, the default"]
 
 
 def test_a_right_text_makes_up_for_a_wrong_value_of_the_file():
@@ -101,8 +101,14 @@ def test_a_right_text_makes_up_for_a_wrong_value_of_the_file():
             "iner.size",
             "iner.size: unknown key; allowed: what `python -m meshtrain.config` lists; did you mean 'inner.size'?",
         ),
-        ("inner", "inner: got '1'; allowed: a value for one of its fields: inner.size, inner.name"),
-        ("rate.size", "rate.size: unknown key; 'rate' is a value and has no fields; did you mean 'rate'?"),
+        (
+            "inner",
+            "inner: got '1'; allowed: a value for one of its fields: inner.size, inner.name; nearest: inner.size=1",
+        ),
+        (
+            "rate.size",
+            "rate.size: unknown key; allowed: 'rate', which is a value and has no fields; did you mean 'rate'?",
+        ),
     ],
 )
 def test_unknown_keys_name_the_nearest(key, message):
@@ -135,9 +141,9 @@ def test_arguments():
         ("--confg=3", "arguments: got '--confg'; allowed: -h, --help, --config, --workdir; did you mean '--config'?"),
         ("--mesh.data=2", "arguments: got '--mesh.data=2'; allowed: -h, --help, --config, --workdir; "
                           "did you mean '--config.mesh.data=2'?"),
-        ("stray", "arguments: got 'stray'; allowed: -h, --help, --config, --workdir"),
-        ("--config.seed", "seed: got no value; allowed: --config.seed=VALUE"),
-        ("--workdir=", "--workdir: got ''; allowed: a folder's path"),
+        ("stray", "arguments: got 'stray'; allowed: -h, --help, --config, --workdir; nearest: --help"),
+        ("--config.seed", "seed: got no value; allowed: --config.seed=VALUE; nearest: leave it out"),
+        ("--workdir=", "--workdir: got ''; allowed: a folder's path in UTF-8; nearest: runs/default"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_wrong(word, message):
@@ -164,7 +170,7 @@ def test_help_says_where_the_fields_are_listed_and_loads_nothing_heavy():
 
 def load(path, text):
     path.write_text(text)
-    return flags.load(str(path), ["mesh.tensor", "seed"])
+    return config_file.load(str(path), ["mesh.tensor", "seed"])
 
 
 def test_load_runs_the_file(tmp_path):
@@ -193,16 +199,16 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path, text, message):
 @pytest.mark.parametrize("line", ["config.mash.tensor = 2", "config['mash']", "config.mash", "config.lock().mash = 2"])
 def test_a_misspelt_group_is_named_with_the_nearest(tmp_path, line):
     text = f"import ml_collections\ndef get_config():\n    config = ml_collections.ConfigDict()\n    {line}"
-    with pytest.raises(UserError, match=r"x.py:4: unknown key 'mash'; did you mean 'mesh'\?$"):
+    with pytest.raises(UserError, match=r"x.py:4: unknown key 'mash'; allowed: .*; did you mean 'mesh'\?$"):
         load(tmp_path / "x.py", text)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     (tmp_path / "tiny.py").touch()
     with pytest.raises(UserError, match=r"tinny.py' does not exist.*did you mean '.*tiny.py'"):
-        flags.load(str(tmp_path / "tinny.py"), [])
+        config_file.load(str(tmp_path / "tinny.py"), [])
     with pytest.raises(UserError, match="is not a file"):
-        flags.load(str(tmp_path), [])
+        config_file.load(str(tmp_path), [])
 
 
 def test_unwritable(tmp_path):

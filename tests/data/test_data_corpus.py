@@ -1,6 +1,8 @@
 import dataclasses
+import errno
 import json
 import os
+import pathlib
 
 import numpy as np
 import pytest
@@ -174,8 +176,11 @@ def test_problems_are_seen_before_reading(folder, changes, message):
 
 
 def test_unreadable_file(folder, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "not readable" in check(DataOptions(source="text", path=f"{folder}/good.txt"))[0]
+    def refuse(path, mode):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    assert "may not read" in check(DataOptions(source="text", path=f"{folder}/good.txt"))[0]
 
 
 def test_legal_options_have_no_problems(folder):

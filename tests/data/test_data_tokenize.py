@@ -64,7 +64,7 @@ def test_end_token_is_named_known_or_added(tmp_path):
 
 
 def test_unusable_tokenizer_files_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="does not exist"):
         open_tokenizer(str(tmp_path / "missing.json"))
     with pytest.raises(UserError, match="did you mean 'bytes'"):
         open_tokenizer("byte")

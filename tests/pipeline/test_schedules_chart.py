@@ -16,10 +16,9 @@ CHARTS = pathlib.Path(__file__).parent / "charts"
 
 
 @pytest.fixture
-def printed(monkeypatch, capsys):
+def printed(capsys):
     def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["meshtrain.pipeline", *flags])
-        program.main()
+        program.main(flags)
         return capsys.readouterr().out
 
     return call
@@ -130,7 +129,7 @@ def test_pictures_are_written(suffix, printed, tmp_path):
         (["--table=none.csv", "--stages=4"], ["--stages"]),
         (["--table=none.csv"], ["none.csv", "No such file"]),
         (["--out=chart.txt"], ["chart.txt", ".png"]),
-        (["--out=/no/such/place/chart.png"], ["cannot write it"]),
+        (["--out=/no/such/place/chart.png"], ["whose folder does not exist"]),
         (["--forward=1e-9"], ["columns", "nearest: --json"]),
         (["--columns=3"], ["at least 20"]),
     ],

@@ -1,0 +1,75 @@
+"""A configuration's Python file: run, and asked for what its `get_config()` returns."""
+
+import inspect
+import pathlib
+import re
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from meshtrain.errors import UserError, nearest
+from meshtrain.paths import standing
+
+_NEAREST = "; nearest: configs/3d.py, which runs"
+_MOST_LISTED = 20  # files of a folder
+
+
+def load(path: str, keys: Sequence[str]) -> Any:
+    """Runs a configuration file and returns what its `get_config()` returns.
+
+    Args:
+      path: a Python file.
+      keys: the dotted keys of the configuration, for the near-miss of a group or a field that is misspelt.
+
+    Raises:
+      UserError: no such file, not Python, no `get_config`, or an error inside; one line with the file's line number.
+    """
+    if (what := standing(path)) != "a file":
+        raise UserError(_no_file(path, what))
+    # Not imported: a name such as 3d.py is no module's name, and no __pycache__ should appear beside it.
+    module: dict[str, Any] = {"__name__": pathlib.Path(path).stem, "__file__": path}
+    try:
+        exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
+        if "get_config" not in module:
+            near = nearest("get_config", [name for name in module if callable(module[name])]) or _NEAREST
+            raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{near}")
+        given = module["get_config"]()
+        if inspect.iscoroutine(given):
+            given.close()  # or Python warns, on the terminal, that nobody waited for it
+        return given
+    except (UserError, KeyboardInterrupt):
+        raise
+    except SyntaxError as error:
+        line = f":{error.lineno}" if error.lineno else ""
+        said = f"{path}{line}: {type(error).__name__}: {error.msg}"
+        raise UserError(f"{said}; allowed: Python in UTF-8{_NEAREST}") from error
+    except BaseException as error:  # SystemExit too: a file that ends the program is no configuration
+        raise UserError(_inside(path, error, keys)) from error
+
+
+def _no_file(path: str, what: str) -> str:
+    folder = pathlib.Path(path).parent
+    others = []
+    if standing(folder) == "a folder":
+        others = [str(other) for other in sorted(folder.glob("*.py")) if standing(other) == "a file"]
+    listed = f"; in that folder: {', '.join(others[:_MOST_LISTED])}" if others else ""
+    said = {"nothing there": "does not exist", "a folder": "is not a file but a folder"}
+    got = said[what] if what in said else f"cannot be read: {what}"
+    return (
+        f"--config: '{path}' {got}; allowed: a Python file with get_config(){listed}{nearest(path, others) or _NEAREST}"
+    )
+
+
+def _inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
+    """Returns one line for an exception that a configuration file raised."""
+    names = {name for key in keys for name in key.split(".")}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    where = f"{path}:{frames[-1].lineno}" if frames else path
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    # A ConfigDict that lacks a key says so with the key in quotes, quoted again, and other keys after it.
+    word = re.match(r'\W*(?:Key ")?(\w+)', first_line)
+    last_frame = traceback.extract_tb(error.__traceback__)[-1]
+    if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
+        near = nearest(word[1], names) or _NEAREST
+        return f"{where}: unknown key '{word[1]}'; allowed: what `python -m meshtrain.config` lists{near}"
+    return f"{where}: {type(error).__name__}: {first_line}; allowed: a get_config() that returns{_NEAREST}"
