@@ -71,8 +71,8 @@ def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: 
     stands = {target: what for target in targets if (what := standing(target)) != "nothing there"}
     for target, what in stands.items():
         # Replacing a link, a pipe or a device by a file would take it away from others.
-        if what != "a file" or target.is_symlink():
-            got = "a link" if target.is_symlink() else what
+        if what != "a file" or os.path.islink(target):
+            got = "a link" if os.path.islink(target) else what
             near = Path("tokens.bin") if target == out_path else f"--output={out_path}.new.bin"
             problems.append(f"--output: got '{target}', {got}; allowed: a new name, or a file; nearest: {near}")
     if stands and not overwrite and not problems:

@@ -136,8 +136,9 @@ def _violated(schedule: Schedule) -> list[str]:
                     line = (
                         f"schedule {schedule.name}: {describe(action, chunks)} in row {row} on stage {stage} needs "
                         f"{describe(needed[1], chunks)} of stage {needed[0]}, which stands in row {row_of[needed]}; "
+                        f"allowed: what is needed in an earlier row; nearest: a row after {row_of[needed]}"
                     )
-                    return [line + (_deadlock(schedule) or f"nearest: a row after {row_of[needed]}")]
+                    return ["; ".join(filter(None, [line, _deadlock(schedule)]))]
     return []
 
 

@@ -1,5 +1,6 @@
 """Another run's weights: found, proven whole, and read onto this run's shardings."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,13 @@ def find(directory: str | Path) -> Checkpoints:
             f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'; nearest: "
             "the --workdir of a run that has saved"
         )
-    inner = given / CHECKPOINTS
-    checkpoints = Checkpoints(inner if inner.is_dir() else given, None)
+    inner = given / CHECKPOINTS if standing(given / CHECKPOINTS) == "a folder" else given
+    try:
+        os.scandir(inner).close()
+    except OSError as error:
+        raise UserError(f"{inner}: got a folder that cannot be read ({error.strerror}); allowed: a workdir of "
+                        f"meshtrain; nearest: chmod -R a+rX '{inner}'") from error  # fmt: skip
+    checkpoints = Checkpoints(inner, None)
     if checkpoints.latest_step() is None:
         checkpoints.close()
         names = sorted(entry.name for entry in checkpoints.directory.iterdir())

@@ -1,0 +1,207 @@
+"""Broken configurations and command lines in bulk: exit code 2, lines that help, nothing written, no hang."""
+
+import random
+
+import pytest
+
+from meshtrain import flags
+from meshtrain.config import Config
+from tests.run.broken import Case, odd_things, refusal, small
+
+LEAVES = flags.schema(Config())
+ODD = ("loop", "dangling", "pipe", "folder", "missing", "below a file", "too long", "no such home")
+
+
+def limits(options, prefix=""):
+    """{dotted key: (minimum, maximum)} of every number."""
+    import dataclasses
+
+    found = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= limits(value, f"{prefix}{field.name}.")
+        elif field.metadata["maximum"] is not None:
+            found[prefix + field.name] = field.metadata["minimum"], field.metadata["maximum"]
+    return found
+
+
+def wrong_values():
+    """(key, text) of each way in which a leaf of the configuration can be wrong by itself."""
+    bounds = limits(Config())
+    for key, entry in LEAVES.items():
+        if entry.kind in (int, float):
+            minimum, maximum = bounds[key]
+            yield from ((key, text) for text in ("many", "nan", ""))
+            yield key, "1e40"
+            if minimum is not None:
+                yield key, str(minimum - 1)
+            if entry.kind is int:
+                yield key, str(maximum + 1)
+        elif entry.kind is bool:
+            yield from ((key, text) for text in ("maybe", ""))
+        elif entry.choices:
+            yield from ((key, text) for text in (entry.choices[-1][:-1], "zzz"))
+
+
+def leaf_cases():
+    for key, text in wrong_values():
+        yield Case(f"{key}={text}", lambda folder, key=key, text=text: small(folder, f"{key}={text}"), (f"{key}: ",))
+    for key in LEAVES:
+        name = key[:-1] if key[-1] != "s" else key + "s"
+        yield Case(f"misspelt {key}", lambda folder, name=name: small(folder, f"{name}=1"), (f"{name}: unknown key",))
+
+
+def pair_cases():
+    """All problems come at once."""
+    draw, wrong = random.Random(0), sorted(wrong_values())
+    for number in range(40):
+        (one, a), (other, b) = draw.sample(wrong, 2)
+        if one != other:
+            yield Case(
+                f"pair {number}: {one}={a} {other}={b}",
+                lambda folder, texts=(f"{one}={a}", f"{other}={b}"): small(folder, *texts),
+                (f"{one}: ", f"{other}: "),
+            )
+
+
+BODY = "from meshtrain.config import default\ndef get_config():\n    config = default()\n    {}\n    return config\n"
+FILES: dict[str, str | bytes] = {
+    "syntax": "def get_config(:\n",
+    "tabs": "def get_config():\n\tx = 1\n        return x\n",
+    "no function": "x = 1\n",
+    "misspelt function": "def get_confg():\n    return 1\n",
+    "raises": "def get_config():\n    raise RuntimeError('two\\nlines')\n",
+    "raises nothing to say": "def get_config():\n    raise Exception\n",
+    "raises at the top": "1 / 0\n",
+    "exits": "import sys\nsys.exit(0)\n",
+    "exits inside": "def get_config():\n    raise SystemExit(0)\n",
+    "raises no Exception": "class Own(BaseException): pass\nraise Own\n",
+    "recursion": "def get_config():\n    return get_config()\n",
+    "latin-1": "x = 'caf\xe9'\n".encode("latin-1"),
+    "utf-16": BODY.encode("utf-16"),
+    "nul": b"x = 1\0\n",
+    "empty": b"",
+    "bytes": bytes(range(256)),
+    "returns None": "def get_config():\n    return None\n",
+    "returns a list": "def get_config():\n    return [1]\n",
+    "generator": "def get_config():\n    yield 1\n",
+    "coroutine": "async def get_config():\n    return 1\n",
+    "wants an argument": "def get_config(x):\n    return x\n",
+    "no callable": "get_config = 3\n",
+    "numbers as keys": "def get_config():\n    return {1: 2, 'mesh': {3: 4}}\n",
+    "a group is a number": BODY.format("config.mesh = 3"),
+    "a group is None": BODY.format("config.model = None"),
+    "a value is a group": BODY.format("config.seed = {'a': {'b': 1}}"),
+    "holds itself": "def get_config():\n    found = {}\n    found['mesh'] = found\n    return found\n",
+    "required": BODY.format("import ml_collections as m; config.seed = m.config_dict.required_placeholder(int)"),
+    "placeholder": BODY.format("import ml_collections as m; config.seed = m.config_dict.placeholder(int)"),
+    "an array": BODY.format("import numpy; config.num_steps = numpy.zeros(3)"),
+    "a text that is a number": BODY.format("config.num_steps = '4'"),
+    "complex": BODY.format("config.learning_rate.peak = 1j"),
+    "nan": BODY.format("config.learning_rate.peak = float('nan')"),
+    "cannot be shown": "class A:\n    def __repr__(self): raise ValueError\n" + BODY.format("config.seed = A()"),
+    "a zero byte": BODY.format("config.data.path = 'a\\0b'"),
+    "half a surrogate pair": BODY.format("config.data.path = '\\udcff'"),
+    "endless": BODY.format("config.seed = 'x' * 1_000_000"),
+    "no such module": "import nosuchmodule\n",
+    "relative import": "from . import other\n",
+    "no such field": BODY.format("config.mash.tensor = 2"),
+}
+
+
+def file_cases():
+    for name, content in FILES.items():
+
+        def prepare(folder, content=content):
+            (folder / "broken.py").write_bytes(content if isinstance(content, bytes) else content.encode())
+            return ["--config=broken.py", "--workdir=run"]
+
+        yield Case(f"file: {name}", prepare)
+    for what in ODD:
+        yield Case(f"file: {what}", lambda folder, what=what: [f"--config={odd_things(folder)[what]}", "--workdir=run"])
+
+    def unreadable(folder):
+        words = small(folder)
+        (folder / "small.py").chmod(0)
+        return words
+
+    yield Case("file: no permission", unreadable, unprivileged=True)
+
+
+LINES = {
+    "no value for config": ["--config"],
+    "empty config": ["--config="],
+    "no value for workdir": ["--config=small.py", "--workdir"],
+    "empty workdir": ["--config=small.py", "--workdir="],
+    "misspelt flag": ["--config=small.py", "--wrkdir=x"],
+    "abbreviated flag": ["--conf=small.py"],
+    "stray word": ["--config=small.py", "--workdir=run", "stray"],
+    "empty word": ["--config=small.py", "--workdir=run", ""],
+    "dashes": ["--config=small.py", "--workdir=run", "--"],
+    "one dash": ["--config=small.py", "--workdir=run", "-"],
+    "short flag": ["--config=small.py", "--workdir=run", "-x"],
+    "no dashes": ["config=small.py", "--workdir=run"],
+    "a long dash": ["—config=small.py", "--workdir=run"],
+    "nothing at all": ["--workdir=run"],
+    "a field without --config": ["--config=small.py", "--workdir=run", "--mesh.data=2"],
+    "a group": ["--config=small.py", "--workdir=run", "--config.mesh=3"],
+    "a field of a field": ["--config=small.py", "--workdir=run", "--config.mesh.data.x=3"],
+    "no name": ["--config=small.py", "--workdir=run", "--config.=3"],
+    "no field": ["--config=small.py", "--workdir=run", "--config.mesh.=3"],
+    "a field without a value": ["--config=small.py", "--workdir=run", "--config.seed", "--config.num_steps=1"],
+    "two equal signs": ["--config=small.py", "--workdir=run", "--config.seed==3"],
+    "capitals": ["--config=small.py", "--workdir=run", "--config.Mesh.data=3"],
+    "not UTF-8": ["--config=small.py", "--workdir=run", "--config.seed=\udcff"],
+    "a key that is not UTF-8": ["--config=small.py", "--workdir=run", "--config.\udcff=1"],
+    "a workdir that is not UTF-8": ["--config=small.py", "--workdir=\udcff"],
+    "5000 digits": ["--config=small.py", "--workdir=run", f"--config.seed={'9' * 5000}"],
+    "help with a value": ["--config=small.py", "--workdir=run", "--help=3"],
+}
+
+
+def line_cases():
+    for name, words in LINES.items():
+        yield Case(f"words: {name}", lambda folder, words=words: small(folder)[:0] + words)
+
+
+def across_cases():
+    """Fields that are right alone and wrong together, or for this machine."""
+    changes = {
+        "more devices than there are": ("mesh.data=16", "batch_size=16"),
+        "more devices than can be simulated": ("mesh.data=1000000", "batch_size=1000000"),
+        "two open axes": ("mesh.data=-1", "mesh.fsdp=-1"),
+        "a pipeline beyond all bounds": ("mesh.pipeline=2147483647",),
+        "microbatches beyond all bounds": ("mesh.pipeline=2", "pipeline.num_microbatches=2147483647"),
+        "a width beyond all bounds": ("model.embed_dim=2147483647", "mesh.tensor=2"),
+        "no such schedule for these stages": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble_h1"),
+        "indivisible": ("mesh.tensor=3",),
+        "trace backwards": ("profile.steps=13,10",),
+        "trace of words": ("profile.steps=all",),
+        "a path for python": ("data.source=python",),
+        "cudnn in float32": ("model.attention=cudnn",),
+        "decay before warm-up": ("learning_rate.decay_steps=5", "learning_rate.warmup_steps=10"),
+    }
+    for name, texts in changes.items():
+        yield Case(f"across: {name}", lambda folder, texts=texts: small(folder, *texts))
+    for what in ODD:
+        for key, more in (("pipeline.table", ["mesh.pipeline=2"]), ("init_from", [])):
+
+            def prepare(folder, what=what, key=key, more=more):
+                return small(folder, f"{key}={odd_things(folder)[what]}", *more)
+
+            yield Case(f"{key}: {what}", prepare, (f"{key}: ",))
+
+
+CASES = [*leaf_cases(), *pair_cases(), *file_cases(), *line_cases(), *across_cases()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name[:80].encode("ascii", "replace").decode())
+def test_a_broken_configuration_is_refused(case, tmp_path, monkeypatch):
+    refusal(case, tmp_path, monkeypatch)
+
+
+def test_there_are_many_and_each_is_its_own():
+    assert len(CASES) >= 500
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert all(any(key in case.name for case in CASES) for key in LEAVES)

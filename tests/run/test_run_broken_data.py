@@ -1,0 +1,214 @@
+"""Broken data in bulk: text, .jsonl, token files and their descriptions, tokenizers, and what is no file at all."""
+
+import json
+import os
+import socket
+
+import numpy as np
+import pytest
+
+from tests.run.broken import Case, odd_things, refusal, small
+
+ODD = ("loop", "dangling", "pipe", "folder", "missing", "below a file", "too long", "no such home")
+GOOD = b"".join(b"line %d\n" % i for i in range(2000))
+DOCUMENT = b'{"text": "' + b"word " * 2000 + b'"}'
+HUGE = 20_000_000  # bytes in a line
+
+TEXTS = {
+    "empty": b"",
+    "latin-1": GOOD + b"\xe9\n",
+    "utf-16": GOOD.decode().encode("utf-16"),
+    "cut in a character": GOOD + "é".encode()[:1],
+    "white space": b" \n" * 3,
+    "one letter": b"a",
+    "gzip": b"\x1f\x8b\x08\0" + bytes(range(256)) * 10,
+    "surrogates": b"\xed\xa0\x80" * 100,
+    "a huge line, cut": b"x" * HUGE + b"\xc3",
+}
+LINES = {
+    "garbage": b"xyz\n",
+    "cut": DOCUMENT[:-5],
+    "last line cut": DOCUMENT + b"\n" + DOCUMENT[:-9],
+    "arrays": b"[1, 2]\n",
+    "numbers": b"3\n",
+    "another field": b'{"txt": "a"}\n',
+    "a number as text": b'{"text": 3}\n',
+    "null as text": b'{"text": null}\n',
+    "latin-1": b'{"text": "\xe9"}\n',
+    "utf-16": '{"text": "a"}\n'.encode("utf-16"),
+    "half a surrogate pair": b'{"text": "\\ud800"}\n',
+    "white space": b" \n\n\n",
+    "deep array": b"[" * 200_000 + b"\n",
+    "deep object": b'{"text":' * 100_000 + b"\n",
+    "10000 digits": b'{"text": "a", "n": ' + b"9" * 10_000 + b"}\n",
+    "nan": b'{"text": NaN}\n',
+    "nul": b"\0\n",
+    "empty texts": b'{"text": ""}\n' * 3,
+    "text twice": b'{"text": "a", "text": 3}\n',
+    "carriage returns": DOCUMENT + b"\r" + DOCUMENT,
+    "a huge line, cut": b'{"text": "' + b"x" * HUGE,
+    "a huge line of garbage": b"x" * HUGE,
+}
+IDS = (np.arange(1000) % 257).astype("<u2").tobytes()
+DESCRIBED = {"dtype": "uint16", "vocab_size": 257, "num_tokens": 1000, "num_documents": 1, "end_id": 256}
+DESCRIBED |= {"tokenizer": "bytes", "tokenizer_sha256": "", "end_token": ""}
+TOKENS = {
+    "truncated": IDS[:-1],
+    "half of it": IDS[:1000],
+    "too long": IDS * 2,
+    "empty": b"",
+    "another dtype": np.arange(1000, dtype="<u4").tobytes(),
+    "an id past the vocabulary": np.full(1000, 257, "<u2").tobytes(),
+    "big-endian": np.arange(1000, dtype=">u2").tobytes(),
+    "random": np.random.default_rng(0).bytes(2000),
+    "npy": b"\x93NUMPY" + bytes(100),
+}
+DESCRIPTIONS = {
+    "empty": b"",
+    "cut": b"{",
+    "latin-1": b"\xff",
+    "a list": b"[]",
+    "null": b"null",
+    "deep": b"[" * 200_000,
+    "a huge line": b" " * HUGE + b"x",
+    **{f"without {name}": {key: value for key, value in DESCRIBED.items() if key != name} for name in DESCRIBED},
+    "float16": DESCRIBED | {"dtype": "float16"},
+    "int64": DESCRIBED | {"dtype": "int64"},
+    "a large vocabulary": DESCRIBED | {"vocab_size": 100_000},
+    "no vocabulary": DESCRIBED | {"vocab_size": 0},
+    "fewer tokens": DESCRIBED | {"num_tokens": 999},
+    "no tokens": DESCRIBED | {"num_tokens": 0},
+    "negative tokens": DESCRIBED | {"num_tokens": -5},
+    "negative documents": DESCRIBED | {"num_documents": -1},
+    "tokens as text": DESCRIBED | {"num_tokens": "1000"},
+    "tokens as a float": DESCRIBED | {"num_tokens": 1000.0},
+    "an end that is true": DESCRIBED | {"end_id": True},
+    "an end below all ids": DESCRIBED | {"end_id": -7},
+    "an end past the vocabulary": DESCRIBED | {"end_id": 10**12},
+    **{f"tokenizer {name!r}": DESCRIBED | {"tokenizer": name} for name in ("", ".", "/", "../x", "a\0", "missing")},
+    **{f"tokenizer {name}": DESCRIBED | {"tokenizer": name} for name in ("loop", "pipe", "folder", "words.txt")},
+}
+WORDS = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})
+TOKENIZERS = {
+    "empty": b"",
+    "garbage": b"xyz",
+    "an object": b"{}",
+    "a list": b"[]",
+    "null": b"null",
+    "cut": WORDS.encode()[:-20],
+    "latin-1": b"\xff" + WORDS.encode(),
+    "nul": WORDS.encode() + b"\0",
+    "deep": b"[" * 100_000,
+    "a negative id": WORDS.replace('"b": 1', '"b": -1').encode(),
+    "an id past the vocabulary": WORDS.replace('"b": 1', '"b": 9999').encode(),
+    "no token for what it does not know": WORDS.replace('"unk_token": "a"', '"unk_token": "c"').encode(),
+}
+
+
+def content_cases():
+    for suffix, contents in (("txt", TEXTS), ("jsonl", LINES), ("weird", TEXTS)):
+        for name, content in contents.items():
+
+            def prepare(folder, content=content, suffix=suffix):
+                (folder / f"data.{suffix}").write_bytes(content)
+                return small(folder, f"data.path=data.{suffix}")
+
+            yield Case(f"{suffix}: {name}", prepare, ("data",))
+    for name, content in TOKENIZERS.items():
+
+        def prepare(folder, content=content):
+            (folder / "tokenizer.json").write_bytes(content)
+            return small(folder, "data.tokenizer=tokenizer.json", "model.vocab_size=1000")
+
+        yield Case(f"tokenizer: {name}", prepare)
+
+
+def token_cases():
+    def tokens(folder, ids, described):
+        words = small(folder, "data.source=tokens", "data.path=ids.bin")
+        odd_things(folder)
+        (folder / "ids.bin").write_bytes(ids)
+        (folder / "ids.bin.json").write_bytes(
+            described if isinstance(described, bytes) else json.dumps(described).encode()
+        )
+        return words
+
+    for name, ids in TOKENS.items():
+        yield Case(f"tokens: {name}", lambda folder, ids=ids: tokens(folder, ids, DESCRIBED))
+    for name, described in DESCRIPTIONS.items():
+        yield Case(f"description: {name}", lambda folder, described=described: tokens(folder, IDS, described))
+    for what in ("loop", "pipe", "folder", "dangling"):
+
+        def prepare(folder, what=what):
+            words = tokens(folder, IDS, b"")
+            (folder / "ids.bin.json").unlink()
+            os.rename(folder / what, folder / "ids.bin.json")
+            return words
+
+        yield Case(f"description: {what}", prepare, ("data.path: ",))
+
+
+def place_cases():
+    for what in ODD:
+        for key in ("data.path", "data.tokenizer"):
+
+            def prepare(folder, what=what, key=key):
+                words = small(folder)
+                return [*words, f"--config.{key}={odd_things(folder)[what]}"]
+
+            yield Case(f"{key}: {what}", prepare, (f"{key}: ",))
+    for glob in ("*.none", "[", "loop*", "pip*", "folder/*", "**/nothing", ",,", "words.txt,missing.txt"):
+
+        def matching(folder, glob=glob):
+            odd_things(folder)
+            return small(folder, f"data.path={glob}")
+
+        yield Case(f"glob: {glob}", matching, ("data.path: ",))
+
+    def listening(folder):
+        with socket.socket(socket.AF_UNIX) as open_socket:
+            open_socket.bind("socket.txt")
+        return small(folder, "data.path=socket.txt")
+
+    yield Case("data.path: socket", listening, ("data.path: ",))
+    for name in ("words.txt", "ids.bin", "ids.bin.json", "tokenizer.json"):
+
+        def forbidden(folder, name=name):
+            (folder / "ids.bin").write_bytes(IDS)
+            (folder / "ids.bin.json").write_text(json.dumps(DESCRIBED))
+            (folder / "tokenizer.json").write_text(WORDS)
+            changes = {
+                "words.txt": [],
+                "tokenizer.json": ["data.tokenizer=tokenizer.json"],
+            }
+            words = small(folder, *(changes[name] if name in changes else ["data.source=tokens", "data.path=ids.bin"]))
+            (folder / name).chmod(0)
+            return words
+
+        yield Case(f"no permission: {name}", forbidden, ("data.",), unprivileged=True)
+
+
+CASES = [*content_cases(), *token_cases(), *place_cases()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.encode("unicode_escape").decode())
+def test_broken_data_are_refused(case, tmp_path, monkeypatch):
+    refusal(case, tmp_path, monkeypatch)
+
+
+def test_there_are_many_and_each_is_its_own():
+    assert len(CASES) >= 100
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("name, content", [("txt", b"x" * HUGE), ("jsonl", b'{"text": "' + b"x" * HUGE + b'"}\n')])
+def test_a_huge_line_in_order_is_read(name, content, tmp_path, monkeypatch):
+    """The counterpart: what is merely large is no mistake."""
+    from tests.run.broken import Accepted
+
+    def prepare(folder):
+        (folder / f"data.{name}").write_bytes(content)
+        return small(folder, f"data.path=data.{name}")
+
+    with pytest.raises(Accepted):
+        refusal(Case(name, prepare), tmp_path, monkeypatch)
