@@ -27,7 +27,8 @@ def standing(path: str | os.PathLike[str]) -> str:
     except ValueError:
         return "a name that no file can have"
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
+    kind = stat.S_IFMT(mode)
+    return kinds[kind] if kind in kinds else "a device"
 
 
 def refuse_target(flag: str, path: str, example: str) -> None:

@@ -87,6 +87,22 @@ def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: 
     return problems
 
 
+def _named(output: str) -> Path:
+    out_path = expanded(output)
+    if not out_path.name or out_path.name == "..":
+        raise UserError(f"--output: got '{output}', no file's name; allowed: the file to write; nearest: tokens.bin")
+    return out_path
+
+
+def _publish(partial: Path, out_path: Path, copied: Path, content: bytes, described: TokenFile) -> None:
+    """Puts the token file, the tokenizer's and the description in their places, the description last."""
+    sidecar_path(out_path).unlink(missing_ok=True)
+    if content:
+        _write_whole(copied, content)
+    os.replace(partial, out_path)
+    _write_whole(sidecar_path(out_path), _json(described))
+
+
 def prepare(
     path: str,
     output: str,
@@ -114,11 +130,7 @@ def prepare(
     Raises:
       UserError: the text or the tokenizer cannot be read, or the output is there or cannot be written.
     """
-    out_path = expanded(output)
-    if not out_path.name or out_path.name == "..":
-        raise UserError(
-            f"--output: got '{output}', no file's name; allowed: the .bin file to write; nearest: tokens.bin"
-        )
+    out_path = _named(output)
     copied = out_path.with_name(out_path.name + ".tokenizer.json")
     targets = [out_path, sidecar_path(out_path), copied][: 2 if tokenizer == "bytes" else 3]
     files, problems = find_files(path)
@@ -141,16 +153,10 @@ def prepare(
             tokenizer_sha256=hashlib.sha256(content).hexdigest() if content else "",
             end_token=end_token,
         )
-        sidecar_path(out_path).unlink(missing_ok=True)
-        if content:
-            _write_whole(copied, content)
-        os.replace(partial, out_path)
-        _write_whole(sidecar_path(out_path), _json(described))
+        _publish(partial, out_path, copied, content, described)
     except OSError as error:
-        raise UserError(
-            f"--output: '{output}' cannot be written ({error.strerror or error}); allowed: a file in a folder that can "
-            "be written; nearest: tokens.bin"
-        ) from error
+        why = f"cannot be written ({error.strerror or error})"
+        raise UserError(f"--output: '{output}' {why}; allowed: a file that can; nearest: tokens.bin") from error
     finally:
         partial.unlink(missing_ok=True)
     return described

@@ -219,4 +219,4 @@ def test_unwritable(tmp_path):
     assert "is not a folder" in line
     # A file system that takes no new folders, not even from root.
     [line] = flags.unwritable(pathlib.Path("/proc/run"))
-    assert line.startswith("--workdir: '/proc/run' is not writable")
+    assert line.startswith("--workdir: got '/proc/run', which is not writable")

@@ -124,7 +124,7 @@ def test_pictures_are_written(suffix, printed, tmp_path):
         (["--backward=nan"], ["--backward", "got 'nan'"]),
         (["--transfer=-1"], ["--transfer", "got '-1'"]),
         (["--schedule=zero_bubble_h1", "--weight-gradient=3"], ["got 3", "less than --backward 3", "nearest: 1.5"]),
-        (["--forwards=2"], ["--forwards=2"]),
+        (["--forwards=2"], ["got '--forwards'", "did you mean '--forward'?"]),
         (["--json", "--csv"], ["--csv", "--json"]),
         (["--table=none.csv", "--stages=4"], ["--stages"]),
         (["--table=none.csv"], ["none.csv", "No such file"]),

@@ -135,7 +135,7 @@ def test_weights_of_another_model(refused, stopped, tmp_path):
         (["--num-tokens=0", "--temperature=-1", "--prompt="], ["--num-tokens", "--temperature", "--prompt"]),
         (["--config.mesh.tensor=3", "--num-tokens=0"], ["--num-tokens", "model.num_heads", "model.num_kv_heads"]),
         (["--promt=x"], ["arguments"]),
-        (["--num-tokens=many"], ["arguments"]),
+        (["--num-tokens=many"], ["--num-tokens"]),
     ],
 )
 def test_wrong_words_for_generate(stopped, words, lines):
