@@ -133,10 +133,10 @@ def test_legal_steps(text, steps):
         ("13,10", "nearest: 10,13"),
         ("0,3", "nearest: 1,3"),
         ("0", "nearest: 1,1"),
-        ("ten", "for example 10,13"),
-        ("1,2,3", "for example 10,13"),
-        ("-1", "for example 10,13"),
-        ("1-3", "for example 10,13"),
+        ("ten", "nearest: 10,13"),
+        ("1,2,3", "nearest: 10,13"),
+        ("-1", "nearest: 10,13"),
+        ("1-3", "nearest: 10,13"),
     ],
 )
 def test_illegal_steps(text, fix):
