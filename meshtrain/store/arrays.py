@@ -1,12 +1,15 @@
 """The arrays of a state by the path of their leaf, and what differs between two such sets."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshtrain.errors import nearest
+from meshtrain.errors import UserError, nearest
 from meshtrain.trees import leaves_with_paths
+
+_MAX_MISMATCHES = 5
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
@@ -47,6 +50,22 @@ def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
         if got != allowed:
             lines.append(f"{path}: got {got}; allowed: {allowed}")
     return lines + [f"{path}: in the checkpoint, not in this run" for path in stored if path not in wanted]
+
+
+def refuse_mismatches(directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares what a save's folder holds with what the run needs, both as in `mismatches`.
+
+    Raises:
+      UserError: they differ; the first few arrays that do, and how many more.
+    """
+    found = mismatches(stored, wanted)
+    if found:
+        more = len(found) - _MAX_MISMATCHES
+        raise UserError(
+            *(f"checkpoint {directory}: {line}" for line in found[:_MAX_MISMATCHES]),
+            *([f"checkpoint {directory}: {more} more arrays differ"] if more > 0 else []),
+            "nearest: the model and optimizer options the checkpoint was written with, or another workdir",
+        )
 
 
 def _signature(leaf: Any) -> str:

@@ -15,10 +15,10 @@ import contextlib
 import json
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -26,13 +26,13 @@ import orbax.checkpoint as ocp
 from meshtrain.errors import UserError
 from meshtrain.launch import peers
 from meshtrain.store import integrity, keeping
-from meshtrain.store.arrays import leaves_by_path, mismatches, nested
+from meshtrain.store.arrays import leaves_by_path, nested, refuse_mismatches
 from meshtrain.store.keeping import CheckpointOptions
 from meshtrain.store.manager import EXTRA, STATE, manager
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
-_MAX_MISMATCHES = 5
+_LOOK_SECONDS = 1.0
 _MAX_REASON = 300  # characters of what a library says, which may quote whole stacks
 
 
@@ -42,6 +42,14 @@ class SaveFailed(UserError):
     def __init__(self, directory: Path, error: BaseException) -> None:
         reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
         super().__init__(f"checkpoint {directory}: not written: {reason}; nearest: free space, or another --workdir")
+
+
+class _Save(NamedTuple):
+    """A save in flight."""
+
+    step: int
+    has_failed: threading.Event
+    sealed: futures.Future[None]
 
 
 class Checkpoints:
@@ -59,9 +67,8 @@ class Checkpoints:
     def __init__(self, directory: str | Path, options: CheckpointOptions | None) -> None:
         self.directory = Path(directory).expanduser().absolute()
         self._options = options
-        self._in_flight: tuple[int, Future[None]] | None = None
-        self._has_failed = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "seal")
+        self._in_flight: _Save | None = None
+        self._thread = futures.ThreadPoolExecutor(1, "seal")
         if options is not None:
             _create(self.directory)
         self._manager = self._new_manager()
@@ -115,8 +122,8 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._failure(step, error) from error
-        self._has_failed.clear()
-        self._in_flight = step, self._thread.submit(self._seal, step)
+        has_failed = threading.Event()
+        self._in_flight = _Save(step, has_failed, self._thread.submit(self._seal, step, has_failed))
         return True
 
     def rate(self, step: int, value: float) -> None:
@@ -168,7 +175,7 @@ class Checkpoints:
           UserError: no such step; or an array is missing, is left over, or has another shape or dtype.
         """
         wanted = leaves_by_path(abstract_state)
-        self._refuse_mismatch(step, self._stored(step), wanted)
+        refuse_mismatches(self.directory / str(step), self._stored(step), wanted)
         return self._read(step, wanted, abstract_state)
 
     def restore_params(self, step: int, abstract_params: Any) -> Any:
@@ -195,7 +202,7 @@ class Checkpoints:
           UserError: as `restore`, about the weights only.
         """
         stored = {path: leaf for path, leaf in self._stored(step).items() if path.startswith(f"{_PARAMS}/")}
-        self._refuse_mismatch(step, stored, leaves_by_path({_PARAMS: abstract_params}))
+        refuse_mismatches(self.directory / str(step), stored, leaves_by_path({_PARAMS: abstract_params}))
 
     def extra(self, step: int) -> dict[str, Any]:
         """Returns the JSON object that was saved beside the state of a step.
@@ -215,12 +222,14 @@ class Checkpoints:
         """
         if self._in_flight is None:
             return
-        (step, sealed), self._in_flight = self._in_flight, None
+        save, self._in_flight = self._in_flight, None
         try:
             self._manager.wait_until_finished()
-            sealed.result()
+            self._wait_for_seal(save)
         except Exception as error:
-            raise self._failure(step, error) from error
+            save.has_failed.set()  # or the thread that seals waits on, and no later save is ever sealed
+            futures.wait([save.sealed])
+            raise self._failure(save.step, error) from error
 
     def close(self) -> None:
         """Waits for the save in flight and ends the threads; `wait` alone says what failed."""
@@ -229,15 +238,22 @@ class Checkpoints:
         self._thread.shutdown()
         self._manager.close()
 
-    def _seal(self, step: int) -> None:
+    def _seal(self, step: int, has_failed: threading.Event) -> None:
         assert self._options is not None
-        integrity.seal(self.directory / str(step), peers.index(), peers.count(), self._has_failed.is_set)
-        if peers.index() == 0:
+        is_sealed = integrity.seal(self.directory / str(step), peers.index(), peers.count(), has_failed.is_set)
+        if is_sealed and peers.index() == 0:
             keeping.prune(self.directory, self._options)
+
+    def _wait_for_seal(self, save: "_Save") -> None:
+        directory = self.directory / str(save.step)
+        while not futures.wait([save.sealed], _LOOK_SECONDS).done:
+            # On another process' machine a folder that is there may take a while to be seen.
+            if peers.index() == 0 and not directory.is_dir():
+                raise FileNotFoundError(f"{directory} has vanished")
+        save.sealed.result()
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
         """Returns what to raise about a save that failed, after which the next may succeed."""
-        self._has_failed.set()
         # Orbax goes on as if the step were there: it is given up for a new one.
         self._manager = self._new_manager()
         return SaveFailed(self.directory / str(step), error)
@@ -269,18 +285,6 @@ class Checkpoints:
         if step not in steps:
             raise UserError(
                 f"{self.directory}: got step {step}; allowed: {', '.join(map(str, steps)) or 'none, it is empty'}"
-            )
-
-    def _refuse_mismatch(
-        self, step: int, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> None:
-        found = mismatches(stored, wanted)
-        if found:
-            more = len(found) - _MAX_MISMATCHES
-            raise UserError(
-                *(f"checkpoint {self.directory / str(step)}: {line}" for line in found[:_MAX_MISMATCHES]),
-                *([f"checkpoint {self.directory / str(step)}: {more} more arrays differ"] if more > 0 else []),
-                "nearest: the model and optimizer options the checkpoint was written with, or another workdir",
             )
 
 

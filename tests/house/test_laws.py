@@ -16,7 +16,7 @@ FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.py": 100, "meshtrain/step/step.py": 100}
 # `--help` must answer before JAX is imported.
 LAZY_IMPORTERS = {"meshtrain/main.py", "meshtrain/__init__.py"}
-CONFIG_READER = "meshtrain/flags.py"  # --config names a Python file that the user has written
+CONFIG_READER = "meshtrain/config_file.py"  # --config names a Python file that the user has written
 FORBIDDEN_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 CODE_IN_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 TITLE_PAGE = ("Purpose:", "Parameters:", "Expected:", "Time:", "Hardware:", "Command:")

@@ -15,7 +15,7 @@ import pytest
 import meshtrain
 from meshtrain import errors
 from meshtrain.config import from_json
-from meshtrain.flags import load
+from meshtrain.config_file import load
 from meshtrain.main import main
 from meshtrain.store.other_runs import find
 

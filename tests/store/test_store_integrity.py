@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from meshtrain.errors import UserError
 from meshtrain.store import integrity, verify
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints, SaveFailed
-from meshtrain.store.keeping import CheckpointOptions, kept, read_ratings
+from meshtrain.store.keeping import CheckpointOptions, kept, read_ratings, saved_steps
 from meshtrain.store.other_runs import restore_params
 
 
@@ -201,8 +201,8 @@ def test_a_full_disk_is_told_the_last_good_save_stays_and_the_next_may_succeed(s
                 checkpoints.wait()
         assert str(caught.value).startswith(f"checkpoint {saved / '4'}: not written: ")
         assert "nearest: free space" in str(caught.value)
-        assert 3 in checkpoints.steps()
-        assert 4 not in checkpoints.steps()
+        assert saved_steps(saved) == [1, 2, 3], "nothing goes before the new save is whole"
+        # At once, before the thread that seals can have looked whether the last one failed.
         assert checkpoints.save(5, large, {})
         assert checkpoints.steps() == [5]
     with Checkpoints(saved, CheckpointOptions()) as checkpoints:
@@ -214,8 +214,8 @@ def test_a_thread_that_still_writes_to_a_save_that_failed_does_not_disturb_the_n
 
     def keep_writing():
         while not stop.is_set():
-            left.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):
+                left.mkdir(parents=True, exist_ok=True)
                 (left / str(time.monotonic_ns())).write_bytes(b"half")
 
     writer = threading.Thread(target=keep_writing)
@@ -228,6 +228,27 @@ def test_a_thread_that_still_writes_to_a_save_that_failed_does_not_disturb_the_n
     finally:
         stop.set()
         writer.join()
+
+
+@pytest.mark.parametrize("moment", ["committed", "read"])
+def test_a_save_that_vanishes_before_it_is_sealed_is_told_and_the_next_may_succeed(saved, monkeypatch, moment):
+    name = {"committed": "_waited", "read": "checksums"}[moment]
+    original = getattr(integrity, name)
+
+    def vanish(*given):
+        monkeypatch.setattr(integrity, name, original)
+        while not (saved / "4").is_dir():
+            time.sleep(0.01)
+        shutil.rmtree(saved)
+        return original(*given)
+
+    with Checkpoints(saved, CheckpointOptions()) as checkpoints:
+        monkeypatch.setattr(integrity, name, vanish)
+        assert checkpoints.save(4, state(4), {})
+        with pytest.raises(SaveFailed):
+            checkpoints.wait()
+        assert checkpoints.save(5, state(5), {})
+        assert checkpoints.steps() == [5]
 
 
 def test_a_folder_that_has_vanished_is_made_again(saved):
