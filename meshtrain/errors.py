@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
@@ -16,6 +17,7 @@ EXIT_LOST_PEER = 4
 EXIT_START_AGAIN = 75
 EXIT_INTERRUPTED = 130
 
+_LAST_WORDS_SECONDS = 1.0
 _LONG = re.compile(r"\S{400,}")  # no path that anybody reads, but a file's content
 
 
@@ -80,6 +82,9 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
             leave_at_once(EXIT_BUG, traceback.format_exc().rstrip())
         raise
     if code not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
+        sys.stderr.flush()
+        # Where process 0 goes, JAX aborts the others, which may be about to say the same.
+        time.sleep(_LAST_WORDS_SECONDS)
         leave_at_once(code)
     sys.stdout.flush()
     sys.exit(code)

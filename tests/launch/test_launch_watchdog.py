@@ -167,8 +167,7 @@ def test_processes_talk_through_the_service_that_jax_keeps():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert {line[:4] for line in said} == {"[0] ", "[1] "}
-    assert all(
-        "meshtrain: error: processes: start differs: x is 1 in process 1 and 0 in process 0" in line for line in said
-    )
+    # XLA may add a word of its own about the one that has left first.
+    said = sorted(line for line in done.stderr.splitlines() if line.startswith("[") and "meshtrain: " in line)
+    difference = "meshtrain: error: processes: start differs: x is 1 in process 1 and 0 in process 0; allowed: "
+    assert [line.partition("the same")[0] for line in said] == [f"[0] {difference}", f"[1] {difference}"]
