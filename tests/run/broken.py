@@ -52,7 +52,7 @@ def entry(module: str) -> Callable[[list[str]], int | None]:
     return importlib.import_module(module).main
 
 
-def refusal(case: Case, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def assert_refused(case: Case, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs the program in the folder; returns the lines it refuses with, having left everything as it was."""
     monkeypatch.chdir(folder)
     words = case.prepare(folder)

@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain import flags
 from meshtrain.config import Config
-from tests.run.broken import Case, odd_things, refusal, small
+from tests.run.broken import Case, assert_refused, odd_things, small
 
 LEAVES = flags.schema(Config())
 ODD = ("loop", "dangling", "pipe", "folder", "missing", "below a file", "too long", "no such home")
@@ -198,7 +198,7 @@ CASES = [*leaf_cases(), *pair_cases(), *file_cases(), *line_cases(), *across_cas
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name[:80].encode("ascii", "replace").decode())
 def test_a_broken_configuration_is_refused(case, tmp_path, monkeypatch):
-    refusal(case, tmp_path, monkeypatch)
+    assert_refused(case, tmp_path, monkeypatch)
 
 
 def test_there_are_many_and_each_is_its_own():

@@ -7,7 +7,7 @@ import socket
 import numpy as np
 import pytest
 
-from tests.run.broken import Case, odd_things, refusal, small
+from tests.run.broken import Case, assert_refused, odd_things, small
 
 ODD = ("loop", "dangling", "pipe", "folder", "missing", "below a file", "too long", "no such home")
 GOOD = b"".join(b"line %d\n" % i for i in range(2000))
@@ -193,7 +193,7 @@ CASES = [*content_cases(), *token_cases(), *place_cases()]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.encode("unicode_escape").decode())
 def test_broken_data_are_refused(case, tmp_path, monkeypatch):
-    refusal(case, tmp_path, monkeypatch)
+    assert_refused(case, tmp_path, monkeypatch)
 
 
 def test_there_are_many_and_each_is_its_own():
@@ -211,4 +211,4 @@ def test_a_huge_line_in_order_is_read(name, content, tmp_path, monkeypatch):
         return small(folder, f"data.path=data.{name}")
 
     with pytest.raises(Accepted):
-        refusal(Case(name, prepare), tmp_path, monkeypatch)
+        assert_refused(Case(name, prepare), tmp_path, monkeypatch)

@@ -15,10 +15,10 @@ from tests.run.broken import (
     DAC_READ_SEARCH,
     Accepted,
     Case,
+    assert_refused,
     assert_same,
     assert_speaks,
     odd_things,
-    refusal,
     small,
     snapshot,
 )
@@ -104,7 +104,7 @@ def test_a_broken_run_is_refused_and_left_alone(name, stopped, command, tmp_path
         return command(run, "mesh.fsdp=2")
 
     try:
-        refusal(Case(name, prepare, unprivileged=name in FORBIDDEN), tmp_path / "cwd", monkeypatch)
+        assert_refused(Case(name, prepare, unprivileged=name in FORBIDDEN), tmp_path / "cwd", monkeypatch)
     finally:
         subprocess.run(["chmod", "-R", "u+rwX", tmp_path], check=True)
 
@@ -118,7 +118,7 @@ def test_a_torn_last_line_is_no_reason_to_refuse(torn, stopped, command, tmp_pat
         return command(run, "mesh.fsdp=2")
 
     with pytest.raises(Accepted):
-        refusal(Case("torn", prepare), tmp_path, monkeypatch)
+        assert_refused(Case("torn", prepare), tmp_path, monkeypatch)
 
 
 def place_cases():
@@ -237,7 +237,7 @@ CASES = [*place_cases(), *program_cases()]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.encode("unicode_escape").decode())
 def test_a_broken_command_line_is_refused(case, tmp_path, monkeypatch):
-    refusal(case, tmp_path, monkeypatch)
+    assert_refused(case, tmp_path, monkeypatch)
 
 
 def test_there_are_more_than_200():
