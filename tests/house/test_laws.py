@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import re
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,19 @@ LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.p
 # `--help` must answer before JAX is imported.
 LAZY_IMPORTERS = {"meshtrain/main.py", "meshtrain/__init__.py"}
 CONFIG_READER = "meshtrain/config_file.py"  # --config names a Python file that the user has written
+TOP_LEVEL = {
+    ".ci",
+    ".gitignore",
+    "LICENSE",
+    "README.md",
+    "configs",
+    "docs",
+    "meshtrain",
+    "pyproject.toml",
+    "scripts",
+    "tests",
+}
+PICTURES = "docs"  # the only place of files that are not text
 FORBIDDEN_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 CODE_IN_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 TITLE_PAGE = ("Purpose:", "Parameters:", "Expected:", "Time:", "Hardware:", "Command:")
@@ -224,6 +238,17 @@ def test_no_file_has_a_name_that_says_nothing():
     everything = [*PACKAGE, *CONFIGS, *(ROOT / "scripts").iterdir(), *(ROOT / "tests").rglob("*.py")]
     vague = [name_of(path) for path in everything if FORBIDDEN_NAMES & set(re.split(r"[_.\-]", path.name))]
     assert not vague, vague
+
+
+def test_what_is_tracked_belongs_to_the_project():
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    files = [pathlib.Path(name) for name in listed.stdout.split("\0") if (ROOT / name).is_file()]
+    strays = {path.parts[0] for path in files} - TOP_LEVEL
+    assert not strays, sorted(strays)
+    not_text = [path for path in files if path.parts[0] != PICTURES and b"\0" in (ROOT / path).read_bytes()]
+    assert not not_text, not_text
 
 
 def test_nothing_names_the_machine_it_was_written_on():
