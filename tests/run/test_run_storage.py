@@ -47,6 +47,7 @@ def failures(ran):
     return sum(row.get("failed_saves", 0) for row in ran.rows)
 
 
+@pytest.mark.timeout(180)  # a save that is not told of its failure waits for ever
 @ORBAX_LEAVES_THREADS
 @ORBAX_LEAVES_COROUTINES
 def test_a_full_disk_is_said_counted_and_tried_again_while_the_run_goes_on(
@@ -70,6 +71,7 @@ def test_a_full_disk_is_said_counted_and_tried_again_while_the_run_goes_on(
         assert checkpoints.steps() == [3, 9, 10]
 
 
+@pytest.mark.timeout(180)  # a save that is not told of its failure waits for ever
 @ORBAX_LEAVES_THREADS
 @ORBAX_LEAVES_COROUTINES
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -192,6 +192,7 @@ def full_disk():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's thread says it too
+@pytest.mark.timeout(120)  # a save that is not told of its failure waits for ever
 def test_a_full_disk_is_told_the_last_good_save_stays_and_the_next_may_succeed(saved):
     large = {"params": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}
     with Checkpoints(saved, CheckpointOptions(keep_last=1)) as checkpoints:
