@@ -27,7 +27,7 @@ from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Params, Task
 from meshtrain.optim.learning_rate import learning_rate
 from meshtrain.optim.optimizers import optimizer
-from meshtrain.pipeline import executor, storage
+from meshtrain.pipeline import executor, forward, storage
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.table import chosen
 from meshtrain.step import loss_scale
@@ -255,11 +255,11 @@ def _computations(
         return executor.gradients(stages, program, replicas, params, cut(batch, num_parts, placement), rng, seed)
 
     def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Any:
-        return executor.evaluate(stages, num_chunks, mesh, specs, params, cut(batch, num_parts, placement), rng)
+        return forward.evaluate(stages, num_chunks, mesh, specs, params, cut(batch, num_parts, placement), rng)
 
     def logits(params: Params, batch: Batch) -> jax.Array:
         one = cut(with_sequence_index(batch), 1, placement)
-        return executor.logits(stages, num_chunks, mesh, specs, params, one)[0]
+        return forward.logits(stages, num_chunks, mesh, specs, params, one)[0]
 
     return gradients, evaluate, logits if stages.logits else None
 

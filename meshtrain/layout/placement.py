@@ -54,6 +54,8 @@ class Placement:
         Raises:
           UserError: see `partition.problems`.
         """
+        if not self.gathers_weights:
+            return w
         return self._hold(w, self.weight_spec(w.shape, names))
 
     def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:

@@ -145,7 +145,8 @@ class Head(nn.Module):
         """Returns logits with the embedding `table` [v, D] (tied), or with a kernel of its own where it is None."""
         o, place = self.options, self.placement
         x = Norm(o.norm, o.norm_epsilon, o.biases, place, name="norm")(x)
-        x = losses.copy_to_shards(place.activation(x, ("batch", "sequence", "embed")), axis)
+        # In this order the cotangents of the shards are summed where positions are still split.
+        x = place.activation(losses.copy_to_shards(x, axis), ("batch", "sequence", "embed"))
         if table is None:
             shape = (o.embed_dim, self.num_columns)
             kernel = weight(self, "kernel", shape, ("embed", "vocab"), normal(o.init_std), place, self.dtype)

@@ -58,7 +58,12 @@ def decoder(
         batch=token_batch(batch_size, sequence_length),
         logits=model.all_logits,
         stages=Stages(
-            options.num_layers, model.first, functools.partial(model.repeated, remat=inner), model.last, model.logits
+            options.num_layers,
+            model.first,
+            functools.partial(model.repeated, remat=inner),
+            model.last,
+            model.logits,
+            model.cast,
         ),
         flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
         num_parameters=num_parameters,
@@ -100,6 +105,11 @@ class Decoder:
         documents = batch["segment_ids"] if self.options.within_documents else None
         given = (sequence_keys(rng, batch), angles, documents)
         return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
+
+    def cast(self, layers: Params) -> Params:
+        """Returns the layers in the dtypes in which they meet activations: norms in float32, the rest in `dtype`."""
+        cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(self.dtype))
+        return {name: part if name.endswith("_norm") else cast(part) for name, part in layers.items()}
 
     def columns(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
         """Returns logits [b, T, v] in the output dtype, padding included."""

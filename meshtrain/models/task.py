@@ -41,6 +41,8 @@ class Stages:
       repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> activations.
       last: (params without layers, activations, batch, axis) -> (loss sum, weight, metrics), float32 scalars.
       logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`, or None.
+      cast: layers -> layers in the dtypes in which they meet activations: once a step what `repeated` would do for each
+        microbatch again, for room for a copy in that dtype. None: it is left to `repeated`.
     """
 
     num_layers: int
@@ -48,6 +50,7 @@ class Stages:
     repeated: Callable[..., jax.Array]
     last: Callable[..., Loss]
     logits: Callable[..., jax.Array] | None = None
+    cast: Callable[[Params], Params] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

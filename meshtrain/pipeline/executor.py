@@ -14,16 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
-from meshtrain.layout.placement import manual_specs
 from meshtrain.layout.replicas import Replicas
 from meshtrain.models.task import Batch, Loss, Params, Stages, Sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
-from meshtrain.pipeline.stages import PIPELINE
-
-MANUAL = frozenset({PIPELINE})
+from meshtrain.pipeline.stages import MANUAL, PIPELINE
 
 
 class Carry(NamedTuple):
@@ -31,6 +27,7 @@ class Carry(NamedTuple):
 
     inputs: jax.Array  # [slots + 1, b, T, D], the last one is for what nobody wants
     cotangents: jax.Array  # [slots + 1, b, T, D], likewise
+    leaving: jax.Array  # [b, T, D], the last cotangent that came out of the model's first layer; zeros on other stages
     sums: tuple[jax.Array, jax.Array, Any]  # loss, weight, metrics
     layers: Any  # float32 gradients of this stage's layers
     outer: Any  # float32 gradients of everything else, of this stage's share where it is split
@@ -78,6 +75,7 @@ def gradients(
         carry, row = rows.start(), jnp.zeros((), jnp.int32)
         for segment in segments(program):
             carry, row = run_segment(rows, segment, carry, row)
+        carry = rows.embed_backward(carry, jnp.int32(program.last_microbatch))
         return carry.sums, {"layers": carry.layers, **carry.outer}
 
     together, key_data = replicas.together(on_stage, MANUAL), jax.random.key_data(rng)
@@ -119,10 +117,12 @@ class Rows:
         """Keeps what no row changes; `params` and `batch` are this stage's share."""
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
-        self.layers, self.outer = ring.split_layers(params)
-        self.layer_homes, self.outer_homes = ring.split_layers(replicas.homes)
+        self.layers, self.outer = ring.split_layers(stages, params)
+        self.layer_homes = replicas.homes["layers"]
+        self.outer_homes = {name: replicas.homes[name] for name in self.outer}
         self.num_stages, self.num_chunks = program.schedule.num_stages, program.schedule.num_chunks
         self.stage = jax.lax.axis_index(PIPELINE)
+        self.indices = jnp.arange(stages.num_layers // (self.num_stages * self.num_chunks))
 
     def cell(self, row: jax.Array) -> Cell:
         """Returns this stage's cell of a row. The whole table is a constant, so that rows cost no memory."""
@@ -134,14 +134,14 @@ class Rows:
         return cell._replace(active=cell.active > 0)
 
     def start(self) -> Carry:
-        """Returns empty buffers and zero sums."""
+        """Returns empty buffers but for the first microbatch, and zero sums."""
         zeros = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)  # noqa: E731
-        x = jax.eval_shape(lambda: self.embed(self.outer, jnp.int32(0)))
-        sums = jax.eval_shape(lambda: self.head(self.outer, jnp.zeros(x.shape, x.dtype), jnp.int32(0)))
+        x = self.embed(self.outer, jnp.int32(self.program.first_microbatch))
         return Carry(
-            jnp.zeros((self.program.num_slots + 1, *x.shape), x.dtype),
+            jnp.zeros((self.program.num_slots + 1, *x.shape), x.dtype).at[0].set(x),
             jnp.zeros((self.program.num_cotangent_slots + 1, *x.shape), x.dtype),
-            zeros(sums),
+            jnp.zeros_like(x),
+            zeros(jax.eval_shape(self.head, self.outer, x, jnp.int32(0))),
             self.replicas.zeros(self.layers, self.layer_homes),
             self.replicas.zeros(self.outer, self.outer_homes),
         )
@@ -154,42 +154,49 @@ class Rows:
         """Returns the loss of a microbatch from its final activations, on every stage."""
         return self.stages.last(outer, y, ring.microbatch(self.batch, m), PIPELINE)
 
-    def run_layers(self, layers: Params, x: jax.Array, cell: Cell, skipped: jax.Array | int = 0) -> jax.Array:
-        """Returns the activations after some layers of the cell's chunk, the first `skipped` of which are left out."""
-        start = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks) + skipped
-        return self.stages.repeated(layers, x, ring.microbatch(self.batch, cell.microbatch), self.rng, start, True)
+    def layer(self, cell: Cell, index: jax.Array) -> Params:
+        """Returns the weights of one layer of the cell's chunk, each leaf [1, ...]."""
+        return ring.layer_at(self.layers, ring.place(cell.chunk, index, self.num_chunks))
 
-    def run_and_keep(self, layers: Params, x: jax.Array, cell: Cell) -> tuple[jax.Array, Any]:
+    def run_layer(self, weights: Params, x: jax.Array, cell: Cell, index: jax.Array) -> jax.Array:
+        """Returns the activations after one layer of the cell's chunk."""
+        start = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks) + index
+        return self.stages.repeated(weights, x, ring.microbatch(self.batch, cell.microbatch), self.rng, start, True)
+
+    def run_and_keep(self, x: jax.Array, cell: Cell) -> tuple[jax.Array, Any]:
         """Returns the activations after the cell's chunk, and the backward function of each layer, stacked [K]."""
 
-        def one(x: jax.Array, layer: tuple[jax.Array, Params]) -> tuple[jax.Array, Any]:
-            index, weights = layer
-            return jax.vjp(lambda weights, x: self.run_layers(weights, x, cell, index), weights, x)
+        def one(x: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
+            weights = self.layer(cell, index)
+            y, pull = jax.vjp(lambda weights, x: self.run_layer(weights, x, cell, index), weights, x)
+            return y, ring.keeping_no_weights(pull, weights)
 
-        one_by_one = jax.tree.map(lambda leaf: leaf[:, None], layers)
-        return jax.lax.scan(one, x, (jnp.arange(jax.tree.leaves(layers)[0].shape[0]), one_by_one))
+        return jax.lax.scan(one, x, self.indices)
 
     def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
         """Reads a stage input, keeps it, sends the output to the next stage."""
-        inputs = carry.inputs
-        if row.embed:
-            inputs = _write(inputs, self.embed(self.outer, jnp.maximum(cell.embed_microbatch, 0)), cell.embed_slot)
-        layers = ring.chunk_of(self.layers, cell.chunk, self.num_chunks)
-        y = self.run_layers(layers, _read(inputs, cell.input_slot), cell)
-        return carry._replace(inputs=_write(inputs, ring.to_next(y, self.num_stages), cell.receive_slot))
+
+        def one(x: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+            return self.run_layer(self.layer(cell, index), x, cell, index), None
+
+        y, _ = jax.lax.scan(one, _read(carry.inputs, cell.input_slot), self.indices)
+        inputs = _write(carry.inputs, ring.to_next(y, self.num_stages), cell.receive_slot)
+        return self.embed_next(row, carry._replace(inputs=inputs), cell)
 
     def backward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
         """Runs the stage again from its input, then backward; sends the input's cotangent to the previous stage."""
-        layers = ring.chunk_of(self.layers, cell.chunk, self.num_chunks)
-        y, pulls = self.run_and_keep(layers, _read(carry.inputs, cell.input_slot), cell)
+        if row.embed_backward:
+            carry = self.embed_backward(carry, cell.embed_backward_microbatch)
+        y, pulls = self.run_and_keep(_read(carry.inputs, cell.input_slot), cell)
         cotangent = _read(carry.cotangents, cell.cotangent_slot)
         if row.head:
             carry, cotangent = self.head_backward(carry, cell, y, cotangent)
         carry, x_cotangent = self.layers_backward(carry, cell, pulls, cotangent)
-        if row.embed_backward:
-            carry = self.embed_backward(carry, cell, x_cotangent)
+        is_first = (self.stage == 0) & (cell.chunk == 0) & cell.active
+        leaving = jnp.where(is_first, x_cotangent, carry.leaving)
         arrived = ring.to_previous(x_cotangent, self.num_stages)
-        return carry._replace(cotangents=_write(carry.cotangents, arrived, cell.receive_cotangent_slot))
+        cotangents = _write(carry.cotangents, arrived, cell.receive_cotangent_slot)
+        return self.embed_next(row, carry._replace(cotangents=cotangents, leaving=leaving), cell)
 
     def layers_backward(self, carry: Carry, cell: Cell, pulls: Any, cotangent: jax.Array) -> tuple[Carry, jax.Array]:
         """Adds each layer's gradient where it belongs, last layer first; returns the cotangent of the chunk's input.
@@ -197,16 +204,14 @@ class Rows:
         Done layer by layer because gradients of a whole chunk would be a second set of accumulators, written once more.
         """
 
-        def one(sums: tuple[Params, jax.Array], layer: tuple[jax.Array, Any]) -> tuple[tuple[Params, jax.Array], None]:
+        def one(sums: tuple[Params, jax.Array], layer: tuple[Any, Any]) -> tuple[tuple[Params, jax.Array], None]:
             (total, cotangent), (index, pull) = sums, layer
-            part, cotangent = pull(cotangent)
+            part, cotangent = pull(self.layer(cell, index), cotangent)
             part = self.replicas.part(part, self.layer_homes)
-            place = (index,) if self.num_chunks == 1 else (cell.chunk, index)
+            place = ring.place(cell.chunk, index, self.num_chunks)
             return (ring.add_at(total, part, place, cell.active), cotangent), None
 
-        num_layers = jax.tree.leaves(self.layers)[0].shape[0 if self.num_chunks == 1 else 1]
-        numbered = (jnp.arange(num_layers), pulls)
-        (total, cotangent), _ = jax.lax.scan(one, (carry.layers, cotangent), numbered, reverse=True)
+        (total, cotangent), _ = jax.lax.scan(one, (carry.layers, cotangent), (self.indices, pulls), reverse=True)
         return carry._replace(layers=total), cotangent
 
     def head_backward(self, carry: Carry, cell: Cell, y: jax.Array, cotangent: jax.Array) -> tuple[Carry, jax.Array]:
@@ -225,14 +230,18 @@ class Rows:
         carry = carry._replace(sums=_add(carry.sums, sums, wanted), outer=_add(carry.outer, outer, wanted))
         return carry, jnp.where(is_last & cell.active, final_cotangent, cotangent)
 
-    def embed_backward(self, carry: Carry, cell: Cell, x_cotangent: jax.Array) -> Carry:
-        """Adds the embedding's gradient of the microbatch that has come back to the first stage."""
-        wanted, m = cell.embed_backward_microbatch >= 0, jnp.maximum(cell.embed_backward_microbatch, 0)
-        is_first = (self.stage == 0) & (cell.chunk == 0)
-        _, pull = jax.vjp(lambda outer: self.embed(outer, m), self.outer)
-        (outer,) = pull(ring.from_stage(x_cotangent, is_first & cell.active))
-        outer = self.replicas.part(outer, self.outer_homes)
-        return carry._replace(outer=_add(carry.outer, outer, wanted))
+    def embed_next(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
+        """Embeds the microbatch that stage 0 is to have next, in rows that can."""
+        if not row.embed:
+            return carry
+        x = self.embed(self.outer, jnp.maximum(cell.embed_microbatch, 0))
+        return carry._replace(inputs=_write(carry.inputs, x, cell.embed_slot))
+
+    def embed_backward(self, carry: Carry, m: jax.Array) -> Carry:
+        """Adds the embedding's gradient of microbatch `m`, which has come back to the first stage; of none below 0."""
+        _, pull = jax.vjp(lambda outer: self.embed(outer, jnp.maximum(m, 0)), self.outer)
+        (outer,) = pull(ring.from_stage(carry.leaving, self.stage == 0))
+        return carry._replace(outer=_add(carry.outer, self.replicas.part(outer, self.outer_homes), m >= 0))
 
 
 def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
@@ -244,56 +253,4 @@ def _write(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
 
 
 def _add(total: Any, part: Any, wanted: jax.Array) -> Any:
-    return jax.tree.map(lambda total, part: jnp.where(wanted, total + part, total), total, part)
-
-
-def evaluate(
-    stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch, rng: jax.Array
-) -> Loss:
-    """Returns the sums of a batch [b, M, ...] without gradients, nothing dropped: (loss, weight, metrics)."""
-
-    def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Loss:
-        _, outer = ring.split_layers(params)
-
-        def finish(sums: Loss, y: jax.Array, m: jax.Array) -> Loss:
-            part = stages.last(outer, y, ring.microbatch(batch, m), PIPELINE)
-            return jax.tree.map(jnp.add, sums, part)
-
-        key = jax.random.wrap_key_data(key_data)
-        first = ring.microbatch(batch, jnp.int32(0))
-        final = jax.eval_shape(lambda: stages.first(outer, first, key, False, PIPELINE))
-        shapes = jax.eval_shape(lambda y: stages.last(outer, y, first, PIPELINE), final)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return ring.forward_only(stages, params, batch, key, num_chunks, finish, zeros)
-
-    return _on_mesh(on_stage, mesh, specs, PartitionSpec())(params, batch, jax.random.key_data(rng))
-
-
-def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch) -> jax.Array:
-    """Returns [M, b, T, padded vocabulary] of a batch [b, M, ...]."""
-    compute = stages.logits
-    assert compute is not None
-
-    def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> jax.Array:
-        _, outer = ring.split_layers(params)
-        key = jax.random.wrap_key_data(key_data)
-        final = jax.eval_shape(lambda: stages.first(outer, ring.microbatch(batch, jnp.int32(0)), key, False, PIPELINE))
-        shape = jax.eval_shape(lambda y: compute(outer, y, PIPELINE), final)
-        every = jnp.zeros((ring.num_microbatches(batch), *shape.shape), shape.dtype)
-        finish = lambda kept, y, m: kept.at[m].set(compute(outer, y, PIPELINE))  # noqa: E731
-        return ring.forward_only(stages, params, batch, key, num_chunks, finish, every)
-
-    columns = PartitionSpec(None, None, None, PIPELINE)
-    return _on_mesh(on_stage, mesh, specs, columns)(params, batch, jax.random.key_data(jax.random.key(0)))
-
-
-def _on_mesh(on_stage: Any, mesh: Mesh, specs: Any, out_specs: Any) -> Any:
-    manual, whole = manual_specs(specs, MANUAL), PartitionSpec()
-    return jax.shard_map(
-        on_stage,
-        mesh=mesh,
-        in_specs=(manual, whole, whole),
-        out_specs=out_specs,
-        axis_names=MANUAL,
-        check_vma=False,
-    )
+    return jax.tree.map(lambda total, part: total + jnp.where(wanted, part, 0), total, part)

@@ -6,11 +6,16 @@ What arrives at the end of a row is written into a slot right then. One buffer a
 that are kept for the backward: an input stays in its slot from arrival to backward. A second buffer holds cotangents
 that wait. A row reads before it writes, so what arrives may take the place of what this row has read for the last time.
 
+Embedding and its backward are the work of all stages, on nothing that the row itself makes: a microbatch is embedded at
+the end of an earlier row, and gets its embedding's gradient at the start of a later one. Rows with a head are chosen
+where there are any, for they come once a microbatch.
+
 Table shapes: R rows, S stages; every table is int32 or bool.
 """
 
 import dataclasses
 import heapq
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -36,14 +41,17 @@ class Program:
       chunk: [R, S] int32.
       active: [R, S] bool; False where the stage idles and its work must be masked.
       input_slot: [R, S] int32; where the stage input is read, in F rows and again in B rows.
-      embed_slot: [R, S] int32; where an F row first writes the embedded microbatch (stage 0 in chunk 0, else dump).
+      embed_slot: [R, S] int32; where a row at its end writes the microbatch that it embeds (stage 0, else dump).
       receive_slot: [R, S] int32; where the arriving activation is written at the end of an F row.
       cotangent_slot: [R, S] int32; where a B row reads the output's cotangent (dump slot where the head gives it:
         last stage, last chunk).
       receive_cotangent_slot: [R, S] int32; where the arriving cotangent is written at the end of a B row.
-      embed_microbatch: [R] int32; the microbatch that stage 0 embeds in this F row, else -1.
+      embed_microbatch: [R] int32; the microbatch that is embedded at the end of this row, else -1.
       head_microbatch: [R] int32; the microbatch whose loss the last stage needs in this B row, else -1.
-      embed_backward_microbatch: [R] int32; the microbatch whose embedding gets its gradient in this B row, else -1.
+      embed_backward_microbatch: [R] int32; the microbatch whose embedding gets its gradient at the start of this B row,
+        from what the last row of stage 0 in chunk 0 has left; else -1.
+      first_microbatch: embedded before the first row, into slot 0.
+      last_microbatch: its embedding gets its gradient after the last row.
     """
 
     schedule: Schedule
@@ -61,6 +69,8 @@ class Program:
     embed_microbatch: np.ndarray
     head_microbatch: np.ndarray
     embed_backward_microbatch: np.ndarray
+    first_microbatch: int
+    last_microbatch: int
 
 
 class Signature(NamedTuple):
@@ -102,20 +112,25 @@ def executable(schedule: Schedule) -> Program:
         for stage, action in enumerate(cells):
             if action:
                 tables["microbatch"][row, stage], tables["chunk"][row, stage] = action.microbatch, action.chunk
+    first, last = (0, 0), (schedule.num_stages - 1, schedule.num_chunks - 1)
+    heads = _microbatches_at(rows, "B", *last)
+    embedded, first_microbatch = _moved_ahead(_microbatches_at(rows, "F", *first), heads)
+    returned, last_microbatch = _moved_ahead(_microbatches_at(rows, "B", *first)[::-1], heads[::-1])
     slots = {name: np.full(shape, -1, np.int32) for name in _SLOT_TABLES}
-    num_slots, num_cotangent_slots = _assign_slots(schedule, rows, slots)
+    num_slots, num_cotangent_slots = _assign_slots(schedule, rows, slots, [first_microbatch, *embedded])
     for name, table in slots.items():
         table[table < 0] = num_cotangent_slots if "cotangent" in name else num_slots
-    first, last = (0, 0), (schedule.num_stages - 1, schedule.num_chunks - 1)
     return Program(
         schedule=schedule,
         num_slots=num_slots,
         num_cotangent_slots=num_cotangent_slots,
         kinds=tuple(next(action.kind for action in row if action) for row in rows),
         active=np.array([[action is not None for action in row] for row in rows]),
-        embed_microbatch=_microbatches_at(rows, "F", *first),
-        head_microbatch=_microbatches_at(rows, "B", *last),
-        embed_backward_microbatch=_microbatches_at(rows, "B", *first),
+        embed_microbatch=embedded,
+        head_microbatch=heads,
+        embed_backward_microbatch=returned[::-1],
+        first_microbatch=first_microbatch,
+        last_microbatch=last_microbatch,
         **tables,
         **slots,
     )
@@ -128,6 +143,22 @@ def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.n
     """Returns, for each row, the microbatch that `stage` has in `chunk` in a row of this kind, else -1: [R] int32."""
     cells = [row[stage] for row in rows]
     return np.array([a.microbatch if a and (a.kind, a.chunk) == (kind, chunk) else -1 for a in cells], np.int32)
+
+
+def _moved_ahead(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns the row in which to do what row r wants before it runs, and the first of all, which no row comes before.
+
+    That is the last row with a head since the row that wanted something before it, or else that row.
+
+    Args:
+      wanted: [R] int32, a microbatch or -1.
+      heads: [R] int32, likewise.
+    """
+    rows, moved = np.flatnonzero(wanted >= 0), np.full_like(wanted, -1)
+    for before, row in itertools.pairwise(rows):
+        among = before + np.flatnonzero(heads[before:row] >= 0)
+        moved[among[-1] if len(among) else before] = wanted[row]
+    return moved, int(wanted[rows[0]])
 
 
 class _Slots:
@@ -151,18 +182,22 @@ class _Slots:
         return slot
 
 
-def _assign_slots(schedule: Schedule, rows: list[Row], tables: dict[str, np.ndarray]) -> tuple[int, int]:
-    """Fills the slot tables (-1 stays where there is none) and returns the sizes of both buffers."""
+def _assign_slots(
+    schedule: Schedule, rows: list[Row], tables: dict[str, np.ndarray], embedded: list[int]
+) -> tuple[int, int]:
+    """Fills the slot tables (-1 stays where there is none) and returns the sizes of both buffers.
+
+    `embedded` has the microbatch that is embedded before the first row, then those after each row, -1 for none.
+    """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     inputs, cotangents = [_Slots() for _ in range(stages)], [_Slots() for _ in range(stages)]
+    inputs[0].take(Action("F", embedded[0]))
     for row, cells in enumerate(rows):
         busy = [(stage, action) for stage, action in enumerate(cells) if action]
         for stage, action in busy:
             key = (action.microbatch, action.chunk)
             is_last = (stage, action.chunk) == (stages - 1, chunks - 1)
             if action.kind == "F":
-                if (stage, action.chunk) == (0, 0):
-                    tables["embed_slot"][row, stage] = inputs[stage].take(action)
                 tables["input_slot"][row, stage] = inputs[stage].of[key]
             else:
                 tables["input_slot"][row, stage] = inputs[stage].leave(action)
@@ -177,6 +212,8 @@ def _assign_slots(schedule: Schedule, rows: list[Row], tables: dict[str, np.ndar
                 tables["receive_slot"][row, place] = inputs[place].take(arrived)
             else:
                 tables["receive_cotangent_slot"][row, place] = cotangents[place].take(arrived)
+        if embedded[row + 1] >= 0:
+            tables["embed_slot"][row, 0] = inputs[0].take(Action("F", embedded[row + 1]))
     assert not any(slots.of for slots in inputs + cotangents), "every slot is given back"
     return max(slots.size for slots in inputs), max(slots.size for slots in cotangents)
 

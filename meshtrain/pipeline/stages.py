@@ -6,7 +6,7 @@ Layer storage is [V K S, ...] in layer order where V is 1, else [V, K S, ...] wi
 s then holds in chunk c the layers (c S + s) K ... (c S + s) K + K - 1, and layer order is cut, not changed.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from meshtrain.models.losses import psum_float32
 from meshtrain.models.task import Batch, Params, Stages
 
 PIPELINE = "pipeline"
+MANUAL = frozenset({PIPELINE})
 
 
 def take(x: jax.Array, index: jax.Array, dim: int = 0) -> jax.Array:
@@ -33,9 +34,10 @@ def num_microbatches(batch: Batch) -> int:
     return int(jax.tree.leaves(batch)[0].shape[1])
 
 
-def split_layers(params: Params) -> tuple[Params, Params]:
-    """Returns (the layers, everything else)."""
-    return params["layers"], {name: value for name, value in params.items() if name != "layers"}
+def split_layers(stages: Stages, params: Params) -> tuple[Params, Params]:
+    """Returns (the layers as they meet activations, everything else)."""
+    layers, outer = params["layers"], {name: value for name, value in params.items() if name != "layers"}
+    return stages.cast(layers) if stages.cast else layers, outer
 
 
 def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
@@ -43,6 +45,42 @@ def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
     if num_chunks == 1:
         return layers
     return jax.tree.map(lambda leaf: take(leaf, chunk), layers)
+
+
+def place(chunk: jax.Array, index: jax.Array, num_chunks: int) -> tuple[jax.Array, ...]:
+    """Returns where one of this stage's layers is stored, in the leading dims."""
+    return (index,) if num_chunks == 1 else (chunk, index)
+
+
+def layer_at(layers: Params, place: tuple[jax.Array, ...]) -> Params:
+    """Returns the weights of one layer, each leaf [1, ...], read where they lie: a whole chunk would be a copy."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        start, sizes = _slice_at(leaf, place)
+        return jax.lax.dynamic_slice(leaf, start, sizes, allow_negative_indices=False).reshape(sizes[len(place) - 1 :])
+
+    return jax.tree.map(one, layers)
+
+
+def _slice_at(leaf: jax.Array, place: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    trailing = leaf.shape[len(place) :]
+    return (*place, *(0 for _ in trailing)), (*(1 for _ in place), *trailing)
+
+
+def keeping_no_weights(pull: Callable[..., Any], weights: Params) -> Callable[..., Any]:
+    """Returns a backward pass, as `jax.vjp` returns one, that is given the weights as well: (weights, cotangent) -> ...
+
+    What it would have kept of them is left out: a loop that stacks backward passes would copy the weights otherwise.
+    """
+    own, leaves, tree = jax.tree.leaves(weights), jax.tree.leaves(pull), jax.tree.structure(pull)
+    places = [next((i for i, one in enumerate(own) if one is leaf), None) for leaf in leaves]
+
+    def run(kept: list[jax.Array], weights: Params, cotangent: jax.Array) -> Any:
+        own, rest = jax.tree.leaves(weights), iter(kept)
+        whole = [next(rest) if place is None else own[place] for place in places]
+        return jax.tree.unflatten(tree, whole)(cotangent)
+
+    return jax.tree_util.Partial(run, [leaf for leaf, place in zip(leaves, places, strict=True) if place is None])
 
 
 def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: jax.Array) -> Params:
@@ -56,10 +94,10 @@ def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: ja
     """
 
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
-        start: tuple[jax.Array | int, ...] = (*place, *(0,) * (total.ndim - len(place)))
-        part = part.reshape((1,) * len(place) + total.shape[len(place) :])
-        before = jax.lax.dynamic_slice(total, start, part.shape, allow_negative_indices=False)
-        after = jnp.where(active, before + part, before)
+        start, sizes = _slice_at(total, place)
+        before, part = jax.lax.dynamic_slice(total, start, sizes, allow_negative_indices=False), part.reshape(sizes)
+        # Selected before it is added, so that `total` is read once.
+        after = before + jnp.where(active, part, 0)
         return jax.lax.dynamic_update_slice(total, after, start, allow_negative_indices=False)
 
     return jax.tree.map(add, total, part)
@@ -84,61 +122,6 @@ def to_next(x: jax.Array, num_stages: int) -> jax.Array:
 def to_previous(x: jax.Array, num_stages: int) -> jax.Array:
     """Sends to the stage before, the first one to the last."""
     return jax.lax.ppermute(x, PIPELINE, [(s, (s - 1) % num_stages) for s in range(num_stages)])
-
-
-def forward_only(
-    stages: Stages, params: Params, batch: Batch, rng: jax.Array, num_chunks: int, finish: Any, initial: Any
-) -> Any:
-    """Runs all microbatches through all stages without keeping anything for a backward pass.
-
-    Each chunk in turn is a pass of M + S - 1 rows: stage s has microbatch r - s in row r.
-
-    Args:
-      stages: the model, cut.
-      params: this stage's share.
-      batch: [b, M, ...], the same on every stage.
-      rng: a typed key.
-      num_chunks: V.
-      finish: (carry, final activations of microbatch m on every stage, m) -> carry.
-      initial: the first carry.
-
-    Returns:
-      The last carry.
-    """
-    layers, outer = split_layers(params)
-    num_stages, num_parts = jax.lax.axis_size(PIPELINE), num_microbatches(batch)
-    stage = jax.lax.axis_index(PIPELINE)
-
-    def embed(m: jax.Array) -> jax.Array:
-        return stages.first(outer, microbatch(batch, m), rng, False, PIPELINE)
-
-    shape = jax.eval_shape(embed, jnp.zeros((), jnp.int32))
-    zeros = jnp.zeros(shape.shape, shape.dtype)
-
-    def one_pass(chunk: int, source: Any, finish: Any, carry: Any) -> Any:
-        weights = chunk_of(layers, jnp.int32(chunk), num_chunks)
-        start = first_layer(chunk, num_stages, stages.num_layers, num_chunks)
-
-        def row(carry: tuple[jax.Array, Any], r: jax.Array, finishes: bool) -> tuple[tuple[jax.Array, Any], None]:
-            inbox, result = carry
-            x = jnp.where(stage == 0, source(jnp.minimum(r, num_parts - 1)), inbox)
-            mine = microbatch(batch, jnp.clip(r - stage, 0, num_parts - 1))
-            y = stages.repeated(weights, x, mine, rng, start, False)
-            if finishes:
-                result = finish(result, from_stage(y, stage == num_stages - 1), r - (num_stages - 1))
-            return (to_next(y, num_stages), result), None
-
-        ramp, steady = jnp.arange(num_stages - 1), jnp.arange(num_stages - 1, num_stages - 1 + num_parts)
-        carry, _ = jax.lax.scan(lambda c, r: row(c, r, False), (zeros, carry), ramp)
-        carry, _ = jax.lax.scan(lambda c, r: row(c, r, True), carry, steady)
-        return carry[1]
-
-    source: Any = embed
-    for chunk in range(num_chunks - 1):
-        between = jnp.zeros((num_parts, *shape.shape), shape.dtype)
-        between = one_pass(chunk, source, lambda kept, y, m: kept.at[m].set(y), between)
-        source = functools.partial(take, between)
-    return one_pass(num_chunks - 1, source, finish, initial)
 
 
 def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: int) -> list[range]:

@@ -114,8 +114,9 @@ def _data_bytes(level: int, size: Sizes) -> float:
 def executor_bytes(assembly: Assembly) -> float | None:
     """Returns what the pipeline's executor sends over its axis by its own formula; None without a pipeline.
 
-    One permute of R a row. In each row whose body has them, embedding, its backward and the head's input sum R over
-    the stages in float32, the head's cotangent A, and the loss three numbers a token (R: A as layers hand it on).
+    One permute of R a row. In each row whose body has them, embedding, its backward, the head's input and its cotangent
+    sum R over the stages in float32, and the loss three numbers a token (R: activations as layers hand them on). One
+    embedding comes before the first row, and one backward after the last.
     """
     program = assembly.program
     if program is None:
@@ -123,19 +124,19 @@ def executor_bytes(assembly: Assembly) -> float | None:
     size, config, shape = sizes(assembly), assembly.config, dict(assembly.mesh.shape)
     ring = 2 * (shape["pipeline"] - 1) / shape["pipeline"]
     wider = FLOAT32_BYTES / jnp.dtype(compute_dtype(config.precision)).itemsize
-    residual, whole = (ring * wider * size.residual_bytes, ring * wider * size.activation_bytes)
-    numbers = 3 * whole / config.model.embed_dim
+    residual = ring * wider * size.residual_bytes
+    numbers = 3 * ring * wider * size.activation_bytes / config.model.embed_dim
 
     def of(part: Segment | Signature) -> float:
         if isinstance(part, Segment):
             return part.count * sum(of(child) for child in part.body)
         row = size.residual_bytes + residual * (part.embed + part.embed_backward)
-        return row + (residual + whole + numbers if part.head else 0.0)
+        return row + (2 * residual + numbers if part.head else 0.0)
 
     rows = segments(program)
     # Nobody reads what the very last row sends, and outside of a loop the compiler leaves it out.
     unsent = size.residual_bytes if rows[-1].count == 1 else 0.0
-    return sum(of(segment) for segment in rows) - unsent
+    return sum(of(segment) for segment in rows) + 2 * residual - unsent
 
 
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:

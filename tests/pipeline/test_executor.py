@@ -18,7 +18,7 @@ from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
-from meshtrain.pipeline import executor, storage
+from meshtrain.pipeline import executor, forward, storage
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.schedules import Action, Schedule, build
@@ -169,7 +169,8 @@ def poison(monkeypatch, garbage):
     def dirty(rows):
         carry = start(rows)
         fill = lambda x: jnp.full_like(x, garbage)  # noqa: E731
-        return carry._replace(inputs=fill(carry.inputs), cotangents=fill(carry.cotangents))
+        embedded = jnp.where(rows.stage == 0, carry.inputs[0], garbage)
+        return carry._replace(inputs=fill(carry.inputs).at[0].set(embedded), cotangents=fill(carry.cotangents))
 
     monkeypatch.setattr(executor.Rows, "start", dirty)
     monkeypatch.setattr(executor, "_write", lambda buffer, x, slot: write(buffer, x, slot).at[-1].set(garbage))
@@ -249,7 +250,7 @@ def test_evaluation_drops_nothing_and_sums_the_batch():
         "layers": {"kernel": PartitionSpec("pipeline"), "scale": PartitionSpec("pipeline")},
         "head": PartitionSpec(None, "pipeline"),
     }
-    compute = functools.partial(executor.evaluate, model(num_layers), 1, mesh_of(2), specs)
+    compute = functools.partial(forward.evaluate, model(num_layers), 1, mesh_of(2), specs)
     loss, weight, metrics = jax.jit(compute)(params, batch, jax.random.key(0))
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     y = first(params, whole, None, False, None)

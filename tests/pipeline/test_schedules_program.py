@@ -53,14 +53,21 @@ def check_by_acting_out(program):
     stages, chunks = program.schedule.num_stages, program.schedule.num_chunks
     inputs = [["garbage"] * (program.num_slots + 1) for _ in range(stages)]
     cotangents = [["garbage"] * (program.num_cotangent_slots + 1) for _ in range(stages)]
-    losses, embedded, ran = [], [], 0
+    inputs[0][0] = f"x{program.first_microbatch} into 0"
+    losses, embedded, ran, leaving = [], [], 0, "nothing"
+
+    def embedding_s_gradient(m):
+        assert leaving == f"d{m} out of the first layer"
+        embedded.append(m)
+
     for row, kind in enumerate(program.kinds):
         sent = []
+        if program.embed_backward_microbatch[row] >= 0:
+            embedding_s_gradient(int(program.embed_backward_microbatch[row]))
+            leaving = "nothing"
         for stage in range(stages):
             m, c = int(program.microbatch[row, stage]), int(program.chunk[row, stage])
             active, virtual = program.active[row, stage], c * stages + stage
-            if kind == "F":
-                inputs[stage][program.embed_slot[row, stage]] = f"x{program.embed_microbatch[row]} into 0"
             x = inputs[stage][program.input_slot[row, stage]]
             if active:
                 ran += 1
@@ -76,8 +83,8 @@ def check_by_acting_out(program):
             elif active:
                 assert given == f"d{m} out of {virtual}"
             if active and virtual == 0:
-                embedded.append(int(program.embed_backward_microbatch[row]))
-                assert embedded[-1] == m
+                assert leaving == "nothing"
+                leaving = f"d{m} out of the first layer"
             sent.append(f"d{m} out of {virtual - 1}" if active else "garbage")
         for stage in range(stages):
             if kind == "F":
@@ -86,6 +93,8 @@ def check_by_acting_out(program):
                 slot = program.receive_cotangent_slot[row, stage]
                 cotangents[stage][slot] = sent[(stage + 1) % stages]
                 cotangents[stage][-1] = "garbage"
+            inputs[stage][program.embed_slot[row, stage]] = f"x{program.embed_microbatch[row]} into 0"
+    embedding_s_gradient(program.last_microbatch)
     everything = list(range(program.schedule.num_microbatches))
     assert losses == embedded == everything or program.schedule.name == "late"
     assert sorted(losses) == sorted(embedded) == everything
@@ -135,7 +144,7 @@ def test_tables_are_numpy_of_the_promised_types():
 def test_idle_cells_touch_only_the_dump_slots():
     program = program_of("1f1b", 4, 8)
     idle = ~program.active
-    assert set(program.input_slot[idle]) == set(program.embed_slot[idle]) == {program.num_slots}
+    assert set(program.input_slot[idle]) == {program.num_slots}
     assert set(program.cotangent_slot[idle]) == {program.num_cotangent_slots}
     assert (program.embed_slot[:, 1:] == program.num_slots).all()
 
@@ -196,13 +205,13 @@ def exact_or_masked(program):
 @pytest.mark.parametrize(
     "case, expected",
     [
-        (("1f1b", 4, 16), "(Fe)x3 (Fe Bhd)x16 (Bd)x3"),
-        (("1f1b", 2, 4), "(Fe)x1 (Fe Bhd)x4 (Bd)x1"),
-        (("1f1b", 1, 4), "(Fe Bhd)x4"),
+        (("1f1b", 4, 16), "(Fe)x3 (F Behd)x16 (Bd)x3"),
+        (("1f1b", 2, 4), "(Fe)x1 (F Behd)x4 (Bd)x1"),
+        (("1f1b", 1, 4), "(F Behd)x4"),
         (("1f1b", 4, 2), "(Fe)x3 (F Bh)x2 (Bd)x3"),
         (("gpipe", 4, 16), "(Fe)x19 (Bhd)x16 (Bd)x3"),
-        (("interleaved_1f1b", 4, 16, 2), "(Fe)x3 ((Fe)x4 (Fe Bhd)x4 (Bd)x4)x4 (Bd)x3"),
-        (("interleaved_1f1b", 2, 8, 3), "(Fe)x1 ((Fe)x4 (Fe Bhd)x2 (Bd)x4)x4 (Bd)x1"),
+        (("interleaved_1f1b", 4, 16, 2), "(Fe)x3 ((F)x4 (F Behd)x4 (B)x4)x4 (Bd)x3"),
+        (("interleaved_1f1b", 2, 8, 3), "(Fe)x1 ((F)x4 (F Behd)x2 (B)x4)x4 (Bd)x1"),
     ],
 )
 def test_segments_compile_few_bodies(case, expected):
@@ -216,7 +225,6 @@ def test_segments_are_the_program_s_rows(case):
     assert sum(row.head for row in rows) == case[2]
     for row in bodies(segments(program)):
         assert not (row.kind == "F" and (row.head or row.embed_backward))
-        assert not (row.kind == "B" and row.embed)
 
 
 def test_a_body_can_do_what_only_its_last_repeat_needs():
@@ -224,7 +232,7 @@ def test_a_body_can_do_what_only_its_last_repeat_needs():
     rows = ((f0, None), (None, f0), (None, b0), (f1, None), (None, f1), (b0, b1), (b1, None))
     program = executable(Schedule("mine", 2, 2, 1, rows))
     check_by_acting_out(program)
-    assert " ".join(show(segment) for segment in segments(program)) == "((Fe)x2 (Bhd)x1)x2 (Bd)x1"
+    assert " ".join(show(segment) for segment in segments(program)) == "((F)x2 (Beh)x1)x2 (Bd)x1"
 
 
 def test_the_number_of_bodies_does_not_grow_with_microbatches():

@@ -1,0 +1,117 @@
+"""What the executor does with weights, read off the traced step: cast once a step, never kept by a loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain.assemble import assemble
+from meshtrain.config import default, resolve
+from meshtrain.models.decoder_task import decoder
+from meshtrain.pipeline import executor
+from meshtrain.pipeline import stages as ring
+
+NUM_STAGES, TENSOR = 2, 2
+SHAPE = {"data": 1, "pipeline": NUM_STAGES, "fsdp": 1, "tensor": TENSOR}
+
+
+def config(num_chunks):
+    given = default()
+    given.mesh.pipeline, given.mesh.tensor = NUM_STAGES, TENSOR
+    given.precision.policy = "bfloat16"
+    given.model.num_layers = 2 * NUM_STAGES * num_chunks
+    given.model.embed_dim, given.model.mlp_dim, given.model.num_heads, given.model.num_kv_heads = 48, 80, 4, 4
+    given.batch_size, given.sequence_length, given.pipeline.num_microbatches = 4, 16, 4
+    if num_chunks > 1:
+        given.pipeline.schedule, given.pipeline.num_chunks = "interleaved_1f1b", num_chunks
+    return resolve(given, reads_data=False)
+
+
+def inner(equation):
+    """Yields the jaxprs in an equation's parameters."""
+    for value in equation.params.values():
+        for one in value if isinstance(value, tuple | list) else [value]:
+            if jaxpr := getattr(one, "jaxpr", one if hasattr(one, "eqns") else None):
+                yield jaxpr
+
+
+def equations(jaxpr, in_loop=False):
+    """Yields (equation, whether it stands in a loop), inner ones too."""
+    for equation in jaxpr.eqns:
+        yield equation, in_loop
+        for body in inner(equation):
+            yield from equations(body, in_loop or equation.primitive.name in ("scan", "while"))
+
+
+@functools.cache
+def traced(num_chunks):
+    """Returns the equations of the step, and the sizes of the matrices of a layer."""
+    assembly = assemble(config(num_chunks), SHAPE, jax.devices()[: NUM_STAGES * TENSOR])
+    step = jax.make_jaxpr(assembly.train_step)(assembly.state, assembly.batch)
+    leaves, layers = jax.tree.leaves(assembly.state.params["layers"]), assembly.config.model.num_layers
+    sizes = {leaf.size // layers for leaf in leaves if leaf.size // layers > assembly.config.model.embed_dim}
+    assert len(sizes) == 2, "of attention and of the mlp"
+    return list(equations(step.jaxpr)), sizes
+
+
+def stacked(equation):
+    """Returns the sizes of what a loop stacks, a turn's part of it; a loop of one turn stacks nothing."""
+    if equation.primitive.name != "scan" or equation.params["length"] == 1:
+        return []
+    return [
+        variable.aval.size // equation.params["length"] for variable in equation.outvars[equation.params["num_carry"] :]
+    ]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_no_loop_keeps_weights(num_chunks):
+    found, sizes = traced(num_chunks)
+    kept = [size for equation, _ in found for size in stacked(equation)]
+    assert kept
+    assert not sizes & set(kept)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_weights_are_cast_outside_of_loops(num_chunks):
+    found, sizes = traced(num_chunks)
+    narrowed = [
+        (equation.invars[0].aval, in_loop)
+        for equation, in_loop in found
+        if equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] == jnp.bfloat16
+    ]
+    assert any(not in_loop and aval.ndim > 2 for aval, in_loop in narrowed), "nothing is cast before the rows"
+    assert not [aval for aval, in_loop in narrowed if in_loop and aval.dtype == jnp.float32 and aval.size in sizes]
+
+
+def test_both_are_noticed(monkeypatch):
+    """Without the cast before the rows the cast is in the loop, and what a layer keeps is the weight that was cast."""
+    monkeypatch.setattr(
+        ring, "split_layers", lambda _, params: (params["layers"], {k: v for k, v in params.items() if k != "layers"})
+    )
+    monkeypatch.setattr(
+        executor.ring,
+        "keeping_no_weights",
+        lambda pull, _: jax.tree_util.Partial(lambda pull, _, cotangent: pull(cotangent), pull),
+    )
+    found, sizes = traced.__wrapped__(1)
+    assert sizes & {size for equation, _ in found for size in stacked(equation)}
+    assert any(
+        in_loop and equation.invars[0].aval.dtype == jnp.float32 and equation.invars[0].aval.size in sizes
+        for equation, in_loop in found
+        if equation.primitive.name == "convert_element_type"
+    )
+
+
+def test_layers_that_were_cast_before_compute_the_same_bits():
+    given = config(1)
+    task = decoder(given.model, batch_size=4, sequence_length=16, dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda box: box.unbox(), task.init(jax.random.key(0)), is_leaf=lambda x: hasattr(x, "unbox"))
+    batch = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in task.batch.items()}
+    batch["sequence_index"] = jnp.arange(4)
+    x = jax.random.normal(jax.random.key(1), (4, 16, given.model.embed_dim), jnp.bfloat16)
+    run = jax.jit(lambda layers: task.stages.repeated(layers, x, batch, jax.random.key(2), 0, True))
+    late, early = run(params["layers"]), run(task.stages.cast(params["layers"]))
+    assert early.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(late, np.float32), np.asarray(early, np.float32))
