@@ -49,14 +49,14 @@ class Placement:
         """Returns `w`, a weight about to compute (cast already), gathered over the axes that split it for storage only.
 
         Without this the partitioner is free to leave the weight in pieces and to move activations instead, which is
-        more. `names` has a logical axis or None for each dim.
+        more. Where no axis splits weights for storage only there is nothing to gather, and `w` itself comes back.
+        `names` has a logical axis or None for each dim.
 
         Raises:
           UserError: see `partition.problems`.
         """
-        if not self.gathers_weights:
-            return w
-        return self._hold(w, self.weight_spec(w.shape, names))
+        wanted = self.weight_spec(w.shape, names)
+        return self._hold(w, wanted) if self.gathers_weights else w
 
     def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
         """Returns where the rules put an activation.
