@@ -253,4 +253,4 @@ def _write(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
 
 
 def _add(total: Any, part: Any, wanted: jax.Array) -> Any:
-    return jax.tree.map(lambda total, part: total + jnp.where(wanted, part, 0), total, part)
+    return jax.tree.map(lambda total, part: jnp.where(wanted, total + part, total), total, part)
