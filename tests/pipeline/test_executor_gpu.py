@@ -100,8 +100,11 @@ def test_memory_is_the_same_at_8_32_and_128_microbatches(schedule, num_chunks):
 
 @pytest.mark.slow
 def test_eight_stages_keep_one_input_a_microbatch_in_flight_and_nothing_else():
-    """15 are in flight on the first stage once there are so many; with 8 microbatches there are 8."""
-    few, more, many = (compiled("1f1b", number)[0].statistics.temporary_bytes for number in (8, 32, 128))
+    """15 are in flight on the first stage once there are so many; with 9 microbatches there are 9.
+
+    With 8 no row would embed one beside a head, which takes some room of its own.
+    """
+    few, more, many = (compiled("1f1b", number)[0].statistics.temporary_bytes for number in (9, 32, 128))
     one_input = 2 * config().sequence_length * config().model.embed_dim
-    assert more - few == pytest.approx((15 - 8) * one_input, rel=0.05)
+    assert more - few == pytest.approx((15 - 9) * one_input, rel=0.05)
     assert many == pytest.approx(more, rel=0.01)
