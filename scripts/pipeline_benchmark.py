@@ -87,7 +87,8 @@ def textbook(
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> jax.Array:
-        layers, outer = ring.split_layers(params)
+        outer = dict(params)
+        layers = outer.pop("layers")
         rng, num_parts = jax.random.wrap_key_data(key_data), ring.num_microbatches(batch)
         num_stages, stage = jax.lax.axis_size(ring.PIPELINE), jax.lax.axis_index(ring.PIPELINE)
         group = num_stages * num_chunks

@@ -158,8 +158,8 @@ class Rows:
         """Returns the weights of one layer of the cell's chunk, each leaf [1, ...]."""
         return ring.layer_at(self.layers, ring.place(cell.chunk, index, self.num_chunks))
 
-    def run_layer(self, weights: Params, x: jax.Array, cell: Cell, index: jax.Array) -> jax.Array:
-        """Returns the activations after one layer of the cell's chunk."""
+    def run_layers(self, weights: Params, x: jax.Array, cell: Cell, index: jax.Array | int) -> jax.Array:
+        """Returns the activations after some layers of the cell's chunk, from `index` on."""
         start = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks) + index
         return self.stages.repeated(weights, x, ring.microbatch(self.batch, cell.microbatch), self.rng, start, True)
 
@@ -168,7 +168,7 @@ class Rows:
 
         def one(x: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
             weights = self.layer(cell, index)
-            y, pull = jax.vjp(lambda weights, x: self.run_layer(weights, x, cell, index), weights, x)
+            y, pull = jax.vjp(lambda weights, x: self.run_layers(weights, x, cell, index), weights, x)
             return y, ring.keeping_no_weights(pull, weights)
 
         return jax.lax.scan(one, x, self.indices)
@@ -177,9 +177,11 @@ class Rows:
         """Reads a stage input, keeps it, sends the output to the next stage."""
 
         def one(x: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-            return self.run_layer(self.layer(cell, index), x, cell, index), None
+            return self.run_layers(self.layer(cell, index), x, cell, index), None
 
-        y, _ = jax.lax.scan(one, _read(carry.inputs, cell.input_slot), self.indices)
+        x = _read(carry.inputs, cell.input_slot)
+        # Where a stage has one chunk its layers lie together, and the model's own loop reads them: less to compile.
+        y = self.run_layers(self.layers, x, cell, 0) if self.num_chunks == 1 else jax.lax.scan(one, x, self.indices)[0]
         inputs = _write(carry.inputs, ring.to_next(y, self.num_stages), cell.receive_slot)
         return self.embed_next(row, carry._replace(inputs=inputs), cell)
 
