@@ -147,6 +147,14 @@ def late_table():
     return Schedule("late", stages, NUM_MICROBATCHES, 1, tuple(rows))
 
 
+def waiting_table():
+    """The first stage idles between its backward rows, and no head comes in between: what has left it has to wait."""
+    one = lambda kind, m, stage: tuple(Action(kind, m) if s == stage else None for s in range(3))  # noqa: E731
+    forward = [one("F", m, stage) for m in range(2) for stage in range(3)]
+    heads = [one("B", m, 2) for m in range(2)]
+    return Schedule("waiting", 3, 2, 1, (*forward, *heads, *(one("B", m, stage) for m in range(2) for stage in (1, 0))))
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -155,8 +163,9 @@ def late_table():
         schedule_of("1f1b", 4, 2),
         schedule_of("interleaved_1f1b", 2, 4, 3),
         late_table(),
+        waiting_table(),
     ],
-    ids=["gpipe", "1f1b", "fewer microbatches than stages", "interleaved", "random table"],
+    ids=["gpipe", "1f1b", "fewer microbatches than stages", "interleaved", "random table", "waiting"],
 )
 def test_sums_and_gradients_are_those_of_one_device(schedule):
     assert_right(run(schedule), schedule)
