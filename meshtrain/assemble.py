@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshtrain import loop
 from meshtrain.config import Config, num_microbatches
 from meshtrain.errors import UserError
-from meshtrain.hardware import compiler_options, peak_flops_per_second
+from meshtrain.hardware import compiler_options, init_compiler_options, peak_flops_per_second
 from meshtrain.launch import peers
 from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.explain import Row, rows
@@ -169,7 +169,7 @@ def assemble(
         kept_state=kept,
         batch=batch,
         names=names,
-        init=jax.jit(init, out_shardings=state_homes),
+        init=jax.jit(init, out_shardings=state_homes, compiler_options=init_compiler_options(devices[0].device_kind)),
         train_step=jax.jit(step, donate_argnums=0, out_shardings=(state_homes, whole)),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
         logits=jax.jit(logits, out_shardings=whole) if logits else None,

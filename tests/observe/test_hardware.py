@@ -73,6 +73,11 @@ def test_units_agree():
         assert accelerator.network_bytes_per_second is None or accelerator.network_bytes_per_second <= 50e9
 
 
+def test_only_cpus_compile_the_initial_weights_with_less_optimization():
+    assert hardware.init_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
+    assert hardware.init_compiler_options("NVIDIA H200") == hardware.init_compiler_options("TPU v5") == {}
+
+
 def test_imports_no_jax():
     script = "import sys, meshtrain.hardware; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

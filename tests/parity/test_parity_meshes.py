@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
+from meshtrain.assemble import assemble
+from meshtrain.layout.axes import AXES
 from meshtrain.models.remat import RematOptions
 
 MESHES = [
@@ -38,6 +41,13 @@ def test_reference_learns(one_device):
     """The bound would say nothing of a model that stands still."""
     assert one_device.losses[-1] < one_device.losses[0] - 0.1
     assert np.abs(np.diff(one_device.losses)).min() > 1e-3
+
+
+def test_initial_weights_do_not_depend_on_the_level_of_optimization(base, one_device):
+    """On CPUs the program makes them with less of it, for a quick start."""
+    init = assemble(base, dict.fromkeys(AXES, 1), jax.devices()[:1]).init.__wrapped__
+    params = jax.jit(init)(jax.random.key_data(jax.random.key(base.seed))).params
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), one_device.initial)
 
 
 def test_sequence_parallelism_changes_no_number(sequence_parallel, trained, one_device, assert_same):
