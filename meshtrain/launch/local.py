@@ -6,6 +6,7 @@ Needs no JAX.
 """
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import IO
 
 from meshtrain.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
@@ -28,6 +29,7 @@ _SAVING_SECONDS = 60.0  # after one has saved and left, for the others to do the
 _POLL_SECONDS = 0.05
 _NUM_LAST_WORDS = 5
 _PR_SET_PDEATHSIG = 1
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +109,27 @@ def run(job: Job, num_restarts: int = 0) -> int:
       num_restarts: how often it is started again after a failure. A user's mistake, a run that stopped itself, and a
         signal to this process are no reason to.
     """
+    workers: Workers | None = None
+    arrived: list[int] = []
+    code = EXIT_START_AGAIN  # of a run that a signal has ended before it began
+
+    def pass_on(number: int, frame: object) -> None:
+        arrived.append(number)
+        if workers:
+            workers.send(number)
+
+    for passed_on in _PASSED_ON:
+        signal.signal(passed_on, pass_on)
     for number in range(num_restarts + 1):
-        workers = Workers(job)
-        signals = _passed_on(workers)
+        with _held_back():
+            if arrived:
+                return code
+            workers = Workers(job)
         index, code = workers.wait()
         if code:
             _say(f"process {index} ended first, with code {code}; its last words:")
             print(*(f"    {line}" for line in workers.last_words[index]), sep="\n", file=sys.stderr, flush=True)
-        if code in NEVER_RETRIED or signals or number == num_restarts:
+        if code in NEVER_RETRIED or arrived or number == num_restarts:
             return code
         _say(f"starting again, {num_restarts - number - 1} more times at most")
     raise AssertionError("the last round returns")
@@ -171,26 +186,25 @@ def _start(job: Job, index: int, address: str) -> subprocess.Popen[str]:
         text=True,
         errors="replace",
         start_new_session=True,  # a Ctrl-C in the terminal comes to us alone, and we pass it on once
-        preexec_fn=_die_with_parent,
+        preexec_fn=_prepared,
     )
 
 
-def _die_with_parent() -> None:
-    # Where we are killed there is nobody left to end them.
+def _prepared() -> None:
+    """What a process does before it becomes its program."""
+    # Where we are killed there is nobody left to end it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 
-def _passed_on(workers: Workers) -> list[int]:
-    """Passes SIGTERM and SIGINT on to the workers from now on; returns the list that notes them."""
-    arrived: list[int] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        arrived.append(number)
-        workers.send(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    return arrived
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Lets signals wait until all processes are there to get them, each once: a second SIGINT would end a save."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 
 def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.deque[str]) -> None:

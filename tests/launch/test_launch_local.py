@@ -96,6 +96,47 @@ def test_signals_are_passed_on_and_nothing_is_started_again(number):
     assert "starting again" not in err
 
 
+def test_a_signal_during_the_start_waits_until_all_are_there_to_get_it(tmp_path):
+    ready = str(tmp_path / "ready")
+    worker = (
+        "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        f"open({ready!r} + os.environ['JAX_PROCESS_ID'], 'w').close()\ntime.sleep(600)"
+    )
+    launcher = f"""if True:
+        import os, pathlib, signal, sys, time
+        from meshtrain.launch import local
+        start = local._start
+        def slow_start(job, index, address):
+            process = start(job, index, address)
+            while not pathlib.Path({ready!r} + str(index)).exists():
+                time.sleep(0.05)
+            if index == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return process
+        local._start = slow_start
+        sys.exit(local.run(local.Job(("-c", {worker!r}), 2), num_restarts=5))
+    """
+    found = subprocess.run([sys.executable, "-c", launcher], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 75
+    assert "starting again" not in found.stderr
+
+
+def test_a_signal_between_two_starts_is_the_end():
+    launcher = """if True:
+        import os, signal, sys
+        from meshtrain.launch import local
+        def say(what):
+            print(what)
+            if "starting again" in what:
+                os.kill(os.getpid(), signal.SIGTERM)
+        local._say = say
+        sys.exit(local.run(local.Job(("-c", "import sys; sys.exit(1)"), 2), num_restarts=5))
+    """
+    found = subprocess.run([sys.executable, "-c", launcher], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1
+    assert found.stdout.count("starting again") == 1
+
+
 def test_nobody_is_left_where_the_launcher_is_killed():
     process = launched("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     workers = [int(process.stdout.readline().split()[1]) for _ in range(2)]
