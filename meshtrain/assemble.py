@@ -65,7 +65,7 @@ class Assembly:
       batch: abstract batch, likewise.
       names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
       init: uint32 key data -> state, jitted, each array born where it lives.
-      train_step: (state, batch) -> (state, metrics), jitted, the state donated.
+      train_step: (state, batch) -> (state, metrics), jitted with the options of these devices, the state donated.
       eval_step: (params, batch) -> sums, jitted.
       logits: (params, batch) -> float32 [B, T, vocabulary], jitted; None where the task has none.
       to_kept: state -> kept_state, and `from_kept` back, jitted; the identity but for interleaved schedules.
@@ -149,7 +149,7 @@ def assemble(
         for name, leaf in task.batch.items()
     }
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape)
-    whole, state_homes = NamedSharding(mesh, PartitionSpec()), shardings(state)
+    whole, state_homes, kind = NamedSharding(mesh, PartitionSpec()), shardings(state), devices[0].device_kind
     step = train_step(
         gradients,
         transformation,
@@ -169,8 +169,10 @@ def assemble(
         kept_state=kept,
         batch=batch,
         names=names,
-        init=jax.jit(init, out_shardings=state_homes, compiler_options=init_compiler_options(devices[0].device_kind)),
-        train_step=jax.jit(step, donate_argnums=0, out_shardings=(state_homes, whole)),
+        init=jax.jit(init, out_shardings=state_homes, compiler_options=init_compiler_options(kind)),
+        train_step=jax.jit(
+            step, donate_argnums=0, out_shardings=(state_homes, whole), compiler_options=compiler_options(kind)
+        ),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
         logits=jax.jit(logits, out_shardings=whole) if logits else None,
         to_kept=reshaper(state, kept),
@@ -265,17 +267,16 @@ def _computations(
 
 
 def compiled_step(assembly: Assembly) -> Any:
-    """Returns the step, compiled with the options that this kind of device wants.
+    """Returns the step, compiled.
 
     Raises:
       UserError: other processes would run another program.
     """
-    options = compiler_options(assembly.mesh.devices.flat[0].device_kind)
     lowered = assembly.train_step.lower(assembly.state, assembly.batch)
     if peers.count() > 1:
         program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         peers.refuse_differences("program", {"hash of the step": program})
-    return lowered.compile(options)
+    return lowered.compile()
 
 
 def plan_of(assembly: Assembly) -> loop.Plan:

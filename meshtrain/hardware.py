@@ -207,12 +207,18 @@ GPU_OPTIONS = (
 )
 
 
+CPU_OPTIONS = (
+    CompilerOption(
+        "xla_cpu_copy_insertion_use_region_analysis", True, "updates moments in place, which it copies by default"
+    ),
+)
+
+
 def options_of(device_kind: str) -> tuple[CompilerOption, ...]:
-    """Returns the table of options for `jax.Device.device_kind`; none where the compiler's defaults hide enough."""
-    if not device_kind.startswith("NVIDIA"):
-        return ()
+    """Returns the table of options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice."""
+    table = CPU_OPTIONS if device_kind == "cpu" else GPU_OPTIONS if device_kind.startswith("NVIDIA") else ()
     installed = _numbers(importlib.metadata.version("jaxlib"))
-    return tuple(option for option in GPU_OPTIONS if not option.before or installed < _numbers(option.before))
+    return tuple(option for option in table if not option.before or installed < _numbers(option.before))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -220,7 +226,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def compiler_options(device_kind: str) -> dict[str, Any]:
-    """Returns what `lowered.compile(compiler_options=...)` is given, by training and by planning alike."""
+    """Returns what `jax.jit(compiler_options=...)` is given for the step, in training and in planning alike."""
     return {option.name: option.value for option in options_of(device_kind)}
 
 

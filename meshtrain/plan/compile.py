@@ -69,7 +69,6 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
       UserError: what `assemble` refuses.
     """
     start = time.perf_counter()
-    options = compiler_options(cluster.devices[0].device_kind)
     with as_on_target(config, cluster) as (config, attention):
         assembly = assemble(config, shape, cluster.devices)
         with captured() as messages:
@@ -77,7 +76,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
             lowered = traced.lower(lowering_platforms=(cluster.platform,))
             compiled, refusal = None, ""
             try:
-                compiled = lowered.compile(compiler_options=dict(options))
+                compiled = lowered.compile()
             except JaxRuntimeError as error:
                 if OUT_OF_MEMORY not in str(error):
                     raise
@@ -87,7 +86,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         assembly=assembly,
         text=text,
         statistics=_statistics(compiled.memory_analysis()) if compiled else None,
-        options=options,
+        options=compiler_options(cluster.devices[0].device_kind),
         attention=attention,
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
         messages=tuple(messages),

@@ -54,7 +54,7 @@ def num_products(options):
         return total
 
     assembly = assembled(options)
-    return count(jax.make_jaxpr(assembly.train_step)(assembly.state, assembly.batch).jaxpr)
+    return count(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr)
 
 
 def test_each_policy_keeps_less_and_computes_more_than_the_one_before():

@@ -49,7 +49,7 @@ def equations(jaxpr, in_loop=False):
 def traced(num_chunks):
     """Returns the equations of the step, and the sizes of the matrices of a layer."""
     assembly = assemble(config(num_chunks), SHAPE, jax.devices()[: NUM_STAGES * TENSOR])
-    step = jax.make_jaxpr(assembly.train_step)(assembly.state, assembly.batch)
+    step = assembly.train_step.trace(assembly.state, assembly.batch).jaxpr
     leaves, layers = jax.tree.leaves(assembly.state.params["layers"]), assembly.config.model.num_layers
     sizes = {leaf.size // layers for leaf in leaves if leaf.size // layers > assembly.config.model.embed_dim}
     assert len(sizes) == 2, "of attention and of the mlp"

@@ -2,12 +2,18 @@
 
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from meshtrain import hardware
+from meshtrain.assemble import assemble
+from meshtrain.config import Config
+from meshtrain.layout.axes import AXES
+from meshtrain.models.decoder import DecoderOptions
 from meshtrain.plan import compile as compiling
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -18,12 +24,22 @@ def test_training_and_planning_read_the_same_table():
     assert training.compiler_options is compiling.compiler_options is hardware.compiler_options
 
 
-def test_gpus_have_options_with_typed_values_and_reasons_and_cpus_have_none():
-    options = hardware.options_of("NVIDIA A100-SXM4-80GB")
-    assert options
+@pytest.mark.parametrize(("kind", "num_options"), [("NVIDIA H100 80GB HBM3", 1), ("cpu", 1), ("TPU v5", 0)])
+def test_options_have_typed_values_and_reasons(kind, num_options):
+    options = hardware.options_of(kind)
+    assert len(options) >= num_options
+    assert bool(options) == bool(num_options)
     assert all(option.reason and not isinstance(option.value, str) for option in options)
-    assert hardware.compiler_options("cpu") == {}
     assert len({option.name for option in options}) == len(options)
+
+
+def test_a_step_on_cpus_copies_no_moments():
+    """The guard keeps the old ones at hand; without the option each is copied before it is overwritten."""
+    config = Config(batch_size=4, sequence_length=16, model=DecoderOptions(num_layers=2, embed_dim=32, mlp_dim=64))
+    assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices()[:1])
+    text = assembly.train_step.lower(assembly.state, assembly.batch).compile().as_text()
+    assert "mu__layers____mlp____up" in text
+    assert not re.search(r" copy\(%state_opt_state\S*(mu|nu)__", text)
 
 
 @pytest.mark.parametrize(("version", "num_options"), [("0.10.2", 5), ("0.11.2", 1), ("0.12.0.1", 1), ("1.0", 1)])
