@@ -27,7 +27,11 @@ CONFIG = Config(
     model=DecoderOptions(num_layers=4, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=100),
     pipeline=PipelineOptions("interleaved_1f1b", num_microbatches=2, num_chunks=2),
 )
-MESHES = [{}, {"data": 2, "fsdp": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow)]
+MESHES = [
+    pytest.param({}, marks=pytest.mark.slow),
+    {"data": 2, "fsdp": 2},
+    pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
+]
 
 
 def assembled(on_host, mesh, level=0):

@@ -32,7 +32,14 @@ def temporary_bytes(zero, policy, mesh):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("policy, mesh", [("none", {"data": 8}), ("dots", {"data": 8}), ("none", {"fsdp": 8})])
+@pytest.mark.parametrize(
+    "policy, mesh",
+    [
+        ("none", {"data": 8}),
+        pytest.param("dots", {"data": 8}, marks=pytest.mark.slow),
+        ("none", {"fsdp": 8}),
+    ],
+)
 def test_only_shard_grad_op_keeps_whole_weights(policy, mesh):
     """Beside the level that splits parameters: 3 over data, any over fsdp."""
     sharded = temporary_bytes(ZeroOptions(level=3 if "data" in mesh else 0), policy, mesh)

@@ -99,7 +99,9 @@ def step(options, **axes):
     [
         (RematOptions("save_attention"), {}),
         (RematOptions("full", every=2), {}),
-        (RematOptions("save_attention", every=4), {"data": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param(
+            RematOptions("save_attention", every=4), {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow
+        ),
         (RematOptions("dots", every=2), {"fsdp": 4}),
         (RematOptions("offload"), {}),
         pytest.param(RematOptions("offload", every=2), {"data": 2, "fsdp": 2}, marks=pytest.mark.slow),

@@ -151,15 +151,15 @@ def test_tied_table_learned_positions_biases_and_clipping(schedule, mesh, base, 
     assert_same(trained(with_schedule(config, schedule), **mesh), one)
 
 
-@pytest.mark.parametrize("policy", ["dots", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["dots", "full"])
 def test_rematerialization_inside_a_stage_changes_no_number(policy, base, trained, one_device, assert_same):
     config = dataclasses.replace(base, remat=RematOptions(policy))
     assert_same(trained(config, tensor=2, pipeline=2), one_device)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("gpipe", "interleaved_1f1b"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
 def test_bfloat16_is_as_far_from_float32_as_on_one_device(schedule, base, trained, one_device):
     """Sums in another order round differently: not equal, but no further from the exact gradients than rounding is.
 
@@ -186,7 +186,8 @@ def test_schedule_means_nothing_on_a_pipeline_of_size_one(schedule, base, traine
     assert_same(trained(with_schedule(base, schedule)), one_device)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_fewer_microbatches_than_stages(schedule, base, trained, one_device, assert_same):
     assert_same(trained(with_schedule(base, schedule, num_microbatches=2), pipeline=4), one_device)
 
