@@ -8,7 +8,7 @@ from meshtrain.config import Config, resolve
 from meshtrain.layout.placement import Placement
 from meshtrain.models.losses import cross_entropy, without_padding
 from meshtrain.models.task import Batch, Loss, Params, Task, token_batch
-from meshtrain.train import train
+from meshtrain.training import train
 
 WEIGHTS = {  # name: shape, logical axes; 257 tokens, padded so that they can be split
     "table": ((384, 64), ("vocab", "embed")),

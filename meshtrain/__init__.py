@@ -1,39 +1,37 @@
-"""Trains transformers on any mesh of accelerators, and knows before a run what it needs.
+"""Trains models on any mesh of accelerators, and tells before a run what it needs.
 
-    import meshtrain
-    from meshtrain.config import default
+import meshtrain
 
-    config = default()
-    config.mesh.data = 2
-    meshtrain.train(config, "runs/mine")
-
-`meshtrain.train` is always the function, however its module was imported before; what else that module holds comes by
-`from meshtrain.train import Result`.
+config = meshtrain.default()
+config.mesh.data = 2
+meshtrain.train(config, "runs/mine")
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshtrain.train import train as train
+    from meshtrain.config import default as default
+    from meshtrain.config import resolve as resolve
+    from meshtrain.training import Result as Result
+    from meshtrain.training import train as train
 
 __version__ = "0.1.0"
 
+_NAMES = {
+    "default": "meshtrain.config",
+    "resolve": "meshtrain.config",
+    "Result": "meshtrain.training",
+    "train": "meshtrain.training",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Only when it is asked for: JAX takes longer to load than `--help` may take to answer.
-    if name != "train":
+    # Imported on first use: JAX takes longer to load than `--help` may take to answer.
+    if name not in _NAMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return importlib.import_module("meshtrain.train").train
+    return getattr(importlib.import_module(_NAMES[name]), name)
 
 
-class _Package(types.ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule binds it to its name in the package. This one would hide the function of that name.
-        if not (name == "train" and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

@@ -13,10 +13,10 @@ from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain import loop
-from meshtrain.config import Config, num_microbatches
-from meshtrain.errors import UserError
-from meshtrain.hardware import compiler_options, init_compiler_options, peak_flops_per_second
+from meshtrain.config.config import Config, num_microbatches
 from meshtrain.launch import peers
+from meshtrain.launch.compiler import compiler_options, init_compiler_options
+from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
@@ -27,15 +27,12 @@ from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Params, Task
 from meshtrain.optim.learning_rate import learning_rate
 from meshtrain.optim.optimizers import optimizer
-from meshtrain.pipeline import executor, forward, storage
+from meshtrain.pipeline import chunks, executor, forward
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.table import chosen
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Gradients, accumulated, cut, summed
-from meshtrain.step.precision import cast, compute_dtype, compute_name, output_dtype, param_dtype, reduce_dtype
-from meshtrain.step.state import TrainState, init_state
-from meshtrain.step.step import eval_step, train_step, with_sequence_index
-from meshtrain.stored import (
+from meshtrain.step.placed import (
     abstract_params,
     in_chunks,
     in_layer_order,
@@ -45,6 +42,10 @@ from meshtrain.stored import (
     shardings,
     state_names,
 )
+from meshtrain.step.precision import cast, compute_dtype, compute_name, output_dtype, param_dtype, reduce_dtype
+from meshtrain.step.state import TrainState, init_state
+from meshtrain.step.step import eval_step, train_step, with_sequence_index
+from meshtrain.words.errors import UserError
 
 # (config, placement) -> task: the built-in decoder, or a model of one's own.
 MakeTask = Callable[[Config, Placement], Task]
@@ -142,7 +143,7 @@ def assemble(
     names = state_names(abstract, transformation, params, axes)
     on_host = config.offload.moments
     state = placed(abstract, names, rules, mesh, level, moments_on_host=on_host)
-    names_in_layer_order = [storage.layer_order_names(leaf) for leaf in names]
+    names_in_layer_order = [chunks.layer_order_names(leaf) for leaf in names]
     kept = placed(in_layer_order(abstract, names), names_in_layer_order, rules, mesh, level, moments_on_host=on_host)
     batch = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_batch_sharding(name, leaf, rules, mesh))

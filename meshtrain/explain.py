@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshtrain.assemble import Assembly, array_rows, assemble
-from meshtrain.config import check, parse
-from meshtrain.errors import UserError, run
+from meshtrain.config.config import check, parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import draw_mesh, mesh_text, table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
-from meshtrain.paths import refuse_target
 from meshtrain.pipeline.stages import layers_of_stage
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.paths import refuse_target
 
 PICTURES = (".png", ".svg", ".pdf")
 

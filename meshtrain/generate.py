@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain import flags
 from meshtrain.assemble import Assembly, assemble, stored_params
-from meshtrain.config import CONFIG_FILE, Config, check, configure, from_json, resolve
+from meshtrain.config.between_runs import from_json
+from meshtrain.config.config import CONFIG_FILE, Config, check, configure, resolve
 from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.tokenize import Tokenizer
-from meshtrain.errors import UserError, run
 from meshtrain.launch import distributed
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Batch, Params
-from meshtrain.paths import is_utf8, standing
 from meshtrain.store.other_runs import find, restore_params
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.paths import is_utf8, standing
 
 MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
 MAX_TOKENS = 1_000_000

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from meshtrain.errors import Interrupted, TrainingStopped
 from meshtrain.launch.signals import interruptions
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.observe.goodput import Goodput
@@ -14,6 +13,7 @@ from meshtrain.observe.metrics import CompletedStep, StepClock, log_line, mfu, m
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress
 from meshtrain.step import guard
+from meshtrain.words.errors import Interrupted, TrainingStopped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from meshtrain import flags
-from meshtrain.errors import run
+from meshtrain.words import flags
+from meshtrain.words.errors import run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,12 +22,12 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = flags.arguments(argv, extra)
     # The one place with imports at run time: JAX and its company take longer to load than `--help` may take to answer.
-    config = importlib.import_module("meshtrain.config")
+    config = importlib.import_module("meshtrain.config.config")
     found = flags.unwritable(arguments.workdir)
     if arguments.config is None:
         found.append("--config: got nothing; allowed: a file with get_config(); nearest: --config=configs/3d.py")
     configuration = config.configure(arguments, found)
-    importlib.import_module("meshtrain.train").train(configuration, arguments.workdir)
+    importlib.import_module("meshtrain.training").train(configuration, arguments.workdir)
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from meshtrain.assemble import assemble
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import MAX_LEVEL, ZeroOptions
 from meshtrain.models.decoder import DecoderOptions

@@ -23,8 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config import Config
-from meshtrain.errors import run
+from meshtrain.config.config import Config
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.placement import Placement
@@ -38,6 +37,7 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import flops, hlo
 from meshtrain.step.accumulate import cut
 from meshtrain.step.step import with_sequence_index
+from meshtrain.words.errors import run
 
 TEXTBOOK, CIRCULAR = "scan + jax.grad", "circular + grad"
 # Name of a program -> the schedule and the chunks of its configuration; of the textbook's programs only chunks count.

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import jax
 
-from meshtrain.config import parse
-from meshtrain.errors import run
+from meshtrain.config.config import parse
 from meshtrain.plan import planner, report, topology
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.waiting import waiting_for
-from meshtrain.trees import format_bytes
+from meshtrain.words.errors import run
+from meshtrain.words.tables import format_bytes
 
 LARGE = ("llama3_8b=h100:8x8", "llama3_70b=a100:256x8", "gpt3_175b=a100:512x8", "mtnlg_530b=a100:560x8")
 HEADER = (

@@ -9,14 +9,14 @@ import dataclasses
 import runpy
 from pathlib import Path
 
-from meshtrain.config import Config, check, resolve
-from meshtrain.errors import UserError, run
+from meshtrain.config.config import Config, check, resolve
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.plan import flops, hlo
 from meshtrain.plan.compile import compile_step
 from meshtrain.plan.topology import Cluster, open_cluster
+from meshtrain.words.errors import UserError, run
 
 CLUSTER, NUM_DEVICES, SEQUENCE_LENGTH = "h100:1x8", 8, 4096
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,6 @@ A piece is what one device holds of an array, so that the copies of a piece are 
 import contextlib
 import functools
 import hashlib
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +25,11 @@ import jax
 import numpy as np
 from jax._src import compiler
 
-from meshtrain import resume
-from meshtrain.errors import run
+from meshtrain import training
 from meshtrain.main import main as train
+from meshtrain.run import saving, start
 from meshtrain.store.arrays import leaves_by_path
+from meshtrain.words.errors import run
 
 WORKDIR = "--workdir="
 
@@ -92,8 +92,11 @@ def watching() -> Iterator[Seen]:
             seen["rows"][step] = rows(batch)
             yield batch
 
-    story = importlib.import_module("meshtrain.train")  # the package's attribute of this name is the function in it
-    watched = ((resume, "starting_state", starting_state), (resume, "save", save), (story, "training_batches", batches))
+    watched = (
+        (start, "starting_state", starting_state),
+        (saving, "save", save),
+        (training, "training_batches", batches),
+    )
     with contextlib.ExitStack() as patches:
         for module, name, eye in watched:
             patches.enter_context(mock.patch.object(module, name, functools.partial(eye, getattr(module, name))))

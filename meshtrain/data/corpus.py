@@ -16,8 +16,8 @@ from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES
 from meshtrain.data.text import find_files, read_documents, share, some, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenize import Tokenizer, number_tokenizer, open_tokenizer
-from meshtrain.errors import UserError
-from meshtrain.options import problems as option_problems
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import problems as option_problems
 
 # Fewer documents than this are split at one place instead of by hash: hashes would hit the share badly or not at all.
 _SPLIT_BY_HASH_FROM = 100

@@ -12,12 +12,12 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from meshtrain import flags
 from meshtrain.data.text import find_files, read_documents
 from meshtrain.data.token_files import TokenFile, sidecar_path
 from meshtrain.data.tokenize import Tokenizer, open_tokenizer
-from meshtrain.errors import UserError, run
-from meshtrain.paths import expanded, standing
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.paths import expanded, standing
 
 # Large enough to keep the tokenizer's threads busy, small enough to see the bar move.
 _GROUP_BYTES = 1 << 22

@@ -7,8 +7,8 @@ from pathlib import Path
 from meshtrain.data.text import find_files, some
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenize import file_problems
-from meshtrain.errors import UserError
-from meshtrain.options import option
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option
 
 SOURCES = ("python", "text", "tokens", "synthetic")
 PACKINGS = ("stream", "first_fit")

@@ -8,8 +8,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshtrain.errors import UserError, nearest
-from meshtrain.paths import is_utf8, standing
+from meshtrain.words.errors import UserError, nearest
+from meshtrain.words.paths import is_utf8, standing
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _MOST_PROBLEMS = 10

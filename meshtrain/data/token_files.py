@@ -10,8 +10,8 @@ import numpy as np
 
 from meshtrain.data.text import some
 from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, file_tokenizer
-from meshtrain.errors import UserError, unknown
-from meshtrain.paths import standing
+from meshtrain.words.errors import UserError, unknown
+from meshtrain.words.paths import standing
 
 DTYPES = ("uint16", "uint32")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.errors import UserError, nearest, unknown
-from meshtrain.paths import standing
+from meshtrain.words.errors import UserError, nearest, unknown
+from meshtrain.words.paths import standing
 
 NUM_BYTES = 256
 

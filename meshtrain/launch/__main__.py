@@ -5,8 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from meshtrain.errors import UserError, nearest, run
 from meshtrain.launch import local
+from meshtrain.words.errors import UserError, nearest, run
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 
-from meshtrain.errors import UserError
 from meshtrain.launch.quiet import captured
+from meshtrain.words.errors import UserError
 
 _MAX_SIMULATED = 2048  # with twice as many JAX does not start
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO
 
-from meshtrain.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
+from meshtrain.words.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
 
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
 LOST_SECONDS = "15"  # on one machine no network excuses a process that gives no sign of life

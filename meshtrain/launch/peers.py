@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from meshtrain.errors import LostPeer, UserError
+from meshtrain.words.errors import LostPeer, UserError
 
 _PATIENCE_SECONDS = 600  # for the slowest to come along: one of them may be reading a large file
 _ROOM = "meshtrain"

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.offload import is_on_host
 from meshtrain.layout.partition import is_names
-from meshtrain.trees import aligned, format_bytes, leaves_with_paths, num_bytes
+from meshtrain.layout.trees import leaves_with_paths, num_bytes
+from meshtrain.words.tables import aligned, format_bytes
 
 MAX_DEVICES_SHOWN = 32
 # A stage's colours: its cards' background, and the slices it holds. After eight stages they start over.

@@ -11,9 +11,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from meshtrain.errors import UserError
 from meshtrain.layout.axes import AXES
-from meshtrain.options import option
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option
 
 SIMULATED_DEVICES = 8
 

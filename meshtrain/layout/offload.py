@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from meshtrain.options import option
+from meshtrain.words.options import option
 
 HOST, DEVICE = "pinned_host", "device"
 

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.errors import UserError, nearest, unknown
 from meshtrain.layout.rules import Rules
-from meshtrain.trees import leaves_with_paths
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.words.errors import UserError, nearest, unknown
 
 Names = Sequence[str | None]
 Column = Mapping[str, tuple[str, ...]]

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from meshtrain.errors import UserError, unknown
 from meshtrain.layout.axes import AXES
-from meshtrain.options import option
+from meshtrain.words.errors import UserError, unknown
+from meshtrain.words.options import option
 
 
 @dataclasses.dataclass(frozen=True)

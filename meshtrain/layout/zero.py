@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from meshtrain.layout.partition import axes_of_dims, num_parts, spec_of_dims
-from meshtrain.options import option
+from meshtrain.words.options import option
 
 DATA = "data"
 STRATEGIES = {"no_shard": 0, "hybrid_shard": 0, "shard_grad_op": 3, "full_shard": 3}

@@ -23,7 +23,7 @@ from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, w
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import RESIDUAL, RematOptions, checkpoint_policy
 from meshtrain.models.task import Batch
-from meshtrain.options import option
+from meshtrain.words.options import option
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
 

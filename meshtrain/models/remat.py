@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from meshtrain.layout.placement import Placement
-from meshtrain.options import option
+from meshtrain.words.options import option
 
 # Names that mark activations for policies: a layer's input, and what attention makes before its output projection.
 RESIDUAL, HEADS = "residual", "heads"

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import jax
 
-from meshtrain.errors import UserError
-from meshtrain.options import option
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from meshtrain.errors import UserError
-from meshtrain.options import option
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option
 
 METRICS_FILE = "metrics.jsonl"
 _PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one

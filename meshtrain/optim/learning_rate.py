@@ -10,8 +10,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from meshtrain.errors import UserError
-from meshtrain.options import option, problems
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option, problems
 
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")
 BATCH_SCALINGS = ("none", "linear", "sqrt")

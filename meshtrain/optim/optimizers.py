@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from meshtrain.errors import UserError
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import Axes, decays, is_axes, is_hidden_matrix, map_axes, matrix_dims
-from meshtrain.options import option, problems
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option, problems
 
 NAMES = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
 

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 
-from meshtrain import flags
-from meshtrain.errors import UserError, run
-from meshtrain.paths import refuse_target
 from meshtrain.pipeline.chart import as_text, write_picture
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
 from meshtrain.pipeline.schedules import NAMES, Schedule, build, is_split
 from meshtrain.pipeline.table import format_table, read_table
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.paths import refuse_target
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,9 +5,9 @@ import pathlib
 from fractions import Fraction
 from typing import Any
 
-from meshtrain.errors import UserError
 from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Schedule, describe, is_split
+from meshtrain.words.errors import UserError
 
 MAX_TEXT_COLUMNS = 200_000
 FORMATS = (".png", ".svg", ".pdf")

@@ -5,10 +5,10 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
-from meshtrain.errors import UserError
 from meshtrain.pipeline import schedules
 from meshtrain.pipeline.schedules import Action, Kind, PipelineOptions, Schedule, dependencies, describe, is_split
 from meshtrain.pipeline.table import chosen
+from meshtrain.words.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.errors import UserError
 from meshtrain.pipeline.check import prove, refusals
 from meshtrain.pipeline.schedules import Action, Row, Schedule
+from meshtrain.words.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ chunk).
 import dataclasses
 from typing import Literal, NamedTuple
 
-from meshtrain.errors import UserError, unknown
-from meshtrain.options import option
+from meshtrain.words.errors import UserError, unknown
+from meshtrain.words.options import option
 
 Kind = Literal["F", "B", "W"]
 MAX_SIZE = 1 << 18  # actions of one kind in a table: made and proven in ten seconds

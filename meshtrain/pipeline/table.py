@@ -14,9 +14,9 @@ import csv
 import os
 import re
 
-from meshtrain.errors import UserError
-from meshtrain.paths import standing
 from meshtrain.pipeline.schedules import Action, PipelineOptions, Row, Schedule, build, describe
+from meshtrain.words.errors import UserError
+from meshtrain.words.paths import standing
 
 _CSV = "allowed: a CSV file in UTF-8; nearest: what python -m meshtrain.pipeline --csv prints"
 _WHY = {"nothing there": "No such file or directory", "a folder": "Is a directory"}

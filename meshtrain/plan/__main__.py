@@ -11,15 +11,15 @@ from pathlib import Path
 
 import jax
 
-from meshtrain import flags
-from meshtrain.config import Config, configure
-from meshtrain.errors import UserError, run
+from meshtrain.config.config import Config, configure
 from meshtrain.layout.axes import AXES
 from meshtrain.observe.progress import phase
-from meshtrain.paths import refuse_target
 from meshtrain.plan import calibration, changes, page, planner, report, search, topology
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.waiting import waiting_for
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.paths import refuse_target
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from unittest import mock
 
 from jax._src.cudnn import fused_attention_stablehlo as private
 
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.models.attention import chosen
 from meshtrain.plan.topology import Cluster
 from meshtrain.step.precision import compute_dtype

@@ -4,8 +4,8 @@ import json
 import statistics
 from pathlib import Path
 
-from meshtrain.errors import UserError
-from meshtrain.paths import expanded, standing
+from meshtrain.words.errors import UserError
+from meshtrain.words.paths import expanded, standing
 
 ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25; nearest: --calibrate=1.25"
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from meshtrain.checks import nearest_divisor
-from meshtrain.config import Config, check, num_microbatches
-from meshtrain.errors import UserError
-from meshtrain.hardware import Accelerator, usable_bytes
+from meshtrain.config.checks import nearest_divisor
+from meshtrain.config.config import Config, check, num_microbatches
+from meshtrain.launch.hardware import Accelerator, usable_bytes
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder_task import count_parameters, flops_per_token
 from meshtrain.plan.changes import Change, with_change
 from meshtrain.plan.topology import Cluster
 from meshtrain.step.precision import compute_dtype
+from meshtrain.words.errors import UserError
 
 STATE_BYTES = 16  # of a parameter: itself, its gradient and two moments, all float32
 MODEST = 1.15  # guesses above this share of the capacity are not compiled

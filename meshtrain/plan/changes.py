@@ -4,16 +4,16 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.config import Config, check
-from meshtrain.errors import UserError
-from meshtrain.flags import construct, flatten
+from meshtrain.config.config import Config, check
 from meshtrain.plan.compile import compile_step
 from meshtrain.plan.hlo import read
 from meshtrain.plan.memory import memory
 from meshtrain.plan.planner import Plan, shape_on
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.waiting import waiting_for
-from meshtrain.trees import format_bytes
+from meshtrain.words.errors import UserError
+from meshtrain.words.flags import construct, flatten
+from meshtrain.words.tables import format_bytes
 
 NUM_NAMED = 3
 MAX_COMPILED = 9

@@ -8,8 +8,8 @@ from typing import Any
 from jax.errors import JaxRuntimeError
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config import Config
-from meshtrain.hardware import compiler_options
+from meshtrain.config.config import Config
+from meshtrain.launch.compiler import compiler_options
 from meshtrain.launch.quiet import captured
 from meshtrain.plan.attention import as_on_target
 from meshtrain.plan.topology import Cluster

@@ -4,12 +4,12 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from meshtrain.hardware import DEFAULT_MEMORY_FRACTION
+from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.plan.collectives import Traffic
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
 from meshtrain.plan.topology import Cluster
-from meshtrain.trees import format_bytes
+from meshtrain.words.tables import format_bytes
 
 FAR_ABOVE_MINIMUM = 1.2
 MATTERS_BYTES = 100e6  # below this nobody waits

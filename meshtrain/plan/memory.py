@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from meshtrain.assemble import Assembly
-from meshtrain.hardware import usable_bytes
+from meshtrain.launch.hardware import usable_bytes
 from meshtrain.plan.compile import Compiled, Statistics
 from meshtrain.plan.hlo import Program
 from meshtrain.plan.shapes import num_bytes, parts

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
-from meshtrain.config import num_microbatches
+from meshtrain.config.config import num_microbatches
 from meshtrain.layout.placement import axes_in
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.step.precision import compute_dtype, param_dtype, reduce_dtype

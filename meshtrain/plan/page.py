@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from meshtrain.plan import report, search
 from meshtrain.plan.planner import Plan
-from meshtrain.trees import format_bytes
+from meshtrain.words.tables import format_bytes
 
 STYLE = """\
 body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2rem auto;padding:0 1rem;color:#1d2733;background:#fff}

@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from meshtrain.config import Config, check
-from meshtrain.errors import UserError
+from meshtrain.config.config import Config, check
 from meshtrain.layout.mesh import mesh_shape
 from meshtrain.plan import findings, hlo
 from meshtrain.plan.collectives import Traffic, collectives, traffic
@@ -14,6 +13,7 @@ from meshtrain.plan.memory import Memory, memory
 from meshtrain.plan.minimum import executor_bytes, model_flops, wire_bytes_minimum
 from meshtrain.plan.timing import Assumptions, Timing, timing
 from meshtrain.plan.topology import Cluster
+from meshtrain.words.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from meshtrain.hardware import options_of
+from meshtrain.launch.compiler import options_of
 from meshtrain.layout.mesh import describe
 from meshtrain.plan.planner import Plan
-from meshtrain.trees import aligned, format_bytes
+from meshtrain.words.tables import aligned, format_bytes
 
 VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to say"}
 UNKNOWN = "not known"

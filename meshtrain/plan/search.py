@@ -4,8 +4,7 @@ import dataclasses
 import time
 from typing import Any
 
-from meshtrain.config import Config
-from meshtrain.errors import UserError
+from meshtrain.config.config import Config
 from meshtrain.plan import planner
 from meshtrain.plan.candidates import Candidate, candidates
 from meshtrain.plan.changes import arguments, with_change
@@ -15,7 +14,8 @@ from meshtrain.plan.report import to_json as plan_json
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.waiting import waiting_for
-from meshtrain.trees import aligned, format_bytes
+from meshtrain.words.errors import UserError
+from meshtrain.words.tables import aligned, format_bytes
 
 MAX_COMPILED = 12
 MAX_SECONDS = 240.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from meshtrain.assemble import Assembly
-from meshtrain.hardware import Accelerator
+from meshtrain.launch.hardware import Accelerator
 from meshtrain.plan.collectives import Collective, collectives
 from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, library_flops
 from meshtrain.plan.hlo import Instruction, Program, trip_count

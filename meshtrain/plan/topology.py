@@ -16,10 +16,10 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from meshtrain.errors import UserError, nearest
-from meshtrain.hardware import Accelerator, find
 from meshtrain.launch import distributed
+from meshtrain.launch.hardware import Accelerator, find
 from meshtrain.launch.quiet import captured
+from meshtrain.words.errors import UserError, nearest
 
 TARGETS = Path(__file__).parent / "targets"
 GPUS = ("a100", "h100", "h200", "b200")

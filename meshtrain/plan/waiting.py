@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from meshtrain.errors import EXIT_INTERRUPTED
+from meshtrain.words.errors import EXIT_INTERRUPTED
 
 Result = TypeVar("Result")
 TICK_SECONDS = 0.5

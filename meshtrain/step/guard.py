@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.options import option
-from meshtrain.trees import leaves_with_paths
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.words.options import option
 
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 

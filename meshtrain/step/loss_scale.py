@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from meshtrain.options import option
+from meshtrain.words.options import option
 
 MINIMUM, MAXIMUM = 1.0, 2.0**32
 

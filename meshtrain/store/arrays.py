@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.errors import UserError, nearest
-from meshtrain.trees import leaves_with_paths
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.words.errors import UserError, nearest
 
 _MAX_MISMATCHES = 5
 

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, Self
 import jax
 import orbax.checkpoint as ocp
 
-from meshtrain.errors import UserError
 from meshtrain.launch import peers
 from meshtrain.store import integrity, keeping
 from meshtrain.store.arrays import leaves_by_path, nested, refuse_mismatches
 from meshtrain.store.keeping import CheckpointOptions
 from meshtrain.store.manager import EXTRA, STATE, manager
+from meshtrain.words.errors import UserError
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from meshtrain.options import option
 from meshtrain.store.integrity import is_sealed
+from meshtrain.words.options import option
 
 DAMAGED = "damaged"  # beside the checkpoints: saves that are not as they were written
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # in the name of what Orbax has not finished, and of what is being deleted

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from meshtrain.errors import UserError, warn
 from meshtrain.launch import peers
-from meshtrain.paths import expanded, standing
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.manager import STATE
+from meshtrain.words.errors import UserError, warn
+from meshtrain.words.paths import expanded, standing
 
 
 def restore_params(directory: str | Path, abstract_params: Any) -> Any:

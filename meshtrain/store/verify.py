@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain import flags
-from meshtrain.errors import UserError, run
-from meshtrain.paths import expanded, standing
 from meshtrain.store import integrity, keeping
 from meshtrain.store.checkpoint import CHECKPOINTS
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.paths import expanded, standing
 
 
 def main(argv: Sequence[str]) -> int:

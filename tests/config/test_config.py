@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from meshtrain import config as configuration
-from meshtrain import flags
-from meshtrain.config import Config, check, default, difference, from_json, parse, resolve, to_json
-from meshtrain.errors import UserError
+from meshtrain.config import __main__ as fields
+from meshtrain.config.between_runs import difference, from_json
+from meshtrain.config.config import Config, check, default, parse, resolve, to_json
 from meshtrain.main import main
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -247,7 +248,7 @@ def test_every_field_has_a_text_and_a_plain_type():
 
 
 def test_the_table_of_fields(capsys):
-    assert configuration.main(["--config.mesh.data=2"]) == 0
+    assert fields.main(["--config.mesh.data=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["field", "type", "default", "here", "meaning"]
     assert len(lines) == 2 + len(flags.schema(Config()))
@@ -276,7 +277,7 @@ def test_the_programs_exit_with_2_and_one_line_for_each_problem():
 
 def test_the_table_touches_no_device():
     # JAX refuses another number of CPU devices once it has looked for them.
-    code = "import jax\nfrom meshtrain import config\nconfig.main([])\njax.config.update('jax_num_cpu_devices', 3)"
+    code = "import jax\nfrom meshtrain.config import __main__ as fields\nfields.main([])\njax.config.update('jax_num_cpu_devices', 3)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "mesh.tensor" in done.stdout

@@ -3,7 +3,7 @@ import pytest
 import tokenizers
 
 from meshtrain.data.tokenize import byte_tokenizer, file_tokenizer, number_tokenizer, open_tokenizer
-from meshtrain.errors import UserError
+from meshtrain.words.errors import UserError
 
 
 def saved_tokenizer(path, special=("<|endoftext|>",)):

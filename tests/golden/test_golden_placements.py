@@ -11,12 +11,12 @@ import pathlib
 import pytest
 
 from meshtrain.assemble import Assembly, array_rows, assemble
-from meshtrain.config import parse
+from meshtrain.config.config import parse
 from meshtrain.explain import stages_text
 from meshtrain.layout.explain import mesh_text, table
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.layout.rules import Rule, default_rules, extend
-from meshtrain.trees import format_bytes
+from meshtrain.words.tables import format_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = pathlib.Path(__file__).parent / "placements"

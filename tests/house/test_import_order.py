@@ -9,7 +9,13 @@ import tomllib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-WITHOUT_JAX = {"meshtrain.hardware", "meshtrain.launch.local", "meshtrain.pipeline.schedules", "meshtrain.plan.hlo"}
+WITHOUT_JAX = {
+    "meshtrain.launch.hardware",
+    "meshtrain.launch.local",
+    "meshtrain.pipeline.schedules",
+    "meshtrain.plan.hlo",
+    "meshtrain.words",
+}
 WITHOUT_MESH = {"meshtrain.loop", "meshtrain.models"}
 
 

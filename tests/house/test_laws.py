@@ -17,7 +17,7 @@ FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.py": 100, "meshtrain/step/step.py": 100}
 # `--help` must answer before JAX is imported.
 LAZY_IMPORTERS = {"meshtrain/main.py", "meshtrain/__init__.py"}
-CONFIG_READER = "meshtrain/config_file.py"  # --config names a Python file that the user has written
+CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written
 TOP_LEVEL = {
     ".ci",
     ".gitignore",

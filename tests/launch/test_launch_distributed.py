@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.launch import distributed
+from meshtrain.words.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "node[1-4]", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
@@ -25,7 +25,7 @@ OPEN_MPI = {
 def launch(code, **environ):
     """Starts Python on `code`, with what `start` prints or raises made visible."""
     keep = {name: os.environ[name] for name in ("PATH", "HOME", "VIRTUAL_ENV") if name in os.environ}
-    text = f"import jax\nfrom meshtrain.errors import run\nfrom meshtrain.launch.distributed import *\n{code}"
+    text = f"import jax\nfrom meshtrain.words.errors import run\nfrom meshtrain.launch.distributed import *\n{code}"
     command = [sys.executable, "-W", "error", "-c", text]
     return subprocess.Popen(
         command, cwd=ROOT, env={**keep, **environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

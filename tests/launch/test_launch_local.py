@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.launch import local
 from meshtrain.launch.__main__ import job
+from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -134,7 +134,7 @@ def test_who_is_alone_gets_its_own_words_back():
 
 
 TALK = """
-from meshtrain import errors
+from meshtrain.words import errors
 from meshtrain.launch import distributed, peers
 distributed.start(2)
 assert peers.gathered("a", peers.index()) == [0, 1]

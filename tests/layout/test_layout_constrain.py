@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.errors import UserError
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.words.errors import UserError
 
 RULES = default_rules(LayoutOptions())
 PARALLEL = default_rules(LayoutOptions(sequence_parallel=True))

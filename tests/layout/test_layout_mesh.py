@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from meshtrain.errors import UserError
 from meshtrain.layout import mesh as mesh_module
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import MeshOptions, check, describe, make_mesh, mesh_shape, num_needed
+from meshtrain.words.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

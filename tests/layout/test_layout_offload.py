@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import array_rows, assemble
-from meshtrain.config import Config
-from meshtrain.errors import UserError
+from meshtrain.config.config import Config
 from meshtrain.layout import offload
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.explain import table
@@ -20,6 +19,7 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.store.checkpoint import Checkpoints
 from meshtrain.store.keeping import CheckpointOptions
+from meshtrain.words.errors import UserError
 
 CONFIG = Config(
     batch_size=8,

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshtrain.errors import UserError
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.partition import activation_sharding, placements, problems, spec
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.words.errors import UserError
 
 RULES = default_rules(LayoutOptions())
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout import replicas
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.layout.rules import LayoutOptions, Rule, Rules, default_rules, extend
+from meshtrain.words.errors import UserError
 
 
 def test_weights_are_gathered_over_storage_axes_and_keep_tensor():

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshtrain.assemble import assemble
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.replicas import Home, Replicas

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions

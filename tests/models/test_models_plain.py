@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from meshtrain.assemble import assemble
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions

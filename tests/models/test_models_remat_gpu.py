@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions

@@ -11,9 +11,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.errors import UserError
 from meshtrain.optim.masks import is_axes, num_stacked
 from meshtrain.optim.optimizers import NAMES, OptimizerOptions, check, optimizer, state_axes
+from meshtrain.words.errors import UserError
 
 NUM_LAYERS = 2
 AXES = {

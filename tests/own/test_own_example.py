@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from meshtrain.config import resolve
-from meshtrain.train import train
+from meshtrain.config.config import resolve
+from meshtrain.training import train
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "own_model.py"

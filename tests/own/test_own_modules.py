@@ -14,14 +14,14 @@ from flax import linen as nn
 from flax import nnx
 
 from meshtrain.assemble import assemble
-from meshtrain.config import Config
-from meshtrain.errors import UserError
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Task, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions
+from meshtrain.words.errors import UserError
 
 B, T, D, F, V = 16, 8, 16, 32, 64
 CONFIG = Config(

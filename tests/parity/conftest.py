@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.models.decoder import DecoderOptions

@@ -18,7 +18,7 @@ from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
-from meshtrain.pipeline import executor, forward, storage
+from meshtrain.pipeline import chunks, executor, forward
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.schedules import Action, Schedule, build
@@ -103,7 +103,7 @@ def run(schedule):
     num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
     num_layers = 2 * num_stages * num_chunks
     params = parameters(num_layers)
-    params["layers"] = storage.chunked(params["layers"], num_chunks)
+    params["layers"] = chunks.chunked(params["layers"], num_chunks)
     over_stages = PartitionSpec("pipeline") if num_chunks == 1 else PartitionSpec(None, "pipeline")
     specs = {
         "table": PartitionSpec("pipeline"),

@@ -11,7 +11,7 @@ import runpy
 import jax
 import pytest
 
-from meshtrain.config import resolve
+from meshtrain.config.config import resolve
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.pipeline.schedules import PipelineOptions

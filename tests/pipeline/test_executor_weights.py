@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config import default, resolve
+from meshtrain.config.config import default, resolve
 from meshtrain.models.decoder_task import decoder
 from meshtrain.pipeline import executor
 from meshtrain.pipeline import stages as ring

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as program
 from meshtrain.pipeline.chart import as_text
 from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import NAMES, build
 from meshtrain.pipeline.table import format_table
+from meshtrain.words.errors import UserError
 
 CHARTS = pathlib.Path(__file__).parent / "charts"
 

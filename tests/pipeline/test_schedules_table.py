@@ -1,9 +1,9 @@
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.pipeline.check import prove
 from meshtrain.pipeline.schedules import NAMES, Action, PipelineOptions, build
 from meshtrain.pipeline.table import chosen, format_table, read_table
+from meshtrain.words.errors import UserError
 
 
 def written(tmp_path, text):

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions

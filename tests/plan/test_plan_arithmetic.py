@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from meshtrain import hardware
 from meshtrain.assemble import assemble
+from meshtrain.launch import hardware
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.remat import RematOptions

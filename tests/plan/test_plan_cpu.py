@@ -6,9 +6,9 @@ import re
 import jax
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import calibration, changes, page, report
+from meshtrain.words.errors import UserError
 
 MESHES = [
     {"data": 8},

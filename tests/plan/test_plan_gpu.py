@@ -15,8 +15,8 @@ import sys
 import jax
 import pytest
 
-from meshtrain import hardware
-from meshtrain.config import Config, resolve
+from meshtrain.config.config import Config, resolve
+from meshtrain.launch import compiler
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.models.remat import RematOptions
@@ -56,7 +56,7 @@ PIPELINE = llama_on(
 )
 INTERLEAVED = dataclasses.replace(PIPELINE, pipeline=PipelineOptions("interleaved_1f1b", 16, 2))
 # Newer compilers refuse some of the table's options, and hide less.
-KNOWS_ALL_OPTIONS = len(hardware.options_of("NVIDIA A100-SXM4-80GB")) == len(hardware.GPU_OPTIONS)
+KNOWS_ALL_OPTIONS = len(compiler.options_of("NVIDIA A100-SXM4-80GB")) == len(compiler.GPU_OPTIONS)
 NAMED = {"fsdp": FSDP, "tensor": TENSOR, "data": DATA, "1f1b": PIPELINE, "interleaved": INTERLEAVED}
 
 
@@ -150,10 +150,10 @@ def share_hidden(rows):
 
 def test_every_option_of_the_table_has_a_reason_and_is_shown():
     plan = planned("h100:1x8", FSDP)
-    assert plan.compiled.options == hardware.compiler_options("NVIDIA H100 80GB HBM3")
+    assert plan.compiled.options == compiler.compiler_options("NVIDIA H100 80GB HBM3")
     shown = report.text(plan)
     assert all(
-        option.name in shown and option.reason in shown for option in hardware.options_of("NVIDIA H100 80GB HBM3")
+        option.name in shown and option.reason in shown for option in compiler.options_of("NVIDIA H100 80GB HBM3")
     )
 
 

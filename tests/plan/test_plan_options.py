@@ -9,9 +9,9 @@ import sys
 import jax
 import pytest
 
-from meshtrain import hardware
 from meshtrain.assemble import assemble
-from meshtrain.config import Config
+from meshtrain.config.config import Config
+from meshtrain.launch import compiler
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.plan import compile as compiling
@@ -21,17 +21,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def test_training_and_planning_read_the_same_table():
     training = importlib.import_module("meshtrain.assemble")  # the module, whatever the package calls so
-    assert training.compiler_options is compiling.compiler_options is hardware.compiler_options
+    assert training.compiler_options is compiling.compiler_options is compiler.compiler_options
 
 
-@pytest.mark.parametrize("options", [hardware.GPU_OPTIONS, hardware.CPU_OPTIONS])
+@pytest.mark.parametrize("options", [compiler.GPU_OPTIONS, compiler.CPU_OPTIONS])
 def test_options_have_typed_values_and_reasons(options):
     assert options
     assert all(option.reason and not isinstance(option.value, str) for option in options)
     assert len({option.name for option in options}) == len(options)
 
 
-@pytest.mark.skipif(not hardware.options_of("cpu"), reason="the option is left out on this jaxlib")
+@pytest.mark.skipif(not compiler.options_of("cpu"), reason="the option is left out on this jaxlib")
 def test_a_step_on_cpus_copies_no_moments():
     """The guard keeps the old ones at hand; without the option each is copied before it is overwritten."""
     config = Config(batch_size=4, sequence_length=16, model=DecoderOptions(num_layers=2, embed_dim=32, mlp_dim=64))
@@ -45,10 +45,10 @@ def test_a_step_on_cpus_copies_no_moments():
     ("version", "on_gpus", "on_cpus"), [("0.10.2", 5, 1), ("0.11.2", 1, 1), ("0.12.0.1", 1, 1), ("0.13", 1, 0)]
 )
 def test_options_that_newer_compilers_may_refuse_are_left_out(monkeypatch, version, on_gpus, on_cpus):
-    monkeypatch.setattr(hardware.importlib.metadata, "version", lambda name: version)
-    assert len(hardware.options_of("NVIDIA H100 80GB HBM3")) == on_gpus
-    assert len(hardware.options_of("cpu")) == on_cpus
-    assert hardware.options_of("TPU v5") == ()
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+    assert len(compiler.options_of("NVIDIA H100 80GB HBM3")) == on_gpus
+    assert len(compiler.options_of("cpu")) == on_cpus
+    assert compiler.options_of("TPU v5") == ()
 
 
 NOISE = """

@@ -5,9 +5,9 @@ import importlib.metadata
 import jax
 import pytest
 
-from meshtrain import hardware
-from meshtrain.errors import UserError
+from meshtrain.launch import hardware
 from meshtrain.plan import topology
+from meshtrain.words.errors import UserError
 
 
 @pytest.mark.parametrize(

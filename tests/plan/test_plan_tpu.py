@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.models import splash
 from meshtrain.models.decoder import DecoderOptions

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshtrain import errors
+from meshtrain.words import errors
 
 HANG_SECONDS = 30  # the slowest case takes two
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # capabilities: what lets root read what no permission allows
@@ -78,7 +78,7 @@ def _stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def accepted(*given: object, **named: object) -> None:
         raise Accepted(given)
 
-    train = importlib.import_module("meshtrain.train")
+    train = importlib.import_module("meshtrain.training")
     parts = {name: getattr(train.workdir, name) for name in dir(train.workdir) if not name.startswith("__")}
     monkeypatch.setattr(train, "workdir", types.SimpleNamespace(**parts | {"locked": accepted}))
     monkeypatch.setattr("meshtrain.plan.planner.plan", accepted)
@@ -162,7 +162,7 @@ def unprivileged() -> Iterator[None]:
 
 
 SMALL = """
-from meshtrain.config import default
+from meshtrain.config.config import default
 
 def get_config():
     config = default()

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import json
 import pathlib
@@ -14,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from meshtrain.errors import Interrupted
+from meshtrain import training
 from meshtrain.main import main
+from meshtrain.words.errors import Interrupted
 
 NUM_STEPS, STOPPED_AT = 10, 5
 
 CONFIG = """
-from meshtrain.config import default
+from meshtrain.config.config import default
 
 def get_config():
     config = default()
@@ -104,13 +104,12 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
 @contextlib.contextmanager
 def patched(name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
     """Wraps a function of the story for as long as the block lasts."""
-    module = importlib.import_module("meshtrain.train")
-    original = getattr(module, name)
-    setattr(module, name, wrapper(original))
+    original = getattr(training, name)
+    setattr(training, name, wrapper(original))
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(training, name, original)
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ import jax
 import pytest
 
 import meshtrain
-from meshtrain import errors
-from meshtrain.config import from_json
-from meshtrain.config_file import load
+from meshtrain.config.between_runs import from_json
 from meshtrain.main import main
 from meshtrain.store.other_runs import find
+from meshtrain.words import errors
+from meshtrain.words.config_file import load
 
 ROOT = pathlib.Path(__file__).parents[2]
 FSDP = ("mesh.fsdp=2",)
@@ -175,10 +175,9 @@ def test_from_a_notebook(config_file, straight, tmp_path, monkeypatch):
 ORDERS = [
     "import meshtrain; train = meshtrain.train",
     "from meshtrain import train",
-    "import meshtrain.train; train = meshtrain.train",
-    "from meshtrain.train import Result; import meshtrain; train = meshtrain.train",
-    "from meshtrain.train import train",
-    "import meshtrain.assemble, meshtrain.train; from meshtrain import train",
+    "import meshtrain.training; train = meshtrain.train",
+    "from meshtrain import Result, default, resolve, train",
+    "from meshtrain.training import Result; import meshtrain; train = meshtrain.train",
 ]
 
 
@@ -194,7 +193,7 @@ def test_train_is_the_function_in_every_order_of_imports():
         lines += [
             "for name in [n for n in sys.modules if n.split('.')[0] == 'meshtrain']: del sys.modules[name]",
             order,
-            "assert isinstance(train, types.FunctionType) and train.__module__ == 'meshtrain.train', train",
+            "assert isinstance(train, types.FunctionType) and train.__module__ == 'meshtrain.training', train",
         ]
     done = subprocess.run(
         [sys.executable, "-W", "error::ImportWarning", "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True

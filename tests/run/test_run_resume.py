@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import resume
 from meshtrain.data.corpus import open_corpus
-from meshtrain.errors import UserError
-from meshtrain.evaluate import training_batches
 from meshtrain.main import main
+from meshtrain.run import start
+from meshtrain.run.evaluate import training_batches
 from meshtrain.store.other_runs import find, restore_params
+from meshtrain.words.errors import UserError
 
 FSDP = ("mesh.fsdp=2",)
 INTERLEAVED = ("mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2")
@@ -109,8 +109,8 @@ def test_init_from_takes_the_weights_and_nothing_else(run, stopped, straight, tm
     # Gone or not, the other run is history once this one has weights of its own.
     other.rename(other.with_name("moved"))
     config = begun.result.assembly.config
-    assert resume.check(config, begun.directory, resume.saved_step(begun.directory)) == []
-    [line] = resume.check(config, tmp_path / "another", 0)
+    assert start.check(config, begun.directory, start.saved_step(begun.directory)) == []
+    [line] = start.check(config, tmp_path / "another", 0)
     assert line.startswith(f"init_from: {other}: got nothing there; allowed: a workdir")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import Assembly, assemble
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions

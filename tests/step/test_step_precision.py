@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import checks, config
-from meshtrain.errors import UserError
+from meshtrain.config import checks, config
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.step import precision
 from meshtrain.step.precision import PrecisionOptions
+from meshtrain.words.errors import UserError
 
 MESHES = [{"data": 2, "fsdp": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow)]
 SMALL = DecoderOptions(num_layers=1, embed_dim=8, mlp_dim=16, num_heads=2, num_kv_heads=2, vocab_size=10)

@@ -14,11 +14,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshtrain.errors import UserError
 from meshtrain.store import integrity
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.keeping import CheckpointOptions
 from meshtrain.store.other_runs import find, restore_params
+from meshtrain.words.errors import UserError
 
 EXTRA = {"data": {"next_example": 96}, "versions": {"jax": jax.__version__}, "configuration": {"seed": 0}}
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from meshtrain.errors import UserError
 from meshtrain.store import integrity, verify
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints, SaveFailed
 from meshtrain.store.keeping import CheckpointOptions, kept, read_ratings, saved_steps
 from meshtrain.store.other_runs import restore_params
+from meshtrain.words.errors import UserError
 
 
 def state(value):

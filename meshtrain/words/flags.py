@@ -18,8 +18,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from meshtrain.errors import UserError, nearest, unknown
-from meshtrain.paths import expanded, is_utf8, standing
+from meshtrain.words.errors import UserError, nearest, unknown
+from meshtrain.words.paths import expanded, is_utf8, standing
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -2,7 +2,7 @@ import pathlib
 
 import pytest
 
-from meshtrain.config import check, parse
+from meshtrain.config.config import check, parse
 from meshtrain.models.decoder_task import count_parameters
 
 ROOT = pathlib.Path(__file__).parents[2]

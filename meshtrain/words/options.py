@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from meshtrain.errors import unknown
+from meshtrain.words.errors import unknown
 
 # Counts end up in int32 arrays and numbers in float32 ones: beyond, they would be others, or none.
 MOST = {int: 2**31 - 1, float: 3.4e38}

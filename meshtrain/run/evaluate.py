@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 
 from meshtrain.assemble import Assembly
-from meshtrain.config import Config
+from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import batches, sample_order
 from meshtrain.observe.metrics import scalars

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshtrain import flags
-from meshtrain.config import CONFIG_FILE, Config, difference, to_json
-from meshtrain.errors import UserError
+from meshtrain.config.between_runs import difference
+from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
 from meshtrain.observe.trackers import METRICS_FILE
-from meshtrain.paths import standing
 from meshtrain.store.checkpoint import CHECKPOINTS
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError
+from meshtrain.words.paths import standing
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"

@@ -9,12 +9,10 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain import loop, resume, summary, workdir
+from meshtrain import loop
 from meshtrain.assemble import Assembly, MakeTask, array_rows, assemble, compiled_step, plan_of
-from meshtrain.config import Config, check, resolve
+from meshtrain.config.config import Config, check, resolve
 from meshtrain.data.corpus import Corpus, open_corpus
-from meshtrain.errors import UserError
-from meshtrain.evaluate import evaluate, training_batches
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.layout.explain import table
@@ -24,9 +22,12 @@ from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
-from meshtrain.paths import expanded
+from meshtrain.run import saving, start, summary, workdir
+from meshtrain.run.evaluate import evaluate, training_batches
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.words.errors import UserError
+from meshtrain.words.paths import expanded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +63,9 @@ def train(
     is_main = distributed.is_main_process()
     show = functools.partial(phase, is_main=is_main)
     with Watchdog(config.watchdog_seconds) as watchdog:
-        resume.refuse_unequal_processes(config, run)
+        start.refuse_unequal_processes(config, run)
         shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-        problems = check(config, shape, own_task=own_task) + resume.check(config, run, resume.saved_step(run))
+        problems = check(config, shape, own_task=own_task) + start.check(config, run, start.saved_step(run))
         if problems := peers.share_problems("configuration", problems):
             raise UserError(*problems)
         with show("data") as say:
@@ -79,7 +80,7 @@ def train(
         with show("mesh") as say:
             assembly = assemble(config, shape, devices, make_task, rules)
             say("; ".join([describe(assembly.mesh), *notes]))
-        resume.refuse_other_weights(assembly, run)
+        start.refuse_other_weights(assembly, run)
         with workdir.locked(run), Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints:
             state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show)
         with watchdog.patient():
@@ -104,8 +105,8 @@ def run_steps(
     with ThreadPoolExecutor(1) as thread:
         # The compiler leaves the interpreter alone: initial weights, a program of their own, come meanwhile.
         compiling = thread.submit(compiled_step, assembly)
-        with show("restore" if resume.saved_step(run) else "init") as say:
-            state, start_step, restored = resume.starting_state(assembly, checkpoints)
+        with show("restore" if start.saved_step(run) else "init") as say:
+            state, start_step, restored = start.starting_state(assembly, checkpoints)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
         workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)), writes=is_main)
         with show("compile") as say:
@@ -121,11 +122,11 @@ def run_steps(
         actions = loop.Actions(
             train_step=train_step,
             evaluate=functools.partial(evaluate, assembly, corpus),
-            save=functools.partial(resume.save, assembly, checkpoints, corpus),
+            save=functools.partial(saving.save, assembly, checkpoints, corpus),
             finish_saving=checkpoints.wait,
-            rate=functools.partial(resume.rate, assembly, checkpoints),
+            rate=functools.partial(saving.rate, assembly, checkpoints),
             write=trackers.write,
-            diagnose=functools.partial(resume.diagnosis, checkpoints),
+            diagnose=functools.partial(saving.diagnosis, checkpoints),
         )
         goodput = Goodput(workdir.begun_seconds(run, writes=is_main), trackers.useful_seconds)
         batches = training_batches(assembly, corpus, start_step)

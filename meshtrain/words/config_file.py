@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from meshtrain.errors import UserError, nearest
-from meshtrain.paths import standing
+from meshtrain.words.errors import UserError, nearest
+from meshtrain.words.paths import standing
 
 _NEAREST = "; nearest: configs/3d.py, which runs"
 _MOST_LISTED = 20  # files of a folder

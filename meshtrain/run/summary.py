@@ -5,12 +5,12 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshtrain import workdir
 from meshtrain.assemble import Assembly
 from meshtrain.data.baseline import bigram_loss
 from meshtrain.data.corpus import Corpus
-from meshtrain.evaluate import evaluated_examples
 from meshtrain.generate import continued
+from meshtrain.run import workdir
+from meshtrain.run.evaluate import evaluated_examples
 from meshtrain.step.state import TrainState
 
 PROMPT, NUM_SAMPLE_TOKENS, TEMPERATURE = "def ", 160, 0.7

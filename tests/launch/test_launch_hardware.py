@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from meshtrain import hardware
+from meshtrain.launch import compiler, hardware
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_units_agree():
 
 
 def test_only_cpus_compile_the_initial_weights_with_less_optimization():
-    assert hardware.init_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
-    assert hardware.init_compiler_options("NVIDIA H200") == hardware.init_compiler_options("TPU v5") == {}
+    assert compiler.init_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
+    assert compiler.init_compiler_options("NVIDIA H200") == compiler.init_compiler_options("TPU v5") == {}
 
 
 def test_imports_no_jax():
-    script = "import sys, meshtrain.hardware; sys.exit('jax' in sys.modules)"
+    script = "import sys, meshtrain.launch.hardware; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from meshtrain.errors import UserError
+from meshtrain.words.errors import UserError
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

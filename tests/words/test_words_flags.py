@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from meshtrain import config_file, flags
-from meshtrain.errors import UserError
-from meshtrain.options import option
+from meshtrain.words import config_file, flags
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,27 +1,24 @@
-"""Where a run starts from, and what it keeps so that it can."""
+"""Where a run starts from: its own newest checkpoint, another run's weights, or initial weights."""
 
 import dataclasses
 import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
-from meshtrain import flags, workdir
 from meshtrain.assemble import Assembly, stored_params
-from meshtrain.config import Config, to_json
-from meshtrain.data.corpus import Corpus
-from meshtrain.data.loader import next_sample
-from meshtrain.errors import UserError, warn
+from meshtrain.config.config import Config, to_json
 from meshtrain.launch import peers
 from meshtrain.observe import trackers
-from meshtrain.step.guard import name_of_first
+from meshtrain.run import workdir
 from meshtrain.step.state import TrainState
-from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints, SaveFailed
+from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.other_runs import find, restore_params
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, warn
 
 
 def saved_step(run: Path) -> int:
@@ -109,51 +106,3 @@ def beginning(assembly: Assembly) -> TrainState:
     kept = restore_params(config.init_from, assembly.kept_state.params) if config.init_from else None
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     return state if kept is None else dataclasses.replace(state, params=stored_params(assembly, kept))
-
-
-def save(
-    assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus, step: int, state: TrainState
-) -> dict[str, float]:
-    """Starts to save a step; returns what to log of it, once the state's buffers may be overwritten.
-
-    A save that fails is said aloud and does not end the run: the next one may find a disk with room again.
-    """
-    start_seconds = time.perf_counter()
-    extra = {
-        "next_sample": next_sample(step, assembly.config.batch_size),
-        "corpus": corpus.fingerprint,
-        "config": json.loads(to_json(assembly.config)),
-        "versions": {"jax": jax.__version__},
-    }
-    values = dict[str, float]()
-    try:
-        checkpoints.wait()
-    except SaveFailed as error:
-        warn(str(error))
-        values["failed_saves"] = 1.0
-    try:
-        checkpoints.save(step, assembly.to_kept(state), extra)
-    except SaveFailed as error:
-        warn(str(error))
-        values["failed_saves"] = values.setdefault("failed_saves", 0.0) + 1
-    return {"save_blocking_seconds": time.perf_counter() - start_seconds, **values}
-
-
-def rate(assembly: Assembly, checkpoints: Checkpoints, step: int, values: Mapping[str, float]) -> None:
-    """Notes what an evaluation says of the save of a step, where good saves are to stay."""
-    options = assembly.config.checkpoint
-    if options.keep_best and options.best_metric in values and jax.process_index() == 0:
-        checkpoints.rate(step, values[options.best_metric])
-
-
-def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int) -> str:
-    """Returns what first was no number in steps that went wrong, and where the run can be taken up again.
-
-    Args:
-      checkpoints: the run's own.
-      state: the newest one.
-      number: see `guard.first_not_finite`.
-    """
-    step = checkpoints.latest_step()
-    where = "none" if step is None else str(checkpoints.directory / str(step))
-    return f"first array that is not finite: {name_of_first(state.params, number)}; last good checkpoint: {where}"

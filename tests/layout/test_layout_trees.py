@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.trees import aligned, format_bytes, leaves_with_paths, num_bytes, path_text
+from meshtrain.layout.trees import leaves_with_paths, num_bytes, path_text
+from meshtrain.words.tables import aligned, format_bytes
 
 
 class Moments(NamedTuple):

@@ -1,6 +1,6 @@
 """The training state as it is stored: shapes, logical axes, and where each array lives. No arrays yet.
 
-In memory an interleaved pipeline cuts the layers into chunks; checkpoints have them in layer order (`storage.py`).
+In memory an interleaved pipeline cuts the layers into chunks; checkpoints have them in layer order (`pipeline.chunks`).
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from meshtrain.errors import UserError
 from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.layout.rules import Rules
 from meshtrain.models.task import Params, Task
 from meshtrain.optim.optimizers import state_axes
-from meshtrain.pipeline import storage
+from meshtrain.pipeline import chunks
 from meshtrain.step.state import TrainState
+from meshtrain.words.errors import UserError
 
 Axes = tuple[str | None, ...]
 
@@ -38,7 +38,7 @@ def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any,
 
     params, axes = meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
     if num_chunks > 1:
-        chunked = lambda leaf: storage.chunked_names(leaf, num_chunks)  # noqa: E731
+        chunked = lambda leaf: chunks.chunked_names(leaf, num_chunks)  # noqa: E731
         axes = {**axes, "layers": jax.tree.map(chunked, axes["layers"], is_leaf=partition.is_names)}
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
     return jax.eval_shape(lambda: in_chunks(zeros(), num_chunks)), axes
@@ -46,7 +46,7 @@ def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any,
 
 def in_chunks(params: Params, num_chunks: int) -> Params:
     """Returns parameters in layer order as the step wants them."""
-    return params if num_chunks == 1 else {**params, "layers": storage.chunked(params["layers"], num_chunks)}
+    return params if num_chunks == 1 else {**params, "layers": chunks.chunked(params["layers"], num_chunks)}
 
 
 def state_names(
@@ -116,7 +116,7 @@ def placed(
 def in_layer_order(abstract: TrainState, names: list[Axes]) -> TrainState:
     """Returns the abstract state with the shapes that checkpoints have."""
     leaves, structure = jax.tree.flatten(abstract)
-    shapes = [storage.layer_order_shape(leaf.shape, axes) for leaf, axes in zip(leaves, names, strict=True)]
+    shapes = [chunks.layer_order_shape(leaf.shape, axes) for leaf, axes in zip(leaves, names, strict=True)]
     kept = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
     return jax.tree.unflatten(structure, kept)
 

@@ -3,30 +3,25 @@
 Inside the program a configuration is the frozen `Config`. An ml_collections.ConfigDict stands only at this door, for
 files that edit the defaults:
 
-    from meshtrain.config import default
+    from meshtrain.config.config import default
 
     def get_config():
         config = default()
         config.mesh.data = 2
         return config
-
-`python -m meshtrain.config [--config=FILE]` prints every field.
 """
 
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_collections
 
-from meshtrain import checks, flags
-from meshtrain.config_file import load
+from meshtrain.config import checks
 from meshtrain.data import sources
 from meshtrain.data.sources import DataOptions
-from meshtrain.errors import UserError, run
 from meshtrain.layout import mesh, zero
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.offload import OffloadOptions
@@ -41,24 +36,18 @@ from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim import learning_rate, optimizers
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.options import option, problems
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.store.keeping import CheckpointOptions
-from meshtrain.trees import aligned
+from meshtrain.words import flags
+from meshtrain.words.config_file import load
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option, problems
 
 CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdir
-
-# What a run may change when it is started again: where arrays live, in what order stages run, what is computed twice,
-# what is shown, measured and saved, and how long it goes on. All else would make it another run.
-FREE_ON_RESUME = (
-    "mesh", "zero", "offload", "layout", "pipeline", "remat", "num_steps", "log_every", "eval_every",
-    "num_eval_batches", "checkpoint", "profile", "observe", "guard", "watchdog_seconds", "data.num_threads",
-    "data.num_prefetch_batches",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +111,7 @@ def resolve(
     Raises:
       UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
     """
-    config, found = _build(given, overrides or {})
+    config, found = built(given, overrides or {})
     found += problems(config, "")
     faulty = {line.partition(":")[0] for line in found}
     # The checks across fields need legal numbers: what is wrong takes its default, and lines about it are left out.
@@ -179,7 +168,7 @@ def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
     return config.accumulation_steps * in_pipeline
 
 
-def _build(
+def built(
     given: Config | ml_collections.ConfigDict | Mapping[str, Any], overrides: Mapping[str, str]
 ) -> tuple[Config, list[str]]:
     """Returns a configuration of the right types, and one line for each key or value that had to be left out."""
@@ -209,10 +198,10 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
     also = [*arguments.problems, *also]
     try:
         given = default() if arguments.config is None else load(arguments.config, list(flags.schema(Config())))
-        _build(given, {})  # what is no configuration at all
+        built(given, {})  # what is no configuration at all
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.
-        _, found = _build(default(), arguments.overrides)
+        _, found = built(default(), arguments.overrides)
         raise UserError(*also, *error.problems, *found) from error
     return resolve(given, arguments.overrides, also, reads_data=reads_data)
 
@@ -237,64 +226,3 @@ def parse(
 def to_json(config: Config) -> str:
     """Returns the configuration as the text of `config.json`: nested as the options are, every field in it."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-
-
-def from_json(text: str) -> Config:
-    """Returns the configuration of another run, types checked; a field that is newer than the run has its default.
-
-    Raises:
-      UserError: not JSON, or a key or a value that no configuration has.
-    """
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
-    config, found = _build(given, {})
-    if found:
-        raise UserError(*(f"{CONFIG_FILE}: {line}" for line in found))
-    return config
-
-
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Returns `key: was X, now Y` for each difference that makes two configurations two runs.
-
-    Args:
-      old: the nested dict of a run that is to be resumed, as `json.loads` reads its config.json.
-      new: the nested dict of the configuration at hand. A key that one of them lacks counts with its default.
-    """
-    defaults = flags.flatten(dataclasses.asdict(Config()))
-    before, after = defaults | flags.flatten(old), defaults | flags.flatten(new)
-    found = []
-    for key in before | after:
-        free = any(key == name or key.startswith(f"{name}.") for name in FREE_ON_RESUME)
-        was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
-        if was != now and not free:
-            found.append(f"{key}: was {was}, now {now}")
-    return found
-
-
-def table(config: Config) -> str:
-    """Returns a line for each field: key, type, default, one line of text; and its value where that differs."""
-    values = flags.flatten(dataclasses.asdict(config))
-    rows = []
-    for key, entry in flags.schema(Config()).items():
-        text = entry.text
-        if not all(choice in text for choice in entry.choices):
-            text += f" ({', '.join(entry.choices)})"
-        value = "" if values[key] == entry.default else json.dumps(values[key])
-        rows.append((key, entry.kind.__name__, json.dumps(entry.default), value, text))
-    header = ("field", "type", "default", "here", "meaning")
-    shown = [i for i in range(len(header)) if header[i] != "here" or any(row[i] for row in rows)]
-    return aligned([[row[i] for i in shown] for row in rows], [header[i] for i in shown])
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints every field of the configuration that the arguments name, or of the default one."""
-    extra = argparse.ArgumentParser(prog="python -m meshtrain.config", description=main.__doc__, add_help=False)
-    config, _ = parse(argv, extra, reads_data=False)
-    print(table(config))
-    return 0
-
-
-if __name__ == "__main__":
-    run(lambda: main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""Options that XLA compiles the step and the initial weights with, for each kind of device."""
+
+import dataclasses
+import importlib.metadata
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilerOption:
+    """One option that every step is compiled with on a kind of machine.
+
+    Attributes:
+      name: as XLA knows it.
+      value: typed; XLA refuses the text of it.
+      reason: what it is for, in one line.
+      before: the jaxlib from which on it is left out, as XLA does not know it any more, aborts, or nobody has tried; ""
+        for none.
+    """
+
+    name: str
+    value: Any
+    reason: str
+    before: str = ""
+
+
+# Seen on jaxlib 0.10.2, where they hide 0.9 and more of what FSDP sends; to 0.12.0 the pipelined ones are unknown, and
+# its compiler aborts with the estimator.
+GPU_OPTIONS = (
+    CompilerOption(
+        "xla_gpu_enable_latency_hiding_scheduler", True, "starts collectives early; some GPUs (A100) do not by default"
+    ),
+    CompilerOption(
+        "xla_gpu_enable_analytical_latency_estimator",
+        True,
+        "weighs collectives by size; older GPUs guess by default",
+        "0.11",
+    ),
+    CompilerOption("xla_gpu_enable_pipelined_all_gather", True, "gathers the next layer's weights early", "0.11"),
+    CompilerOption("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters gradients during the next layer", "0.11"),
+    CompilerOption("xla_gpu_enable_pipelined_all_reduce", True, "sums gradients during the next layer", "0.11"),
+)
+
+
+CPU_OPTIONS = (
+    CompilerOption(
+        "xla_cpu_copy_insertion_use_region_analysis",
+        True,
+        "updates moments in place, which it copies by default",
+        "0.13",  # not tried yet; an option that XLA does not know would be the end of every run
+    ),
+)
+
+
+def options_of(device_kind: str) -> tuple[CompilerOption, ...]:
+    """Returns the table of options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice."""
+    table = CPU_OPTIONS if device_kind == "cpu" else GPU_OPTIONS if device_kind.startswith("NVIDIA") else ()
+    installed = _numbers(importlib.metadata.version("jaxlib"))
+    return tuple(option for option in table if not option.before or installed < _numbers(option.before))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def compiler_options(device_kind: str) -> dict[str, Any]:
+    """Returns what `jax.jit(compiler_options=...)` is given for the step, in training and in planning alike."""
+    return {option.name: option.value for option in options_of(device_kind)}
+
+
+def init_compiler_options(device_kind: str) -> dict[str, Any]:
+    """Returns the same for the program of the initial weights, which runs once.
+
+    On CPUs LLVM's first level of optimization gives the same numbers as fast, in half of the compile time.
+    """
+    return {"xla_backend_optimization_level": 1} if device_kind == "cpu" else {}

@@ -1,0 +1,64 @@
+"""What a run saves, how good a save is, and where to go back to when training stops itself."""
+
+import json
+import time
+from collections.abc import Mapping
+
+import jax
+
+from meshtrain.assemble import Assembly
+from meshtrain.config.config import to_json
+from meshtrain.data.corpus import Corpus
+from meshtrain.data.loader import next_sample
+from meshtrain.step.guard import name_of_first
+from meshtrain.step.state import TrainState
+from meshtrain.store.checkpoint import Checkpoints, SaveFailed
+from meshtrain.words.errors import warn
+
+
+def save(
+    assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus, step: int, state: TrainState
+) -> dict[str, float]:
+    """Starts to save a step; returns what to log of it, once the state's buffers may be overwritten.
+
+    A save that fails is said aloud and does not end the run: the next one may find a disk with room again.
+    """
+    start_seconds = time.perf_counter()
+    extra = {
+        "next_sample": next_sample(step, assembly.config.batch_size),
+        "corpus": corpus.fingerprint,
+        "config": json.loads(to_json(assembly.config)),
+        "versions": {"jax": jax.__version__},
+    }
+    values = dict[str, float]()
+    try:
+        checkpoints.wait()
+    except SaveFailed as error:
+        warn(str(error))
+        values["failed_saves"] = 1.0
+    try:
+        checkpoints.save(step, assembly.to_kept(state), extra)
+    except SaveFailed as error:
+        warn(str(error))
+        values["failed_saves"] = values.setdefault("failed_saves", 0.0) + 1
+    return {"save_blocking_seconds": time.perf_counter() - start_seconds, **values}
+
+
+def rate(assembly: Assembly, checkpoints: Checkpoints, step: int, values: Mapping[str, float]) -> None:
+    """Notes what an evaluation says of the save of a step, where good saves are to stay."""
+    options = assembly.config.checkpoint
+    if options.keep_best and options.best_metric in values and jax.process_index() == 0:
+        checkpoints.rate(step, values[options.best_metric])
+
+
+def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int) -> str:
+    """Returns what first was no number in steps that went wrong, and where the run can be taken up again.
+
+    Args:
+      checkpoints: the run's own.
+      state: the newest one.
+      number: see `guard.first_not_finite`.
+    """
+    step = checkpoints.latest_step()
+    where = "none" if step is None else str(checkpoints.directory / str(step))
+    return f"first array that is not finite: {name_of_first(state.params, number)}; last good checkpoint: {where}"
