@@ -277,7 +277,9 @@ def test_the_programs_exit_with_2_and_one_line_for_each_problem():
 
 def test_the_table_touches_no_device():
     # JAX refuses another number of CPU devices once it has looked for them.
-    code = "import jax\nfrom meshtrain.config import __main__ as fields\nfields.main([])\njax.config.update('jax_num_cpu_devices', 3)"
+    code = (
+        "import jax\nfrom meshtrain.config.__main__ import main\nmain([])\njax.config.update('jax_num_cpu_devices', 3)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "mesh.tensor" in done.stdout
