@@ -150,7 +150,9 @@ def assemble(
         for name, leaf in task.batch.items()
     }
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape)
-    whole, state_homes, kind = NamedSharding(mesh, PartitionSpec()), shardings(state), devices[0].device_kind
+    whole = NamedSharding(mesh, PartitionSpec())
+    state_homes = shardings(state)
+    kind = devices[0].device_kind
     step = train_step(
         gradients,
         transformation,

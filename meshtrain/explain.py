@@ -68,8 +68,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.draw:
         refuse_target("--draw", arguments.draw, "mesh.png")
         if Path(arguments.draw).suffix not in PICTURES:
-            raise UserError(f"--draw: got '{arguments.draw}'; allowed endings: {', '.join(PICTURES)}; "
-                            f"nearest: {arguments.draw}.png")  # fmt: skip
+            raise UserError(
+                f"--draw: got '{arguments.draw}'; allowed endings: {', '.join(PICTURES)}; nearest: {arguments.draw}.png"
+            )
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
     if problems := check(config, shape):

@@ -83,8 +83,10 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
         if what == "a file":
             files[path] = None
             if not path.stat().st_size:
-                problems.append(f"data.path: got '{item}', which is empty; allowed: files with at least one sequence; "
-                                f"nearest: '{path.parent}/*'")  # fmt: skip
+                problems.append(
+                    f"data.path: got '{item}', which is empty; allowed: files with at least one sequence; "
+                    f"nearest: '{path.parent}/*'"
+                )
         elif what == "a folder":
             problems.append(f"data.path: got '{item}', a folder; allowed: files or globs; nearest: '{path}/*'")
         elif what == "nothing there" and glob.has_magic(item):
@@ -93,8 +95,9 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
             files.update(dict.fromkeys(full))
             if not full:
                 said = f"only folders or empty files ({len(found)})" if found else "nothing"
-                problems.append(f"data.path: got '{item}', which matches {said}; allowed: a glob that matches files"
-                                f"{_beside(path)}")  # fmt: skip
+                problems.append(
+                    f"data.path: got '{item}', which matches {said}; allowed: a glob that matches files{_beside(path)}"
+                )
         else:
             said = "which does not exist" if what == "nothing there" else what
             problems.append(f"data.path: got '{item}', {said}; allowed: existing files or globs{_beside(path)}")

@@ -58,8 +58,9 @@ def _out_of_place(run: pathlib.Path) -> list[str]:
         if what == wanted and not _can_write(path):
             what = f"{wanted} that this user may not read and write"
         if what not in (wanted, "nothing there"):
-            found.append(f"workdir {run}: got {what} at {name}; allowed: {wanted} of the run's; nearest: "
-                         "another --workdir")  # fmt: skip
+            found.append(
+                f"workdir {run}: got {what} at {name}; allowed: {wanted} of the run's; nearest: another --workdir"
+            )
     return found
 
 

@@ -54,8 +54,10 @@ def find(directory: str | Path) -> Checkpoints:
     try:
         os.scandir(inner).close()
     except OSError as error:
-        raise UserError(f"{inner}: got a folder that cannot be read ({error.strerror}); allowed: a workdir of "
-                        f"meshtrain; nearest: chmod -R a+rX '{inner}'") from error  # fmt: skip
+        raise UserError(
+            f"{inner}: got a folder that cannot be read ({error.strerror}); allowed: a workdir of "
+            f"meshtrain; nearest: chmod -R a+rX '{inner}'"
+        ) from error
     checkpoints = Checkpoints(inner, None)
     if checkpoints.latest_step() is None:
         checkpoints.close()

@@ -162,8 +162,9 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def collect(entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mapping[str, str]
-            ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+def collect(
+    entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
     """Brings values to their fields' types.
 
     Args:
@@ -277,12 +278,16 @@ def unwritable(workdir: pathlib.Path) -> list[str]:
     while (what := standing(existing)) == "nothing there" and existing != existing.parent:
         existing = existing.parent
     if what != "a folder":
-        return [f"--workdir: got '{workdir}': '{existing}' is not a folder but {what}; allowed: a folder that can be "
-                f"written; {near}"]  # fmt: skip
+        return [
+            f"--workdir: got '{workdir}': '{existing}' is not a folder but {what}; allowed: a folder that can be "
+            f"written; {near}"
+        ]
     try:
         # Tried, not asked: permission bits say nothing to root, nor on a file system mounted read-only.
         with tempfile.TemporaryDirectory(dir=existing, prefix=".meshtrain-"):
             return []
     except OSError as error:
-        return [f"--workdir: got '{workdir}', which is not writable ({error.strerror}); allowed: a folder that can be "
-                f"written; {near}"]  # fmt: skip
+        return [
+            f"--workdir: got '{workdir}', which is not writable ({error.strerror}); allowed: a folder that can be "
+            f"written; {near}"
+        ]

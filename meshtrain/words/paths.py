@@ -51,8 +51,10 @@ def refuse_target(flag: str, path: str, example: str) -> None:
     if what not in ("a file", "nothing there"):
         raise UserError(f"{flag}: got '{path}', {what}; allowed: a file's name; nearest: {example}")
     if not os.access(path if what == "a file" else folder, os.W_OK):
-        raise UserError(f"{flag}: got '{path}', which this user may not write; allowed: a file that can be written; "
-                        f"nearest: {example}")  # fmt: skip
+        raise UserError(
+            f"{flag}: got '{path}', which this user may not write; allowed: a file that can be written; "
+            f"nearest: {example}"
+        )
 
 
 def is_utf8(text: str) -> bool:

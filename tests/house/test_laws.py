@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "meshtrain").rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
-FILE_LINES = 300
+FILE_LINES = 400
 FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.py": 100, "meshtrain/step/step.py": 100}
 # `--help` must answer before JAX is imported.
@@ -195,7 +195,7 @@ def test_the_package_keeps_the_law(law):
         (executing_data, "from joblib import load\n"),
         (executing_data, "exec('1')\n"),
         (executing_data, "x = np.load('x', allow_pickle=True)\n"),
-        (long_files, "x = 1\n" * 301),
+        (long_files, "x = 1\n" * 401),
         (long_functions, "def f():\n" + "    x = 1\n" * 60),
         (hidden_imports, "def f():\n    from meshtrain import trees\n"),
         (hidden_imports, "def f():\n    import json, meshtrain.trees\n"),
