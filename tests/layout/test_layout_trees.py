@@ -1,4 +1,4 @@
-"""Trees as text."""
+"""Paths and sizes of the leaves of a tree."""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.layout.trees import leaves_with_paths, num_bytes, path_text
-from meshtrain.words.tables import aligned, format_bytes
 
 
 class Moments(NamedTuple):
@@ -44,27 +43,3 @@ def test_leaves_stand_in_the_order_of_tree_leaves():
 )
 def test_num_bytes(shape, dtype, expected):
     assert num_bytes(jax.ShapeDtypeStruct(shape, dtype)) == expected
-
-
-@pytest.mark.parametrize(
-    "n, expected",
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.50 KiB"),
-        (1024**2 - 1, "1.00 MiB"),
-        (24 * 1024**2, "24 MiB"),
-        (int(31.44 * 1024**3), "31.4 GiB"),
-        (int(314.4 * 1024**3), "314 GiB"),
-        (2 * 1024**4, "2 TiB"),
-        (5000 * 1024**5, "5000 PiB"),
-    ],
-)
-def test_bytes_are_short_and_exact_where_they_can_be(n, expected):
-    assert format_bytes(n) == expected
-
-
-def test_columns_are_aligned_without_trailing_blanks():
-    text = aligned([("a", "1", "x"), ("bbb", "22", "")], ("name", "n", "note"), align="<>")
-    assert text.split("\n") == ["name   n  note", "----  --  ----", "a      1  x", "bbb   22"]
