@@ -23,7 +23,7 @@ from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Batch, Params
 from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words import flags
-from meshtrain.words.errors import UserError, run
+from meshtrain.words.errors import UserError, run, warn
 from meshtrain.words.paths import is_utf8, standing
 
 MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
@@ -101,7 +101,10 @@ def continued(
 
 
 def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
-    """Returns what the command line asks for; where it names no configuration, that of the run in the workdir.
+    """Returns the configuration of the run in the workdir, changed by the command line's overrides.
+
+    The run's own config.json is the base, so that nothing of its command line has to be repeated. `--config` counts
+    where the workdir has none (a bare folder of checkpoints); where it has one, `--config` only names the workdir.
 
     Args:
       arguments: from `flags.arguments`.
@@ -110,13 +113,15 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
     Raises:
       UserError: all of them.
     """
-    kept = arguments.workdir / CONFIG_FILE
-    if arguments.config is not None or standing(kept) != "a file":
+    own = arguments.workdir / CONFIG_FILE
+    if standing(own) != "a file":
         return configure(arguments, also, reads_data=False)
+    if arguments.config is not None and arguments.workdir != flags.default_workdir(arguments.config):
+        warn(f"--config={arguments.config} is not read: {own} describes the weights; --config.GROUP.FIELD changes it")
     try:
-        given = from_json(kept.read_text(encoding="utf-8"))
+        given = from_json(own.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{kept}: not UTF-8 ({error}); allowed: what a run wrote; nearest: --config=FILE") from error
+        raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
     return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=False)
 
 

@@ -94,13 +94,17 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     del namespace._
     allowed = [word for action in parser._actions for word in action.option_strings if "." not in word]
     problems += strange(strangers, allowed)
-    name = pathlib.Path(namespace.config).stem if namespace.config else "default"
-    default = pathlib.Path("runs") / name
+    default = default_workdir(namespace.config)
     if namespace.workdir == "" or not is_utf8(namespace.workdir or ""):
         problems.append(f"--workdir: got '{namespace.workdir}'; allowed: a folder's path in UTF-8; nearest: {default}")
     namespace.workdir = expanded(namespace.workdir or default)
     namespace.overrides, namespace.problems = overrides, problems
     return namespace
+
+
+def default_workdir(config: str | None) -> pathlib.Path:
+    """Returns the workdir of a configuration file for which none is given: runs/NAME, runs/default without a file."""
+    return pathlib.Path("runs") / (pathlib.Path(config).stem if config else "default")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:

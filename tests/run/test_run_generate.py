@@ -17,12 +17,24 @@ def generated(capsys, *words):
 
 def test_the_most_probable_text_is_the_same_on_every_mesh(straight, command, capsys):
     other = ["mesh.tensor=2", "mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2"]
-    # Without --config it is the run's own, on the run's own mesh.
+    # On the run's own mesh, as its config.json says.
     own = generated(capsys, f"--workdir={straight.directory}", "--temperature=0", *WORDS)
     assert own.startswith("def f1(x")
     assert len(own) > len("def f1(x") + 1
     assert generated(capsys, *command(straight.directory, *other), "--temperature=0", *WORDS) == own
     assert generated(capsys, f"--workdir={straight.directory}", "--temperature=0", *WORDS, "--config.seed=0") == own
+
+
+def test_a_given_file_does_not_replace_what_the_run_was_started_with(straight, config_file, tmp_path, capsys):
+    """The file lacks the run's overrides (here: has other widths); the run's own config.json has them."""
+    other = tmp_path / "other.py"
+    other.write_text(config_file.read_text().replace("mlp_dim = 64", "mlp_dim = 128"))
+    own = generated(capsys, f"--workdir={straight.directory}", "--temperature=0", *WORDS)
+    assert generate.main([f"--config={other}", f"--workdir={straight.directory}", "--temperature=0", *WORDS]) == 0
+    said = capsys.readouterr()
+    assert said.out == own
+    [line] = said.err.splitlines()
+    assert line.startswith(f"meshtrain: WARNING: --config={other} is not read: {straight.directory / 'config.json'} ")
 
 
 def test_a_long_prompt_counts_with_its_end(straight, capsys):
