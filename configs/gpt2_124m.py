@@ -5,9 +5,9 @@ Parameters: 124,439,808 (124.4 M).
 Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
 Time: not known.
 Hardware: 8 GPUs of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
+Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
-Command: python -m meshtrain.main --config=configs/gpt2_124m.py
+Command: python -m meshtrain train --config=configs/gpt2_124m.py
 """
 
 import ml_collections

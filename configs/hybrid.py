@@ -5,7 +5,7 @@ Parameters: 1.12 M.
 Expected: the losses of configs/3d.py, but for rounding: model, data, seed and steps are the same.
 Time: a few minutes on 2 CPU cores.
 Hardware: 8 devices; on a CPU they are simulated.
-Command: python -m meshtrain.main --config=configs/hybrid.py
+Command: python -m meshtrain train --config=configs/hybrid.py
 """
 
 import ml_collections

@@ -5,9 +5,9 @@ Parameters: 70,553,706,496 (70.55 B).
 Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
 Time: not known.
 Hardware: 2,048 A100 of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
+Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
-Command: python -m meshtrain.main --config=configs/llama3_70b.py
+Command: python -m meshtrain train --config=configs/llama3_70b.py
 """
 
 import ml_collections

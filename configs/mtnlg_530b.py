@@ -5,9 +5,9 @@ Parameters: 529,581,506,560 (529.6 B).
 Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
 Time: not known.
 Hardware: 4,480 A100 of 80 GB.
-Data: synthetic as it stands. With token files of your own (`python -m meshtrain.data.prepare`) add
+Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
-Command: python -m meshtrain.main --config=configs/mtnlg_530b.py
+Command: python -m meshtrain train --config=configs/mtnlg_530b.py
 """
 
 import ml_collections

@@ -5,7 +5,7 @@ Parameters: 2.17 M.
 Expected: a validation loss near 2.15 nats a byte (Python 3.11).
 Time: twice that of configs/3d.py and more: on 2 CPU cores all stages share what idles.
 Hardware: 8 devices; on a CPU they are simulated.
-Command: python -m meshtrain.main --config=configs/pipeline.py
+Command: python -m meshtrain train --config=configs/pipeline.py
 """
 
 import ml_collections

@@ -5,7 +5,7 @@ Parameters: 1.12 M.
 Expected: a validation loss near 2.17 nats a byte (Python 3.11); its 8 heads are half as wide as those of configs/3d.py.
 Time: a few minutes on 2 CPU cores.
 Hardware: 8 devices; on a CPU they are simulated.
-Command: python -m meshtrain.main --config=configs/tensor.py
+Command: python -m meshtrain train --config=configs/tensor.py
 """
 
 import ml_collections

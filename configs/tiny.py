@@ -6,7 +6,7 @@ Parameters: 0.56 M.
 Expected: below 2.8 nats a byte on validation text after 60 steps (`--config.num_steps=60`); lower after all 200.
 Time: a few minutes on 2 CPU cores.
 Hardware: one CPU; any mesh of up to 8 simulated devices by `--config.mesh...`.
-Command: python -m meshtrain.main --config=configs/tiny.py
+Command: python -m meshtrain train --config=configs/tiny.py
 """
 
 import ml_collections

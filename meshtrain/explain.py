@@ -1,6 +1,6 @@
 """Prints what `assemble` decides for a configuration: the mesh, a line for each array, what each pipeline stage holds.
 
-python -m meshtrain.explain --config=configs/3d.py [--config.mesh.tensor=4 ...]
+python -m meshtrain explain --config=configs/3d.py [--config.mesh.tensor=4 ...]
 """
 
 import argparse
@@ -61,7 +61,7 @@ def stages_text(assembly: Assembly) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Assembles from shapes alone and prints; no array is made."""
     extra = argparse.ArgumentParser(
-        prog="python -m meshtrain.explain", description="Where each array of a configuration lives.", add_help=False
+        prog="python -m meshtrain explain", description="Where each array of a configuration lives.", add_help=False
     )
     extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh as a PNG")
     config, arguments = parse(argv, extra, reads_data=False)

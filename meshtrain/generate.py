@@ -128,7 +128,7 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
 def main(argv: Sequence[str]) -> int:
     """Prints a text that follows a prompt, from the newest checkpoint of a workdir."""
     extra = argparse.ArgumentParser(
-        prog="python -m meshtrain.generate", description="A run's newest weights continue a prompt.", add_help=False
+        prog="python -m meshtrain generate", description="A run's newest weights continue a prompt.", add_help=False
     )
     extra.add_argument("--prompt", default="def ", help="the text to go on from")
     extra.add_argument("--num-tokens", type=int, default=200, help="tokens to draw")

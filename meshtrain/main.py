@@ -1,4 +1,4 @@
-"""Flags -> train: `python -m meshtrain.main --config=configs/3d.py [--workdir=DIR] [--config.mesh.tensor=4 ...]`."""
+"""Flags -> train: `python -m meshtrain train --config=configs/3d.py [--workdir=DIR] [--config.mesh.tensor=4 ...]`."""
 
 import argparse
 import importlib
@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: whatever is wrong with arguments, configuration and workdir, all of it together.
     """
     extra = argparse.ArgumentParser(
-        prog="python -m meshtrain.main",
+        prog="python -m meshtrain train",
         description="Trains a transformer on a mesh. Run again with the same workdir, it goes on where it stopped.",
         add_help=False,
     )

@@ -176,7 +176,7 @@ def start_seconds(workdir: Path, cache: Path) -> tuple[float, float]:
     Raises:
       RuntimeError: it ended before.
     """
-    command = [sys.executable, "-m", "meshtrain.main", f"--config={TINY}", f"--workdir={workdir}"]
+    command = [sys.executable, "-m", "meshtrain", "train", f"--config={TINY}", f"--workdir={workdir}"]
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:

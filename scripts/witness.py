@@ -1,6 +1,6 @@
 """Runs of the program, one after the other, that write down what they see: process i `seen.<i>.json` in each workdir.
 
-    python -m meshtrain.launch --processes=2 --devices=4 -- -m scripts.witness --workdir=DIR --workdir=DIR --config=...
+    python -m meshtrain launch --processes=2 --devices=4 -- -m scripts.witness --workdir=DIR --workdir=DIR --config=...
 
 Nothing of the program is changed. What it restores, what it saves, and each batch are looked at as they pass:
 
@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     """Trains in each workdir, in the order given, and leaves there what this process has seen.
 
     Args:
-      argv: `--workdir=DIR` for each run; everything else goes to `meshtrain.main` as it is.
+      argv: `--workdir=DIR` for each run; everything else goes to `meshtrain train` as it is.
     """
     workdirs = [Path(word.removeprefix(WORKDIR)) for word in argv if word.startswith(WORKDIR)]
     others = [word for word in argv if not word.startswith(WORKDIR)]

@@ -1,4 +1,4 @@
-"""Prints every field of a configuration: `python -m meshtrain.config [--config=FILE]`."""
+"""Prints every field of a configuration: `python -m meshtrain config [--config=FILE]`."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,7 @@ def table(config: Config) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints every field of the configuration that the arguments name, or of the default one."""
-    extra = argparse.ArgumentParser(prog="python -m meshtrain.config", description=main.__doc__, add_help=False)
+    extra = argparse.ArgumentParser(prog="python -m meshtrain config", description=main.__doc__, add_help=False)
     config, _ = parse(argv, extra, reads_data=False)
     print(table(config))
     return 0

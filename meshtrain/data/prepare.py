@@ -1,4 +1,4 @@
-"""Text to a token file, once: `python -m meshtrain.data.prepare --path='books/*.txt' --output=books.bin`."""
+"""Text to a token file, once: `python -m meshtrain prepare --path='books/*.txt' --output=books.bin`."""
 
 import dataclasses
 import hashlib
@@ -164,7 +164,7 @@ def prepare(
 
 def main(arguments: Sequence[str]) -> None:
     """Parses the command line, prepares, and says what was written."""
-    parser = flags.Parser(prog="python -m meshtrain.data.prepare", description=__doc__, allow_abbrev=False)
+    parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
     parser.add_argument("--path", required=True, help="files or globs, comma separated: .txt, .py, .jsonl")
     parser.add_argument("--output", required=True, help="the .bin file to write")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")

@@ -15,7 +15,7 @@ from meshtrain.words.paths import standing
 
 DTYPES = ("uint16", "uint32")
 
-_WRITTEN = "allowed: what python -m meshtrain.data.prepare writes; nearest: prepare it again"
+_WRITTEN = "allowed: what python -m meshtrain prepare writes; nearest: prepare it again"
 _CHUNK_BYTES = 1 << 24
 _WHOLE_UP_TO_BYTES = 1 << 32
 _NUM_SAMPLED_CHUNKS = 64
@@ -66,7 +66,7 @@ def read_sidecar(path: Path) -> TokenFile:
     except OSError as error:
         raise UserError(
             f"data.path: '{path}' has no readable '{sidecar.name}' beside it ({error.strerror}); allowed: files "
-            "written by python -m meshtrain.data.prepare; nearest: data.source=text if it is text"
+            "written by python -m meshtrain prepare; nearest: data.source=text if it is text"
         ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); {_WRITTEN}") from error

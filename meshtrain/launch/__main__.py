@@ -1,4 +1,4 @@
-"""Several processes here: `python -m meshtrain.launch --processes=2 --devices=4 -- -m meshtrain.main --config=...`."""
+"""Several processes here: `python -m meshtrain launch --processes=2 --devices=4 -- -m meshtrain train --config=...`."""
 
 import argparse
 import os
@@ -12,9 +12,9 @@ from meshtrain.words.errors import UserError, nearest, run
 def parser() -> argparse.ArgumentParser:
     """Returns the description of the command line, up to the `--`."""
     found = argparse.ArgumentParser(
-        prog="python -m meshtrain.launch",
+        prog="python -m meshtrain launch",
         description="Starts a program in several processes that find each other, and ends them together.",
-        usage="%(prog)s --processes=N [--devices=N] [--restarts=N] -- -m meshtrain.main --config=configs/3d.py ...",
+        usage="%(prog)s --processes=N [--devices=N] [--restarts=N] -- -m meshtrain train --config=configs/3d.py ...",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -50,7 +50,7 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
     ]
     if not command:
         found.append(
-            "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain.main "
+            "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train "
             "--config=configs/3d.py"
         )
     for name, least in (("processes", 1), ("devices", 1), ("restarts", 0)):

@@ -1,4 +1,4 @@
-"""Prints and draws a schedule: `python -m meshtrain.pipeline --schedule=1f1b --stages=4 --microbatches=8`."""
+"""Prints and draws a schedule: `python -m meshtrain pipeline --schedule=1f1b --stages=4 --microbatches=8`."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from meshtrain.words.paths import refuse_target
 
 def _parser() -> argparse.ArgumentParser:
     parser = flags.Parser(
-        prog="python -m meshtrain.pipeline", description="Prints and draws a pipeline schedule.", allow_abbrev=False
+        prog="python -m meshtrain pipeline", description="Prints and draws a pipeline schedule.", allow_abbrev=False
     )
     parser.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
     parser.add_argument("--table", help="a CSV file with a table of one's own, instead of --schedule, --stages, ...")

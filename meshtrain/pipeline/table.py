@@ -6,7 +6,7 @@
     B0,B1
 
 A cell is a kind (F forward, B backward, W weight gradient), a microbatch, and after a dot the chunk (0 where there is
-none). An empty cell idles, and every line has a cell for each stage. `python -m meshtrain.pipeline --csv` prints any
+none). An empty cell idles, and every line has a cell for each stage. `python -m meshtrain pipeline --csv` prints any
 schedule in this form.
 """
 
@@ -18,7 +18,7 @@ from meshtrain.pipeline.schedules import Action, PipelineOptions, Row, Schedule,
 from meshtrain.words.errors import UserError
 from meshtrain.words.paths import standing
 
-_CSV = "allowed: a CSV file in UTF-8; nearest: what python -m meshtrain.pipeline --csv prints"
+_CSV = "allowed: a CSV file in UTF-8; nearest: what python -m meshtrain pipeline --csv prints"
 _WHY = {"nothing there": "No such file or directory", "a folder": "Is a directory"}
 _MOST_BYTES = 1 << 23
 CELL = re.compile(r"([FBW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
@@ -72,7 +72,7 @@ def read_table(path: str) -> Schedule:
     if not actions:
         raise UserError(
             f"pipeline.table: got '{path}' without any action; allowed: one line a row, one cell a stage, like F0; "
-            "nearest: what python -m meshtrain.pipeline --csv prints"
+            "nearest: what python -m meshtrain pipeline --csv prints"
         )
     return Schedule(
         name=path,

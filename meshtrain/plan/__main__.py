@@ -1,6 +1,6 @@
 """Compiles the real step for a cluster that is not there, and says what it needs.
 
-python -m meshtrain.plan --config=configs/llama3_8b.py --cluster=h100:8x8 [--json=FILE] [--html=FILE] [--search[=mesh]]
+python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 [--json=FILE] [--html=FILE] [--search[=mesh]]
 """
 
 import argparse
@@ -25,7 +25,7 @@ from meshtrain.words.paths import refuse_target
 def arguments() -> argparse.ArgumentParser:
     """Returns the program's own arguments."""
     extra = argparse.ArgumentParser(
-        prog="python -m meshtrain.plan",
+        prog="python -m meshtrain plan",
         description="Compiles the real step for a cluster that is not there, and says what it needs.",
         add_help=False,
     )

@@ -14,7 +14,7 @@ def measured_seconds(given: str) -> float | None:
     """Returns the seconds of a measured step, the median over a run's log; None where nothing is given.
 
     Args:
-      given: a file as `meshtrain.main` writes it, or a number.
+      given: a file as a run writes it, or a number.
 
     Raises:
       UserError: neither, or a log without step times.

@@ -1,4 +1,4 @@
-"""Are checkpoints as they were written? `python -m meshtrain.store.verify DIR`; exit code 1 where one is not."""
+"""Are checkpoints as they were written? `python -m meshtrain verify DIR`; exit code 1 where one is not."""
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: there is no checkpoint.
     """
     parser = flags.Parser(
-        prog="python -m meshtrain.store.verify", description="Reads checkpoints and compares them with their checksums."
+        prog="python -m meshtrain verify", description="Reads checkpoints and compares them with their checksums."
     )
     parser.add_argument("directory", type=Path, help="a workdir, its checkpoints, or one of them")
     given = expanded(parser.parse_args(argv).directory).absolute()

@@ -71,5 +71,5 @@ def _inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
         near = nearest(word[1], names) or _NEAREST
-        return f"{where}: unknown key '{word[1]}'; allowed: what `python -m meshtrain.config` lists{near}"
+        return f"{where}: unknown key '{word[1]}'; allowed: what `python -m meshtrain config` lists{near}"
     return f"{where}: {type(error).__name__}: {first_line}; allowed: a get_config() that returns{_NEAREST}"

@@ -26,13 +26,13 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 _DEEPEST = 20  # groups in groups: a mapping that holds itself has no end
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
-`python -m meshtrain.config` lists the fields with their types, defaults and meanings.
+`python -m meshtrain config` lists the fields with their types, defaults and meanings.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One field of a configuration: what `python -m meshtrain.config` prints and what a value is checked against."""
+    """One field of a configuration: what `python -m meshtrain config` prints and what a value is checked against."""
 
     kind: type
     default: Any
@@ -260,7 +260,7 @@ def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
     if top in groups:
         allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
     else:
-        allowed = "what `python -m meshtrain.config` lists"
+        allowed = "what `python -m meshtrain config` lists"
     return f"{key}: unknown key; allowed: {allowed}{near}"
 
 

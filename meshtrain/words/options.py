@@ -22,7 +22,7 @@ def option(
 
     Args:
       default: the value where nothing is said; its type (or the annotation's) is the option's type.
-      text: one line for `python -m meshtrain.config`, with the unit where there is one.
+      text: one line for `python -m meshtrain config`, with the unit where there is one.
       choices: the legal names, where the option is one of a list.
       minimum: the smallest legal number.
       maximum: the largest; None for the largest that the arrays of the run can hold.

@@ -44,7 +44,7 @@ def assembled(name: str, *overrides: str, own: tuple[Rule, ...] = ()) -> Assembl
 
 
 def text(assembly: Assembly) -> str:
-    """What `python -m meshtrain.explain` prints, without the moments' lines, which are the same."""
+    """What `python -m meshtrain explain` prints, without the moments' lines, which are the same."""
     rows = array_rows(assembly)
     weights = [row for row in rows if row.path.startswith("params/")]
     total, piece = (sum(getattr(row, field) for row in rows) for field in ("num_bytes", "num_bytes_per_device"))

@@ -16,7 +16,7 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.py": 100, "meshtrain/step/step.py": 100}
 # `--help` must answer before JAX is imported.
-LAZY_IMPORTERS = {"meshtrain/main.py", "meshtrain/__init__.py"}
+LAZY_IMPORTERS = {"meshtrain/__main__.py", "meshtrain/main.py", "meshtrain/__init__.py"}
 CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written
 TOP_LEVEL = {
     ".ci",

@@ -67,25 +67,25 @@ def test_the_first_start_installs_and_the_second_only_runs(machine):
     assert calls == [
         f"venv {machine.root}/.venv",
         f"pip {machine.root}",
-        "run -m meshtrain.main --config=a b.py --x",
+        "run -m meshtrain train --config=a b.py --x",
     ]
     assert said.count("\n") == 1, said
     assert "into .venv" in said
-    assert machine.run("train", "--y") == (0, "", ["run -m meshtrain.main --y"])
+    assert machine.run("train", "--y") == (0, "", ["run -m meshtrain train --y"])
 
 
 def test_a_changed_pyproject_is_installed_again_in_place(machine):
     machine.run("train")
     with open(machine.root / "pyproject.toml", "a") as file:
         file.write("# changed\n")
-    assert machine.run("train")[2] == [f"pip {machine.root}", "run -m meshtrain.main"]
-    assert machine.run("train")[2] == ["run -m meshtrain.main"]
+    assert machine.run("train")[2] == [f"pip {machine.root}", "run -m meshtrain train"]
+    assert machine.run("train")[2] == ["run -m meshtrain train"]
 
 
 def test_extras_add_up(machine):
     machine.run("train")
     assert f"pip {machine.root}[dev]" in machine.run("test", "x")[2]
-    assert machine.run("train")[2] == ["run -m meshtrain.main"]
+    assert machine.run("train")[2] == ["run -m meshtrain train"]
     assert machine.run("test", "x")[2] == ["run -m pytest x"]
 
 
@@ -113,7 +113,7 @@ def test_an_interrupted_installation_is_redone(machine):
 def test_an_environment_made_by_hand_is_kept(machine):
     (machine.root / ".venv" / "bin").mkdir(parents=True)
     shutil.copy(machine.bin / "python3", machine.root / ".venv" / "bin" / "python")
-    assert machine.run("train")[2] == [f"pip {machine.root}", "run -m meshtrain.main"]
+    assert machine.run("train")[2] == [f"pip {machine.root}", "run -m meshtrain train"]
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.6", "3.10"])
@@ -160,7 +160,7 @@ def test_the_compilers_of_accelerators_that_are_not_there_come_with_plan_alone(m
     assert code == 0
     assert calls == [f"pip {machine.root}[dev,plan-gpu,plan-tpu]", "run -m pytest -m gpu_compiler and not slow -x"]
     assert said.count("\n") == 1
-    assert machine.run("plan", "--cluster=h100:8x8")[2] == ["run -m meshtrain.plan --cluster=h100:8x8"]
+    assert machine.run("plan", "--cluster=h100:8x8")[2] == ["run -m meshtrain plan --cluster=h100:8x8"]
 
 
 def test_a_python_that_only_pyenv_knows_is_found(machine):
@@ -217,7 +217,7 @@ def test_the_extra_fits_the_driver(machine, answer, extra):
     assert f"pip {machine.root}{extra}" in calls
     assert (f"the extra {extra[1:-1]}\n" in said) == bool(extra)
     again = machine.run("train")[2]
-    assert again == ([] if extra else ["nvidia-smi"]) + ["run -m meshtrain.main"]
+    assert again == ([] if extra else ["nvidia-smi"]) + ["run -m meshtrain train"]
 
 
 def test_a_driver_that_does_not_answer_leaves_the_cpu(machine):

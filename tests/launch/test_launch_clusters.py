@@ -26,10 +26,9 @@ def test_the_batch_script_starts_the_program_and_puts_the_job_back_where_that_he
     done = subprocess.run(["bash", SBATCH, "--config=configs/tiny.py", "--workdir=a b"], env=environment, cwd=tmp_path)
     assert done.returncode == code
     said = (tmp_path / "said").read_text().splitlines()
-    assert said[:6] == [
-        "--kill-on-bad-exit=1", ".venv/bin/python", "-m", "meshtrain.main", "--config=configs/tiny.py", "--workdir=a b",
-    ]  # fmt: skip
-    assert said[6:] == (["scontrol requeue 17"] if requeued else [])
+    program = [".venv/bin/python", "-m", "meshtrain", "train", "--config=configs/tiny.py", "--workdir=a b"]
+    assert said[:7] == ["--kill-on-bad-exit=1", *program]
+    assert said[7:] == (["scontrol requeue 17"] if requeued else [])
 
 
 def test_the_batch_script_asks_for_the_devices_of_its_configuration():
@@ -58,7 +57,7 @@ def test_the_job_is_indexed_and_its_pods_find_each_other(kubernetes):
     assert pod["subdomain"] == service["metadata"]["name"]
     [container] = pod["containers"]
     assert spec["completions"] * container["resources"]["limits"]["nvidia.com/gpu"] == 64
-    assert container["command"] == ["python", "-m", "meshtrain.main"]
+    assert container["command"] == ["python", "-m", "meshtrain", "train"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     [rule] = spec["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [2, 3]

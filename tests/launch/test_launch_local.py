@@ -160,7 +160,7 @@ def is_gone(pid):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain.main"),
+        ([], "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train"),
         (["--", "-c", ""], "--processes: got nothing; allowed: at least 1"),
         (["--processes=0", "--", "-c", ""], "--processes: got 0; allowed: at least 1; nearest: 1"),
         (["--processes=2", "--devices=0", "--", "x"], "--devices: got 0; allowed: at least 1; nearest: 1"),

@@ -26,7 +26,7 @@ def printed(capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_charts_are_as_committed(name, printed):
-    """A change to a schedule shows here: `python -m meshtrain.pipeline --schedule=... > tests/pipeline/charts/...`."""
+    """A change to a schedule shows here: `python -m meshtrain pipeline --schedule=... > tests/pipeline/charts/...`."""
     chunks = "--chunks=2" if name == "interleaved_1f1b" else "--chunks=1"
     chart = printed(f"--schedule={name}", "--stages=4", "--microbatches=8", chunks)
     assert chart == (CHARTS / f"{name}.txt").read_text()

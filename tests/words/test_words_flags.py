@@ -96,10 +96,10 @@ def test_a_right_text_makes_up_for_a_wrong_value_of_the_file():
     "key, message",
     [
         ("inner.sise", "inner.sise: unknown key; allowed: inner.size, inner.name; did you mean 'inner.size'?"),
-        ("size", "size: unknown key; allowed: what `python -m meshtrain.config` lists; did you mean 'inner.size'?"),
+        ("size", "size: unknown key; allowed: what `python -m meshtrain config` lists; did you mean 'inner.size'?"),
         (
             "iner.size",
-            "iner.size: unknown key; allowed: what `python -m meshtrain.config` lists; did you mean 'inner.size'?",
+            "iner.size: unknown key; allowed: what `python -m meshtrain config` lists; did you mean 'inner.size'?",
         ),
         (
             "inner",
@@ -164,7 +164,7 @@ def test_help_says_where_the_fields_are_listed_and_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "python -m meshtrain.config" in done.stdout
+    assert "python -m meshtrain config" in done.stdout
     assert "--workdir" in done.stdout
 
 

@@ -1,0 +1,68 @@
+"""One command line: `python -m meshtrain COMMAND ...`, and `meshtrain COMMAND ...` once the package is installed."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from meshtrain.words.errors import UserError, run, unknown
+from meshtrain.words.tables import aligned
+
+# command -> (module whose `main(argv)` runs it, one line of text). Each module also runs by itself, with `python -m`.
+COMMANDS = {
+    "train": ("meshtrain.main", "train, or go on with the run that stands in the workdir"),
+    "explain": ("meshtrain.explain", "print where each array of a configuration lives"),
+    "plan": ("meshtrain.plan.__main__", "compile the step for a cluster that is not there: memory, time, traffic"),
+    "pipeline": ("meshtrain.pipeline.__main__", "print or draw a pipeline schedule"),
+    "generate": ("meshtrain.generate", "let a run's newest weights continue a prompt"),
+    "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
+    "verify": ("meshtrain.store.verify", "compare checkpoints with their checksums"),
+    "launch": ("meshtrain.launch.__main__", "start a program in several processes on this machine"),
+    "config": ("meshtrain.config.__main__", "list the fields of a configuration: type, default, meaning"),
+}
+_EXAMPLE = "train --config=configs/3d.py"
+
+
+def usage() -> str:
+    """Returns what `--help` prints: a line for each command."""
+    rows = [(command, text) for command, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: python -m meshtrain COMMAND [ARGUMENT ...]",
+            "",
+            aligned(rows, ("command", "what it does")),
+            "",
+            "`python -m meshtrain COMMAND --help` lists a command's arguments.",
+            f"An example: python -m meshtrain {_EXAMPLE}",
+        ]
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command that the first word names with the words after it, and returns its exit code.
+
+    Args:
+      argv: the words after `python -m meshtrain`.
+
+    Raises:
+      UserError: no command, or an unknown one; and whatever the command raises.
+    """
+    command, *rest = argv or [""]
+    if command in ("-h", "--help"):
+        print(usage())
+        return 0
+    if command not in COMMANDS:
+        line = unknown("command", command, list(COMMANDS))
+        raise UserError(line if "did you mean" in line else f"{line}; nearest: {_EXAMPLE}")
+    module, _ = COMMANDS[command]
+    # Imported by name, and only the one: JAX takes longer to load than `--help` may take to answer.
+    return importlib.import_module(module).main(rest) or 0
+
+
+def console() -> NoReturn:
+    """Runs the program `meshtrain` that an installation puts on the PATH."""
+    run(lambda: main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    console()
