@@ -40,10 +40,9 @@ from meshtrain.step.placed import (
     replicas_of,
     reshaper,
     shardings,
-    state_names,
 )
 from meshtrain.step.precision import cast, compute_dtype, compute_name, output_dtype, param_dtype, reduce_dtype
-from meshtrain.step.state import TrainState, init_state
+from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
 from meshtrain.step.step import eval_step, train_step, with_sequence_index
 from meshtrain.words.errors import UserError
 
@@ -140,7 +139,7 @@ def assemble(
         return init_state(in_chunks(params, num_chunks), transformation, jax.random.fold_in(rng, 1), scaling)
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
-    names = state_names(abstract, transformation, params, axes)
+    names = axes_of_leaves(abstract, axes_of_fields(abstract, transformation, params, axes))
     on_host = config.offload.moments
     state = placed(abstract, names, rules, mesh, level, moments_on_host=on_host)
     names_in_layer_order = [chunks.layer_order_names(leaf) for leaf in names]

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
@@ -18,7 +17,6 @@ from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.layout.rules import Rules
 from meshtrain.models.task import Params, Task
-from meshtrain.optim.optimizers import state_axes
 from meshtrain.pipeline import chunks
 from meshtrain.step.state import TrainState
 from meshtrain.words.errors import UserError
@@ -47,17 +45,6 @@ def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any,
 def in_chunks(params: Params, num_chunks: int) -> Params:
     """Returns parameters in layer order as the step wants them."""
     return params if num_chunks == 1 else {**params, "layers": chunks.chunked(params["layers"], num_chunks)}
-
-
-def state_names(
-    abstract: TrainState, transformation: optax.GradientTransformation, params: Any, axes: Any
-) -> list[Axes]:
-    """Returns the logical axes of each leaf of the state."""
-    of_params = jax.tree.leaves(axes, is_leaf=partition.is_names)
-    of_optimizer = state_axes(transformation, params, axes)
-    whole: list[Axes] = [(None,) * abstract.step.ndim]
-    rest = jax.tree.leaves((abstract.rng, abstract.skipped, abstract.loss_scale))
-    return whole + of_params + of_optimizer + [(None,) * leaf.ndim for leaf in rest]
 
 
 def replicas_of(

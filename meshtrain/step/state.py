@@ -1,6 +1,7 @@
 """What a step takes and gives back: everything that a run must keep to go on."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,9 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.models.task import Params
+from meshtrain.optim.masks import Axes, is_axes
+from meshtrain.optim.optimizers import state_axes
 from meshtrain.step.guard import Skipped, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
 from meshtrain.step.precision import cast
+
+# Fields of `TrainState` whose arrays are scalars or short vectors, replicated on every device.
+REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale")
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +54,47 @@ def init_state(
     """
     step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(params, jnp.float32))
     return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped(), first_scale(scaling))
+
+
+def axes_of_fields(
+    abstract: TrainState, transformation: optax.GradientTransformation, params: Any, axes: Any
+) -> dict[str, list[Axes]]:
+    """Returns the logical axes of the arrays of each field, in the order of `jax.tree.leaves` of that field.
+
+    A new field of `TrainState` gets its entry here, or in `REPLICATED_FIELDS`.
+
+    Args:
+      abstract: the state.
+      transformation: the optimizer.
+      params: abstract parameters.
+      axes: like the parameters, with a tuple of logical axes for each.
+    """
+    return {
+        "params": jax.tree.leaves(axes, is_leaf=is_axes),
+        "opt_state": state_axes(transformation, params, axes),
+        **{
+            name: [(None,) * leaf.ndim for leaf in jax.tree.leaves(getattr(abstract, name))]
+            for name in REPLICATED_FIELDS
+        },
+    }
+
+
+def axes_of_leaves(state: Any, of_fields: Mapping[str, Sequence[Axes]]) -> list[Axes]:
+    """Returns the logical axes of each array of a state, in the order of `jax.tree.leaves(state)`.
+
+    The axes of an array are found by the name of its field, wherever the field stands in the state.
+
+    Args:
+      state: a dataclass that is a pytree, such as an abstract `TrainState`.
+      of_fields: field name -> logical axes of each of the field's arrays, see `axes_of_fields`.
+    """
+    fields = [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    for name in dict.fromkeys(fields):
+        assert name in of_fields, f"{type(state).__name__}.{name} has arrays and no logical axes: see axes_of_fields"
+        num_arrays, num_axes = fields.count(name), len(of_fields[name])
+        assert num_arrays == num_axes, f"{type(state).__name__}.{name} has {num_arrays} arrays, and {num_axes} axes"
+    left = {name: iter(axes) for name, axes in of_fields.items()}
+    return [next(left[name]) for name in fields]
 
 
 def step_key(state: TrainState) -> jax.Array:
