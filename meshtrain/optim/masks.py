@@ -17,9 +17,11 @@ tied table is the head as well.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import jax
+
+from meshtrain.layout.partition import is_names
 
 STACKED = ("chunks", "layers")
 NORM = "norm"
@@ -40,14 +42,9 @@ class MatrixDims(NamedTuple):
     output: tuple[int, ...]
 
 
-def is_axes(node: Any) -> TypeGuard[Axes]:
-    """Returns whether a node of a tree is one weight's logical axes, not a container (a namedtuple is a container)."""
-    return type(node) is tuple and all(name is None or isinstance(name, str) for name in node)
-
-
 def map_axes(function: Callable[[Axes], Any], logical_axes: Any) -> Any:
     """Returns the tree of what a function makes of each weight's logical axes."""
-    return jax.tree.map(function, logical_axes, is_leaf=is_axes)
+    return jax.tree.map(function, logical_axes, is_leaf=is_names)
 
 
 def num_stacked(axes: Axes) -> int:

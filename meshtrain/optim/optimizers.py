@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from meshtrain.layout.partition import is_names
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
-from meshtrain.optim.masks import Axes, decays, is_axes, is_hidden_matrix, map_axes, matrix_dims
+from meshtrain.optim.masks import Axes, decays, is_hidden_matrix, map_axes, matrix_dims
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import option, problems
 
@@ -142,7 +143,7 @@ def state_axes(transformation: optax.GradientTransformation, abstract_params: An
       made of tuples, and so are logical axes.
     """
     shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
-    axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_axes)}
+    axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
     assert shapes.keys() == axes.keys(), "parameters and logical axes differ in structure"
     state = jax.eval_shape(transformation.init, abstract_params)
     found = []

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshtrain.layout.partition import is_names
 from meshtrain.models.task import Params
-from meshtrain.optim.masks import Axes, is_axes
+from meshtrain.optim.masks import Axes
 from meshtrain.optim.optimizers import state_axes
 from meshtrain.step.guard import Skipped, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
@@ -70,7 +71,7 @@ def axes_of_fields(
       axes: like the parameters, with a tuple of logical axes for each.
     """
     return {
-        "params": jax.tree.leaves(axes, is_leaf=is_axes),
+        "params": jax.tree.leaves(axes, is_leaf=is_names),
         "opt_state": state_axes(transformation, params, axes),
         **{
             name: [(None,) * leaf.ndim for leaf in jax.tree.leaves(getattr(abstract, name))]

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.partition import activation_sharding, placements, problems, spec
+from meshtrain.layout.partition import activation_sharding, is_names, placements, problems, spec
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.words.errors import UserError
 
@@ -132,3 +132,12 @@ def test_a_batch_is_split_over_data_and_fsdp():
     home = activation_sharding((8, 16), ("batch", "sequence"), RULES, mesh_of(data=2, fsdp=2, tensor=2))
     assert home.spec == PartitionSpec(("data", "fsdp"))
     assert home.shard_shape((8, 16)) == (2, 16)
+
+
+def test_containers_are_not_axes():
+    assert is_names(("layers", None))
+    assert is_names(())
+    assert not is_names(Moments((), ()))
+    assert not is_names((1, 2))
+    assert not is_names(["layers"])
+    assert not is_names(jax.ShapeDtypeStruct((1,), "float32"))

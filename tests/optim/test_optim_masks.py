@@ -1,9 +1,8 @@
 """What decays, what is a matrix and which of its dims are reduced, for every kind of weight."""
 
-import jax
 import pytest
 
-from meshtrain.optim.masks import MatrixDims, decays, is_axes, is_hidden_matrix, matrix_dims, num_stacked
+from meshtrain.optim.masks import MatrixDims, decays, is_hidden_matrix, matrix_dims, num_stacked
 
 # axes, dims as a matrix, hidden
 WEIGHTS = [
@@ -48,12 +47,3 @@ def test_only_names_at_the_front_stack():
     assert num_stacked(("embed", "layers")) == 0
     assert num_stacked(("layers",)) == 1
     assert num_stacked(()) == 0
-
-
-def test_containers_are_not_axes():
-    assert is_axes(("layers", None))
-    assert is_axes(())
-    assert not is_axes(MatrixDims((1,), (2,)))
-    assert not is_axes((1, 2))
-    assert not is_axes(["layers"])
-    assert not is_axes(jax.ShapeDtypeStruct((1,), "float32"))

@@ -11,7 +11,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.optim.masks import is_axes, num_stacked
+from meshtrain.layout.partition import is_names
+from meshtrain.optim.masks import num_stacked
 from meshtrain.optim.optimizers import NAMES, OptimizerOptions, check, optimizer, state_axes
 from meshtrain.words.errors import UserError
 
@@ -35,7 +36,7 @@ MATRICES = {"table", "query", "output", "up", "kernel"}
 
 def tree(seed, axes=AXES):
     """NumPy weights or gradients whose layers differ in size by far, so that anything mixed between them shows."""
-    leaves, structure = jax.tree.flatten(axes, is_leaf=is_axes)
+    leaves, structure = jax.tree.flatten(axes, is_leaf=is_names)
     generator = np.random.default_rng(seed)
     arrays = []
     for names in leaves:
@@ -108,7 +109,7 @@ def test_ten_steps_on_a_quadratic_go_down(name):
 def test_each_stacked_layer_moves_as_if_it_were_alone(name):
     params, gradients = tree(0), tree(1)
     together, _ = run(build(name), params, gradients)
-    alone_axes = jax.tree.map(lambda names: names[num_stacked(names) :], AXES, is_leaf=is_axes)
+    alone_axes = jax.tree.map(lambda names: names[num_stacked(names) :], AXES, is_leaf=is_names)
     transformation = build(name, alone_axes)
     for layer in range(NUM_LAYERS):
 
@@ -129,7 +130,7 @@ def test_a_mesh_changes_where_states_live_and_not_what_they_are(name):
 
     transformation, params, gradients = build(name), tree(0), tree(1)
     expected, expected_state = run(transformation, params, gradients)
-    shardings = jax.tree.map(sharding, AXES, is_leaf=is_axes)
+    shardings = jax.tree.map(sharding, AXES, is_leaf=is_names)
     abstract = jax.eval_shape(transformation.init, params)
     of_state = [sharding(names) for names in state_axes(transformation, params, AXES)]
     results = (shardings, jax.tree.unflatten(jax.tree.structure(abstract), of_state))
@@ -153,7 +154,7 @@ def test_state_axes_name_every_dim_of_every_array(name):
         # What is large must be named, or it would lie whole on each device.
         assert leaf.size <= 3 or any(names), path
         named.add(names)
-    large = set(jax.tree.leaves(AXES, is_leaf=is_axes))
+    large = set(jax.tree.leaves(AXES, is_leaf=is_names))
     if name == "adafactor":
         assert ("layers", "embed", None, None) in named
         assert ("layers", None, "heads", "head_dim") in named
