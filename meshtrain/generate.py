@@ -18,7 +18,7 @@ from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import CONFIG_FILE, Config, check, configure, resolve
 from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.tokenize import Tokenizer
-from meshtrain.launch import distributed
+from meshtrain.launch import distributed, peers
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Batch, Params
 from meshtrain.store.other_runs import find, restore_params
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     params = stored_params(assembly, restore_params(arguments.workdir, assembly.kept_state.params))
     wanted = arguments.prompt, arguments.num_tokens, arguments.temperature
     said = continued(assembly, tokenizer, params, *wanted, config.seed)
-    if distributed.is_main_process():
+    if peers.is_main_process():
         print(said)
     return 0
 

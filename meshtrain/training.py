@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def train(
     own_task = make_task is not None
     config, run = resolve(config, own_task=own_task), expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
-    is_main = distributed.is_main_process()
+    is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
     with Watchdog(config.watchdog_seconds) as watchdog:
         start.refuse_unequal_processes(config, run)
@@ -101,7 +102,7 @@ def run_steps(
       watchdog: ends the process where no step comes.
       show: a phase of the start, by its name, as a context that takes what to say.
     """
-    config, is_main = assembly.config, distributed.is_main_process()
+    config, is_main = assembly.config, peers.is_main_process()
     with ThreadPoolExecutor(1) as thread:
         # The compiler leaves the interpreter alone: initial weights, a program of their own, come meanwhile.
         compiling = thread.submit(compiled_step, assembly)
@@ -113,9 +114,9 @@ def run_steps(
             train_step = compiling.result()
             say(f"{assembly.task.num_parameters:,} parameters")
     with (
-        Trackers(config.observe, run, start_step, is_main=is_main) as trackers,
-        Progress(config.num_steps, start_step, is_main=is_main, show_bar=config.observe.progress) as progress,
-        Profiler(config.profile, run) as profiler,
+        closing(Trackers(config.observe, run, start_step, is_main=is_main)) as trackers,
+        closing(Progress(config.num_steps, start_step, is_main=is_main, show_bar=config.observe.progress)) as progress,
+        closing(Profiler(config.profile, run)) as profiler,
     ):
         if restored and start_step < config.num_steps:
             trackers.write(start_step, restored)

@@ -17,6 +17,7 @@ from meshtrain.data.token_files import TokenFile, sidecar_path
 from meshtrain.data.tokenize import Tokenizer, open_tokenizer
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
+from meshtrain.words.files import replacing, write_whole
 from meshtrain.words.paths import expanded, standing
 
 # Large enough to keep the tokenizer's threads busy, small enough to see the bar move.
@@ -54,13 +55,6 @@ def _write_tokens(files: Sequence[Path], text_field: str, tokenizer: Tokenizer, 
     return num_tokens, num_documents
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a small file so that it is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
-
-
 def _json(described: TokenFile) -> bytes:
     return json.dumps(dataclasses.asdict(described), indent=2).encode() + b"\n"
 
@@ -92,15 +86,6 @@ def _named(output: str) -> Path:
     if not out_path.name or out_path.name == "..":
         raise UserError(f"--output: got '{output}', no file's name; allowed: the file to write; nearest: tokens.bin")
     return out_path
-
-
-def _publish(partial: Path, out_path: Path, copied: Path, content: bytes, described: TokenFile) -> None:
-    """Puts the token file, the tokenizer's and the description in their places, the description last."""
-    sidecar_path(out_path).unlink(missing_ok=True)
-    if content:
-        _write_whole(copied, content)
-    os.replace(partial, out_path)
-    _write_whole(sidecar_path(out_path), _json(described))
 
 
 def prepare(
@@ -136,13 +121,15 @@ def prepare(
     files, problems = find_files(path)
     if problems := problems + _output_problems(targets, files, overwrite):
         raise UserError(*problems)
-    opened, partial = open_tokenizer(tokenizer, end_token), out_path.with_name(out_path.name + ".partial")
+    opened = open_tokenizer(tokenizer, end_token)
     content = b"" if tokenizer == "bytes" else Path(tokenizer).read_bytes()
     try:
-        with partial.open("wb") as out:
+        with replacing(out_path) as out:
             num_tokens, num_documents = _write_tokens(files, text_field, opened, out)
-            out.flush()
-            os.fsync(out.fileno())
+            # Old and new parts must not be taken for one: the description goes first and comes back last.
+            sidecar_path(out_path).unlink(missing_ok=True)
+            if content:
+                write_whole(copied, content)
         described = TokenFile(
             dtype=opened.dtype.name,
             vocab_size=opened.vocab_size,
@@ -153,12 +140,10 @@ def prepare(
             tokenizer_sha256=hashlib.sha256(content).hexdigest() if content else "",
             end_token=end_token,
         )
-        _publish(partial, out_path, copied, content, described)
+        write_whole(sidecar_path(out_path), _json(described))
     except OSError as error:
         why = f"cannot be written ({error.strerror or error})"
         raise UserError(f"--output: '{output}' {why}; allowed: a file that can; nearest: tokens.bin") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return described
 
 

@@ -64,11 +64,6 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
     return devices, [*lines, *_about_cpu(devices), *said]
 
 
-def is_main_process() -> bool:
-    """Returns whether this process writes files and talks to the user. Call it after `start`."""
-    return jax.process_index() == 0
-
-
 def processes(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Returns the arguments for `jax.distributed.initialize`, or None where this process is alone.
 

@@ -28,6 +28,14 @@ def index() -> int:
     return jax.process_index()
 
 
+def is_main_process() -> bool:
+    """Returns whether this process writes the run's files and talks to the user (process 0).
+
+    Call it after `distributed.start`: before, a process of several takes itself for the only one.
+    """
+    return index() == 0
+
+
 def count() -> int:
     """Returns how many processes there are."""
     return jax.process_count()
@@ -51,7 +59,7 @@ def gathered(name: str, value: Any) -> list[Any]:
     service = _service()
     service.key_value_set(f"{room}/{index()}", json.dumps(value))
     # One reads them all and the others read one: a line for each process, not one for each pair.
-    if index() == 0:
+    if is_main_process():
         service.key_value_set(f"{room}/all", json.dumps([_wait_for(f"{room}/{i}", i) for i in range(count())]))
     return list(_wait_for(f"{room}/all", 0))
 

@@ -6,8 +6,7 @@ import os
 import pathlib
 import re
 import sys
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -56,7 +55,7 @@ def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:
 class Profiler:
     """Traces the named steps, each from its dispatch to its result.
 
-        with Profiler(options, workdir) as profiler:
+        with closing(Profiler(options, workdir)) as profiler:
             for step in ...:
                 profiler.before(step)
                 state, result = train_step(state, batch)
@@ -122,14 +121,6 @@ class Profiler:
             self._give_up(error)
         else:
             print(f"meshtrain: a trace is in {self.directory} (xprof --logdir={self.directory})", file=sys.stderr)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _start(self) -> None:
         try:

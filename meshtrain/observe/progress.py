@@ -5,8 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Self
 
 import tqdm
 
@@ -17,7 +15,7 @@ class Progress:
     """Log lines and, on a terminal, a bar that stays below them; processes other than 0 are silent.
 
     In use:
-        with Progress(num_steps, start_step, is_main=jax.process_index() == 0) as progress:
+        with closing(Progress(num_steps, start_step, is_main=peers.is_main_process())) as progress:
             progress.line("step 10  loss 3.2")
             progress.advance_to(10)
     """
@@ -52,14 +50,6 @@ class Progress:
     def close(self) -> None:
         """Leaves the bar as it is and ends its line; a second time is fine."""
         self._bar.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @contextlib.contextmanager

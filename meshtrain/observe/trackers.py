@@ -14,10 +14,10 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from meshtrain.words.errors import UserError
+from meshtrain.words.files import write_whole
 from meshtrain.words.options import option
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,7 +36,7 @@ class Trackers:
     """All trackers of a run, as one; on processes other than 0 it does nothing.
 
     In use:
-        with Trackers(options, directory, start_step, is_main=jax.process_index() == 0) as trackers:
+        with closing(Trackers(options, directory, start_step, is_main=peers.is_main_process())) as trackers:
             trackers.write(10, {"loss": 3.2})
     """
 
@@ -77,14 +77,6 @@ class Trackers:
     def close(self) -> None:
         """Closes each tracker; a second time is fine."""
         self._opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class MetricsFile:
@@ -239,12 +231,7 @@ def _keep_rows_up_to(path: pathlib.Path, step: int) -> float:
     rows = [row if (row := _row(line)) and row["step"] <= step else None for line in lines]
     kept = [line for line, row in zip(lines, rows, strict=True) if row]
     if kept != lines:
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_whole(path, b"".join(kept))
     useful = [row["useful_seconds"] for row in rows if row and isinstance(row.get("useful_seconds"), (int, float))]
     return float(useful[-1]) if useful else 0.0
 

@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -19,6 +18,7 @@ from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.waiting import waiting_for
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
+from meshtrain.words.files import write_whole
 from meshtrain.words.paths import refuse_target
 
 
@@ -86,9 +86,7 @@ def write(given: argparse.Namespace, content: object, make_page: object) -> None
         assert callable(make_page)
         texts[given.html] = make_page()
     for path, text in texts.items():
-        new = Path(path).with_name(f"{Path(path).name}.new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
+        write_whole(path, text)
         print(f"written      {path}")
 
 

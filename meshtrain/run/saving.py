@@ -10,6 +10,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import to_json
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
+from meshtrain.launch import peers
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import Checkpoints, SaveFailed
@@ -47,7 +48,7 @@ def save(
 def rate(assembly: Assembly, checkpoints: Checkpoints, step: int, values: Mapping[str, float]) -> None:
     """Notes what an evaluation says of the save of a step, where good saves are to stay."""
     options = assembly.config.checkpoint
-    if options.keep_best and options.best_metric in values and jax.process_index() == 0:
+    if options.keep_best and options.best_metric in values and peers.is_main_process():
         checkpoints.rate(step, values[options.best_metric])
 
 

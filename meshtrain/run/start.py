@@ -86,7 +86,7 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
     """
     start_seconds = time.perf_counter()
     step, damaged = checkpoints.newest_whole()
-    for line in damaged if jax.process_index() == 0 else ():
+    for line in damaged if peers.is_main_process() else ():
         warn(f"{line}; set aside, the one before it is used")
     if step is None:
         return beginning(assembly), 0, {}

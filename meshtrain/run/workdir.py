@@ -19,6 +19,7 @@ from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.store.checkpoint import CHECKPOINTS
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
+from meshtrain.words.files import write_whole
 from meshtrain.words.paths import standing
 
 CORPUS_FILE = "corpus.json"
@@ -86,7 +87,7 @@ def locked(run: pathlib.Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         problems = list[str]()
-        if peers.index() == 0:
+        if peers.is_main_process():
             try:
                 run.mkdir(parents=True, exist_ok=True)
                 file = held.enter_context((run / LOCK_FILE).open("a+", encoding="utf-8"))
@@ -132,21 +133,14 @@ def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, 
         return
     try:
         run.mkdir(parents=True, exist_ok=True)
-        write_text(run, CONFIG_FILE, to_json(config))
-        write_text(run, "layout.txt", layout)
+        write_whole(run / CONFIG_FILE, to_json(config))
+        write_whole(run / "layout.txt", layout)
         if not _read_json(run / CORPUS_FILE):
-            write_text(run, CORPUS_FILE, json.dumps({"fingerprint": fingerprint}))
+            write_whole(run / CORPUS_FILE, json.dumps({"fingerprint": fingerprint}))
     except OSError as error:
         raise UserError(
             f"--workdir: cannot write {run} ({error.strerror}); allowed: a folder that can be made and written"
         ) from None
-
-
-def write_text(run: pathlib.Path, name: str, text: str) -> None:
-    """Writes one of the run's small files whole: whoever reads it sees the old one or the new one."""
-    new = run / f".{name}.new"
-    new.write_text(text, encoding="utf-8")
-    new.replace(run / name)
 
 
 def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
@@ -177,7 +171,7 @@ def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bo
     if name not in facts:
         facts[name] = compute()
         if writes:
-            write_text(run, CORPUS_FILE, json.dumps(facts))
+            write_whole(run / CORPUS_FILE, json.dumps(facts))
     return facts[name]
 
 

@@ -154,7 +154,7 @@ class Checkpoints:
                 f"{self.directory}: got no checkpoint that is whole; allowed: at least one; nearest: another --workdir",
             )
         if self._options is not None and damaged:
-            if peers.index() == 0:
+            if peers.is_main_process():
                 for step in damaged:
                     keeping.set_aside(self.directory, step)
             peers.gathered("set aside", None)
@@ -241,14 +241,14 @@ class Checkpoints:
     def _seal(self, step: int, has_failed: threading.Event) -> None:
         assert self._options is not None
         is_sealed = integrity.seal(self.directory / str(step), peers.index(), peers.count(), has_failed.is_set)
-        if is_sealed and peers.index() == 0:
+        if is_sealed and peers.is_main_process():
             keeping.prune(self.directory, self._options)
 
     def _wait_for_seal(self, save: "_Save") -> None:
         directory = self.directory / str(save.step)
         while not futures.wait([save.sealed], _LOOK_SECONDS).done:
             # On another process' machine a folder that is there may take a while to be seen.
-            if peers.index() == 0 and not directory.is_dir():
+            if peers.is_main_process() and not directory.is_dir():
                 raise FileNotFoundError(f"{directory} has vanished")
         save.sealed.result()
 
@@ -260,7 +260,7 @@ class Checkpoints:
 
     def _new_manager(self) -> ocp.CheckpointManager:
         writes = self._options is not None
-        if writes and peers.index() == 0:
+        if writes and peers.is_main_process():
             keeping.sweep(self.directory)
         return manager(self.directory, writes=writes)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.words.errors import UserError
+from meshtrain.words.files import write_whole
 
 MANIFEST = "manifest.json"
 _OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index
@@ -127,10 +128,7 @@ def _of(files: Files) -> str:
 
 
 def _write(path: Path, files: Files) -> None:
-    """Writes a manifest whole or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps({"sha256": _of(files), "files": files}), encoding="utf-8")
-    new.replace(path)
+    write_whole(path, json.dumps({"sha256": _of(files), "files": files}))
 
 
 def _read(path: Path) -> Files:

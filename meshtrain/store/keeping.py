@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from meshtrain.store.integrity import is_sealed
+from meshtrain.words.files import write_whole
 from meshtrain.words.options import option
 
 DAMAGED = "damaged"  # beside the checkpoints: saves that are not as they were written
@@ -57,9 +58,7 @@ def write_ratings(directory: Path, ratings: Mapping[int, float]) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    new = directory / f".{RATINGS}.new"
-    new.write_text(json.dumps({str(step): value for step, value in sorted(ratings.items())}), encoding="utf-8")
-    new.replace(directory / RATINGS)
+    write_whole(directory / RATINGS, json.dumps({str(step): value for step, value in sorted(ratings.items())}))
 
 
 def saved_steps(directory: Path) -> list[int]:

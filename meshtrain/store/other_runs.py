@@ -27,7 +27,7 @@ def restore_params(directory: str | Path, abstract_params: Any) -> Any:
     with find(directory) as checkpoints:
         step, damaged = checkpoints.newest_whole()
         assert step is not None, "find returns only directories with a complete step"
-        for line in damaged if peers.index() == 0 else ():
+        for line in damaged if peers.is_main_process() else ():
             warn(line)
         return checkpoints.restore_params(step, abstract_params)
 

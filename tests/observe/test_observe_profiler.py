@@ -1,6 +1,7 @@
 """Which steps are traced, and that the trace always ends."""
 
 import contextlib
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def run(tracer, calls, steps):
 
 
 def test_a_trace_holds_the_named_steps_and_their_results(tmp_path, calls):
-    with profiler.Profiler(profiler.ProfileOptions("3,4"), tmp_path) as tracer:
+    with closing(profiler.Profiler(profiler.ProfileOptions("3,4"), tmp_path)) as tracer:
         run(tracer, calls, range(1, 7))
     assert calls == [1, 2, "wait result 2", "start", 3, 4, "wait result 4", "stop", 5, 6]
 
@@ -41,7 +42,7 @@ def test_traced_steps_carry_their_number(tmp_path, calls, monkeypatch):
         calls.append(f"{name} {step_num} ends")
 
     monkeypatch.setattr(jax.profiler, "StepTraceAnnotation", annotation)
-    with profiler.Profiler(profiler.ProfileOptions("2,3"), tmp_path) as tracer:
+    with closing(profiler.Profiler(profiler.ProfileOptions("2,3"), tmp_path)) as tracer:
         run(tracer, [], range(1, 5))
     assert [call for call in calls if call.startswith("step")] == [
         "step 2 begins",
@@ -52,27 +53,27 @@ def test_traced_steps_carry_their_number(tmp_path, calls, monkeypatch):
 
 
 def test_one_step(tmp_path, calls):
-    with profiler.Profiler(profiler.ProfileOptions("1"), tmp_path) as tracer:
+    with closing(profiler.Profiler(profiler.ProfileOptions("1"), tmp_path)) as tracer:
         run(tracer, calls, range(1, 4))
     assert calls == ["wait None", "start", 1, "wait result 1", "stop", 2, 3]
 
 
 def test_a_resumed_run_traces_what_is_left(tmp_path, calls):
-    with profiler.Profiler(profiler.ProfileOptions("3,6"), tmp_path) as tracer:
+    with closing(profiler.Profiler(profiler.ProfileOptions("3,6"), tmp_path)) as tracer:
         run(tracer, calls, range(5, 9))
     assert calls == ["wait None", "start", 5, 6, "wait result 6", "stop", 7, 8]
 
 
 @pytest.mark.parametrize("steps", ["", "10,13"])
 def test_no_trace(tmp_path, calls, steps):
-    with profiler.Profiler(profiler.ProfileOptions(steps), tmp_path) as tracer:
+    with closing(profiler.Profiler(profiler.ProfileOptions(steps), tmp_path)) as tracer:
         run(tracer, calls, [1, 2, 14])
     assert calls == [1, 2, 14]
     assert not (tmp_path / "profile").exists()
 
 
 def test_a_run_that_ends_within_the_trace_closes_it(tmp_path, calls):
-    with profiler.Profiler(profiler.ProfileOptions("2,9"), tmp_path) as tracer:
+    with closing(profiler.Profiler(profiler.ProfileOptions("2,9"), tmp_path)) as tracer:
         run(tracer, calls, range(1, 4))
     tracer.close()
     assert calls == [1, "wait result 1", "start", 2, 3, "stop"]
@@ -80,7 +81,7 @@ def test_a_run_that_ends_within_the_trace_closes_it(tmp_path, calls):
 
 def test_an_exception_within_the_trace_closes_it(tmp_path, calls):
     def fail():
-        with profiler.Profiler(profiler.ProfileOptions("1,9"), tmp_path) as tracer:
+        with closing(profiler.Profiler(profiler.ProfileOptions("1,9"), tmp_path)) as tracer:
             run(tracer, calls, range(1, 3))
             tracer.before(3)
             raise ZeroDivisionError
@@ -97,7 +98,7 @@ def test_a_failing_profiler_does_not_end_the_run(tmp_path, calls, capsys, monkey
         raise RuntimeError("Only one profile may be run at a time.")
 
     monkeypatch.setattr(jax.profiler, call, fail)
-    with profiler.Profiler(profiler.ProfileOptions("2,3"), tmp_path) as tracer:
+    with closing(profiler.Profiler(profiler.ProfileOptions("2,3"), tmp_path)) as tracer:
         run(tracer, calls, range(1, 6))
     assert capsys.readouterr().err.count("WARNING") == 1
     assert [call for call in calls if isinstance(call, int)] == [1, 2, 3, 4, 5]
@@ -106,7 +107,7 @@ def test_a_failing_profiler_does_not_end_the_run(tmp_path, calls, capsys, monkey
 def test_a_real_trace(tmp_path, capsys):
     step = jax.jit(lambda x: x @ x)
     x = jnp.ones((8, 8))
-    with profiler.Profiler(profiler.ProfileOptions("2,3"), tmp_path) as tracer:
+    with closing(profiler.Profiler(profiler.ProfileOptions("2,3"), tmp_path)) as tracer:
         for number in range(1, 5):
             tracer.before(number)
             result = step(x)

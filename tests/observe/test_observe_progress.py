@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -33,7 +34,7 @@ def open_terminal(monkeypatch):
 
 
 def test_off_a_terminal_only_lines_are_printed(capsys):
-    with progress.Progress(10) as bar:
+    with closing(progress.Progress(10)) as bar:
         bar.advance_to(3)
         bar.line("step 3  loss 2.0")
     assert capsys.readouterr() == ("step 3  loss 2.0\n", "")
@@ -41,7 +42,7 @@ def test_off_a_terminal_only_lines_are_printed(capsys):
 
 def test_other_processes_are_silent(monkeypatch):
     terminal = open_terminal(monkeypatch)
-    with progress.Progress(10, is_main=False) as bar:
+    with closing(progress.Progress(10, is_main=False)) as bar:
         bar.advance_to(3)
         bar.line("step 3  loss 2.0")
         with progress.phase("mesh", is_main=False) as say:
@@ -51,7 +52,7 @@ def test_other_processes_are_silent(monkeypatch):
 
 def test_lines_stand_above_the_bar_unbroken(monkeypatch):
     terminal = open_terminal(monkeypatch)
-    with progress.Progress(10, start_step=2) as bar:
+    with closing(progress.Progress(10, start_step=2)) as bar:
         bar.advance_to(5)
         bar.line("step 5  loss 2.0")
         bar.advance_to(10)
@@ -65,7 +66,7 @@ def test_lines_stand_above_the_bar_unbroken(monkeypatch):
 
 def test_the_bar_can_be_turned_off(monkeypatch):
     terminal = open_terminal(monkeypatch)
-    with progress.Progress(10, show_bar=False) as bar:
+    with closing(progress.Progress(10, show_bar=False)) as bar:
         bar.advance_to(3)
         bar.line("step 3")
     assert terminal.getvalue() == "step 3\n"

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from contextlib import closing
 
 import jax.numpy as jnp
 import numpy as np
@@ -191,26 +192,26 @@ def test_tensorboard_in_a_file_is_a_users_mistake(tmp_path):
 
 
 def test_all_trackers_of_a_run(tmp_path):
-    with trackers.Trackers(trackers.ObserveOptions(), tmp_path) as run:
+    with closing(trackers.Trackers(trackers.ObserveOptions(), tmp_path)) as run:
         run.write(10, {"loss": 2.5})
         run.write(20, {"loss": 1.5})
     run.close()
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 2.5}, {"step": 20, "loss": 1.5}]
     assert points(tmp_path / "tensorboard") == [(10, "loss", 2.5), (20, "loss", 1.5)]
-    with trackers.Trackers(trackers.ObserveOptions(), tmp_path, 10) as run:
+    with closing(trackers.Trackers(trackers.ObserveOptions(), tmp_path, 10)) as run:
         run.write(20, {"loss": 1.25})
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 2.5}, {"step": 20, "loss": 1.25}]
     assert [event.step for event in events(tmp_path / "tensorboard") if event.HasField("session_log")] == [11]
 
 
 def test_tensorboard_is_an_option(tmp_path):
-    with trackers.Trackers(trackers.ObserveOptions(tensorboard=False), tmp_path) as run:
+    with closing(trackers.Trackers(trackers.ObserveOptions(tensorboard=False), tmp_path)) as run:
         run.write(10, {"loss": 2.5})
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_other_processes_write_nothing(tmp_path):
-    with trackers.Trackers(trackers.ObserveOptions(), tmp_path / "missing", is_main=False) as run:
+    with closing(trackers.Trackers(trackers.ObserveOptions(), tmp_path / "missing", is_main=False)) as run:
         run.write(10, {"loss": 2.5})
     assert os.listdir(tmp_path) == []
 

@@ -66,8 +66,8 @@ class Run:
         actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose)
         batches = itertools.count(self.start_step + 1)
         with (
-            Progress(self.plan.num_steps, self.start_step, show_bar=False) as progress,
-            Profiler(ProfileOptions(), self.directory) as profiler,
+            contextlib.closing(Progress(self.plan.num_steps, self.start_step, show_bar=False)) as progress,
+            contextlib.closing(Profiler(ProfileOptions(), self.directory)) as profiler,
             Watchdog(0.0) as self.watchdog,
         ):
             goodput = Goodput(begun_seconds=0.0, useful_seconds=3.0, now=lambda: 6.0)
