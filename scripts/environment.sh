@@ -3,8 +3,9 @@
 #   prepare_environment [EXTRA ...]   installs meshtrain with these extras of pyproject.toml (`cuda`: the one that fits
 #                                     the NVIDIA driver, if any); sets `environment`: run "$environment/bin/python"
 #
-# Reads PYTHON, the interpreter to build on (python3). Where PYTHON is another version than python3, the folder is
-# .venv-<version> rather than .venv, so that several versions live side by side.
+# Reads PYTHON, the interpreter to build on (python3). The folder is .venv; .venv-plan with the compilers for planning
+# (extras plan-*), because with them installed every `import jax` looks for accelerators and prints that none is there.
+# Where PYTHON is another version than python3, the name ends in -<version>, so that versions live side by side.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -93,8 +94,9 @@ up_to_date() {
 prepare_environment() {
   find_interpreter
   environment=$root/.venv
+  [[ " $* " == *" plan-"* ]] && environment+=-plan
   if [[ -n ${PYTHON:-} && $version != "$(version_of python3)" ]]; then
-    environment=$root/.venv-$version
+    environment+=-$version
   fi
   local base key extras=("$@")
   if [[ " $* " == *" cuda "* ]]; then

@@ -1,6 +1,6 @@
 """Plans the large configurations and prints a line of Markdown for each: the table in README and docs/plan.md.
 
-    .venv/bin/python -m scripts.plan_table [CONFIG=CLUSTER ...]
+    .venv-plan/bin/python -m scripts.plan_table [CONFIG=CLUSTER ...]
 
 needs the extra plan-gpu (scripts/plan installs it).
 """

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from meshtrain.plan import topology
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 # Answers for its version, makes "environments" that hold itself, and logs everything else.
@@ -158,9 +160,42 @@ def test_the_compilers_of_accelerators_that_are_not_there_come_with_plan_alone(m
     assert "plan" not in machine.run("test", "x")[2][1]
     code, said, calls = machine.run("test", "--plan", "-x")
     assert code == 0
-    assert calls == [f"pip {machine.root}[dev,plan-gpu,plan-tpu]", "run -m pytest -m gpu_compiler and not slow -x"]
+    assert calls == [
+        f"venv {machine.root}/.venv-plan",
+        f"pip {machine.root}[dev,plan-gpu,plan-tpu]",
+        "run -m pytest -m gpu_compiler and not slow -x",
+    ]
     assert said.count("\n") == 1
     assert machine.run("plan", "--cluster=h100:8x8")[2] == ["run -m meshtrain plan --cluster=h100:8x8"]
+    assert machine.run("plan", "--cluster=cpu:8")[2] == ["run -m meshtrain plan --cluster=cpu:8"], "in .venv"
+    machine.program("python3.12", PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12"))
+    assert machine.run("test", "--plan", PYTHON="python3.12")[2][0] == f"venv {machine.root}/.venv-plan-3.12"
+
+
+@pytest.mark.parametrize(
+    ("words", "extras"),
+    [
+        *(([f"--cluster={name}:8"], "[plan-gpu]") for name in topology.GPUS),
+        *(([f"--cluster={name}:2x2"], "[plan-tpu]") for name in topology.TPUS),
+        (["--config=a.py", "--cluster", "H100:8x8"], "[plan-gpu]"),
+        (["--cluster=h100:8", "--cluster=cpu:8"], ""),
+        (["--cluster=h10:8"], ""),
+        (["--help"], ""),
+    ],
+)
+def test_a_plan_installs_the_compiler_of_its_cluster_and_no_other(machine, words, extras):
+    environment = ".venv-plan" if extras else ".venv"
+    assert machine.run("plan", *words)[2] == [
+        f"venv {machine.root}/{environment}",
+        f"pip {machine.root}{extras}",
+        f"run -m meshtrain plan {' '.join(words)}",
+    ]
+
+
+def test_a_second_compiler_joins_the_first(machine):
+    machine.run("plan", "--cluster=v5e:4x4")
+    assert machine.run("plan", "--cluster=h100:8")[2][0] == f"pip {machine.root}[plan-tpu,plan-gpu]"
+    assert machine.run("plan", "--cluster=v5e:4x4")[2] == ["run -m meshtrain plan --cluster=v5e:4x4"]
 
 
 def test_a_python_that_only_pyenv_knows_is_found(machine):
