@@ -25,7 +25,7 @@ from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Params, Task
-from meshtrain.optim.learning_rate import learning_rate
+from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.pipeline import chunks, executor, forward
 from meshtrain.pipeline.program import Program, executable
@@ -123,15 +123,10 @@ def assemble(
     replicas = replicas_of(task, params, axes, homes, mesh, level, reduce_dtype(config.precision))
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
-    schedule_of_rates = learning_rate(
-        config.learning_rate,
-        num_steps=config.num_steps,
-        embed_dim=config.model.embed_dim,
-        batch_size=config.batch_size,
-    )
+    schedule_of_rates = learning_rates(config, task)
     transformation = optimizer(config.optimizer, schedule_of_rates, axes)
 
-    scaling = loss_scaling(config, shape)
+    scaling = loss_scaling(config, task, shape)
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
@@ -201,10 +196,27 @@ def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[str
     return [line for what in asked for line in offload.problems(what, devices)]
 
 
-def loss_scaling(config: Config, shape: Mapping[str, int]) -> loss_scale.Scaling | None:
+def learning_rates(config: Config, task: Task) -> Schedule:
+    """Returns the learning rate as a function of the number of updates done so far.
+
+    Raises:
+      UserError: `noam`, which is a function of the model's width, and the task states none.
+    """
+    options = config.learning_rate
+    if options.name == "noam" and not task.width:
+        raise UserError(
+            "learning_rate.name: got noam, and this task states no width (Task.width = 0); allowed: a task with a "
+            "width, or another name; nearest: inverse_sqrt"
+        )
+    return learning_rate(
+        options, num_steps=config.num_steps, embed_dim=max(task.width, 1), batch_size=config.batch_size
+    )
+
+
+def loss_scaling(config: Config, task: Task, shape: Mapping[str, int]) -> loss_scale.Scaling | None:
     """Returns how the loss is scaled for the backward pass; None where it is not."""
     in_float16 = compute_name(config.precision) == "float16"
-    num_targets = config.batch_size * config.sequence_length // num_microbatches(config, shape)
+    num_targets = task.num_units // num_microbatches(config, shape)
     return loss_scale.scaling(config.loss_scale, num_targets, computes_in_float16=in_float16)
 
 
@@ -290,7 +302,8 @@ def plan_of(assembly: Assembly) -> loop.Plan:
         eval_every=config.eval_every,
         save_every=config.checkpoint.every,
         max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
-        num_tokens_per_step=config.batch_size * config.sequence_length,
+        unit=assembly.task.unit,
+        units_per_step=assembly.task.num_units,
         flops_per_token=assembly.task.flops_per_token,
         num_devices=assembly.mesh.size,
         peak_flops_per_second=peak_flops_per_second(device.device_kind, compute_name(config.precision)),

@@ -26,8 +26,9 @@ class Plan:
       eval_every: steps between evaluations, 0 for one after the last step only.
       save_every: steps between saves, 0 for one after the last step only.
       max_skipped_in_a_row: steps that may go wrong one after the other.
-      num_tokens_per_step: targets and padding in a global batch.
-      flops_per_token: model FLOPs, 0 where unknown.
+      unit: what throughput counts: tokens, images, ...
+      units_per_step: units in a global batch, padding included.
+      flops_per_token: model FLOPs for one unit, 0 where unknown.
       num_devices: devices in the mesh.
       peak_flops_per_second: of one device in the compute dtype, None where unknown.
     """
@@ -37,7 +38,8 @@ class Plan:
     eval_every: int
     save_every: int
     max_skipped_in_a_row: int
-    num_tokens_per_step: int
+    unit: str
+    units_per_step: int
     flops_per_token: float
     num_devices: int
     peak_flops_per_second: float | None
@@ -189,9 +191,9 @@ def logged(done: CompletedStep, clock: StepClock, plan: Plan) -> dict[str, float
     values: dict[str, float | None] = dict(scalars(done.result))
     for name in (guard.IN_A_ROW, guard.FIRST_NOT_FINITE):
         del values[name]
-    values["tokens"] = done.step * plan.num_tokens_per_step
-    values |= clock.averages(plan.num_tokens_per_step)
-    rate = values.get("tokens_per_second")
+    values[plan.unit] = done.step * plan.units_per_step
+    values |= clock.averages(plan.units_per_step, plan.unit)
+    rate = values.get(f"{plan.unit}_per_second")
     if rate and plan.flops_per_token:
         flops = model_flops_per_second(plan.flops_per_token, rate)
         values["model_flops_per_second"] = flops

@@ -68,6 +68,9 @@ def decoder(
         flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
         num_parameters=num_parameters,
         takes_manual_axes=True,
+        width=options.embed_dim,
+        num_layers=options.num_layers,
+        vocab_size=options.vocab_size,
     )
 
 

@@ -4,6 +4,7 @@ B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: e
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -66,12 +67,17 @@ class Task:
       logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None where it
         makes no sense.
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
-      flops_per_token: model FLOPs of one forward and backward pass for one token, 0 where unknown.
+      flops_per_token: model FLOPs of one forward and backward pass for one unit (a token, an image); 0: unknown.
       num_parameters: parameters without padding; 0: count them as they stand.
       takes_manual_axes: whether the model can be traced where the data axis is manual while fsdp or tensor are not, so
         that gradients cross the data axis once a step. A plain look-up in a split table cannot (XLA's partitioner ends
         the process there; `lookup.look_up` can): without this, the partitioner has the data axis on such meshes, and
         gradients cross it once a microbatch.
+      width: of the residual stream (D): the learning rate `noam` is a function of it; 0: unknown.
+      num_layers: layers, for estimates of memory and time; 0: unknown.
+      vocab_size: every token id of the data is below it; 0: unknown, or there are no tokens.
+      unit: what throughput counts, in the plural: metrics.jsonl has `tokens` and `tokens_per_second` for `tokens`.
+      units_per_step: units in a global batch; 0: see `num_units`.
     """
 
     init: Callable[[jax.Array], Params]
@@ -82,6 +88,23 @@ class Task:
     flops_per_token: float = 0.0
     num_parameters: int = 0
     takes_manual_axes: bool = False
+    width: int = 0
+    num_layers: int = 0
+    vocab_size: int = 0
+    unit: str = "tokens"
+    units_per_step: int = 0
+
+    @property
+    def num_units(self) -> int:
+        """Units in a global batch: `units_per_step`, or what the batch says where that is 0.
+
+        That is B T where the batch has an entry `tokens` [B, T] and the unit is tokens, and B otherwise.
+        """
+        if self.units_per_step:
+            return self.units_per_step
+        if self.unit == "tokens" and "tokens" in self.batch:
+            return math.prod(self.batch["tokens"].shape)
+        return next(iter(self.batch.values())).shape[0]
 
 
 def token_batch(batch_size: int, sequence_length: int) -> dict[str, jax.ShapeDtypeStruct]:

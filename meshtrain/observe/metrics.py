@@ -112,15 +112,17 @@ class StepClock:
             self._last_completion_seconds += self._now() - start_seconds
             self._waited_seconds = waited_seconds
 
-    def averages(self, num_tokens_per_step: int) -> dict[str, float]:
+    def averages(self, units_per_step: int, unit: str = "tokens") -> dict[str, float]:
         """Returns the means over the steps completed since the last call, without the first step.
 
         Args:
-          num_tokens_per_step: tokens in a global batch.
+          units_per_step: units in a global batch.
+          unit: what they are; it names the rate.
 
         Returns:
-          step_seconds, data_seconds, data_share (of the time, 0 to 1) and tokens_per_second; nothing of them where no
-          step but the first completed. first_step_seconds, once, where the first is among them.
+          step_seconds, data_seconds, data_share (of the time, 0 to 1) and tokens_per_second (with another unit:
+          UNIT_per_second); nothing of them where no step but the first completed. first_step_seconds, once, where the
+          first is among them.
         """
         steps, self._unaveraged = self._unaveraged, []
         first = [step for step in steps if step.is_first]
@@ -133,7 +135,7 @@ class StepClock:
                 "step_seconds": step_seconds / len(later),
                 "data_seconds": data_seconds / len(later),
                 "data_share": data_seconds / step_seconds,
-                "tokens_per_second": num_tokens_per_step * len(later) / step_seconds,
+                f"{unit}_per_second": units_per_step * len(later) / step_seconds,
             }
         return values
 
@@ -166,8 +168,8 @@ def model_flops_per_second(flops_per_token: float, tokens_per_second: float) -> 
     """Returns the rate of useful work of all devices together, in FLOP/s.
 
     Args:
-      flops_per_token: the task's own count.
-      tokens_per_second: over all devices.
+      flops_per_token: the task's own count for one unit (a token, an image).
+      tokens_per_second: units a second over all devices.
     """
     return flops_per_token * tokens_per_second
 
@@ -213,6 +215,11 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
         "mfu": lambda value: f"MFU {value:.1%}",
     }
     said_already = {"tokens", "data_seconds", "weight", "useful_seconds", "goodput"}
+    for name in values:
+        if name.endswith("_per_second") and name not in known:  # throughput in another unit than tokens
+            unit = name.removesuffix("_per_second")
+            known[name] = lambda value, unit=unit: f"{value:,.0f} {unit}/s"
+            said_already.add(unit)
     parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
     for name, value in values.items():
         if value is not None and name not in known and name not in said_already:

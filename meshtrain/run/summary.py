@@ -47,10 +47,10 @@ def show(
         if bigram is not None:
             verdict = "better" if loss < bigram else "not better"
             lines.append(f"bigram model      {bigram:.4f} on the same text: the run is {verdict}")
-    num_tokens = int(state.step) * config.batch_size * config.sequence_length
-    lines.append(f"tokens            {num_tokens:,}")
-    if rate := values.get("tokens_per_second"):
-        lines.append(f"tokens a second   {rate:,.0f}")
+    unit = assembly.task.unit
+    lines.append(f"{unit:<17} {int(state.step) * assembly.task.num_units:,}")
+    if rate := values.get(f"{unit}_per_second"):
+        lines.append(f"{f'{unit} a second':<17} {rate:,.0f}")
     places = "config.json, layout.txt, metrics.jsonl, tensorboard/, checkpoints/"
     here = Path.cwd()
     shown = run.relative_to(here) if run.is_relative_to(here) else run

@@ -34,7 +34,7 @@ class Run:
         } | plan
         self.in_a_row = 0
         self.plan = loop.Plan(
-            **options, num_tokens_per_step=7, flops_per_token=0.0, num_devices=1, peak_flops_per_second=None
+            **options, unit="tokens", units_per_step=7, flops_per_token=0.0, num_devices=1, peak_flops_per_second=None
         )
 
     def step(self, state, batch):
