@@ -57,7 +57,8 @@ class Assembly:
     Attributes:
       config: the configuration.
       mesh: the mesh, axes in mesh order.
-      rules: logical axis -> mesh axes.
+      rules: logical axis -> mesh axes, and the axes that store weights at this ZeRO level.
+      replicas: how the replicas of the data axis reduce gradients; their shapes and shardings on the way.
       task: what is trained.
       program: the pipeline's schedule, None on a pipeline of size 1.
       state: abstract `TrainState`, each leaf a `jax.ShapeDtypeStruct` with its sharding.
@@ -74,6 +75,7 @@ class Assembly:
     config: Config
     mesh: Mesh
     rules: Rules
+    replicas: Replicas
     task: Task
     program: Program | None
     state: TrainState
@@ -110,10 +112,9 @@ def assemble(
     if found := _offload_problems(config, devices):
         raise UserError(*found)
     mesh = make_mesh(shape, devices)
-    rules = rules or default_rules(config.layout)
     level = config.zero.effective_level
-    storage_axes = (*rules.storage_axes, zero.DATA) if level == zero.MAX_LEVEL else rules.storage_axes
-    placement = Placement(rules, mesh, storage_axes, config.zero.keeps_gathered)
+    rules = zero.rules_of_level(rules or default_rules(config.layout), level)
+    placement = Placement(rules, mesh, rules.storage_axes, config.zero.keeps_gathered)
     task = (make_task or built_in)(config, placement)
     program = pipeline_program(config, shape)
     num_chunks = program.schedule.num_chunks if program else 1
@@ -160,6 +161,7 @@ def assemble(
         config=config,
         mesh=mesh,
         rules=rules,
+        replicas=replicas,
         task=task,
         program=program,
         state=state,

@@ -15,8 +15,10 @@ from meshtrain.launch import distributed
 from meshtrain.layout.explain import draw_mesh, mesh_text, table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.pipeline.stages import layers_of_stage
+from meshtrain.step.held import Held, held
 from meshtrain.words.errors import UserError, run
 from meshtrain.words.paths import refuse_target
+from meshtrain.words.tables import format_bytes
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -33,9 +35,17 @@ def text(assembly: Assembly) -> str:
         mesh_text(shape),
         "",
         table(array_rows(assembly)),
+        held_text(held(assembly.state, assembly.replicas)),
         *stages_text(assembly),
     ]
     return "\n".join(parts)
+
+
+def held_text(bytes_held: Held) -> str:
+    """Returns what one device holds of the training state, as one line."""
+    sizes = (("parameters", bytes_held.parameters), ("gradients", bytes_held.gradients), ("moments", bytes_held.moments))
+    beside = f"; {format_bytes(bytes_held.on_host)} of moments on its host" if bytes_held.on_host else ""
+    return f"a device     {', '.join(f'{name} {format_bytes(size)}' for name, size in sizes)}{beside}"
 
 
 def stages_text(assembly: Assembly) -> list[str]:

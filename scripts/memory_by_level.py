@@ -1,12 +1,7 @@
 """A table for README: bytes of training state on each of eight devices, by ZeRO level. From shapes, nothing is made.
 
-Parameters and Adam's moments are those of the assembled step; the accumulator of gradients is float32 like the
-parameters, whole up to level 1 and split from level 2 on. Activations are not in it.
+`held` counts parameters, sums of gradients and Adam's moments of the assembled step. Activations are not in it.
 """
-
-import dataclasses
-import math
-from typing import Any
 
 import jax
 
@@ -15,6 +10,7 @@ from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import MAX_LEVEL, ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.step.held import held
 
 NUM_DEVICES = 8
 # Touvron et al. 2023, Llama 2.
@@ -31,23 +27,13 @@ MODELS = {
 }
 
 
-def bytes_on_one_device(tree: Any) -> int:
-    """Returns the bytes that one device holds of placed arrays."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def row(name: str, model: DecoderOptions) -> str:
     """Returns one line of the table."""
     cells = []
     for level in range(MAX_LEVEL + 1):
         config = Config(batch_size=NUM_DEVICES, model=model, zero=ZeroOptions(level=level))
         assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": NUM_DEVICES}, jax.devices())
-        state = bytes_on_one_device((assembly.state.params, assembly.state.opt_state))
-        gradients = bytes_on_one_device(assembly.state.params)
-        if level == 2:
-            split = dataclasses.replace(config, zero=ZeroOptions(level=MAX_LEVEL))
-            gradients = bytes_on_one_device(assemble(split, assembly.mesh.shape, jax.devices()).state.params)
-        cells.append(f"{(state + gradients) / 1e9:.1f} GB")
+        cells.append(f"{held(assembly.state, assembly.replicas).total / 1e9:.1f} GB")
     return f"| {name} | {assembly.task.num_parameters / 1e9:.2f} B | {' | '.join(cells)} |"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import axes_of_dims, spec_of_dims
@@ -108,6 +108,22 @@ class Replicas:
             return jnp.zeros(shape, jnp.float32)
 
         return jax.tree.map(empty, params, homes)
+
+    def accumulators(self, params: Any) -> Any:
+        """Returns the abstract float32 sums that `zeros` allocates for all parameters, each with its sharding.
+
+        At level 2 `zeros` allocates one shard of each sum that divides over data; this is the whole array with that
+        sharding. At other levels a sum has the shape and the sharding of its parameter.
+
+        Args:
+          params: arrays or `jax.ShapeDtypeStruct`s, global shapes.
+        """
+
+        def accumulator(leaf: Any, home: Home) -> jax.ShapeDtypeStruct:
+            spec = over_data(home.spec, home.num_dims, home.dim) if self._scatters_each(home) else home.spec
+            return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(accumulator, params, self.homes)
 
     def part(self, gradients: Any, homes: Any) -> Any:
         """Returns what a microbatch adds on this replica, float32: under level 2 its share of what all replicas found.

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from meshtrain.layout.partition import axes_of_dims, num_parts, spec_of_dims
+from meshtrain.layout.rules import Rules
 from meshtrain.words.options import option
 
 DATA = "data"
@@ -67,6 +68,13 @@ def problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[str]:
             "above 1 (weights split over fsdp, copied over data); nearest: zero.strategy=full_shard"
         )
     return found
+
+
+def rules_of_level(rules: Rules, level: int) -> Rules:
+    """Returns the rules with the storage axes in force: at level 3 data stores weights, as fsdp does at every level."""
+    if level < MAX_LEVEL or DATA in rules.storage_axes:
+        return rules
+    return dataclasses.replace(rules, storage_axes=(*rules.storage_axes, DATA))
 
 
 def dim_over_data(

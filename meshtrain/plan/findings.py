@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
+from meshtrain.layout.zero import DATA
 from meshtrain.plan.collectives import Traffic
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
@@ -58,9 +59,10 @@ def findings(
     found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages)]
     program = compiled.assembly.program
     idle = 1 - float(program.active.mean()) if program is not None else 0.0
+    storage_axes = compiled.assembly.rules.storage_axes
     for axis, least in minimum.items():
-        # A pipeline's idle rows send along the axes inside a stage as well.
-        bound = least if axis == "data" else least / (1 - idle)
+        # A pipeline's idle rows send along the axes inside a stage as well; replicas reduce once, after all rows.
+        bound = least if axis == DATA and axis not in storage_axes else least / (1 - idle)
         found += _traffic(axis, bound, executor_bytes if axis == "pipeline" else None, rows)
     found += _attention(compiled, cluster)
     if added_share is not None and added_share > ADDED:
@@ -130,9 +132,10 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
     if sent > FAR_ABOVE_MINIMUM * bound and sent - bound > MATTERS_BYTES:
         most = max(mine, key=lambda row: row.wire_bytes)
         where = f" (most of it {most.kind}, {most.sources[0]})" if most.sources else f" (most of it {most.kind})"
+        times = f"{sent / bound:.2f} times what it has to" if bound else "and has to send nothing"
         found.append(
             Finding(
-                f"{axis} sends {format_bytes(int(sent))}, {sent / bound:.2f} times what it has to{where}",
+                f"{axis} sends {format_bytes(int(sent))}, {times}{where}",
                 "look at the constraint in that line",
             )
         )

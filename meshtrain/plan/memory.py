@@ -1,11 +1,7 @@
 """What one device holds: by arithmetic from shardings, by the compiler's account, and whether it fits."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any
-
-import jax
 
 from meshtrain.assemble import Assembly
 from meshtrain.launch.hardware import usable_bytes
@@ -13,6 +9,7 @@ from meshtrain.plan.compile import Compiled, Statistics
 from meshtrain.plan.hlo import Program
 from meshtrain.plan.shapes import num_bytes, parts
 from meshtrain.plan.topology import Cluster
+from meshtrain.step.held import bytes_of_device, held
 
 # Which matrix product kernels are taken is decided on the GPU: their workspaces and the layouts that they ask for move
 # temporaries either way. A TPU program's memory is final.
@@ -21,7 +18,6 @@ TEMPORARY_UNCERTAINTY = {"cuda": 0.10, "tpu": 0.0, "cpu": 0.0}
 NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant", "call", "conditional",
              "dynamic-update-slice", "opt-barrier", "iota")  # fmt: skip
 NUM_BUFFERS_SHOWN = 8
-FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +36,8 @@ class Memory:
 
     Attributes:
       parameters_bytes: by arithmetic, from shardings, as are the next three.
-      gradients_bytes: one float32 gradient for each parameter that this device keeps or adds up.
-      optimizer_bytes: the rest of the state.
+      gradients_bytes: the float32 sums to which gradients of microbatches are added.
+      optimizer_bytes: the optimizer's state, in device memory.
       batch_bytes: the step's batch.
       compiler: the compiler's own account; gradients are among its temporaries. None where it gave up.
       arguments_expected_bytes: the same by arithmetic, what the program does not read left out.
@@ -76,15 +72,6 @@ class Memory:
         return self.capacity_bytes - self.compiler.peak_bytes
 
 
-def held_bytes(tree: Any) -> int:
-    """Returns the bytes that one device holds of a tree of abstract arrays with shardings."""
-    return sum(_piece(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def _piece(leaf: Any) -> int:
-    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
-
-
 def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Memory:
     """Returns what one device holds.
 
@@ -94,20 +81,19 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
       program: its text, read; None where there is none.
     """
     assembly, stats = compiled.assembly, compiled.statistics
-    parameters, batch = held_bytes(assembly.state.params), held_bytes(assembly.batch)
-    gradients = gradients_bytes(assembly)
+    state, batch = held(assembly.state, assembly.replicas), bytes_of_device(assembly.batch)
     unread = unread_arguments(assembly, program)
     accelerator = cluster.accelerator
     capacity = usable_bytes(accelerator) if accelerator else None
     uncertainty = int(TEMPORARY_UNCERTAINTY[cluster.platform] * (stats.temporary_bytes if stats else 0))
     return Memory(
-        parameters_bytes=parameters,
-        gradients_bytes=gradients,
-        optimizer_bytes=held_bytes(assembly.state) - parameters,
+        parameters_bytes=state.parameters,
+        gradients_bytes=state.gradients,
+        optimizer_bytes=state.moments,
         batch_bytes=batch,
         compiler=stats,
-        arguments_expected_bytes=held_bytes(assembly.state) + batch - sum(size for _, size in unread),
-        activations_bytes=max(0, stats.temporary_bytes - gradients) if stats else None,
+        arguments_expected_bytes=bytes_of_device(assembly.state) + batch - sum(size for _, size in unread),
+        activations_bytes=max(0, stats.temporary_bytes - state.gradients) if stats else None,
         device_bytes=accelerator.memory_bytes if accelerator else None,
         capacity_bytes=capacity,
         uncertainty_bytes=uncertainty,
@@ -128,22 +114,13 @@ def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: 
     return False if peak_bytes - uncertainty_bytes > capacity_bytes else None
 
 
-def gradients_bytes(assembly: Assembly) -> int:
-    """Returns the bytes of one float32 gradient for each parameter, split as the parameters are.
-
-    From ZeRO level 2 on what is added up is split like the optimizer's moments, which is not less than parameters are.
-    """
-    leaves = jax.tree.leaves(assembly.state.params)
-    return sum(_piece(leaf) // leaf.dtype.itemsize for leaf in leaves) * FLOAT32_BYTES
-
-
 def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[str, int]]:
     """Returns (name, bytes on a device) of each entry of the batch that the compiled program does not take."""
     if program is None:
         return []
     named = (line.rest for line, _, _ in program.instructions("parameter") if "op_name=" in line.rest)
     text = " ".join(named).replace("\\'", "'")
-    return [(name, _piece(leaf)) for name, leaf in assembly.batch.items() if f"batch['{name}']" not in text]
+    return [(name, bytes_of_device(leaf)) for name, leaf in assembly.batch.items() if f"batch['{name}']" not in text]
 
 
 def largest(program: Program) -> tuple[Buffer, ...]:

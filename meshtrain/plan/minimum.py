@@ -2,8 +2,9 @@
 
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
-    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; at ZeRO level 1 a scatter of them
-              and a gather of the parameters; level 2 scatters M times, level 3 is like fsdp
+    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step. Of weights that a ZeRO level splits:
+              level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
+              level 3 is like fsdp
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter
     tensor    2 (n - 1) / n of A, M times: 4 a layer (5 where the forward is computed again), one for the
               look-up and one for the head
@@ -20,14 +21,16 @@ import jax.numpy as jnp
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
 from meshtrain.layout.placement import axes_in
+from meshtrain.layout.zero import DATA, MAX_LEVEL
 from meshtrain.pipeline.program import Segment, Signature, segments
-from meshtrain.step.precision import compute_dtype, param_dtype, reduce_dtype
+from meshtrain.step.precision import compute_dtype, param_dtype
 
 FLOAT32_BYTES = 4
 REDUCTIONS_A_LAYER = 4
 RECOMPUTED_REDUCTIONS = 1  # of two in a layer's forward: nothing waits for the sum at its end
 LOOKUP_AND_HEAD = 2
 GATHERS_AND_SCATTER = 3
+SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +41,10 @@ class Sizes:
       num_microbatches: M.
       activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype.
       residual_bytes: R, the same between layers, where sequence parallelism splits the sequence over tensor.
-      stored_bytes: axis -> bytes of the weights split for storage over it, gathered, in the compute dtype.
-      gradient_bytes: of all gradients of one device as they cross the data axis.
-      parameter_bytes: of all parameters of one device; whole, where level 1 splits moments alone.
+      stored_bytes: storage axis -> bytes of the weights split over it, gathered, in the compute dtype.
+      reduced_bytes: of the gradients that replicas all-reduce over data, in the dtype in which they cross it.
+      scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise.
+      updated_bytes: of the parameters of those, which are gathered over data after the update.
       layers_of_stage: L / S.
     """
 
@@ -48,8 +52,9 @@ class Sizes:
     activation_bytes: float
     residual_bytes: float
     stored_bytes: dict[str, float]
-    gradient_bytes: float
-    parameter_bytes: float
+    reduced_bytes: float
+    scattered_bytes: float
+    updated_bytes: float
     layers_of_stage: float
 
 
@@ -61,17 +66,31 @@ def sizes(assembly: Assembly) -> Sizes:
     sequences = config.batch_size / (parts * shape["data"] * shape["fsdp"])
     leaves = jax.tree.leaves(assembly.state.params)
     stored = {axis: sum(_gathered(leaf, axis) * itemsize for leaf in leaves) for axis in assembly.rules.storage_axes}
-    elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+    reduced, scattered = _reduced_and_scattered(assembly)
+    wire_itemsize = jnp.dtype(assembly.replicas.wire_dtype).itemsize
     activations = sequences * config.sequence_length * config.model.embed_dim * itemsize
     return Sizes(
         num_microbatches=parts,
         activation_bytes=activations,
         residual_bytes=activations / (shape["tensor"] if config.layout.sequence_parallel else 1),
         stored_bytes=stored,
-        gradient_bytes=elements * jnp.dtype(reduce_dtype(config.precision)).itemsize,
-        parameter_bytes=elements * jnp.dtype(param_dtype(config.precision)).itemsize,
+        reduced_bytes=reduced * wire_itemsize,
+        scattered_bytes=scattered * wire_itemsize,
+        updated_bytes=scattered * jnp.dtype(param_dtype(config.precision)).itemsize,
         layers_of_stage=config.model.num_layers / shape["pipeline"],
     )
+
+
+def _reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
+    """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data)."""
+    replicas, reduced, scattered = assembly.replicas, 0, 0
+    for leaf, home in zip(jax.tree.leaves(assembly.state.params), jax.tree.leaves(replicas.homes), strict=True):
+        elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        if replicas.level == 0 or home.dim == 0:
+            reduced += elements
+        elif replicas.level < MAX_LEVEL:
+            scattered += elements
+    return reduced, scattered
 
 
 def _gathered(leaf: Any, axis: str) -> float:
@@ -91,7 +110,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     chunks = assembly.program.schedule.num_chunks if assembly.program else 1
     times = size.num_microbatches
     minimum = {
-        "data": share["data"] * _data_bytes(config.zero.effective_level, size),
+        "data": share["data"] * _data_bytes(assembly.replicas.level, size),
         "pipeline": 2.0 * times * chunks * size.residual_bytes,
         "fsdp": share["fsdp"] * GATHERS_AND_SCATTER * times * _stored(size, "fsdp"),
         "tensor": 2 * share["tensor"] * tensor * times * size.activation_bytes,
@@ -104,11 +123,9 @@ def _stored(size: Sizes, axis: str) -> float:
 
 
 def _data_bytes(level: int, size: Sizes) -> float:
-    if level >= 3:
-        return GATHERS_AND_SCATTER * size.num_microbatches * _stored(size, "data")
-    if level == 0:
-        return 2 * size.gradient_bytes
-    return (size.num_microbatches if level == 2 else 1) * size.gradient_bytes + size.parameter_bytes
+    stored = GATHERS_AND_SCATTER * size.num_microbatches * _stored(size, DATA)
+    scatters = size.num_microbatches if level == SCATTERS_EACH else 1
+    return stored + 2 * size.reduced_bytes + scatters * size.scattered_bytes + size.updated_bytes
 
 
 def executor_bytes(assembly: Assembly) -> float | None:

@@ -6,8 +6,10 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.launch import hardware
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.zero import ZeroOptions
+from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.plan import candidates, findings, hlo, memory, minimum, search, timing, topology
 from meshtrain.plan.collectives import Traffic
@@ -57,13 +59,39 @@ def test_the_least_of_data_is_an_all_reduce_in_float32(small):
 
 @pytest.mark.parametrize(
     ("level", "reduce", "copies"),
-    [(0, "float32", 8), (0, "bfloat16", 4), (1, "bfloat16", 2 + 4), (2, "bfloat16", 2 * 2 + 4)],
+    [
+        (0, "float32", 8),
+        (0, "bfloat16", 4),
+        (1, "bfloat16", 2 + 4),
+        (2, "bfloat16", 2 * 2 + 4),
+        (3, "float32", 2 * 3 * 2),  # two gathers and a scatter of each microbatch, in the compute dtype
+    ],
 )
 def test_the_least_of_data_follows_the_wire_dtype_and_zero(small, level, reduce, copies):
     precision = PrecisionOptions("bfloat16", reduce_dtype=reduce)
     config = small({"data": 8}, precision=precision, zero=ZeroOptions(level), accumulation_steps=2)
     assembly = assembled(config)
     assert minimum.wire_bytes_minimum(assembly) == {"data": 7 / 8 * copies * assembly.task.num_parameters}
+
+
+def test_weights_that_no_level_splits_are_all_reduced(small):
+    """A norm of 64 does not divide by 3: its moments stay whole at level 2, and its gradients are reduced once."""
+    model = DecoderOptions(
+        num_layers=2, embed_dim=64, mlp_dim=129, num_heads=3, num_kv_heads=3, head_dim=16, vocab_size=258, vocab_multiple=6
+    )
+    config = small({"data": 3}, batch_size=6, zero=ZeroOptions(2), accumulation_steps=2, model=model)
+    assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": 3}, topology.open_cluster("cpu:8").devices[:3])
+    norms = 5 * 64
+    split = assembly.task.num_parameters - norms
+    assert minimum.wire_bytes_minimum(assembly) == {"data": 2 / 3 * 4 * (2 * norms + (2 + 1) * split)}
+
+
+def test_with_fsdp_level_three_stores_weights_over_both_axes(small):
+    assembly = assembled(small({"data": 2, "fsdp": 4}, zero=ZeroOptions(3)))
+    norms = 5 * 64  # whole over fsdp, split over data
+    matrices = assembly.task.num_parameters - norms
+    found = minimum.wire_bytes_minimum(assembly)
+    assert found == {"data": 1 / 2 * 3 * 4 * (matrices / 4 + norms), "fsdp": 3 / 4 * 3 * 4 * matrices / 2}
 
 
 @pytest.mark.parametrize(("policy", "reductions"), [("none", 4), ("full", 5)])
@@ -100,6 +128,11 @@ def test_far_above_the_minimum_is_a_finding_and_near_it_none():
     assert "models/layers.py:1" in found.what
     assert findings._traffic("fsdp", 1e9, None, [row("fsdp", 1.1e9)]) == []
     assert findings._traffic("pipeline", 1e9, 2e9, [row("pipeline", 2e9)]) == []
+
+
+def test_an_axis_that_has_to_send_nothing_and_does_is_a_finding():
+    (found,) = findings._traffic("data", 0.0, None, [row("data", 2e9)])
+    assert found.what.startswith("data sends 1.86 GiB, and has to send nothing")
 
 
 def test_unhidden_traffic_is_a_finding():

@@ -8,6 +8,7 @@ import pytest
 
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import calibration, changes, page, report
+from meshtrain.layout.zero import ZeroOptions
 from meshtrain.words.errors import UserError
 
 MESHES = [
@@ -49,6 +50,16 @@ def test_arguments_are_the_bytes_that_a_run_holds(plan, small, mesh):
 def test_data_parallel_is_never_free(plan, small):
     made = plan("cpu:8", small({"data": 8}))
     assert report.sent_along(made, "data") >= made.minimum["data"] > 0
+
+
+def test_level_three_over_data_is_planned_like_fsdp(plan, small):
+    made = plan("cpu:8", small({"data": 8}, zero=ZeroOptions(3)))
+    size = 4 * made.compiled.assembly.task.num_parameters
+    assert (made.memory.parameters_bytes, made.memory.gradients_bytes) == (size // 8, size // 8)
+    assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
+    assert made.minimum == {"data": 7 / 8 * 3 * size}
+    # The CPU's compiler all-reduces gradients where others reduce-scatter, which is twice the bytes: four for three.
+    assert 1 <= report.sent_along(made, "data") / made.minimum["data"] < 1.5
 
 
 def test_axes_of_size_one_are_left_out(plan, small):
