@@ -26,7 +26,7 @@ from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.placement import Placement
+from meshtrain.layout.placement import Placement, on_shards
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
@@ -117,15 +117,9 @@ def textbook(
         return jax.lax.scan(row, empty, jnp.arange(num_chunks * num_parts + num_stages - 1))[0][1][None]
 
     whole = PartitionSpec()
-    sums = jax.shard_map(
-        on_stage,
-        mesh=mesh,
-        in_specs=(specs, whole, whole),
-        out_specs=PartitionSpec(ring.PIPELINE),
-        axis_names={ring.PIPELINE},
-        check_vma=False,
-    )(params, batch, jax.random.key_data(rng))
-    return jnp.sum(sums)
+    each = PartitionSpec(ring.PIPELINE)
+    region = on_shards(mesh, on_stage, (specs, whole, whole), each, axes=ring.MANUAL)
+    return jnp.sum(region(params, batch, jax.random.key_data(rng)))
 
 
 def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candidate:

@@ -105,45 +105,56 @@ class Placement:
     def on_shards(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *, is_opaque: bool = False
     ) -> Callable[..., Any]:
-        """Returns `function` run on each device's shards; see `on_shards` below.
-
-        Where something is whole on several devices it is not for differentiating through: give what contains it a
-        backward pass of its own.
-        """
+        """Returns `function` run on each device's shards, every axis manual; see `on_shards` below."""
         if self.mesh is None:
             return function
         return on_shards(self.mesh, function, in_specs, out_specs, is_opaque=is_opaque)
 
     def _hold(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
-        # An empty spec is not a free one: it says "whole on each device". Only a single device has nothing to be told.
+        # PartitionSpec() means replicated, not unconstrained, so it is applied too. One device needs no constraint.
         if self.mesh is None or not _is_split_here(self.mesh):
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh_here(self.mesh), wanted))
 
 
 def on_shards(
-    mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any, *, is_opaque: bool = False
+    mesh: Mesh,
+    function: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    axes: frozenset[str] | None = None,
+    is_opaque: bool = False,
 ) -> Callable[..., Any]:
-    """Returns `function` run on each device's shards: `jax.shard_map` over the axes that are not manual yet.
+    """Returns `function` run on each device's shards: the only place that enters `jax.shard_map`.
+
+    Inside another manual region it nests: it takes the abstract mesh of that region, and axes that are manual there
+    are neither entered again nor named in specs (arrays are local along them already).
+
+    `check_vma=False` transposes a psum into another psum, so differentiate inside the region and not through it, or
+    give what contains it a backward pass of its own.
 
     Args:
       mesh: the mesh.
-      function: what one device does with its shards.
-      in_specs: of the arguments; axes that are manual already are left out.
+      function: what one device does with its shards. With `axes` it may use collectives over them.
+      in_specs: of the arguments. Axes that do not become manual here are left out of them.
       out_specs: of the results, likewise.
-      is_opaque: the function brings a rule of its own for the partitioner (a library's kernel), which must not meet it
-        where other axes are manual: axes of size 1 are made manual too. Otherwise they are left, which compiles faster.
+      axes: the axes to make manual. None means every axis that the partitioner has here, and then nothing is entered
+        where none of them splits anything.
+      is_opaque: the function brings a partitioning rule of its own (a library's kernel), which has to see all axes as
+        manual, those of size 1 too. Otherwise these are left to the partitioner, which compiles faster.
     """
-    axes = _automatic(mesh)
-    if mesh.size == 1 or not axes or not (is_opaque or _is_split_here(mesh)):
+    partitioned = _automatic(mesh)
+    entered = partitioned if axes is None else partitioned & axes
+    splits = mesh.size > 1 and (is_opaque or _is_split_here(mesh))
+    if not entered or (axes is None and not splits):
         return function
-    here = _mesh_here(mesh)
     return jax.shard_map(
         function,
-        mesh=here,
-        in_specs=manual_specs(in_specs, axes),
-        out_specs=manual_specs(out_specs, axes),
-        axis_names=axes,
+        mesh=_mesh_here(mesh),
+        in_specs=manual_specs(in_specs, entered),
+        out_specs=manual_specs(out_specs, entered),
+        axis_names=entered,
         check_vma=False,
     )
 

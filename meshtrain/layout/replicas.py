@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import axes_of_dims, spec_of_dims
-from meshtrain.layout.placement import manual_specs, on_shards
+from meshtrain.layout.placement import on_shards
 from meshtrain.layout.zero import DATA, MAX_LEVEL, over_data
 
 Compute = Callable[..., tuple[Any, Any]]
@@ -64,8 +64,8 @@ class Replicas:
         """Where parameters live."""
         return jax.tree.map(lambda home: home.spec, self.homes)
 
-    def together(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
-        """Returns `compute` run on each replica's part of the batch, its results summed.
+    def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
+        """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
 
         Args:
           compute: (parameters, batch, and arrays that are the same everywhere) -> (sums, gradients): any tree, and one
@@ -75,26 +75,21 @@ class Replicas:
         axes = self.axes | manual
         if not axes:
             return compute
-        parameters, whole = manual_specs(self.specs, axes), PartitionSpec()
-        share = PartitionSpec(DATA) if self.axes else whole
+        parameters, whole = self.specs, PartitionSpec()
+        shard = PartitionSpec(DATA) if self.axes else whole
 
         def on_replica(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
             sums, gradients = compute(params, batch, *others)
             if self.axes:
-                # A dim for the replicas: what each of them found leaves as it is, and is summed outside.
+                # Gradients leave the region as [replicas, ...] and are reduced outside, where all axes are manual.
                 return jax.lax.psum(sums, DATA), jax.tree.map(lambda leaf: leaf[None], gradients)
             return sums, gradients
 
         def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
-            sums, gradients = jax.shard_map(
-                on_replica,
-                mesh=self.mesh,
-                in_specs=(parameters, share, *(whole for _ in others)),
-                out_specs=(whole, self._with_replicas(parameters) if self.axes else parameters),
-                axis_names=axes,
-                check_vma=False,
-            )(params, batch, *others)
-            return sums, self._met(gradients) if self.axes else gradients
+            in_specs = (parameters, shard, *(whole for _ in others))
+            out_specs = (whole, self._with_replicas(parameters) if self.axes else parameters)
+            sums, gradients = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes)(params, batch, *others)
+            return sums, self._reduced(gradients) if self.axes else gradients
 
         return run
 
@@ -159,20 +154,22 @@ class Replicas:
     def _with_replicas(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs, is_leaf=_is_spec)
 
-    def _met(self, gradients: Any) -> Any:
-        """Sums [replicas, ...] over replicas, each leaf whole or, from level 1 on, split among them."""
-        split = self.level > 0
+    def _reduced(self, gradients: Any) -> Any:
+        """Sums [replicas, ...] over replicas; each gets all of a leaf or, from level 1 on, its shard."""
+        is_sharded = self.level > 0
 
-        def met(leaf: jax.Array, home: Home) -> jax.Array:
+        def reduce(leaf: jax.Array, home: Home) -> jax.Array:
             if self._scatters_each(home):
                 return leaf[0]
-            return self._scattered(leaf[0], home.dim if split else 0)
+            return self._scattered(leaf[0], home.dim if is_sharded else 0)
 
-        def all_met(gradients: Any) -> Any:
-            return jax.tree.map(met, gradients, self.homes)
+        def reduce_all(gradients: Any) -> Any:
+            return jax.tree.map(reduce, gradients, self.homes)
 
-        after = jax.tree.map(lambda home: over_data(home.spec, home.num_dims, home.dim if split else 0), self.homes)
-        return on_shards(self.mesh, all_met, (self._with_replicas(self.specs),), after)(gradients)
+        after = jax.tree.map(
+            lambda home: over_data(home.spec, home.num_dims, home.dim if is_sharded else 0), self.homes
+        )
+        return on_shards(self.mesh, reduce_all, (self._with_replicas(self.specs),), after)(gradients)
 
 
 def _is_spec(leaf: Any) -> bool:

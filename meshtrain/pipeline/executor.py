@@ -78,8 +78,8 @@ def gradients(
         carry = rows.embed_backward(carry, jnp.int32(program.last_microbatch))
         return carry.sums, {"layers": carry.layers, **carry.outer}
 
-    together, key_data = replicas.together(on_stage, MANUAL), jax.random.key_data(rng)
-    (loss, weight, metrics), found = together(params, batch, key_data, jnp.float32(seed))
+    compute, key_data = replicas.data_parallel(on_stage, MANUAL), jax.random.key_data(rng)
+    (loss, weight, metrics), found = compute(params, batch, key_data, jnp.float32(seed))
     return Sums(loss, weight, metrics, found)
 
 

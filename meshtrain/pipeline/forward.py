@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from meshtrain.layout.placement import manual_specs
+from meshtrain.layout.placement import on_shards
 from meshtrain.models.task import Batch, Loss, Params, Stages
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
@@ -57,15 +57,8 @@ def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Para
 
 
 def _on_mesh(on_stage: Any, mesh: Mesh, specs: Any, out_specs: Any) -> Any:
-    manual, whole = manual_specs(specs, MANUAL), PartitionSpec()
-    return jax.shard_map(
-        on_stage,
-        mesh=mesh,
-        in_specs=(manual, whole, whole),
-        out_specs=out_specs,
-        axis_names=MANUAL,
-        check_vma=False,
-    )
+    whole = PartitionSpec()
+    return on_shards(mesh, on_stage, (specs, whole, whole), out_specs, axes=MANUAL)
 
 
 def forward_only(

@@ -74,8 +74,8 @@ def accumulated(
         return (sums.loss, sums.weight, sums.metrics), sums.gradients
 
     def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
-        together, key_data = replicas.together(on_replica), jax.random.key_data(rng)
-        (value, weight, metrics), found = together(params, batch, key_data, seed)
+        run, key_data = replicas.data_parallel(on_replica), jax.random.key_data(rng)
+        (value, weight, metrics), found = run(params, batch, key_data, seed)
         return Sums(value, weight, metrics, found)
 
     return gradients

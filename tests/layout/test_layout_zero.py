@@ -121,7 +121,7 @@ def test_what_replicas_found_is_summed_and_lands_where_it_belongs(level, shape):
         first, second = (replicas.part(x[i].T @ y[i], home) for i in (slice(0, None, 2), slice(1, None, 2)))
         return jnp.float32(x.shape[0]), replicas.zeros(jnp.zeros((16, 8)), home) + first + second
 
-    run = jax.jit(replicas.together(compute))
+    run = jax.jit(replicas.data_parallel(compute))
     num_sequences, found = run(jnp.zeros((16, 8)), (x, y), jax.random.key_data(jax.random.key(2)))
     assert num_sequences == 32
     np.testing.assert_allclose(found, x.T @ y, rtol=1e-5, atol=1e-5)
@@ -138,7 +138,7 @@ def test_gradients_may_cross_in_bfloat16_and_come_out_in_float32():
     def compute(_, batch, key_data):
         return jnp.float32(0), batch[0]
 
-    _, total = jax.jit(replicas.together(compute))(jnp.zeros(2), found, jax.random.key_data(jax.random.key(0)))
+    _, total = jax.jit(replicas.data_parallel(compute))(jnp.zeros(2), found, jax.random.key_data(jax.random.key(0)))
     assert total.dtype == jnp.float32
     # 1 + 2^-9 has no place in bfloat16 and becomes 1; each sum is rounded once more, or not at all.
     assert total.tolist() == [3.0, 3.0]

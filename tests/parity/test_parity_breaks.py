@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshtrain.layout import replicas
+from meshtrain.layout import placement, replicas
 from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.step import step as steps
@@ -54,14 +54,14 @@ def test_wrong_dropout_key_is_noticed(monkeypatch, noticed):
 
 
 def test_swapped_spec_is_noticed(monkeypatch, noticed):
-    right = replicas.manual_specs
+    right = placement.manual_specs
 
     def swapped(specs, axes):
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
         turn = lambda spec: PartitionSpec(*reversed(spec)) if len(spec) == 2 else spec  # noqa: E731
         return jax.tree.map(turn, right(specs, axes), is_leaf=is_spec)
 
-    monkeypatch.setattr(replicas, "manual_specs", swapped)
+    monkeypatch.setattr(placement, "manual_specs", swapped)
     assert noticed(4, pipeline=2)
 
 

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from meshtrain.layout import replicas as replicas_room
+from meshtrain.layout import placement as placement_room
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
+from meshtrain.layout.placement import on_shards
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
@@ -98,21 +99,25 @@ def mesh_of(num_stages):
     return make_mesh(dict.fromkeys(AXES, 1) | {"pipeline": num_stages}, jax.devices()[:num_stages])
 
 
-def run(schedule):
-    """Returns what the executor makes of two layers a chunk, gradients in layer order."""
-    num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
-    num_layers = 2 * num_stages * num_chunks
-    params = parameters(num_layers)
-    params["layers"] = chunks.chunked(params["layers"], num_chunks)
-    over_stages = PartitionSpec("pipeline") if num_chunks == 1 else PartitionSpec(None, "pipeline")
+def compute_on(mesh, schedule, params):
+    """Returns the executor's function of (params, batch, key), two layers a chunk."""
+    num_layers = 2 * schedule.num_stages * schedule.num_chunks
+    over_stages = PartitionSpec("pipeline") if schedule.num_chunks == 1 else PartitionSpec(None, "pipeline")
     specs = {
         "table": PartitionSpec("pipeline"),
         "layers": jax.tree.map(lambda _: over_stages, params["layers"]),
         "head": PartitionSpec(None, "pipeline"),
     }
     homes = jax.tree.map(lambda leaf, spec: Home(spec, leaf.ndim), params, specs)
-    replicas = Replicas(mesh_of(num_stages), homes)
-    compute = functools.partial(executor.gradients, model(num_layers), executable(schedule), replicas)
+    return functools.partial(executor.gradients, model(num_layers), executable(schedule), Replicas(mesh, homes))
+
+
+def run(schedule):
+    """Returns what the executor makes of two layers a chunk, gradients in layer order."""
+    num_layers = 2 * schedule.num_stages * schedule.num_chunks
+    params = parameters(num_layers)
+    params["layers"] = chunks.chunked(params["layers"], schedule.num_chunks)
+    compute = compute_on(mesh_of(schedule.num_stages), schedule, params)
     sums = jax.device_get(jax.jit(compute)(params, batch_of(schedule.num_microbatches), jax.random.key(3)))
     in_order = jax.tree.map(lambda leaf: leaf.reshape(num_layers, *leaf.shape[-1:]), sums.gradients["layers"]["scale"])
     kernel = sums.gradients["layers"]["kernel"].reshape(num_layers, WIDTH, WIDTH)
@@ -169,6 +174,23 @@ def waiting_table():
 )
 def test_sums_and_gradients_are_those_of_one_device(schedule):
     assert_right(run(schedule), schedule)
+
+
+def test_a_pipeline_inside_an_outer_region_computes_the_same():
+    """Two groups, each with the same batch and a pipeline of its own: both get what one device gets."""
+    schedule, sizes = schedule_of("1f1b", 2), {"group": 2, "data": 1, "pipeline": 2, "fsdp": 1, "tensor": 1}
+    devices = np.array(jax.devices()[:4]).reshape(tuple(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+    def in_group(params, batch):
+        sums = compute_on(mesh, schedule, params)(params, batch, jax.random.key(3))
+        return jax.tree.map(lambda leaf: leaf[None], sums)
+
+    whole, groups = PartitionSpec(), PartitionSpec("group")
+    region = on_shards(mesh, in_group, (whole, whole), groups, axes=frozenset({"group"}))
+    both = jax.device_get(jax.jit(region)(parameters(4), batch_of(NUM_MICROBATCHES)))
+    for group in range(2):
+        assert_right(jax.tree.map(lambda leaf, group=group: leaf[group], both), schedule)
 
 
 def poison(monkeypatch, garbage):
@@ -232,7 +254,7 @@ BREAKS = {
     "layers counted from each stage's first": (ring, "first_layer", lambda *_: 0),
     "activations stay where they are": (ring, "to_next", lambda x, _: x),
     "cotangents stay where they are": (ring, "to_previous", lambda x, _: x),
-    "a dropped spec": (replicas_room, "manual_specs", without_manual_axes),
+    "a dropped spec": (placement_room, "manual_specs", without_manual_axes),
 }  # fmt: skip
 
 
