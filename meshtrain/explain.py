@@ -43,9 +43,10 @@ def text(assembly: Assembly) -> str:
 
 def held_text(bytes_held: Held) -> str:
     """Returns what one device holds of the training state, as one line."""
-    sizes = (("parameters", bytes_held.parameters), ("gradients", bytes_held.gradients), ("moments", bytes_held.moments))
+    names = ("parameters", "gradients", "moments")
+    sizes = ", ".join(f"{name} {format_bytes(getattr(bytes_held, name))}" for name in names)
     beside = f"; {format_bytes(bytes_held.on_host)} of moments on its host" if bytes_held.on_host else ""
-    return f"a device     {', '.join(f'{name} {format_bytes(size)}' for name, size in sizes)}{beside}"
+    return f"a device     {sizes}{beside}"
 
 
 def stages_text(assembly: Assembly) -> list[str]:

@@ -2,7 +2,7 @@
 
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
-    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step. Of weights that a ZeRO level splits:
+    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step. Of weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter

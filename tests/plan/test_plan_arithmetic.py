@@ -77,7 +77,14 @@ def test_the_least_of_data_follows_the_wire_dtype_and_zero(small, level, reduce,
 def test_weights_that_no_level_splits_are_all_reduced(small):
     """A norm of 64 does not divide by 3: its moments stay whole at level 2, and its gradients are reduced once."""
     model = DecoderOptions(
-        num_layers=2, embed_dim=64, mlp_dim=129, num_heads=3, num_kv_heads=3, head_dim=16, vocab_size=258, vocab_multiple=6
+        num_layers=2,
+        embed_dim=64,
+        mlp_dim=129,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=16,
+        vocab_size=258,
+        vocab_multiple=6,
     )
     config = small({"data": 3}, batch_size=6, zero=ZeroOptions(2), accumulation_steps=2, model=model)
     assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": 3}, topology.open_cluster("cpu:8").devices[:3])

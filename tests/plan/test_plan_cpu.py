@@ -6,9 +6,9 @@ import re
 import jax
 import pytest
 
+from meshtrain.layout.zero import ZeroOptions
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import calibration, changes, page, report
-from meshtrain.layout.zero import ZeroOptions
 from meshtrain.words.errors import UserError
 
 MESHES = [
