@@ -12,8 +12,9 @@ from pathlib import Path
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config.config import check, parse
 from meshtrain.launch import distributed
-from meshtrain.layout.explain import draw_mesh, mesh_text, table
+from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
+from meshtrain.layout.picture import draw_mesh, mesh_text
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.step.held import Held, held
 from meshtrain.words.errors import UserError, run

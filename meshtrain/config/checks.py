@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
+from meshtrain.layout.partition import num_parts
+from meshtrain.layout.rules import Rules
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
@@ -102,15 +104,23 @@ def vocabulary(options: DecoderOptions, data: DataOptions) -> list[str]:
     ]
 
 
-def batch(batch_size: int, mesh_shape: Mapping[str, int], num_microbatches: int) -> list[str]:
-    """Returns one line where the global batch does not divide by data x fsdp x microbatches."""
-    data, fsdp = mesh_shape["data"], mesh_shape["fsdp"]
-    divisor = data * fsdp * num_microbatches
+def batch(batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int) -> list[str]:
+    """Returns one line where the global batch does not divide by its shards (data x fsdp) x microbatches.
+
+    Args:
+      batch_size: sequences.
+      rules: the axes that split an activation's `batch` dim count.
+      mesh_shape: the size of each mesh axis.
+      num_microbatches: parts that are computed one after the other.
+    """
+    axes = rules.activations["batch"]
+    divisor = num_parts(axes, mesh_shape) * num_microbatches
     if batch_size % divisor == 0:
         return []
+    factors = " x ".join([*(f"mesh.{axis} {mesh_shape[axis]}" for axis in axes), f"{num_microbatches} microbatches"])
     return [
-        f"batch_size: got {batch_size}; allowed: a multiple of {divisor} = mesh.data {data} x mesh.fsdp {fsdp} x "
-        f"{num_microbatches} microbatches; nearest: {nearest_multiple(batch_size, divisor)}"
+        f"batch_size: got {batch_size}; allowed: a multiple of {divisor} = {factors}; "
+        f"nearest: {nearest_multiple(batch_size, divisor)}"
     ]
 
 

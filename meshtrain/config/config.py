@@ -25,7 +25,7 @@ from meshtrain.data.sources import DataOptions
 from meshtrain.layout import mesh, zero
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.offload import OffloadOptions
-from meshtrain.layout.rules import LayoutOptions
+from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
@@ -143,10 +143,11 @@ def check(config: Config, mesh_shape: Mapping[str, int], *, own_task: bool = Fal
 
     Args:
       config: resolved.
-      mesh_shape: the size of each of the four axes.
+      mesh_shape: the size of each axis.
       own_task: the model is the caller's: only what does not depend on it is checked.
     """
-    found = checks.batch(config.batch_size, mesh_shape, num_microbatches(config, mesh_shape))
+    rules = default_rules(config.layout)
+    found = checks.batch(config.batch_size, rules, mesh_shape, num_microbatches(config, mesh_shape))
     found += zero.problems(config.zero, config.mesh.data, config.mesh.fsdp)
     if config.layout.sequence_parallel:
         found += checks.sequence_on_mesh(config.sequence_length, mesh_shape)

@@ -11,21 +11,21 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from meshtrain.layout.axes import AXES
+from meshtrain.layout.axes import AXES, TABLE
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import option
 
 SIMULATED_DEVICES = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshOptions:
-    """The size of each axis of the mesh."""
+# Any to the type checker, which cannot know the fields of a class made from a table.
+_Sizes: Any = dataclasses.make_dataclass(
+    "_Sizes", [(axis.name, int, option(1, f"{axis.text}; -1: what is left")) for axis in TABLE], frozen=True
+)
 
-    data: int = option(1, "copies of the weights, each on its share of the batch; -1: what is left")
-    fsdp: int = option(1, "shares of the batch that keep the weights in pieces, gathered when used; -1: what is left")
-    tensor: int = option(1, "parts of every weight's heads, mlp and vocabulary dims; -1: what is left")
-    pipeline: int = option(1, "groups of consecutive layers, one after the other; -1: what is left")
+
+class MeshOptions(_Sizes):
+    """The size of each axis of the mesh, in mesh order; 1 by default."""
 
 
 def check(options: MeshOptions) -> list[str]:
@@ -133,7 +133,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     are fast, as long as they fit. `describe` says what came out.
 
     Args:
-      shape: the size of each axis; all four of them.
+      shape: the size of each axis.
       devices: as many as the product, or more (the first are taken); those of a topology that is not there will do.
 
     Raises:

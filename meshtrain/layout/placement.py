@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.layout import axes
 from meshtrain.layout.partition import Names, axes_of_dims, num_parts, spec, spec_of_dims
 from meshtrain.layout.rules import Rules
 
@@ -29,7 +30,7 @@ class Placement:
 
     rules: Rules | None
     mesh: Mesh | None
-    storage_axes: tuple[str, ...] = ("fsdp",)
+    storage_axes: tuple[str, ...] = dataclasses.field(default_factory=axes.storage_axes)
     keeps_gathered: bool = False
 
     @classmethod

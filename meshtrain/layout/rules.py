@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from meshtrain.layout import axes
 from meshtrain.layout.axes import AXES
 from meshtrain.words.errors import UserError, unknown
 from meshtrain.words.options import option
@@ -42,7 +43,7 @@ class Rules:
 
     entries: tuple[Rule, ...]
     own: tuple[str, ...] = ()
-    storage_axes: tuple[str, ...] = ("fsdp",)
+    storage_axes: tuple[str, ...] = dataclasses.field(default_factory=axes.storage_axes)
 
     def __post_init__(self) -> None:
         problems = []
@@ -51,14 +52,14 @@ class Rules:
             if rule.name in seen:
                 problems.append(f"rule '{rule.name}': stands twice; allowed: once; nearest: drop one of them")
             seen.add(rule.name)
-            for column, axes in (("parameters", rule.parameters), ("activations", rule.activations)):
-                for axis in dict.fromkeys(axes):
+            for column, split in (("parameters", rule.parameters), ("activations", rule.activations)):
+                for axis in dict.fromkeys(split):
                     if axis not in AXES:
                         problems.append(unknown(f"rule '{rule.name}', {column}: mesh axis", axis, AXES))
-                    if axes.count(axis) > 1:
-                        once = tuple(dict.fromkeys(axes))
+                    if split.count(axis) > 1:
+                        once = tuple(dict.fromkeys(split))
                         problems.append(
-                            f"rule '{rule.name}', {column}: got mesh axis '{axis}' {axes.count(axis)} times; "
+                            f"rule '{rule.name}', {column}: got mesh axis '{axis}' {split.count(axis)} times; "
                             f"allowed: once; nearest: {once}"
                         )
         problems += [unknown("storage axis", axis, AXES) for axis in self.storage_axes if axis not in AXES]
@@ -88,17 +89,18 @@ def default_rules(options: LayoutOptions) -> Rules:
 
     Megatron's tensor parallelism (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first product of a
     pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) splits what
-    stands between the pairs, the residual stream, along the sequence over the same axis.
+    stands between the pairs, the residual stream, along the sequence over the same axis. Every axis that splits the
+    batch or stores weights (`axes.py`) is in the rows `batch` and `embed`.
     """
     residual = ("tensor",) if options.sequence_parallel else ()
     return Rules(
         (
             #     logical axis         a stored weight           an activation
-            Rule("batch",             (),                       ("data", "fsdp")),
+            Rule("batch",             (),                       axes.batch_axes()),
             Rule("sequence",          (),                       ()),
             Rule("residual_sequence", (),                       residual),
             Rule("vocab",             ("pipeline", "tensor"),   ("tensor",)),
-            Rule("embed",             ("fsdp",),                ()),
+            Rule("embed",             axes.storage_axes(),      ()),
             Rule("mlp",               ("tensor",),              ("tensor",)),
             Rule("heads",             ("tensor",),              ("tensor",)),
             Rule("kv_heads",          ("tensor",),              ("tensor",)),

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from meshtrain.layout import offload, partition, zero
+from meshtrain.layout.axes import partitioned_axes
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.layout.rules import Rules
@@ -55,7 +56,7 @@ def replicas_of(
     Raises:
       UserError: gradients that each replica adds up by itself, of a task that cannot be traced so.
     """
-    is_manual = task.takes_manual_axes or mesh.shape["fsdp"] * mesh.shape["tensor"] == 1
+    is_manual = task.takes_manual_axes or partition.num_parts(partitioned_axes(), mesh.shape) == 1
     # A rule of one's own may split weights over data: then there are no replicas of them.
     is_manual &= not any(zero.DATA in axes_in(home.spec) for home in jax.tree.leaves(homes))
     if level == 2 and not is_manual:

@@ -54,7 +54,7 @@ def test_all_problems_of_a_file_are_reported_together():
         resolve(given, {"seed": "x"})
     named = [line.partition(":")[0] for line in caught.value.problems]
     assert sorted(named) == ["batch_size", "mesh.tensr", "model.num_heads", "model.vocab_size", "optimizer", "seed"]
-    assert "mesh.tensr: unknown key; allowed: mesh.data, mesh.fsdp, mesh.tensor, mesh.pipeline; did you mean" in str(
+    assert "mesh.tensr: unknown key; allowed: mesh.data, mesh.pipeline, mesh.fsdp, mesh.tensor; did you mean" in str(
         caught.value
     )
 

@@ -13,8 +13,9 @@ import pytest
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config.config import parse
 from meshtrain.explain import stages_text
-from meshtrain.layout.explain import mesh_text, table
+from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import mesh_shape, num_needed
+from meshtrain.layout.picture import mesh_text
 from meshtrain.layout.rules import Rule, default_rules, extend
 from meshtrain.words.tables import format_bytes
 
