@@ -24,14 +24,14 @@ from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder_task import decoder
-from meshtrain.models.task import Batch, Params, Task
+from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, entries
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.pipeline import chunks, executor, forward
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.table import chosen
 from meshtrain.step import loss_scale
-from meshtrain.step.accumulate import Gradients, accumulated, cut, summed
+from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
 from meshtrain.step.placed import (
     abstract_params,
     in_chunks,
@@ -116,6 +116,7 @@ def assemble(
     rules = zero.rules_of_level(rules or default_rules(config.layout), level)
     placement = Placement(rules, mesh, rules.storage_axes, config.zero.keeps_gathered)
     task = (make_task or built_in)(config, placement)
+    entries_of_batch = entries(task, config.batch_size)
     program = pipeline_program(config, shape)
     num_chunks = program.schedule.num_chunks if program else 1
 
@@ -140,11 +141,9 @@ def assemble(
     state = placed(abstract, names, rules, mesh, level, moments_on_host=on_host)
     names_in_layer_order = [chunks.layer_order_names(leaf) for leaf in names]
     kept = placed(in_layer_order(abstract, names), names_in_layer_order, rules, mesh, level, moments_on_host=on_host)
-    batch = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_batch_sharding(name, leaf, rules, mesh))
-        for name, leaf in task.batch.items()
-    }
-    gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape)
+    batch = placed_batch(entries_of_batch, rules, mesh)
+    axes_of_batch = batch_axes(entries_of_batch)
+    gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape, axes_of_batch)
     whole = NamedSharding(mesh, PartitionSpec())
     state_homes = shardings(state)
     kind = devices[0].device_kind
@@ -242,9 +241,28 @@ def stored_params(assembly: Assembly, kept_params: Params) -> Params:
     return reshaper(assembly.kept_state.params, assembly.state.params)(kept_params)
 
 
-def _batch_sharding(name: str, leaf: jax.ShapeDtypeStruct, rules: Rules, mesh: Mesh) -> NamedSharding:
-    names = ("batch", *(None,) * (leaf.ndim - 1))
-    return partition.activation_sharding(leaf.shape, names, rules, mesh, path=f"batch/{name}")
+def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the abstract global batch, each entry with its sharding by the activation rules.
+
+    Raises:
+      UserError: one line for each dim that has no rule or that the mesh does not divide.
+    """
+    found = []
+    for name, entry in batch.items():
+        lines = partition.problems(f"batch/{name}", entry.shape, entry.axes, rules.activations, mesh.shape)
+        # A model of one's own brings dims that the built-in table does not know.
+        hint = ", or a rule of its own: layout.rules.extend(rules, Rule('...'))"
+        found += [f"{line}{hint}" if "logical axis of dim" in line else line for line in lines]
+    if found:
+        raise UserError(*found)
+    return {
+        name: jax.ShapeDtypeStruct(
+            entry.shape,
+            entry.dtype,
+            sharding=partition.activation_sharding(entry.shape, entry.axes, rules, mesh, path=f"batch/{name}"),
+        )
+        for name, entry in batch.items()
+    }
 
 
 def _computations(
@@ -254,14 +272,15 @@ def _computations(
     placement: Placement,
     replicas: Replicas,
     shape: Mapping[str, int],
+    axes: Axes,
 ) -> tuple[Gradients, Any, Any]:
     """Returns (gradients, evaluation, logits) of a batch: through the pipeline, or microbatch after microbatch."""
     num_parts, mesh = num_microbatches(config, shape), placement.mesh
     if program is None or mesh is None:
         whole = task.logits
         plain = whole and (lambda params, batch: whole(params, with_sequence_index(batch)))
-        whole_step = accumulated(task.loss, num_parts, placement, replicas)
-        return whole_step, summed(task.loss, num_parts, placement), plain
+        whole_step = accumulated(task.loss, num_parts, placement, replicas, axes)
+        return whole_step, summed(task.loss, num_parts, placement, axes), plain
     stages = task.stages
     if stages is None:
         raise UserError(
@@ -270,13 +289,13 @@ def _computations(
     specs, num_chunks = replicas.specs, program.schedule.num_chunks
 
     def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Any:
-        return executor.gradients(stages, program, replicas, params, cut(batch, num_parts, placement), rng, seed)
+        return executor.gradients(stages, program, replicas, params, cut(batch, num_parts, placement, axes), rng, seed)
 
     def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Any:
-        return forward.evaluate(stages, num_chunks, mesh, specs, params, cut(batch, num_parts, placement), rng)
+        return forward.evaluate(stages, num_chunks, mesh, specs, params, cut(batch, num_parts, placement, axes), rng)
 
     def logits(params: Params, batch: Batch) -> jax.Array:
-        one = cut(with_sequence_index(batch), 1, placement)
+        one = cut(with_sequence_index(batch), 1, placement, axes)
         return forward.logits(stages, num_chunks, mesh, specs, params, one)[0]
 
     return gradients, evaluate, logits if stages.logits else None

@@ -30,7 +30,7 @@ from meshtrain.layout.placement import Placement, on_shards
 from meshtrain.layout.replicas import Home, Replicas
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
-from meshtrain.models.task import Batch, Params, Stages
+from meshtrain.models.task import Batch, Params, Stages, batch_axes, entries
 from meshtrain.pipeline import executor
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -144,8 +144,10 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
         compute = jax.value_and_grad(functools.partial(textbook, stages, mesh, parts, num_chunks))
         homes = {key: jax.tree.map(lambda _, k=key: NamedSharding(mesh, parts[k]), homes[key]) for key in homes}
 
+    axes = batch_axes(entries(assembly.task, config.batch_size))
+
     def step(params: Params, batch: Batch, key_data: jax.Array) -> Any:
-        microbatches = cut(with_sequence_index(batch), config.pipeline.num_microbatches, Placement.nowhere())
+        microbatches = cut(with_sequence_index(batch), config.pipeline.num_microbatches, Placement.nowhere(), axes)
         return compute(params, microbatches, jax.random.wrap_key_data(key_data))
 
     key_data = jax.random.key_data(jax.random.key(0))

@@ -1,6 +1,6 @@
 """Examples to global batches: one sample index decides everything, whatever the mesh and the number of processes.
 
-Shapes: B batch_size (global), T sequence_length.
+Shapes: B batch_size (global).
 
 Sample g of a run is row g % B of step g // B, and example `order[g % E]` of epoch g // E, where E is the number of
 examples and the order is drawn anew for each epoch. So the state of the data is one integer, the next sample index,
@@ -8,12 +8,24 @@ B * step; and nothing has to be replayed to go on from it.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import grain
 import jax
 import numpy as np
 
-from meshtrain.data.packing import Example, Examples
+from meshtrain.words.errors import UserError, nearest
+
+# The abstract global batch: name -> shape [B, ...], dtype and sharding.
+Batch = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class Examples(Protocol):
+    """Random access to examples: dicts of NumPy arrays, from several threads at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]: ...
 
 
 def next_sample(step: int, batch_size: int) -> int:
@@ -39,7 +51,35 @@ def sample_order(
     return order.repeat(num_epochs)
 
 
-def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> np.ndarray:
+def example_problems(example: Mapping[str, np.ndarray], batch: Batch, where: str) -> list[str]:
+    """Returns one line for each entry of a batch that an example lacks, or has with another shape or dtype.
+
+    Args:
+      example: name -> array without the batch's dim; entries that the batch does not have are ignored.
+      batch: the abstract global batch.
+      where: what the example is called in the lines.
+    """
+    problems = []
+    for name, entry in batch.items():
+        shape, dtype = tuple(entry.shape[1:]), np.dtype(entry.dtype)
+        wanted = f"{list(shape)} {dtype.name}"
+        if name not in example:
+            problems.append(
+                f"{where}: got no entry '{name}'; allowed: {', '.join(batch)}, here {wanted}"
+                f"{nearest(name, example) or f'; nearest: add {name!r}'}"
+            )
+            continue
+        got = np.asarray(example[name])
+        if (got.shape, got.dtype) != (shape, dtype):
+            fix = f"{name}.astype(np.{dtype.name})" if got.shape == shape else f"an array {wanted}"
+            problems.append(
+                f"{where}: got {list(got.shape)} {got.dtype.name} for '{name}'; allowed: {wanted}, as Task.batch says; "
+                f"nearest: {fix}"
+            )
+    return problems
+
+
+def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the rows of the batch that this process's devices hold, sorted, int64 [number of rows]."""
     held = np.zeros(shape[0], bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
@@ -48,38 +88,46 @@ def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, int]) -> np.n
     return np.flatnonzero(held)
 
 
-def _global_arrays(
-    local: Mapping[str, np.ndarray], rows: np.ndarray, batch_size: int, sharding: jax.sharding.Sharding
-) -> dict[str, jax.Array]:
-    """Returns global arrays [B, T] from this process's rows of them, each array [len(rows), T]."""
+def _global_arrays(local: Mapping[str, np.ndarray], rows: np.ndarray, batch: Batch) -> dict[str, jax.Array]:
+    """Returns the global arrays [B, ...] of a batch from this process's rows of them, each array [len(rows), ...]."""
 
-    def place(array: np.ndarray) -> jax.Array:
+    def place(array: np.ndarray, entry: jax.ShapeDtypeStruct) -> jax.Array:
         def piece(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            wanted = np.arange(batch_size)[index[0]]
+            wanted = np.arange(entry.shape[0])[index[0]]
             # A device's rows are neighbours in the batch, so they are neighbours among the local rows.
             first = int(np.searchsorted(rows, wanted[0]))
-            return array[first : first + len(wanted), index[1]]
+            return array[(slice(first, first + len(wanted)), *index[1:])]
 
-        return jax.make_array_from_callback((batch_size, array.shape[1]), sharding, piece)
+        return jax.make_array_from_callback(entry.shape, entry.sharding, piece)
 
-    return {name: place(array) for name, array in local.items()}
+    return {name: place(array, batch[name]) for name, array in local.items()}
 
 
-def _local_batch(examples: Examples, order: grain.MapDataset[int], first_sample: int, rows: np.ndarray) -> Example:
-    """Returns this process's rows of one batch; rows behind the last sample are zero, so they weigh nothing."""
+def _local_batch(
+    examples: Examples, order: grain.MapDataset[int], first_sample: int, rows: np.ndarray, batch: Batch
+) -> dict[str, np.ndarray]:
+    """Returns this process's rows of one batch; rows behind the last sample are zero, so they weigh nothing.
+
+    Raises:
+      UserError: an example that does not fit the batch.
+    """
     samples = first_sample + rows
-    found = [examples[order[int(sample)]] for sample in samples[samples < len(order)]]
-    template = found[0] if found else examples[0]
-    padding = [{name: np.zeros_like(array) for name, array in template.items()}] * (len(rows) - len(found))
-    return {name: np.stack([example[name] for example in found + padding]) for name in template}
+    local = {name: np.zeros((len(rows), *entry.shape[1:]), entry.dtype) for name, entry in batch.items()}
+    for row, sample in enumerate(samples[samples < len(order)]):
+        number = order[int(sample)]
+        example = examples[number]
+        if problems := example_problems(example, batch, f"example {number}"):
+            raise UserError(*problems)
+        for name, array in local.items():
+            array[row] = example[name]
+    return local
 
 
 def batches(
     examples: Examples,
     *,
-    batch_size: int,
-    sharding: jax.sharding.Sharding,
+    batch: Batch,
     seed: int,
     start_step: int = 0,
     shuffle: bool = True,
@@ -92,9 +140,9 @@ def batches(
     Reading starts at once, in threads. Close the iterator (`.close()`) to end them before it is exhausted.
 
     Args:
-      examples: by number.
-      batch_size: B, over all processes.
-      sharding: of an array [B, T]; it must split B evenly.
+      examples: by number; each a dict of NumPy arrays that has the batch's entries, without its first dim.
+      batch: the abstract global batch over all processes, each entry [B, ...] with its sharding, which must split B
+        evenly and all entries' B alike.
       seed: of the order of the examples.
       start_step: how many batches came before.
       shuffle: False keeps the examples' own order.
@@ -103,14 +151,18 @@ def batches(
       num_prefetch_batches: batches held ready, on the host.
 
     Yields:
-      A dict of tokens, targets, segment_ids, positions (int32 [B, T]) and weights (float32 [B, T]).
+      A dict of global arrays as `batch` says.
+
+    Raises:
+      UserError: an example that does not fit the batch, when its batch is asked for.
     """
     if not len(examples):
         return iter(())
     order = sample_order(len(examples), seed=seed, shuffle=shuffle, num_epochs=num_epochs)
-    rows = _local_rows(sharding, (batch_size, len(examples[0]["tokens"])))
+    first = next(iter(batch.values()))
+    batch_size, rows = first.shape[0], _local_rows(first.sharding, first.shape)
     steps = grain.MapDataset.range(-(-len(order) // batch_size))
-    local_batches = steps.map(lambda step: _local_batch(examples, order, next_sample(step, batch_size), rows))
+    local_batches = steps.map(lambda step: _local_batch(examples, order, next_sample(step, batch_size), rows, batch))
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(num_prefetch_batches, num_threads))
     iterator = iter(local_batches.to_iter_dataset(options))
     iterator.set_state({"next_index": min(start_step, len(local_batches))})
@@ -119,7 +171,7 @@ def batches(
     def place() -> Iterator[dict[str, jax.Array]]:
         try:
             for local in iterator:
-                yield _global_arrays(local, rows, batch_size, sharding)
+                yield _global_arrays(local, rows, batch)
         finally:
             iterator.close()
 

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from meshtrain.words.errors import UserError
 
 Batch = Mapping[str, jax.Array]
 Params = Any
 Metrics = Mapping[str, jax.Array]
 Loss = tuple[jax.Array, jax.Array, Metrics]
 
-# The step adds this entry, int32 [B]: the index of each sequence in the global batch, for dropout that no mesh changes.
+# The step adds this entry, int32 [B]: the index of each example in the global batch, for dropout that no mesh changes.
 SEQUENCE_INDEX = "sequence_index"
 
 
@@ -27,6 +30,22 @@ class Sums(NamedTuple):
     weight: jax.Array
     metrics: Metrics
     gradients: Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array of a batch: what examples have to fit, and how the mesh splits it.
+
+    Attributes:
+      shape: of the global batch's array, [B, ...].
+      dtype: of its elements.
+      axes: a logical axis or None for each dim, the first of them "batch"; the activation rules say which mesh axes
+        split it, and None keeps a dim whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    axes: tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +82,8 @@ class Task:
         (`flax.linen.with_logical_partitioning`); on more than one device each has to be.
       loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
         Metrics are sums too, divided by the same weight when they are shown.
-      batch: abstract batch, name -> `jax.ShapeDtypeStruct` with the global batch as leading dim; see `token_batch`.
+      batch: name -> `Entry` of the global batch; see `token_batch`. A `jax.ShapeDtypeStruct` stands for an entry whose
+        dims after the first are not split.
       logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None where it
         makes no sense.
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
@@ -82,7 +102,7 @@ class Task:
 
     init: Callable[[jax.Array], Params]
     loss: Callable[[Params, Batch, jax.Array, bool], Loss]
-    batch: Mapping[str, jax.ShapeDtypeStruct]
+    batch: Mapping[str, Entry] | Mapping[str, jax.ShapeDtypeStruct]
     logits: Callable[[Params, Batch], jax.Array] | None = None
     stages: Stages | None = None
     flops_per_token: float = 0.0
@@ -104,18 +124,58 @@ class Task:
             return self.units_per_step
         if self.unit == "tokens" and "tokens" in self.batch:
             return math.prod(self.batch["tokens"].shape)
-        return next(iter(self.batch.values())).shape[0]
+        first: Any = next(iter(self.batch.values()))
+        return int(first.shape[0])
 
 
-def token_batch(batch_size: int, sequence_length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the abstract batch of packed tokens, as the loader fills it: `Task.batch` of any model of text.
+def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
+    """Returns the batch of packed tokens, as the loader fills it: `Task.batch` of any model of text.
 
     tokens, targets, segment_ids (0 is padding) and positions (in its document) are int32 [B, T]; weights are
     float32 [B, T], 1 where the target counts.
     """
-    ints = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
-    floats = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.float32)
+    shape, axes = (batch_size, sequence_length), ("batch", "sequence")
+    ints, floats = Entry(shape, jnp.int32, axes), Entry(shape, jnp.float32, axes)
     return {"tokens": ints, "targets": ints, "segment_ids": ints, "positions": ints, "weights": floats}
+
+
+def entries(task: Task, batch_size: int) -> dict[str, Entry]:
+    """Returns the task's batch with an `Entry` for each name.
+
+    Args:
+      task: whose batch; its `jax.ShapeDtypeStruct`s become entries that are split over their first dim alone.
+      batch_size: B, the examples that a global batch has to have.
+
+    Raises:
+      UserError: one line for each entry whose first dim is not the batch of B examples, whose axes are not one for
+        each dim, or that has the step's own name; or there is no entry at all.
+    """
+    found, problems = dict[str, Entry](), list[str]()
+    for name, leaf in task.batch.items():
+        axes = leaf.axes if isinstance(leaf, Entry) else ("batch", *(None,) * (len(leaf.shape) - 1))
+        entry = found[name] = Entry(tuple(leaf.shape), leaf.dtype, tuple(axes))
+        if entry.shape[:1] != (batch_size,) or entry.axes[:1] != ("batch",) or len(entry.axes) != len(entry.shape):
+            others = (entry.axes[1:] + (None,) * len(entry.shape))[: max(len(entry.shape) - 1, 0)]
+            problems.append(
+                f"Task.batch['{name}']: got shape {entry.shape}, axes {entry.axes}; allowed: batch_size = {batch_size} "
+                f"examples as the first dim, 'batch' as the first axis, and an axis or None for each dim; nearest: "
+                f"Entry({(batch_size, *entry.shape[1:])}, {jnp.dtype(entry.dtype).name}, {('batch', *others)})"
+            )
+        if name == SEQUENCE_INDEX:
+            problems.append(
+                f"Task.batch['{name}']: got the name of the entry that the step adds; allowed: any other; nearest: "
+                f"'{name}s'"
+            )
+    if not found:
+        problems.append("Task.batch: got no entry; allowed: at least one; nearest: token_batch(B, T)")
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def batch_axes(batch: Mapping[str, Entry]) -> dict[str, tuple[str | None, ...]]:
+    """Returns the logical axes of each entry that a step sees, the index of each sequence among them."""
+    return {**{name: entry.axes for name, entry in batch.items()}, SEQUENCE_INDEX: ("batch",)}
 
 
 def sequence_keys(rng: jax.Array, batch: Batch) -> jax.Array:

@@ -10,6 +10,7 @@ device idle while the host prepares the next one; so the clock waits for the ste
 import collections
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -218,7 +219,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
     for name in values:
         if name.endswith("_per_second") and name not in known:  # throughput in another unit than tokens
             unit = name.removesuffix("_per_second")
-            known[name] = lambda value, unit=unit: f"{value:,.0f} {unit}/s"
+            known[name] = functools.partial("{:,.0f} {unit}/s".format, unit=unit)
             said_already.add(unit)
     parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
     for name, value in values.items():

@@ -19,8 +19,7 @@ def training_batches(assembly: Assembly, corpus: Corpus, start_step: int) -> Ite
     config = assembly.config
     return batches(
         corpus.train,
-        batch_size=config.batch_size,
-        sharding=assembly.batch["tokens"].sharding,
+        batch=assembly.batch,
         seed=config.seed,
         start_step=start_step,
         num_threads=config.data.num_threads,
@@ -33,8 +32,7 @@ def evaluate(assembly: Assembly, corpus: Corpus, state: TrainState) -> dict[str,
     config = assembly.config
     stream = batches(
         corpus.validation,
-        batch_size=config.batch_size,
-        sharding=assembly.batch["tokens"].sharding,
+        batch=assembly.batch,
         seed=config.seed,
         num_epochs=1,
         num_threads=config.data.num_threads,

@@ -3,7 +3,7 @@
 B: sequences in the global batch, M: microbatches, b = B / M.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,27 +17,35 @@ from meshtrain.models.task import Batch, Loss, Params, Sums
 Gradients = Callable[[Params, Batch, jax.Array, jax.Array], Sums]
 
 
-def cut(batch: Batch, num_microbatches: int, placement: Placement) -> Batch:
-    """Cuts [B, ...] into [b, M, ...]: microbatch m holds the sequences m, m + M, m + 2 M, ...
+# Entry of a batch -> logical axis of each of its dims, the first of them "batch"; see `models.task.batch_axes`.
+Axes = Mapping[str, Sequence[str | None]]
 
-    Cutting this way leaves each sequence on the device that has it, and moves nothing there either. Consecutive
-    sequences to a microbatch would send the whole batch through the network.
+
+def cut(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
+    """Cuts each entry [B, ...] into [b, M, ...]: microbatch m holds the examples m, m + M, m + 2 M, ...
+
+    The reshape keeps each example on its device and needs no communication. Microbatches of consecutive examples would
+    send the whole batch over the network.
+
+    Args:
+      batch: name -> array of any rank.
+      num_microbatches: M, a divisor of B.
+      placement: places the result: dims after the first stay split as the activation rules say.
+      axes: the logical axes of each entry.
     """
 
-    def cut_one(x: jax.Array) -> jax.Array:
+    def cut_one(name: str, x: jax.Array) -> jax.Array:
         parts = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
-        return placement.activation(parts, ("batch", *(None,) * x.ndim))
+        first, *others = axes[name]
+        return placement.activation(parts, (first, None, *others))
 
-    return jax.tree.map(cut_one, batch)
+    return {name: cut_one(name, x) for name, x in batch.items()}
 
 
-def split(batch: Batch, num_microbatches: int, placement: Placement) -> Batch:
-    """Returns the microbatches of `cut` one after the other, [M, b, ...]: a copy, as `jax.lax.scan` wants it."""
-
-    def swapped(x: jax.Array) -> jax.Array:
-        return placement.activation(x.swapaxes(0, 1), (None, "batch", *(None,) * (x.ndim - 2)))
-
-    return jax.tree.map(swapped, cut(batch, num_microbatches, placement))
+def split(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
+    """Returns the microbatches of `cut`, each entry [M, b, ...]: a copy, as `jax.lax.scan` wants it."""
+    microbatches = cut(batch, num_microbatches, placement, axes)
+    return {name: placement.activation(x.swapaxes(0, 1), (None, *axes[name])) for name, x in microbatches.items()}
 
 
 def accumulated(
@@ -45,6 +53,7 @@ def accumulated(
     num_microbatches: int,
     placement: Placement,
     replicas: Replicas,
+    axes: Axes,
 ) -> Gradients:
     """Returns the function that gives the sums and gradients of a whole batch, one microbatch at a time."""
 
@@ -57,7 +66,7 @@ def accumulated(
         return Sums(value, weight, metrics, replicas.part(gradients, replicas.homes))
 
     def many(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
-        microbatches = split(batch, num_microbatches, placement)
+        microbatches = split(batch, num_microbatches, placement, axes)
 
         def add(sums: Sums, microbatch: Batch) -> tuple[Sums, None]:
             return jax.tree.map(jnp.add, sums, one(params, microbatch, rng, seed)), None
@@ -82,7 +91,7 @@ def accumulated(
 
 
 def summed(
-    loss: Callable[[Params, Batch, jax.Array, bool], Loss], num_microbatches: int, placement: Placement
+    loss: Callable[[Params, Batch, jax.Array, bool], Loss], num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
     """Returns the function that gives the sums of a whole batch without gradients, one microbatch at a time."""
 
@@ -90,7 +99,7 @@ def summed(
         return loss(params, batch, rng, False)
 
     def many(params: Params, batch: Batch, rng: jax.Array) -> Loss:
-        microbatches = split(batch, num_microbatches, placement)
+        microbatches = split(batch, num_microbatches, placement, axes)
         parts = jax.lax.map(lambda microbatch: one(params, microbatch, rng), microbatches)
         return jax.tree.map(lambda part: jnp.sum(part, axis=0), parts)
 

@@ -21,7 +21,7 @@ EvalStep = Callable[[Params, Batch], Metrics]
 
 
 def with_sequence_index(batch: Batch) -> Batch:
-    """Adds the index of each sequence in the global batch, int32 [B]."""
+    """Adds the index of each example in the global batch, int32 [B]."""
     num_sequences = jax.tree.leaves(batch)[0].shape[0]
     return {**batch, SEQUENCE_INDEX: jnp.arange(num_sequences, dtype=jnp.int32)}
 

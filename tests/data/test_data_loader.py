@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.data import loader
 from meshtrain.data.loader import batches, next_sample, sample_order
+from meshtrain.words.errors import UserError
 
 LENGTH = 4
 
@@ -43,8 +44,15 @@ def sharded(data=8, sequence=1, spec=None, num_devices=8):
     return NamedSharding(mesh, P("data", "sequence") if spec is None else spec)
 
 
-def drawn(examples, count=None, **options):
-    options = {"batch_size": 8, "sharding": sharded(), "seed": 3} | options
+def batch_on(sharding, batch_size=8):
+    """The abstract batch of `Numbered` examples."""
+    shape, ints = (batch_size, LENGTH), ("tokens", "targets", "segment_ids", "positions")
+    dtypes = dict.fromkeys(ints, np.int32) | {"weights": np.float32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+
+
+def drawn(examples, count=None, *, sharding=None, **options):
+    options = {"batch": batch_on(sharding or sharded()), "seed": 3} | options
     iterator = batches(examples, **options)
     found = [jax.device_get(batch) for batch in itertools.islice(iterator, count)]
     if hasattr(iterator, "close"):
@@ -114,7 +122,7 @@ SHARDINGS = {
 def test_the_mesh_changes_nothing_but_where_rows_lie(make):
     wanted = drawn(Numbered(30), 5, sharding=sharded(1, 1, num_devices=1))
     sharding = make()
-    iterator = batches(Numbered(30), batch_size=8, sharding=sharding, seed=3)
+    iterator = batches(Numbered(30), batch=batch_on(sharding), seed=3)
     for expected in wanted:
         batch = next(iterator)
         assert set(batch) == {"tokens", "targets", "segment_ids", "positions", "weights"}
@@ -151,7 +159,7 @@ def test_each_process_reads_its_own_rows_of_the_same_batch(spec, num_processes):
         }
         assert rows.tolist() == sorted(held)
         examples = Numbered(30)
-        local = loader._local_batch(examples, order, next_sample(2, 8), rows)
+        local = loader._local_batch(examples, order, next_sample(2, 8), rows, batch_on(whole))
         assert np.array_equal(local["tokens"], wanted["tokens"][rows])
         assert len(examples.read) == len(rows)
 
@@ -177,6 +185,52 @@ def test_nothing_is_left_behind_the_end():
     assert len(drawn(Numbered(16), num_epochs=2, start_step=3)) == 1
 
 
+class Images:
+    """Images [H, W, C] whose pixels say which example they are, with a label and an entry that no batch has."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        image = np.full((4, 6, 3), index, np.float32)
+        return {"images": image, "labels": np.int32(index), "file": np.array("name")}
+
+
+def test_batches_of_rank_4_are_split_over_any_of_their_dims():
+    by_row, by_label = sharded(2, 4, P("data", None, None, None)), sharded(2, 4, P("data"))
+    by_width = sharded(2, 2, P("data", None, "sequence", None), num_devices=4)
+    labels = jax.ShapeDtypeStruct((8,), np.int32, sharding=by_label)
+    for sharding in (by_row, by_width):
+        images = jax.ShapeDtypeStruct((8, 4, 6, 3), np.float32, sharding=sharding)
+        [first, *_] = drawn(Images(), 2, batch={"images": images, "labels": labels}, shuffle=False)
+        assert set(first) == {"images", "labels"}
+        assert first["labels"].tolist() == list(range(8))
+        np.testing.assert_array_equal(
+            first["images"], np.broadcast_to(np.arange(8.0)[:, None, None, None], (8, 4, 6, 3))
+        )
+
+
+def test_an_example_that_does_not_fit_is_named_with_all_that_is_wrong():
+    class Wrong(Numbered):
+        def __getitem__(self, index):
+            example = super().__getitem__(index)
+            if index == 13:
+                example["tokens"] = example["tokens"].astype(np.int64)
+                example["target"] = example.pop("targets")
+                example["weights"] = example["weights"][:-1]
+            return example
+
+    drawn(Wrong(13), shuffle=False, num_epochs=1)
+    with pytest.raises(UserError) as caught:
+        drawn(Wrong(16), shuffle=False, num_epochs=1)
+    tokens, targets, weights = caught.value.problems
+    assert tokens.startswith("example 13: got [4] int64 for 'tokens'; allowed: [4] int32")
+    assert tokens.endswith("nearest: tokens.astype(np.int32)")
+    assert "got no entry 'targets'; " in targets
+    assert targets.endswith("did you mean 'target'?")
+    assert "got [3] float32 for 'weights'; allowed: [4] float32" in weights
+
+
 def test_an_error_while_reading_ahead_arrives():
     class Broken(Numbered):
         def __getitem__(self, index):
@@ -189,7 +243,7 @@ def test_an_error_while_reading_ahead_arrives():
 
 
 def test_closing_ends_the_threads():
-    iterator = batches(Numbered(1000), batch_size=8, sharding=sharded(), seed=0, num_threads=3)
+    iterator = batches(Numbered(1000), batch=batch_on(sharded()), seed=0, num_threads=3)
     next(iterator)
     mine = [thread for thread in threading.enumerate() if thread.name.startswith("grain-prefetch")]
     assert mine

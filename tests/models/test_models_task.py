@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from meshtrain.assemble import learning_rates
 from meshtrain.config.config import Config
-from meshtrain.models.task import Task, token_batch
+from meshtrain.models.task import SEQUENCE_INDEX, Entry, Task, entries, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.words.errors import UserError
 
@@ -35,3 +36,27 @@ def test_units_of_a_batch():
     assert task().num_units == 32
     assert task(units_per_step=5).num_units == 5
     assert task(unit="documents").num_units == 4
+
+
+def test_entries_have_axes_whatever_the_task_gives():
+    plain = {"images": jax.ShapeDtypeStruct((4, 2, 2, 3), jnp.float32)}
+    found = entries(dataclasses.replace(task(), batch=plain), 4)
+    assert found["images"].axes == ("batch", None, None, None)
+    assert entries(task(), 4)["tokens"].axes == ("batch", "sequence")
+
+
+def test_entries_that_are_no_batch_are_refused_together():
+    wrong = {
+        "short": Entry((3, 8), jnp.int32, ("batch", "sequence")),
+        "axes": Entry((4, 8), jnp.int32, ("batch",)),
+        "first": Entry((4,), jnp.int32, ("sequence",)),
+        SEQUENCE_INDEX: Entry((4,), jnp.int32, ("batch",)),
+        "fine": Entry((4,), jnp.int32, ("batch",)),
+    }
+    with pytest.raises(UserError) as caught:
+        entries(dataclasses.replace(task(), batch=wrong), 4)
+    named = [line.partition(":")[0] for line in caught.value.problems]
+    assert named == [f"Task.batch['{name}']" for name in ("short", "axes", "first", SEQUENCE_INDEX)]
+    assert caught.value.problems[0].endswith("nearest: Entry((4, 8), int32, ('batch', 'sequence'))")
+    with pytest.raises(UserError, match=r"Task\.batch: got no entry"):
+        entries(dataclasses.replace(task(), batch={}), 4)
