@@ -12,7 +12,6 @@ import jax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain import loop
 from meshtrain.config.config import Config, num_microbatches
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
@@ -25,6 +24,7 @@ from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, entries
+from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.pipeline import chunks, executor, forward
@@ -314,18 +314,13 @@ def compiled_step(assembly: Assembly) -> Any:
     return lowered.compile()
 
 
-def plan_of(assembly: Assembly) -> loop.Plan:
-    """Returns when the loop does what, and what a step is worth."""
-    config, device = assembly.config, assembly.mesh.devices.flat[0]
-    return loop.Plan(
-        num_steps=config.num_steps,
-        log_every=config.log_every,
-        eval_every=config.eval_every,
-        save_every=config.checkpoint.every,
-        max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
-        unit=assembly.task.unit,
-        units_per_step=assembly.task.num_units,
-        flops_per_token=assembly.task.flops_per_token,
+def throughput_of(assembly: Assembly) -> Throughput:
+    """Returns what a step is worth: units of the task, model FLOPs, and the devices' peak in the compute dtype."""
+    task, device = assembly.task, assembly.mesh.devices.flat[0]
+    return Throughput(
+        unit=task.unit,
+        units_per_step=task.num_units,
+        flops_per_unit=task.flops_per_token,
         num_devices=assembly.mesh.size,
-        peak_flops_per_second=peak_flops_per_second(device.device_kind, compute_name(config.precision)),
+        peak_flops_per_second=peak_flops_per_second(device.device_kind, compute_name(assembly.config.precision)),
     )

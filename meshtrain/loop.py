@@ -1,36 +1,31 @@
-"""Batches through the step: when to log, evaluate, save and stop. Knows no mesh and no model."""
+"""The training loop: step, log, evaluate, save, stop. It sees neither mesh nor model, and runs in tests without JAX."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshtrain.launch.signals import interruptions
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.observe.goodput import Goodput
-from meshtrain.observe.metrics import CompletedStep, StepClock, log_line, mfu, model_flops_per_second, scalars
+from meshtrain.observe.metrics import CompletedStep, StepClock, log_line, scalars
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress
+from meshtrain.observe.throughput import Throughput
 from meshtrain.step import guard
 from meshtrain.words.errors import Interrupted, TrainingStopped
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """When things happen and what a step is worth.
+class Timetable:
+    """When the loop does what.
 
     Attributes:
       num_steps: the step to stop after.
-      log_every: steps between log lines.
+      log_every: steps between rows of metrics.
       eval_every: steps between evaluations, 0 for one after the last step only.
       save_every: steps between saves, 0 for one after the last step only.
-      max_skipped_in_a_row: steps that may go wrong one after the other.
-      unit: what throughput counts: tokens, images, ...
-      units_per_step: units in a global batch, padding included.
-      flops_per_token: model FLOPs for one unit, 0 where unknown.
-      num_devices: devices in the mesh.
-      peak_flops_per_second: of one device in the compute dtype, None where unknown.
+      max_skipped_in_a_row: skipped steps in a row that training survives.
     """
 
     num_steps: int
@@ -38,11 +33,6 @@ class Plan:
     eval_every: int
     save_every: int
     max_skipped_in_a_row: int
-    unit: str
-    units_per_step: int
-    flops_per_token: float
-    num_devices: int
-    peak_flops_per_second: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +40,13 @@ class Actions:
     """What the loop calls.
 
     Attributes:
-      train_step: (state, batch) -> (state, metrics).
+      train_step: (state, batch) -> (state, metrics); it returns before the devices are done.
       evaluate: state -> values such as `eval_loss`.
-      save: (step, state) -> values to write; returns once the state may change.
-      finish_saving: returns once what was saved lies on the disk, and raises where it does not.
-      rate: (step, what an evaluation found) -> None: how good the save of a step is.
-      write: (step, values) -> None, into the run's files.
-      diagnose: (state, number) -> text: the first array that was no number (`guard.first_not_finite` gave the number)
+      save: (step, state) -> values for the row of metrics; returns once the state's buffers may be overwritten.
+      finish_saving: waits until the last save is on disk, and raises SaveFailed where it could not be written.
+      rate: (step, values of the evaluation) -> None: records how good the checkpoint of a step is.
+      write: (step, values) -> None: writes a row into the run's files.
+      diagnose: (state, number) -> text: the array that first was not finite (`guard.first_not_finite` gave its number)
         and the checkpoint to go back to.
     """
 
@@ -71,13 +61,13 @@ class Actions:
 
 @dataclasses.dataclass(frozen=True)
 class Observers:
-    """Who is told of steps.
+    """What follows the steps.
 
     Attributes:
-      progress: the bar and the log lines.
-      profiler: traces the steps it was told to.
-      watchdog: ends the process where no step comes.
-      goodput: adds up what steps took.
+      progress: the bar and the log lines on the terminal.
+      profiler: traces the steps that the user named.
+      watchdog: ends the process when steps stay away.
+      goodput: adds up the time of the steps.
     """
 
     progress: Progress
@@ -87,140 +77,146 @@ class Observers:
 
 
 def run(
-    state: Any, start_step: int, batches: Iterator[Any], plan: Plan, actions: Actions, observers: Observers
+    state: Any,
+    start_step: int,
+    batches: Iterator[Any],
+    when: Timetable,
+    throughput: Throughput,
+    actions: Actions,
+    observers: Observers,
 ) -> tuple[Any, dict[str, float | None]]:
-    """Trains from `start_step` to `plan.num_steps`.
-
-    Args:
-      state: the state after `start_step` updates; its buffers are given away.
-      start_step: updates done before.
-      batches: the global batches from `start_step` on.
-      plan: when things happen.
-      actions: what is called.
-      observers: who is told of steps.
+    """Trains from `start_step`, with the batches of the steps after it, to `when.num_steps`.
 
     Returns:
-      The last state, and the values last logged and evaluated; where no step was left, only the latter.
+      The last state (the first one's buffers are donated), and the values last logged and evaluated; where no step was
+      left to do, those of an evaluation alone.
 
     Raises:
-      TrainingStopped: more steps in a row than the plan allows went wrong, or the last one did.
+      TrainingStopped: more steps in a row were skipped than the timetable allows, or the last one was.
       Interrupted: SIGTERM or SIGINT arrived; the state is saved.
       SaveFailed: the last save could not be written.
     """
-    clock, latest = StepClock(), dict[str, float | None]()
-    tell = functools.partial(report, plan, actions, observers.progress, latest)
-    note = functools.partial(log, clock, plan, observers, tell)
+    clock = StepClock()
+    log = Log(when, throughput, clock, actions.write, observers)
     with interruptions() as interrupted:
-        for step in range(start_step + 1, plan.num_steps + 1):
+        for step in range(start_step + 1, when.num_steps + 1):
             with clock.waiting_for_data():
                 batch = next(batches)
             observers.profiler.before(step)
             state, metrics = actions.train_step(state, batch)
             observers.profiler.after(step, metrics)
-            look = functools.partial(look_at, plan, actions, state)
-            note(clock.dispatched(step, metrics), look)
-            is_last = step == plan.num_steps
-            stops = interrupted(step) and not is_last  # whoever sent the signal may not wait for an evaluation
-            evaluates = is_last or (due(step, plan.eval_every) and not stops)
-            saves = is_last or stops or due(step, plan.save_every)
+            for done in clock.dispatched(step, metrics):  # the step before this one, which stays in flight
+                log.completed(done)
+                stop_if_too_many_skipped(done, state, when, actions)
+
+            is_last = step == when.num_steps
+            stops = interrupted(step) and not is_last
+            evaluates = is_last or (due(step, when.eval_every) and not stops)  # a signal may leave little time
+            saves = is_last or stops or due(step, when.save_every)
             if not (evaluates or saves):
                 continue
-            note(clock.drain(), look)
-            # Weights that only make steps go wrong must not replace the good ones that are kept.
-            is_in_doubt = not (is_last or stops) and int(metrics[guard.IN_A_ROW]) > 0
+            for done in clock.drain():
+                log.completed(done)
+                stop_if_too_many_skipped(done, state, when, actions)
             with clock.pause(), observers.watchdog.patient():
-                if saves and not is_in_doubt:
+                # Amid skipped steps a save would push out the checkpoint to go back to.
+                if saves and (is_last or stops or not num_skipped_in_a_row(metrics)):
                     actions.write(step, actions.save(step, state))
                 if evaluates:
-                    tell(step, found := actions.evaluate(state))
-                    actions.rate(step, found)
+                    values = actions.evaluate(state)
+                    log.row(step, values)
+                    actions.rate(step, values)
                 if is_last or stops:
                     actions.finish_saving()
             if stops:
-                raise Interrupted(f"saved at step {step} of {plan.num_steps}; the same command goes on from there")
-    if start_step == plan.num_steps:
-        latest.update(actions.evaluate(state))
-    return state, latest
+                raise Interrupted(f"saved at step {step} of {when.num_steps}; the same command goes on from there")
+    if start_step == when.num_steps:
+        log.latest.update(actions.evaluate(state))
+    return state, log.latest
 
 
-def log(
-    clock: StepClock,
-    plan: Plan,
-    observers: Observers,
-    tell: Callable[[int, Mapping[str, float | None]], None],
-    completed: Iterable[CompletedStep],
-    look: Callable[[CompletedStep], str],
-) -> None:
-    """Moves the bar over completed steps, and tells of those that are to be logged.
+class Log:
+    """Rows of metrics: into the run's files, onto the terminal, and into `latest`, which the run returns."""
 
-    Raises:
-      TrainingStopped: `look` has found a reason in one of these, which is told of before.
-    """
-    for done in completed:
-        observers.progress.advance_to(done.step)
-        observers.watchdog.completed(done.step, None if done.is_first else done.step_seconds)
-        observers.goodput.add(0.0 if done.is_first else done.step_seconds)
-        reason = look(done)
-        if reason or done.is_first or due(done.step, plan.log_every) or done.step == plan.num_steps:
-            tell(done.step, logged(done, clock, plan) | observers.goodput.values())
-        if reason:
-            raise TrainingStopped(reason)
+    def __init__(
+        self,
+        when: Timetable,
+        throughput: Throughput,
+        clock: StepClock,
+        write: Callable[[int, Mapping[str, float | None]], None],
+        observers: Observers,
+    ) -> None:
+        """Starts without rows; see `Timetable`, `Throughput`, `Actions` and `Observers` for the arguments."""
+        self.when = when
+        self.throughput = throughput
+        self.clock = clock
+        self.write = write
+        self.observers = observers
+        self.latest: dict[str, float | None] = {}
 
+    def completed(self, done: CompletedStep) -> None:
+        """Counts a completed step, and writes its row where one is due; the first, last and fatal ones always are."""
+        self.observers.progress.advance_to(done.step)
+        self.observers.watchdog.completed(done.step, None if done.is_first else done.step_seconds)
+        self.observers.goodput.add(0.0 if done.is_first else done.step_seconds)
+        is_due = due(done.step, self.when.log_every) or done.is_first or done.step == self.when.num_steps
+        if is_due or too_many_skipped(done, self.when):
+            values: dict[str, float | None] = dict(scalars(done.result))
+            for name in (guard.IN_A_ROW, guard.FIRST_NOT_FINITE):
+                del values[name]
+            values |= self.throughput.since_last_row(done.step, self.clock)
+            self.row(done.step, values | self.observers.goodput.values())
 
-def report(
-    plan: Plan,
-    actions: Actions,
-    progress: Progress,
-    latest: dict[str, float | None],
-    step: int,
-    values: Mapping[str, float | None],
-) -> None:
-    """Says values wherever somebody looks: in the run's files, on the terminal, and in what the run returns."""
-    latest.update(values)
-    actions.write(step, values)
-    progress.line(log_line({"step": step, **values}, plan.num_steps))
+    def row(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Writes a row of metrics, and prints it as a line."""
+        self.latest.update(values)
+        self.write(step, values)
+        self.observers.progress.line(log_line({"step": step, **values}, self.when.num_steps))
 
 
 def due(step: int, every: int) -> bool:
-    """Returns whether something that happens every so many steps (0: never) happens now."""
+    """Returns whether something that happens every so many steps (0: never) happens at this one."""
     return every > 0 and step % every == 0
 
 
-def logged(done: CompletedStep, clock: StepClock, plan: Plan) -> dict[str, float | None]:
-    """Returns what a log line says of a completed step and of the times since the line before."""
-    values: dict[str, float | None] = dict(scalars(done.result))
-    for name in (guard.IN_A_ROW, guard.FIRST_NOT_FINITE):
-        del values[name]
-    values[plan.unit] = done.step * plan.units_per_step
-    values |= clock.averages(plan.units_per_step, plan.unit)
-    rate = values.get(f"{plan.unit}_per_second")
-    if rate and plan.flops_per_token:
-        flops = model_flops_per_second(plan.flops_per_token, rate)
-        values["model_flops_per_second"] = flops
-        values["mfu"] = mfu(flops, plan.num_devices, plan.peak_flops_per_second)
-    return values
+def num_skipped_in_a_row(metrics: Mapping[str, Any]) -> int:
+    """Returns how many steps in a row, up to the one with these metrics, the guard skipped. Waits for that step."""
+    return int(metrics[guard.IN_A_ROW])
 
 
-def look_at(plan: Plan, actions: Actions, state: Any, done: CompletedStep) -> str:
-    """Returns why training cannot go on after a completed step, or an empty string. Reading a counter is all it costs.
+def too_many_skipped(done: CompletedStep, when: Timetable) -> bool:
+    """Returns whether training cannot go on after a completed step: too many skipped in a row, or the last one bad."""
+    num_skipped = num_skipped_in_a_row(done.result)
+    if num_skipped == 0:  # almost always; one counter is all that is read then
+        return False
+    return num_skipped > when.max_skipped_in_a_row or ends_badly(done, when)
+
+
+def ends_badly(done: CompletedStep, when: Timetable) -> bool:
+    """Returns whether this is the last step, and its loss or its gradient norm is not finite."""
+    values = scalars(done.result)
+    return done.step == when.num_steps and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
+
+
+def stop_if_too_many_skipped(done: CompletedStep, state: Any, when: Timetable, actions: Actions) -> None:
+    """Ends training after a completed step where the guard has skipped too many.
 
     Args:
-      plan: how much is allowed to go wrong.
-      actions: whom to ask what was wrong.
-      state: the newest state, whose weights are those of the last good step.
       done: the step.
+      state: the newest state; skipped steps left its weights as they were after the last good step.
+      when: how many may be skipped.
+      actions: `diagnose` tells what was wrong first.
+
+    Raises:
+      TrainingStopped: with the values of the step, its cause, and the checkpoint to go back to.
     """
-    in_a_row = int(done.result[guard.IN_A_ROW])
-    if in_a_row == 0:
-        return ""
+    if not too_many_skipped(done, when):
+        return
     values = scalars(done.result)
-    loss, norm = values["loss"], values["grad_norm"]
-    ends_badly = done.step == plan.num_steps and not (math.isfinite(loss) and math.isfinite(norm))
-    if in_a_row <= plan.max_skipped_in_a_row and not ends_badly:
-        return ""
-    found = actions.diagnose(state, int(values[guard.FIRST_NOT_FINITE]))
-    allowed = f"guard.max_skipped_in_a_row = {plan.max_skipped_in_a_row}{', the last not' if ends_badly else ''}"
-    return (
-        f"loss is {loss} and the gradient norm {norm} at step {done.step}; {in_a_row} steps in a row were skipped "
-        f"(allowed: {allowed}); {found}; try a lower learning rate"
+    allowed = f"guard.max_skipped_in_a_row = {when.max_skipped_in_a_row}"
+    allowed += ", the last not" if ends_badly(done, when) else ""
+    raise TrainingStopped(
+        f"loss is {values['loss']} and the gradient norm {values['grad_norm']} at step {done.step}; "
+        f"{num_skipped_in_a_row(done.result)} steps in a row were skipped (allowed: {allowed}); "
+        f"{actions.diagnose(state, int(values[guard.FIRST_NOT_FINITE]))}; try a lower learning rate"
     )

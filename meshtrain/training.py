@@ -11,7 +11,7 @@ from typing import Any
 import ml_collections
 
 from meshtrain import loop
-from meshtrain.assemble import Assembly, MakeTask, array_rows, assemble, compiled_step, plan_of
+from meshtrain.assemble import Assembly, MakeTask, array_rows, assemble, compiled_step, throughput_of
 from meshtrain.config.config import Config, check, resolve
 from meshtrain.data.corpus import Corpus, open_corpus
 from meshtrain.launch import distributed, peers
@@ -132,4 +132,15 @@ def run_steps(
         goodput = Goodput(workdir.begun_seconds(run, writes=is_main), trackers.useful_seconds)
         batches = training_batches(assembly, corpus, start_step)
         observers = loop.Observers(progress, profiler, watchdog, goodput)
-        return loop.run(state, start_step, batches, plan_of(assembly), actions, observers)
+        return loop.run(state, start_step, batches, timetable(config), throughput_of(assembly), actions, observers)
+
+
+def timetable(config: Config) -> loop.Timetable:
+    """Returns when the loop logs, evaluates, saves and stops."""
+    return loop.Timetable(
+        num_steps=config.num_steps,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        save_every=config.checkpoint.every,
+        max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
+    )

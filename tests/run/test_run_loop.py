@@ -13,6 +13,7 @@ from meshtrain.launch.watchdog import Watchdog
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.profiler import ProfileOptions, Profiler
 from meshtrain.observe.progress import Progress
+from meshtrain.observe.throughput import Throughput
 from meshtrain.step.guard import FIRST_NOT_FINITE, IN_A_ROW
 from meshtrain.words.errors import Interrupted, TrainingStopped
 
@@ -22,7 +23,7 @@ KINDS = ("loss", "save_blocking_seconds", "eval_loss")
 class Run:
     """A run of ten steps that notes what the loop does; `at` maps a step to what happens while it is computed."""
 
-    def __init__(self, directory, start_step=0, losses=None, at=None, **plan):
+    def __init__(self, directory, start_step=0, losses=None, at=None, **when):
         self.did, self.also, self.rows, self.start_step = [], [], [], start_step
         self.losses, self.at, self.directory = losses or {}, at or {}, directory
         options = {
@@ -31,11 +32,10 @@ class Run:
             "eval_every": 0,
             "save_every": 0,
             "max_skipped_in_a_row": 2,
-        } | plan
-        self.in_a_row = 0
-        self.plan = loop.Plan(
-            **options, unit="tokens", units_per_step=7, flops_per_token=0.0, num_devices=1, peak_flops_per_second=None
-        )
+        } | when
+        self.in_a_row, self.limits_seconds = 0, set()
+        self.when = loop.Timetable(**options)
+        self.throughput = Throughput("tokens", 7, flops_per_unit=0.0, num_devices=1, peak_flops_per_second=None)
 
     def step(self, state, batch):
         step = state + 1
@@ -47,11 +47,13 @@ class Run:
 
     def evaluate(self, state):
         self.did.append(f"evaluate {state}")
+        self.limits_seconds.add(self.watchdog.limit_seconds())
         return {"eval_loss": 0.5}
 
     def save(self, step, state):
         assert step == state
         self.did.append(f"save {step}")
+        self.limits_seconds.add(self.watchdog.limit_seconds())
         return {"save_blocking_seconds": 0.25}
 
     def rate(self, step, values):
@@ -66,13 +68,13 @@ class Run:
         actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose)
         batches = itertools.count(self.start_step + 1)
         with (
-            contextlib.closing(Progress(self.plan.num_steps, self.start_step, show_bar=False)) as progress,
+            contextlib.closing(Progress(self.when.num_steps, self.start_step, show_bar=False)) as progress,
             contextlib.closing(Profiler(ProfileOptions(), self.directory)) as profiler,
             Watchdog(0.0) as self.watchdog,
         ):
             goodput = Goodput(begun_seconds=0.0, useful_seconds=3.0, now=lambda: 6.0)
             observers = loop.Observers(progress, profiler, self.watchdog, goodput)
-            return loop.run(self.start_step, self.start_step, batches, self.plan, actions, observers)
+            return loop.run(self.start_step, self.start_step, batches, self.when, self.throughput, actions, observers)
 
 
 def test_the_last_step_saves_and_evaluates(tmp_path):
@@ -85,6 +87,7 @@ def test_the_last_step_saves_and_evaluates(tmp_path):
     assert kinds == [(1, "loss"), (10, "loss"), (10, "save_blocking_seconds"), (10, "eval_loss")]
     assert (values["loss"], values["eval_loss"], values["tokens"]) == (0.1, 0.5, 70)
     assert values["goodput"] == pytest.approx(0.5, abs=0.1)
+    assert run.limits_seconds == {1800}, "saves and evaluations take longer than steps"
     assert run.watchdog.limit_seconds() == 60
 
 
