@@ -1,14 +1,15 @@
-"""Attention as the target computes it: JAX's own kernel on TPUs, on GPUs cuDNN's, of which JAX asks the GPU here.
+"""Attention as the target computes it: JAX's own kernel on TPUs, cuDNN's on GPUs.
 
 JAX has no public way to trace cuDNN's kernel without a GPU: it asks the installed library for its version and the first
-device for its compute capability. For the time of a plan these two private functions answer for the target instead.
-This is the one place that does so; a test tells when JAX has moved them.
+device for its compute capability. While a step is traced, the private functions that ask are replaced by functions that
+answer for the target. This is the only place that does so; a test fails when JAX has moved them.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from unittest import mock
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 from jax._src.cudnn import fused_attention_stablehlo as private
 
@@ -22,7 +23,7 @@ CUDNN_VERSION = 91000  # 9.10, as the files in targets/ say
 
 @contextlib.contextmanager
 def as_on_target(config: Config, cluster: Cluster) -> Iterator[tuple[Config, str]]:
-    """Gives the configuration with the attention that `auto` means on the target, and its name, while it is traced.
+    """Yields the configuration with the attention that `auto` means on the target, and its name, for tracing.
 
     Args:
       config: a configuration; `model.attention` other than `auto` stays.
@@ -44,12 +45,30 @@ def as_on_target(config: Config, cluster: Cluster) -> Iterator[tuple[Config, str
     def equal(capability: str) -> bool:
         return target == _pair(capability)
 
-    with (
-        mock.patch.object(private, "check_cudnn_version", return_value=CUDNN_VERSION),
-        mock.patch.object(private, "check_compute_capability", at_least),
-        mock.patch.object(private, "is_cuda_compute_capability_equal", equal),
+    with replaced(
+        private,
+        check_cudnn_version=lambda: CUDNN_VERSION,
+        check_compute_capability=at_least,
+        is_cuda_compute_capability_equal=equal,
     ):
         yield config, name
+
+
+@contextlib.contextmanager
+def replaced(module: ModuleType, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Replaces functions of a module, and puts the original ones back afterwards.
+
+    Raises:
+      AttributeError: the module has no such function; nothing is replaced.
+    """
+    originals = {name: getattr(module, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(module, name, function)
 
 
 def _pair(capability: str) -> tuple[int, int]:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtrain.config.config import Config, check
-from meshtrain.plan.compile import compile_step
-from meshtrain.plan.hlo import read
+from meshtrain.plan.compile import compile_step, program_of
 from meshtrain.plan.memory import memory
 from meshtrain.plan.planner import Plan, shape_on
 from meshtrain.plan.topology import Cluster
@@ -107,7 +106,7 @@ def _spare(config: Config, cluster: Cluster, what: str) -> int | None:
             step = compile_step(config, shape_on(config, cluster), cluster)
         except UserError:
             return None
-        held = memory(step, cluster, read(step.text) if step.text else None)
+        held = memory(step, cluster, program_of(step))
         return held.margin_bytes if held.fits else None
 
     return waiting_for(f"trying {what}", compiled)

@@ -11,7 +11,10 @@ from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
 from meshtrain.launch.compiler import compiler_options
 from meshtrain.launch.quiet import captured
+from meshtrain.layout import placement
+from meshtrain.models import layers
 from meshtrain.plan.attention import as_on_target
+from meshtrain.plan.hlo import Program, read
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.traced import traced_flops
 
@@ -93,6 +96,16 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         refusal=refusal,
         seconds=time.perf_counter() - start,
     )
+
+
+def program_of(compiled: Compiled) -> Program | None:
+    """Returns the compiled program, read; None where the compiler gave up."""
+    return read(compiled.text, _places_for_others) if compiled.text else None
+
+
+def _places_for_others(file: str, function: str) -> bool:
+    """Returns whether a function adds sharding constraints on behalf of its caller, which is the source to report."""
+    return file == placement.__file__ or (file, function) == (layers.__file__, layers.weight.__qualname__)
 
 
 def _statistics(stats: Any) -> Statistics:

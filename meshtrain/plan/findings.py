@@ -9,6 +9,7 @@ from meshtrain.layout.zero import DATA
 from meshtrain.plan.collectives import Traffic
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
+from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.topology import Cluster
 from meshtrain.words.tables import format_bytes
 
@@ -57,8 +58,7 @@ def findings(
       added_share: FLOPs that the compiler added, as a share of those traced.
     """
     found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages)]
-    program = compiled.assembly.program
-    idle = 1 - float(program.active.mean()) if program is not None else 0.0
+    idle = idle_share(compiled.assembly)
     storage_axes = compiled.assembly.rules.storage_axes
     for axis, least in minimum.items():
         # A pipeline's idle rows send along the axes inside a stage as well; replicas reduce once, after all rows.

@@ -7,9 +7,7 @@ programs says how often (known_trip_count); for others the bound, the start and 
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
-
-from meshtrain.plan.shapes import dims
+from collections.abc import Callable, Iterator, Mapping
 
 HEADER = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
 # A tuple's shape holds spaces and may hold parentheses (tilings), so it ends where ` opcode(` follows.
@@ -25,11 +23,11 @@ CONTINUED = re.compile(r"\n(?=\"|\}\})")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
-# Where constraints are put on behalf of others: who asked is what a reader wants to know.
-PASSING_ON = re.compile(r"layout/placement\.py|models/layers\.py weight$")
 SECTIONS = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Through these a number reaches a loop's condition unchanged.
 TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "copy-done", "copy-start")
+
+IsHelper = Callable[[str, str], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +90,12 @@ class Program:
         return self.sources[frame] if frame in self.sources else ""
 
 
-def read(text: str) -> Program:
+def read(text: str, is_helper: IsHelper = lambda file, function: False) -> Program:
     """Returns the program that `compiled.as_text()` wrote.
+
+    Args:
+      text: the scheduled program.
+      is_helper: (file, qualified name of a function) -> whether `Program.source` names its caller instead.
 
     Raises:
       ValueError: no entry computation, or a loop of unknown length, whose work could not be counted.
@@ -118,7 +120,7 @@ def read(text: str) -> Program:
             computations[current].append(Instruction(**parts, is_root=is_root))
     if not entry:
         raise ValueError("no ENTRY computation: not the text of a compiled program")
-    return Program(computations, _num_runs(computations, entry), _sources(sections))
+    return Program(computations, _num_runs(computations, entry), _sources(sections, is_helper))
 
 
 def _num_runs(computations: dict[str, list[Instruction]], entry: str) -> Mapping[str, int]:
@@ -229,8 +231,8 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _sources(sections: Mapping[str, list[str]]) -> dict[int, str]:
-    """Returns `file:line` for each stack frame: the innermost file that is no installed package's."""
+def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int, str]:
+    """Returns `file:line` for each stack frame: the innermost that is neither an installed package's nor a helper's."""
     files, functions = (
         {number: text.strip('"') for number, text in map(_numbered, sections[section])}
         for section in ("FileNames", "FunctionNames")
@@ -244,8 +246,8 @@ def _sources(sections: Mapping[str, list[str]]) -> dict[int, str]:
         while frame in frames:
             place = places[frames[frame]["file_location_id"]]
             file = files[place["file_name_id"]]
-            passes_on = PASSING_ON.search(f"{file} {functions[place['function_name_id']]}")
-            if "site-packages" not in file and "<" not in file and not passes_on:
+            skipped = "site-packages" in file or "<" in file or is_helper(file, functions[place["function_name_id"]])
+            if not skipped:
                 folders = file.split("/")
                 # The package, not a checkout of the same name; else the file's own name.
                 start = max((at for at, folder in enumerate(folders) if folder == "meshtrain"), default=-1)
@@ -260,18 +262,3 @@ def _sources(sections: Mapping[str, list[str]]) -> dict[int, str]:
 def _numbered(line: str) -> tuple[int, str]:
     number, _, text = line.strip().partition(" ")
     return int(number), text
-
-
-def num_transfers(program: Program, opcode: str) -> int:
-    """Returns how often a collective runs in one step, asynchronous or not; `opcode` such as `collective-permute`."""
-    return sum(runs for _, _, runs in program.instructions(opcode, f"{opcode}-start"))
-
-
-def copies_in_loops(program: Program, shapes: set[tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Returns the names of copies, inside loops, of arrays with one of these (dtype, dims), such as ("f32", (4, 8))."""
-    found = []
-    for line, _, runs in program.instructions("copy", "copy-start"):
-        shape = line.shape.lstrip("(")
-        if runs > 1 and (shape.partition("[")[0], dims(shape)) in shapes:
-            found.append(line.name)
-    return found

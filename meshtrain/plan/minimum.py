@@ -128,6 +128,11 @@ def _data_bytes(level: int, size: Sizes) -> float:
     return stored + 2 * size.reduced_bytes + scatters * size.scattered_bytes + size.updated_bytes
 
 
+def idle_share(assembly: Assembly) -> float:
+    """Returns the share of a pipeline's rows in which a stage idles, averaged over stages; 0 without a pipeline."""
+    return 1 - float(assembly.program.active.mean()) if assembly.program is not None else 0.0
+
+
 def executor_bytes(assembly: Assembly) -> float | None:
     """Returns what the pipeline's executor sends over its axis by its own formula; None without a pipeline.
 

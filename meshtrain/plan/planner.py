@@ -4,15 +4,17 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshtrain.config.config import Config, check
+from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout.mesh import mesh_shape
-from meshtrain.plan import findings, hlo
+from meshtrain.plan import findings
 from meshtrain.plan.collectives import Traffic, collectives, traffic
-from meshtrain.plan.compile import Compiled, compile_step
+from meshtrain.plan.compile import Compiled, compile_step, program_of
 from meshtrain.plan.flops import Work, matmul_flops
 from meshtrain.plan.memory import Memory, memory
 from meshtrain.plan.minimum import executor_bytes, model_flops, wire_bytes_minimum
 from meshtrain.plan.timing import Assumptions, Timing, timing
 from meshtrain.plan.topology import Cluster
+from meshtrain.step.precision import compute_name
 from meshtrain.words.errors import UserError
 
 
@@ -46,11 +48,18 @@ class Plan:
 
     @property
     def mfu(self) -> tuple[float, float] | None:
-        """Modelled model FLOPs utilization, (low, high), with full attention as PaLM counts it."""
+        """Modelled model FLOPs utilization, (low, high), with full attention as PaLM counts it.
+
+        The peak is that of the compute dtype, as in the training log; None where the maker names none.
+        """
         accelerator = self.cluster.accelerator
         if self.timing is None or self.model_flops is None or accelerator is None:
             return None
-        share = self.model_flops[1] / accelerator.bfloat16_flops_per_second
+        dtype = compute_name(self.compiled.assembly.config.precision)
+        peak = peak_flops_per_second(accelerator.device_kinds[0], dtype)
+        if peak is None:
+            return None
+        share = self.model_flops[1] / peak
         return share / self.timing.high_seconds, share / self.timing.low_seconds
 
     @property
@@ -102,7 +111,7 @@ def plan(
     """
     compiled = compile_step(config, shape, cluster)
     assembly = compiled.assembly
-    program = hlo.read(compiled.text) if compiled.text else None
+    program = program_of(compiled)
     rows = tuple(traffic(collectives(program, dict(assembly.mesh.shape)))) if program else ()
     held = memory(compiled, cluster, program)
     modelled = None

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshtrain.launch.compiler import options_of
 from meshtrain.layout.mesh import describe
+from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.planner import Plan
 from meshtrain.words.tables import aligned, format_bytes
 
@@ -141,19 +142,13 @@ def _time(plan: Plan) -> str:
         ("computing alone", f"{timing.compute_seconds * timing.factor:.3g} s"),
         ("sending alone", f"{timing.wire_seconds * timing.factor:.3g} s"),
     ]
-    program = plan.compiled.assembly.program
-    if program is not None:
-        rows.append(("bubble", f"{bubble(plan):.1%} of the rows idle on a stage; it is in the step"))
+    if plan.compiled.assembly.program is not None:
+        idle = idle_share(plan.compiled.assembly)
+        rows.append(("bubble", f"{idle:.1%} of the rows idle on a stage; it is in the step"))
     how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "nothing measured"
     marked = [(name, value, "modelled") for name, value in rows]
     assumed = "\n".join(f"  assumed: {line}" for line in [*timing.assumptions.lines(), how])
     return f"{aligned(marked, ('time', 'a step', ''))}\n{assumed}"
-
-
-def bubble(plan: Plan) -> float:
-    """Returns the share of a stage's rows in which it idles; 0 without a pipeline."""
-    program = plan.compiled.assembly.program
-    return 1.0 - float(program.active.mean()) if program is not None else 0.0
 
 
 def _options(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""Waiting for the compiler: the terminal shows that it works, and Ctrl-C is heard at once."""
+"""Waits for the compiler in a thread: the terminal shows seconds meanwhile, and Ctrl-C ends the program at once."""
 
 import concurrent.futures
 import os
@@ -15,25 +15,22 @@ TICK_SECONDS = 0.5
 
 
 def waiting_for(what: str, work: Callable[[], Result]) -> Result:
-    """Returns what `work` returns; meanwhile, on a terminal, standard error says for how long it has been at it.
+    """Returns what `work` returns, and raises what it raises; shows the seconds so far where stderr is a terminal.
 
-    The work runs in a thread of its own, since the compiler does not listen to signals; an interrupt ends the program
-    without waiting for it. Nothing is left behind: what is written is written by the main thread, at the end.
+    The work runs in a thread of its own because the compiler does not react to signals. An interrupt ends the program
+    without waiting for the thread, which loses nothing: the main thread writes all files, after the work.
     """
-    # The compiler's own lines are kept from standard error while it works, ours are not.
+    # A copy of stderr: while the compiler works, stderr itself is captured.
     terminal = os.dup(2) if sys.stderr.isatty() else None
     start = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
         try:
-            while True:
-                try:
-                    return future.result(timeout=TICK_SECONDS)
-                except concurrent.futures.TimeoutError:
-                    if future.done():  # the work itself timed out
-                        raise
+            while not future.done():
+                concurrent.futures.wait([future], TICK_SECONDS)
                 if terminal is not None:
                     os.write(terminal, f"\r{what}: {time.perf_counter() - start:.0f} s ".encode())
+            return future.result()
         except KeyboardInterrupt:
             leave(terminal)
         finally:

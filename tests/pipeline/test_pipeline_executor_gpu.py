@@ -17,6 +17,7 @@ from meshtrain.layout.mesh import MeshOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import compile as compiling
 from meshtrain.plan import flops, hlo, topology
+from tests.plan import counted
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -78,13 +79,13 @@ def test_work_is_an_eighth_of_one_device_s_and_the_bubble():
 
 def test_no_gradient_accumulator_is_copied_in_a_loop():
     _, program = compiled()
-    assert hlo.copies_in_loops(program, accumulators()) == []
+    assert counted.copies_in_loops(program, accumulators()) == []
 
 
 def test_two_transfers_for_a_forward_and_a_backward_row():
     _, program = compiled()
     num_pairs = NUM_MICROBATCHES + NUM_STAGES - 1
-    assert hlo.num_transfers(program, "collective-permute") == 2 * num_pairs
+    assert counted.num_transfers(program, "collective-permute") == 2 * num_pairs
 
 
 @pytest.mark.slow

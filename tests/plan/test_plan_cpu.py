@@ -1,14 +1,19 @@
 """Plans for simulated CPUs: a plan's numbers against those of a real run, and the program from its command line."""
 
+import dataclasses
 import json
 import re
 
 import jax
 import pytest
 
+from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import calibration, changes, page, report
+from meshtrain.plan.findings import Finding
+from meshtrain.plan.timing import Assumptions, Timing
+from meshtrain.step.precision import PrecisionOptions
 from meshtrain.words.errors import UserError
 
 MESHES = [
@@ -60,6 +65,29 @@ def test_level_three_over_data_is_planned_like_fsdp(plan, small):
     assert made.minimum == {"data": 7 / 8 * 3 * size}
     # The CPU's compiler all-reduces gradients where others reduce-scatter, which is twice the bytes: four for three.
     assert 1 <= report.sent_along(made, "data") / made.minimum["data"] < 1.5
+
+
+def test_sources_name_the_model_rather_than_what_adds_its_constraints(plan, small):
+    made = plan("cpu:8", small({"data": 2, "fsdp": 2, "tensor": 2}))
+    sources = {source.partition(":")[0] for row in made.traffic for source in row.sources}
+    assert "meshtrain/layout/placement.py" not in sources
+    assert any(source.startswith("meshtrain/models/") for source in sources)
+
+
+@pytest.mark.parametrize(("policy", "peak"), [("bfloat16", 989.4e12), ("float32", 494.7e12)])
+def test_utilization_is_of_the_peak_of_the_compute_dtype(plan, small, policy, peak):
+    made = plan("cpu:8", small({"data": 8}))
+    config = dataclasses.replace(made.compiled.assembly.config, precision=PrecisionOptions(policy))
+    compiled = dataclasses.replace(made.compiled, assembly=dataclasses.replace(made.compiled.assembly, config=config))
+    h100 = next(one for one in ACCELERATORS if one.name == "h100")
+    low, high = dataclasses.replace(
+        made,
+        compiled=compiled,
+        cluster=dataclasses.replace(made.cluster, accelerator=h100),
+        timing=Timing(1.0, 0.5, 2.0, 1.0, 0.0, 1.0, Assumptions()),
+        model_flops=(0.5e12, 1e12),
+    ).mfu
+    assert (low, high) == pytest.approx((1e12 / peak / 2, 1e12 / peak / 0.5))
 
 
 def test_axes_of_size_one_are_left_out(plan, small):
@@ -133,7 +161,15 @@ def test_a_page_needs_nothing_else(plan, small):
     text = page.plan_page(made)
     assert "http" not in text
     assert text.count("<svg") == text.count("</svg>") >= 3
-    assert "&lt;" not in text or "<locals>" not in text
+
+
+def test_a_page_escapes_what_it_is_given(plan, small):
+    made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
+    found = Finding("<b>is</b> & stays text", "see train_step.<locals>.step")
+    text = page.plan_page(dataclasses.replace(made, findings=(found,)))
+    assert "&lt;b&gt;is&lt;/b&gt; &amp; stays text; see train_step.&lt;locals&gt;.step" in text
+    assert "<b>is</b>" not in text
+    assert "<locals>" not in text
 
 
 @pytest.mark.parametrize(("given", "expected"), [("", None), ("1.5", 1.5), ("2e-1", 0.2)])

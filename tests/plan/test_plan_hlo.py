@@ -5,7 +5,7 @@ import pytest
 
 from meshtrain.plan import flops, groups, hlo, shapes
 from meshtrain.plan.collectives import collectives, ring_factor, traffic
-from tests.plan import recorded
+from tests.plan import counted, recorded
 
 MESH = {"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}
 
@@ -273,7 +273,7 @@ def test_a_tpu_s_kernel_is_counted_by_its_name(line, products):
     assert work.attention_full == products * 2 * 2 * 4 * 256 * 256 * 16
     assert work.attention == work.attention_full * 10 / 16  # of 4 x 4 blocks
     (call,) = [row[0] for row in program.instructions("custom-call")]
-    assert program.source(call) == "meshtrain/models/layers.py:83"
+    assert program.source(call) == "meshtrain/layout/placement.py:89"
 
 
 def test_a_library_s_product_is_counted_and_an_unknown_one_refused():
@@ -289,9 +289,16 @@ def test_a_library_s_product_is_counted_and_an_unknown_one_refused():
 
 def test_the_source_is_the_line_that_asked():
     line = '%x = f32[8]{0} parameter(0), metadata={op_name="x" stack_frame_id=4}'
-    program = hlo.read(recorded.entry(line) + recorded.SOURCES)
-    ((parameter, _, _),) = [row for row in program.instructions("parameter") if row[0].name == "x"]
-    assert program.source(parameter) == "meshtrain/models/layers.py:83"
+    text = recorded.entry(line) + recorded.SOURCES
+
+    def source(*is_helper):
+        program = hlo.read(text, *is_helper)
+        ((parameter, _, _),) = [row for row in program.instructions("parameter") if row[0].name == "x"]
+        return program.source(parameter)
+
+    assert source() == "meshtrain/layout/placement.py:89"
+    assert source(lambda file, _: "placement" in file) == "meshtrain/models/layers.py:34"
+    assert source(lambda file, name: "placement" in file or name == "weight") == "meshtrain/models/layers.py:83"
 
 
 @pytest.mark.parametrize(
@@ -306,11 +313,11 @@ def test_bytes_of_shapes(shape, size):
 def test_copies_of_arrays_in_loops_are_found():
     body = "  %copy.1 = f32[8,16]{0,1} copy(%x)\n  ROOT %t ="
     program = hlo.read(recorded.GPU_LOOPS.replace("  ROOT %t =", body, 1))
-    assert hlo.copies_in_loops(program, {("f32", (8, 16))}) == ["copy.1"]
-    assert hlo.copies_in_loops(program, {("f32", (16, 8))}) == []
+    assert counted.copies_in_loops(program, {("f32", (8, 16))}) == ["copy.1"]
+    assert counted.copies_in_loops(program, {("f32", (16, 8))}) == []
 
 
 def test_transfers_are_counted_with_their_loops():
     line = "  %collective-permute = f32[8,16]{1,0} collective-permute(%x), source_target_pairs={{0,1}}\n  ROOT %t ="
     program = hlo.read(recorded.GPU_LOOPS.replace("  ROOT %t =", line, 1))
-    assert hlo.num_transfers(program, "collective-permute") == 15
+    assert counted.num_transfers(program, "collective-permute") == 15
