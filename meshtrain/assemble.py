@@ -22,11 +22,13 @@ from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
+from meshtrain.layout.trees import split
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, entries
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
+from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import chunks, executor, forward
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.table import chosen
@@ -121,22 +123,23 @@ def assemble(
     num_chunks = program.schedule.num_chunks if program else 1
 
     params, axes = abstract_params(task, num_chunks, mesh.size)
+    trained = trained_mask(config.optimizer.trainable, params)
     homes = partition.placements(params, axes, rules, mesh)
-    replicas = replicas_of(task, params, axes, homes, mesh, level, reduce_dtype(config.precision))
+    replicas = replicas_of(task, params, axes, homes, mesh, level, reduce_dtype(config.precision), trained)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rates(config, task)
-    transformation = optimizer(config.optimizer, schedule_of_rates, axes)
+    transformation = optimizer(config.optimizer, schedule_of_rates, split(axes, trained)[0])
 
     scaling = loss_scaling(config, task, shape)
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
         params = cast(meta.unbox(task.init(jax.random.fold_in(rng, 0))), param_dtype(config.precision))
-        return init_state(in_chunks(params, num_chunks), transformation, jax.random.fold_in(rng, 1), scaling)
+        return init_state(in_chunks(params, num_chunks), transformation, jax.random.fold_in(rng, 1), scaling, trained)
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
-    names = axes_of_leaves(abstract, axes_of_fields(abstract, transformation, params, axes))
+    names = axes_of_leaves(abstract, axes_of_fields(abstract, transformation, params, axes, trained))
     on_host = config.offload.moments
     state = placed(abstract, names, rules, mesh, level, moments_on_host=on_host)
     names_in_layer_order = [chunks.layer_order_names(leaf) for leaf in names]
@@ -155,6 +158,7 @@ def assemble(
         config.guard,
         scaling,
         lambda moments, norm: offload.fetched(moments, state_homes.opt_state, after=norm),
+        trained,
     )
     return Assembly(
         config=config,

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import on_shards
+from meshtrain.layout.trees import split
 from meshtrain.layout.zero import DATA, MAX_LEVEL, over_data
 
 Compute = Callable[..., tuple[Any, Any]]
@@ -45,6 +46,7 @@ class Replicas:
       level: of ZeRO (`zero.py`). Under 3 weights are split over the data axis, which then stays with the partitioner.
       is_manual: whether replicas add up by themselves; otherwise the data axis stays with the partitioner too.
       wire_dtype: of gradients as they cross the data axis; they are added up in float32 before.
+      trained: a tree of bool like the parameters, which of them have gradients; None: all of them.
     """
 
     mesh: Mesh
@@ -52,6 +54,7 @@ class Replicas:
     level: int = 0
     is_manual: bool = True
     wire_dtype: DTypeLike = jnp.float32
+    trained: Any = None
 
     @property
     def axes(self) -> frozenset[str]:
@@ -64,12 +67,17 @@ class Replicas:
         """Where parameters live."""
         return jax.tree.map(lambda home: home.spec, self.homes)
 
+    @property
+    def trained_homes(self) -> Any:
+        """The homes of the parameters that have gradients, None for the others."""
+        return split(self.homes, self.trained)[0]
+
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
         """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
 
         Args:
-          compute: (parameters, batch, and arrays that are the same everywhere) -> (sums, gradients): any tree, and one
-            like the parameters that `zeros` and `part` made. It sees its shards along the manual axes.
+          compute: (parameters, batch, and arrays that are the same everywhere) -> (sums, gradients): any tree, and the
+            one that `zeros` and `part` made for `trained_homes`. It sees its shards along the manual axes.
           manual: axes that are manual besides data.
         """
         axes = self.axes | manual
@@ -77,6 +85,7 @@ class Replicas:
             return compute
         parameters, whole = self.specs, PartitionSpec()
         shard = PartitionSpec(DATA) if self.axes else whole
+        of_gradients = jax.tree.map(lambda home: home.spec, self.trained_homes)
 
         def on_replica(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
             sums, gradients = compute(params, batch, *others)
@@ -87,7 +96,7 @@ class Replicas:
 
         def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
             in_specs = (parameters, shard, *(whole for _ in others))
-            out_specs = (whole, self._with_replicas(parameters) if self.axes else parameters)
+            out_specs = (whole, self._with_replicas(of_gradients) if self.axes else of_gradients)
             sums, gradients = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes)(params, batch, *others)
             return sums, self._reduced(gradients) if self.axes else gradients
 
@@ -105,20 +114,20 @@ class Replicas:
         return jax.tree.map(empty, params, homes)
 
     def accumulators(self, params: Any) -> Any:
-        """Returns the abstract float32 sums that `zeros` allocates for all parameters, each with its sharding.
+        """Returns the abstract float32 sums that `zeros` allocates for trained parameters, each with its sharding.
 
         At level 2 `zeros` allocates one shard of each sum that divides over data; this is the whole array with that
         sharding. At other levels a sum has the shape and the sharding of its parameter.
 
         Args:
-          params: arrays or `jax.ShapeDtypeStruct`s, global shapes.
+          params: arrays or `jax.ShapeDtypeStruct`s, global shapes; all of them, trained or not.
         """
 
         def accumulator(leaf: Any, home: Home) -> jax.ShapeDtypeStruct:
             spec = over_data(home.spec, home.num_dims, home.dim) if self._scatters_each(home) else home.spec
             return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(self.mesh, spec))
 
-        return jax.tree.map(accumulator, params, self.homes)
+        return jax.tree.map(accumulator, split(params, self.trained)[0], self.trained_homes)
 
     def part(self, gradients: Any, homes: Any) -> Any:
         """Returns what a microbatch adds on this replica, float32: under level 2 its share of what all replicas found.
@@ -156,7 +165,7 @@ class Replicas:
 
     def _reduced(self, gradients: Any) -> Any:
         """Sums [replicas, ...] over replicas; each gets all of a leaf or, from level 1 on, its shard."""
-        is_sharded = self.level > 0
+        is_sharded, homes = self.level > 0, self.trained_homes
 
         def reduce(leaf: jax.Array, home: Home) -> jax.Array:
             if self._scatters_each(home):
@@ -164,12 +173,11 @@ class Replicas:
             return self._scattered(leaf[0], home.dim if is_sharded else 0)
 
         def reduce_all(gradients: Any) -> Any:
-            return jax.tree.map(reduce, gradients, self.homes)
+            return jax.tree.map(reduce, gradients, homes)
 
-        after = jax.tree.map(
-            lambda home: over_data(home.spec, home.num_dims, home.dim if is_sharded else 0), self.homes
-        )
-        return on_shards(self.mesh, reduce_all, (self._with_replicas(self.specs),), after)(gradients)
+        before = self._with_replicas(jax.tree.map(lambda home: home.spec, homes))
+        after = jax.tree.map(lambda home: over_data(home.spec, home.num_dims, home.dim if is_sharded else 0), homes)
+        return on_shards(self.mesh, reduce_all, (before,), after)(gradients)
 
 
 def _is_spec(leaf: Any) -> bool:

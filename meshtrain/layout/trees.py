@@ -1,4 +1,4 @@
-"""Trees of arrays: the path and the bytes of each leaf."""
+"""Trees of arrays: the path and the bytes of each leaf, and a tree cut in two."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,3 +24,25 @@ def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
 def num_bytes(array: Any) -> int:
     """Returns the bytes of all of an array, or of anything with `.shape` and `.dtype` (of a PRNG key: of its data)."""
     return int(math.prod(array.shape) * array.dtype.itemsize)
+
+
+def split(tree: Any, mask: Any) -> tuple[Any, Any]:
+    """Returns (the leaves where the mask is true, the others): two trees like this one, with None for what they lack.
+
+    `jax.tree` functions skip a None, so each of the two counts as a tree of fewer leaves.
+
+    Args:
+      tree: any tree; a leaf of the mask may stand for a whole subtree of it.
+      mask: a tree of bool; None is true everywhere.
+    """
+    if mask is None:
+        return tree, None
+    chosen = jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree)
+    return chosen, jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree)
+
+
+def merged(chosen: Any, others: Any) -> Any:
+    """Returns the tree that `split` cut in two: each leaf from the one that has it."""
+    if others is None:
+        return chosen
+    return jax.tree.map(lambda x, y: y if x is None else x, chosen, others, is_leaf=lambda leaf: leaf is None)

@@ -14,6 +14,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from meshtrain.layout.partition import is_names
+from meshtrain.optim import trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import Axes, decays, is_hidden_matrix, map_axes, matrix_dims
@@ -42,15 +43,17 @@ class OptimizerOptions:
     weight_decay: float = option(0.1, "times the learning rate; matrices and tables only; not in adam", minimum=0.0)
     momentum: float = option(0.95, "decay of the momentum in sgd (0.9 is usual) and of muon's matrices", minimum=0.0)
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
+    trainable: str = option("", "regular expression found in the paths of trained weights, others frozen; '': all")
 
 
 def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
-    """Returns one line for each problem that `options.problems` does not see: limits from above."""
-    return [
+    """Returns one line for each problem that `options.problems` does not see: limits from above, and the pattern."""
+    above = [
         f"{path}.{name}: got {getattr(options, name)}; allowed: at least 0 and below 1; nearest: 0.999"
         for name in ("beta1", "beta2", "momentum")
         if getattr(options, name) >= 1
     ]
+    return above + trainable.check(options.trainable, f"{path}.trainable")
 
 
 def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) -> optax.GradientTransformation:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.trees import merged
+from meshtrain.layout.trees import split as split_tree
 from meshtrain.models.task import Batch, Loss, Params, Sums
 
 # (params, batch, rng, seed) -> sums, the gradients times the seed: float32 scalar, see `loss_scale.py`.
@@ -58,12 +60,14 @@ def accumulated(
     """Returns the function that gives the sums and gradients of a whole batch, one microbatch at a time."""
 
     def one(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
-        def total(params: Params) -> tuple[jax.Array, Loss]:
-            value, weight, metrics = loss(params, batch, rng, True)
+        trained, frozen = split_tree(params, replicas.trained)
+
+        def total(trained: Params) -> tuple[jax.Array, Loss]:
+            value, weight, metrics = loss(merged(trained, frozen), batch, rng, True)
             return value * seed, (value, weight, metrics)
 
-        (_, (value, weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(params)
-        return Sums(value, weight, metrics, replicas.part(gradients, replicas.homes))
+        (_, (value, weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(trained)
+        return Sums(value, weight, metrics, replicas.part(gradients, replicas.trained_homes))
 
     def many(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
         microbatches = split(batch, num_microbatches, placement, axes)
@@ -74,7 +78,8 @@ def accumulated(
         first = jax.tree.map(lambda x: x[0], microbatches)
         shapes = jax.eval_shape(one, params, first, rng, seed)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        zeros = zeros._replace(gradients=replicas.zeros(params, replicas.homes))
+        trained, _ = split_tree(params, replicas.trained)
+        zeros = zeros._replace(gradients=replicas.zeros(trained, replicas.trained_homes))
         return jax.lax.scan(add, zeros, microbatches)[0]
 
     def on_replica(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:

@@ -49,7 +49,7 @@ def in_chunks(params: Params, num_chunks: int) -> Params:
 
 
 def replicas_of(
-    task: Task, params: Params, axes: Any, homes: Any, mesh: Mesh, level: int, wire_dtype: DTypeLike
+    task: Task, params: Params, axes: Any, homes: Any, mesh: Mesh, level: int, wire_dtype: DTypeLike, trained: Any
 ) -> Replicas:
     """Returns how the replicas of the data axis share out the gradients of parameters that live at `homes`.
 
@@ -70,7 +70,7 @@ def replicas_of(
         spec = zero.over_data(sharding.spec, leaf.ndim, dim) if level == zero.MAX_LEVEL else sharding.spec
         return Home(spec, leaf.ndim, dim)
 
-    return Replicas(mesh, jax.tree.map(home, params, axes, homes), level, is_manual, wire_dtype)
+    return Replicas(mesh, jax.tree.map(home, params, axes, homes), level, is_manual, wire_dtype, trained)
 
 
 def placed(

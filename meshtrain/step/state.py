@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.layout.partition import is_names
+from meshtrain.layout.trees import split
 from meshtrain.models.task import Params
 from meshtrain.optim.masks import Axes
 from meshtrain.optim.optimizers import state_axes
@@ -27,8 +28,8 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, steps done so far, skipped ones among them.
-      params: nested dict of arrays, float32 unless `precision.param_dtype` says otherwise.
-      opt_state: the optimizer's state, as optax made it for float32 parameters.
+      params: nested dict of arrays, trained and frozen, float32 unless `precision.param_dtype` says otherwise.
+      opt_state: the optimizer's state, as optax made it for the trained parameters in float32.
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: which steps changed nothing, and what the guard knows of those before.
       loss_scale: by how much the loss is multiplied for the backward pass, and since when.
@@ -43,7 +44,11 @@ class TrainState:
 
 
 def init_state(
-    params: Params, transformation: optax.GradientTransformation, rng: jax.Array, scaling: Scaling | None = None
+    params: Params,
+    transformation: optax.GradientTransformation,
+    rng: jax.Array,
+    scaling: Scaling | None = None,
+    mask: Any = None,
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -52,13 +57,15 @@ def init_state(
       transformation: the optimizer.
       rng: a typed key.
       scaling: how the loss is scaled, if it is.
+      mask: tree of bool, which parameters are trained; None: all of them.
     """
-    step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(params, jnp.float32))
+    trained, _ = split(params, mask)
+    step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(trained, jnp.float32))
     return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped(), first_scale(scaling))
 
 
 def axes_of_fields(
-    abstract: TrainState, transformation: optax.GradientTransformation, params: Any, axes: Any
+    abstract: TrainState, transformation: optax.GradientTransformation, params: Any, axes: Any, mask: Any = None
 ) -> dict[str, list[Axes]]:
     """Returns the logical axes of the arrays of each field, in the order of `jax.tree.leaves` of that field.
 
@@ -69,10 +76,12 @@ def axes_of_fields(
       transformation: the optimizer.
       params: abstract parameters.
       axes: like the parameters, with a tuple of logical axes for each.
+      mask: tree of bool, which parameters are trained; None: all of them.
     """
+    (trained, _), (trained_axes, _) = split(params, mask), split(axes, mask)
     return {
         "params": jax.tree.leaves(axes, is_leaf=is_names),
-        "opt_state": state_axes(transformation, params, axes),
+        "opt_state": state_axes(transformation, trained, trained_axes),
         **{
             name: [(None,) * leaf.ndim for leaf in jax.tree.leaves(getattr(abstract, name))]
             for name in REPLICATED_FIELDS

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshtrain.layout.trees import merged, split
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Metrics, Params
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
@@ -34,21 +35,23 @@ def train_step(
     guard_options: GuardOptions,
     scaling: Scaling | None = None,
     fetch: Callable[[Any, jax.Array], Any] = lambda opt_state, _: opt_state,
+    mask: Any = None,
 ) -> TrainStep:
     """Returns the step that trains: (state, batch) -> (state, metrics).
 
     A step that the guard refuses moves on the step number (and with it data and random numbers) and nothing else.
 
     Args:
-      gradients: (params, batch, rng, seed) -> sums over the batch, the gradients times the seed.
+      gradients: (params, batch, rng, seed) -> sums over the batch; the gradients of trained weights, times the seed.
       transformation: the optimizer, fed with the gradient of the mean loss.
       learning_rate: update count -> learning rate, for the log only; the optimizer has its own.
       clip_norm: the largest gradient norm that passes, 0 for no clipping.
       guard_options: which steps are refused.
       scaling: by how much the loss is multiplied before the backward pass; None: not at all.
       fetch: (optimizer's state, gradient norm) -> that state on the devices, once the norm is known.
+      mask: tree of bool, which parameters are trained; None: all of them. The others are in the new state as they were.
 
-    Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (before clipping),
+    Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (of trained weights, before clipping),
     learning_rate (of this step's update, had or missed), skipped_steps (since the run began), loss_scale (of this step,
     if there is one), the task's own, and the guard's two for the loop.
     """
@@ -59,15 +62,17 @@ def train_step(
         weight = jnp.maximum(sums.weight, 1.0)
         loss = sums.loss / weight
         mean_gradients = jax.tree.map(lambda gradient: gradient / (weight * seed), cast(sums.gradients, jnp.float32))
-        squares = square_sums(mean_gradients)
+        trained, frozen = split(state.params, mask)
+        # A zero for each frozen weight: the guard names a gradient by its place among all parameters.
+        squares = square_sums(merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen)))
         norm = jnp.sqrt(jnp.sum(squares))
         good = guard.is_good(guard_options, state.skipped, loss, norm)
         new_scale, is_excused = loss_scale.after(scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
-        wide = cast(state.params, jnp.float32)
+        wide = cast(trained, jnp.float32)
         before = fetch(state.opt_state, norm)
         updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), before, wide)
-        params = jax.tree.map(lambda new, old: new.astype(old.dtype), optax.apply_updates(wide, updates), state.params)
+        updated = jax.tree.map(lambda new, old: new.astype(old.dtype), optax.apply_updates(wide, updates), trained)
         metrics = {name: value / weight for name, value in sums.metrics.items()}
         metrics |= {
             "loss": loss,
@@ -80,7 +85,7 @@ def train_step(
         }
         if scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale
-        params = guard.chosen(good, params, state.params)
+        params = merged(guard.chosen(good, updated, trained), frozen)
         opt_state = guard.chosen(good, opt_state, before)
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale), metrics
 

@@ -1,0 +1,62 @@
+"""Which weights are trained: those whose path matches a regular expression. The others are frozen.
+
+A frozen weight takes part in the forward pass and has neither gradient nor moments.
+"""
+
+import difflib
+import re
+from typing import Any
+
+import jax
+
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.words.errors import UserError
+
+OPTION = "optimizer.trainable"
+
+
+def check(pattern: str, path: str = OPTION) -> list[str]:
+    """Returns one line if the pattern is no regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        near = re.sub(r"[^\w/]+", ".*", pattern)
+        return [
+            f"{path}: got '{pattern}' ({error}); allowed: a regular expression as Python reads it, '' for all weights; "
+            f"nearest: '{near}'"
+        ]
+    return []
+
+
+def trained_mask(pattern: str, params: Any) -> Any:
+    """Returns a tree of bool like the parameters: True where a weight is trained.
+
+    The pattern is searched anywhere in a path (`re.search`): `query` matches `layers/attention/query`, and `^layers/`
+    everything in the layers. The empty pattern matches every path.
+
+    Args:
+      pattern: a valid regular expression.
+      params: arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      UserError: no path matches; the line names the nearest.
+    """
+    paths = [path for path, _ in leaves_with_paths(params)]
+    matches = [re.search(pattern, path) is not None for path in paths]
+    if paths and not any(matches):
+        raise UserError(
+            f"{OPTION}: got '{pattern}', which matches none of {len(paths)} weights; allowed: a regular expression "
+            f"found in a weight's path, '' for all; nearest: '{_nearest(pattern, paths)}'"
+        )
+    return jax.tree.unflatten(jax.tree.structure(params), matches)
+
+
+def _nearest(pattern: str, paths: list[str]) -> str:
+    """Returns the path of which the whole or a part is most like the pattern."""
+
+    def likeness(path: str) -> float:
+        names = path.split("/")
+        parts = {"/".join(names[i:j]) for i in range(len(names)) for j in range(i + 1, len(names) + 1)}
+        return max(difflib.SequenceMatcher(None, pattern, part).ratio() for part in parts)
+
+    return max(paths, key=likeness)
