@@ -22,7 +22,7 @@ from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
-from meshtrain.layout.trees import split
+from meshtrain.layout.trees import select
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, entries
 from meshtrain.observe.throughput import Throughput
@@ -129,7 +129,7 @@ def assemble(
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rates(config, task)
-    transformation = optimizer(config.optimizer, schedule_of_rates, split(axes, trained)[0])
+    transformation = optimizer(config.optimizer, schedule_of_rates, select(axes, trained)[0])
 
     scaling = loss_scaling(config, task, shape)
 

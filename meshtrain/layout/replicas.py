@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import on_shards
-from meshtrain.layout.trees import split
+from meshtrain.layout.trees import select
 from meshtrain.layout.zero import DATA, MAX_LEVEL, over_data
 
 Compute = Callable[..., tuple[Any, Any]]
@@ -70,7 +70,7 @@ class Replicas:
     @property
     def trained_homes(self) -> Any:
         """The homes of the parameters that have gradients, None for the others."""
-        return split(self.homes, self.trained)[0]
+        return select(self.homes, self.trained)[0]
 
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
         """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
@@ -127,7 +127,7 @@ class Replicas:
             spec = over_data(home.spec, home.num_dims, home.dim) if self._scatters_each(home) else home.spec
             return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(self.mesh, spec))
 
-        return jax.tree.map(accumulator, split(params, self.trained)[0], self.trained_homes)
+        return jax.tree.map(accumulator, select(params, self.trained)[0], self.trained_homes)
 
     def part(self, gradients: Any, homes: Any) -> Any:
         """Returns what a microbatch adds on this replica, float32: under level 2 its share of what all replicas found.

@@ -26,8 +26,8 @@ def num_bytes(array: Any) -> int:
     return int(math.prod(array.shape) * array.dtype.itemsize)
 
 
-def split(tree: Any, mask: Any) -> tuple[Any, Any]:
-    """Returns (the leaves where the mask is true, the others): two trees like this one, with None for what they lack.
+def select(tree: Any, mask: Any) -> tuple[Any, Any]:
+    """Returns (the leaves where the mask is true, the others), two trees like this one with None for what they lack.
 
     `jax.tree` functions skip a None, so each of the two counts as a tree of fewer leaves.
 
@@ -42,7 +42,7 @@ def split(tree: Any, mask: Any) -> tuple[Any, Any]:
 
 
 def merged(chosen: Any, others: Any) -> Any:
-    """Returns the tree that `split` cut in two: each leaf from the one that has it."""
+    """Returns the tree that `select` cut in two: each leaf from the one that has it."""
     if others is None:
         return chosen
     return jax.tree.map(lambda x, y: y if x is None else x, chosen, others, is_leaf=lambda leaf: leaf is None)

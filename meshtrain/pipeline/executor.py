@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.trees import select
 from meshtrain.models.task import Batch, Loss, Params, Stages, Sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
@@ -76,7 +77,7 @@ def gradients(
         for segment in segments(program):
             carry, row = run_segment(rows, segment, carry, row)
         carry = rows.embed_backward(carry, jnp.int32(program.last_microbatch))
-        return carry.sums, {"layers": carry.layers, **carry.outer}
+        return carry.sums, select({"layers": carry.layers, **carry.outer}, replicas.trained)[0]
 
     compute, key_data = replicas.data_parallel(on_stage, MANUAL), jax.random.key_data(rng)
     (loss, weight, metrics), found = compute(params, batch, key_data, jnp.float32(seed))

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.trees import merged
-from meshtrain.layout.trees import split as split_tree
+from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, Loss, Params, Sums
 
 # (params, batch, rng, seed) -> sums, the gradients times the seed: float32 scalar, see `loss_scale.py`.
@@ -60,7 +59,7 @@ def accumulated(
     """Returns the function that gives the sums and gradients of a whole batch, one microbatch at a time."""
 
     def one(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
-        trained, frozen = split_tree(params, replicas.trained)
+        trained, frozen = select(params, replicas.trained)
 
         def total(trained: Params) -> tuple[jax.Array, Loss]:
             value, weight, metrics = loss(merged(trained, frozen), batch, rng, True)
@@ -78,7 +77,7 @@ def accumulated(
         first = jax.tree.map(lambda x: x[0], microbatches)
         shapes = jax.eval_shape(one, params, first, rng, seed)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        trained, _ = split_tree(params, replicas.trained)
+        trained, _ = select(params, replicas.trained)
         zeros = zeros._replace(gradients=replicas.zeros(trained, replicas.trained_homes))
         return jax.lax.scan(add, zeros, microbatches)[0]
 
@@ -89,8 +88,8 @@ def accumulated(
 
     def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
         run, key_data = replicas.data_parallel(on_replica), jax.random.key_data(rng)
-        (value, weight, metrics), found = run(params, batch, key_data, seed)
-        return Sums(value, weight, metrics, found)
+        (value, weight, metrics), reduced = run(params, batch, key_data, seed)
+        return Sums(value, weight, metrics, reduced)
 
     return gradients
 

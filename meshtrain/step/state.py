@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.layout.partition import is_names
-from meshtrain.layout.trees import split
+from meshtrain.layout.trees import select
 from meshtrain.models.task import Params
 from meshtrain.optim.masks import Axes
 from meshtrain.optim.optimizers import state_axes
@@ -59,7 +59,7 @@ def init_state(
       scaling: how the loss is scaled, if it is.
       mask: tree of bool, which parameters are trained; None: all of them.
     """
-    trained, _ = split(params, mask)
+    trained, _ = select(params, mask)
     step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(trained, jnp.float32))
     return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped(), first_scale(scaling))
 
@@ -78,7 +78,7 @@ def axes_of_fields(
       axes: like the parameters, with a tuple of logical axes for each.
       mask: tree of bool, which parameters are trained; None: all of them.
     """
-    (trained, _), (trained_axes, _) = split(params, mask), split(axes, mask)
+    (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
     return {
         "params": jax.tree.leaves(axes, is_leaf=is_names),
         "opt_state": state_axes(transformation, trained, trained_axes),

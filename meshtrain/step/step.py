@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.layout.trees import merged, split
+from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Metrics, Params
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
@@ -51,9 +51,9 @@ def train_step(
       fetch: (optimizer's state, gradient norm) -> that state on the devices, once the norm is known.
       mask: tree of bool, which parameters are trained; None: all of them. The others are in the new state as they were.
 
-    Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (of trained weights, before clipping),
-    learning_rate (of this step's update, had or missed), skipped_steps (since the run began), loss_scale (of this step,
-    if there is one), the task's own, and the guard's two for the loop.
+    Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
+    clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
+    step, if there is one), the task's own, and the guard's two for the loop.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -62,7 +62,7 @@ def train_step(
         weight = jnp.maximum(sums.weight, 1.0)
         loss = sums.loss / weight
         mean_gradients = jax.tree.map(lambda gradient: gradient / (weight * seed), cast(sums.gradients, jnp.float32))
-        trained, frozen = split(state.params, mask)
+        trained, frozen = select(state.params, mask)
         # A zero for each frozen weight: the guard names a gradient by its place among all parameters.
         squares = square_sums(merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen)))
         norm = jnp.sqrt(jnp.sum(squares))

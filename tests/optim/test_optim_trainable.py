@@ -1,0 +1,69 @@
+"""Which weights a pattern trains, and what is said where it trains none."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshtrain.config.config import resolve
+from meshtrain.layout.trees import leaves_with_paths, merged, select
+from meshtrain.optim.trainable import trained_mask
+from meshtrain.words.errors import UserError
+
+PARAMS = jax.eval_shape(
+    lambda: {
+        "embedding": {"table": jnp.zeros((8, 4))},
+        "layers": {
+            "attention": {"query": jnp.zeros((2, 4)), "key": jnp.zeros((2, 4))},
+            "mlp": {"up": {"kernel": jnp.zeros((2, 4)), "bias": jnp.zeros(2)}},
+        },
+        "norm": jnp.zeros(4),
+    }
+)
+PATHS = {path for path, _ in leaves_with_paths(PARAMS)}
+
+
+@pytest.mark.parametrize(
+    "pattern, trained",
+    [
+        ("", PATHS),
+        (".*", PATHS),
+        ("query", {"layers/attention/query"}),
+        ("^layers/", {path for path in PATHS if path.startswith("layers/")}),
+        ("bias$|^norm", {"layers/mlp/up/bias", "norm"}),
+        ("^(?!embedding)", PATHS - {"embedding/table"}),
+    ],
+)
+def test_a_pattern_is_searched_in_each_path(pattern, trained):
+    mask = trained_mask(pattern, PARAMS)
+    assert {path for path, is_trained in leaves_with_paths(mask) if is_trained} == trained
+    chosen, others = select(PARAMS, mask)
+    assert {path for path, _ in leaves_with_paths(chosen)} == trained
+    assert {path for path, _ in leaves_with_paths(others)} == PATHS - trained
+    assert merged(chosen, others) == PARAMS
+
+
+@pytest.mark.parametrize(
+    "pattern, nearest",
+    [
+        ("querry", "layers/attention/query"),
+        ("params/layers/attention/key", "layers/attention/key"),
+        ("layer/mlp/up/kernels", "layers/mlp/up/kernel"),
+        ("^table", "embedding/table"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_one_line_with_the_nearest_path(pattern, nearest):
+    with pytest.raises(UserError) as caught:
+        trained_mask(pattern, PARAMS)
+    (line,) = caught.value.problems
+    assert line.startswith(f"optimizer.trainable: got '{pattern}', which matches none of 6 weights; allowed: ")
+    assert line.endswith(f"; nearest: '{nearest}'")
+
+
+@pytest.mark.parametrize("pattern, nearest", [("layers/(query", "layers/.*query"), ("*query", ".*query")])
+def test_what_is_no_regular_expression_is_one_line_beside_the_others(pattern, nearest):
+    with pytest.raises(UserError) as caught:
+        resolve({"optimizer": {"trainable": pattern, "beta1": 2.0}})
+    one, other = sorted(caught.value.problems)
+    assert one.startswith("optimizer.beta1: got 2.0")
+    assert other.startswith(f"optimizer.trainable: got '{pattern}' (")
+    assert other.endswith(f"nearest: '{nearest}'")
