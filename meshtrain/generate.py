@@ -40,7 +40,7 @@ def sample(
     Args:
       assembly: of a task with logits.
       params: as the assembly stores them.
-      prompt: at least one token id; only the last T - 1 count.
+      prompt: at least one token id; only the last T - 1 count (one, where T is 1).
       num_tokens: how many to draw.
       temperature: 0 takes the most probable token each time.
       seed: of the drawing.
@@ -49,7 +49,7 @@ def sample(
     assert logits is not None
     rows = assembly.mesh.shape["data"] * assembly.mesh.shape["fsdp"]
     length = assembly.batch["tokens"].shape[1]
-    recent = list(prompt)[-(length - 1) :]
+    recent = list(prompt)[-max(length - 1, 1) :]
     window = np.zeros((rows, length), np.int32)
     window[:, : len(recent)] = recent
 

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+import time
 from collections.abc import Sequence
 
 from meshtrain.words import flags
@@ -15,6 +16,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: whatever is wrong with arguments, configuration and workdir, all of it together.
     """
+    begun_seconds = time.monotonic()  # before JAX is imported: goodput counts that as well
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain train",
         description="Trains a transformer on a mesh. Run again with the same workdir, it goes on where it stopped.",
@@ -27,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.config is None:
         found.append("--config: got nothing; allowed: a file with get_config(); nearest: --config=configs/3d.py")
     configuration = config.configure(arguments, found)
-    importlib.import_module("meshtrain.training").train(configuration, arguments.workdir)
+    importlib.import_module("meshtrain.training").train(configuration, arguments.workdir, begun_seconds=begun_seconds)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -46,6 +47,8 @@ def train(
     directory: str | Path = "runs/default",
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
+    *,
+    begun_seconds: float | None = None,
 ) -> Result:
     """Trains, from the beginning or from where this directory's run stopped. `meshtrain.train` is this function.
 
@@ -54,10 +57,12 @@ def train(
       directory: the run's own folder: configuration, metrics, checkpoints.
       make_task: a model of one's own, (config, placement) -> Task; None for the decoder of `config.model`.
       rules: logical axis -> mesh axes for its weights; None for the built-in table.
+      begun_seconds: when the program began, by `time.monotonic`, from which goodput counts; None for now.
 
     Raises:
       UserError: what a user can mend, before anything is compiled; TrainingStopped, Interrupted: see `loop.run`.
     """
+    begun_seconds = time.monotonic() if begun_seconds is None else begun_seconds
     own_task = make_task is not None
     config, run = resolve(config, own_task=own_task), expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
@@ -83,14 +88,20 @@ def train(
             say("; ".join([describe(assembly.mesh), *notes]))
         start.refuse_other_weights(assembly, run)
         with workdir.locked(run), Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints:
-            state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show)
+            state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
         with watchdog.patient():
             summary.show(assembly, corpus, state, values, run, is_main=is_main)
     return Result(state, values, run, assembly)
 
 
 def run_steps(
-    assembly: Assembly, corpus: Corpus, checkpoints: Checkpoints, run: Path, watchdog: Watchdog, show: Any
+    assembly: Assembly,
+    corpus: Corpus,
+    checkpoints: Checkpoints,
+    run: Path,
+    watchdog: Watchdog,
+    show: Any,
+    begun_seconds: float,
 ) -> tuple[TrainState, Mapping[str, float | None]]:
     """Makes or restores the state, compiles the step, and runs the loop; see `loop.run` for what comes back.
 
@@ -101,6 +112,7 @@ def run_steps(
       run: its folder.
       watchdog: ends the process where no step comes.
       show: a phase of the start, by its name, as a context that takes what to say.
+      begun_seconds: when the program began, by `time.monotonic`.
     """
     config, is_main = assembly.config, peers.is_main_process()
     with ThreadPoolExecutor(1) as thread:
@@ -129,7 +141,9 @@ def run_steps(
             write=trackers.write,
             diagnose=functools.partial(saving.diagnosis, checkpoints),
         )
-        goodput = Goodput(workdir.begun_seconds(run, writes=is_main), trackers.useful_seconds)
+        done = trackers.done
+        run_begun_seconds = workdir.begun_seconds(run, begun_seconds, done.passed_seconds, writes=is_main)
+        goodput = Goodput(run_begun_seconds, done)
         batches = training_batches(assembly, corpus, start_step)
         observers = loop.Observers(progress, profiler, watchdog, goodput)
         return loop.run(state, start_step, batches, timetable(config), throughput_of(assembly), actions, observers)

@@ -9,13 +9,36 @@ from meshtrain.config.config import CONFIG_FILE, Config, built
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
 
-# What a run may change when it is started again: where arrays live, in what order stages run, what is computed twice,
-# what is shown, measured and saved, and how long it goes on. All else would make it another run.
-FREE_ON_RESUME = (
-    "mesh", "zero", "offload", "layout", "pipeline", "remat", "num_steps", "log_every", "eval_every",
-    "num_eval_batches", "checkpoint", "profile", "observe", "guard", "watchdog_seconds", "data.num_threads",
-    "data.num_prefetch_batches",
-)  # fmt: skip
+# What may change when a run is started again, and why. The longest name counts: `model.attention` before `model`.
+FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
+    "where arrays live and in what order stages run: the same sums on every mesh": (
+        "mesh", "zero", "offload", "layout", "pipeline",
+    ),
+    "what is kept or computed again, and by which kernel: the same function": ("remat", "model.attention"),
+    # Dropout's masks follow a sequence's index in the global batch, and a loss scale is that of the mean loss: neither
+    # sees how the batch is cut. Like the mesh and pipeline.num_microbatches, it changes the order of a sum.
+    "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),
+    "where data are read from and how fast: the fingerprint of their ids and their split is compared instead": (
+        "data.source", "data.path", "data.text_field", "data.tokenizer", "data.end_token", "data.validation_fraction",
+        "data.num_threads", "data.num_prefetch_batches",
+    ),
+    "what is shown, measured and saved": (
+        "log_every", "eval_every", "num_eval_batches", "sample_tokens", "checkpoint", "profile", "observe",
+    ),
+    # These two do change numbers, from the step on at which the run goes on; `run.start` says so.
+    "how long the run goes on, and the decay of the learning rate that belongs to it": (
+        "num_steps", "learning_rate.decay_steps",
+    ),
+    # A spike rule changes which later steps count: that is what one changes it for.
+    "when a run gives up": ("guard", "watchdog_seconds"),
+}  # fmt: skip
+FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
+    "another model, or another shape of its arrays": ("model",),
+    "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing"),
+    "other gradients": ("precision", "loss_scale"),
+    "other updates": ("optimizer", "learning_rate"),
+    "where the weights came from: config.json is the record of it": ("init_from",),
+}
 
 
 def from_json(text: str) -> Config:
@@ -45,8 +68,19 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     before, after = defaults | flags.flatten(old), defaults | flags.flatten(new)
     found = []
     for key in before | after:
-        free = any(key == name or key.startswith(f"{name}.") for name in FREE_ON_RESUME)
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
-        if was != now and not free:
+        if was != now and not is_free(key):
             found.append(f"{key}: was {was}, now {now}")
     return found
+
+
+def is_free(key: str) -> bool:
+    """Returns whether an option, by its dotted key, may change on resume; one that no table names may not."""
+    free, fixed = (_longest_match(key, table) for table in (FREE_ON_RESUME, FIXED_ON_RESUME))
+    return free > fixed
+
+
+def _longest_match(key: str, table: Mapping[str, tuple[str, ...]]) -> int:
+    """Returns the length of the longest name in the table that is the key or one of its groups, 0 for none."""
+    names = [name for names in table.values() for name in names if key == name or key.startswith(f"{name}.")]
+    return max(map(len, names), default=0)

@@ -62,6 +62,9 @@ class Config:
     log_every: int = option(10, "steps between log lines", minimum=1)
     eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
     num_eval_batches: int = option(16, "batches of an evaluation; 0: the whole validation split", minimum=0)
+    sample_tokens: int = option(
+        -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1
+    )
     watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
     init_from: str = option("", "workdir or checkpoints of another run whose weights this one starts from; '': none")
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)

@@ -38,7 +38,7 @@ class Corpus:
       end_id: the id that ends a document; -1 where nothing does.
       encode: text -> ids.
       decode: ids -> text.
-      speaks: whether `decode` gives text that people read.
+      has_text: whether `decode` gives text that people read.
     """
 
     train: Examples
@@ -50,7 +50,7 @@ class Corpus:
     end_id: int
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
-    speaks: bool
+    has_text: bool
 
 
 def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
@@ -144,7 +144,7 @@ def _synthetic(sequence_length: int, vocab_size: int, seed: int) -> Corpus:
         end_id=tokenizer.end_id,
         encode=tokenizer.encode,
         decode=tokenizer.decode,
-        speaks=False,
+        has_text=False,
     )
 
 
@@ -205,5 +205,5 @@ def open_corpus(options: DataOptions, *, sequence_length: int, vocab_size: int, 
         end_id=tokenizer.end_id,
         encode=tokenizer.encode,
         decode=tokenizer.decode,
-        speaks=True,
+        has_text=True,
     )

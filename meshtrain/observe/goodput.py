@@ -1,32 +1,50 @@
 """Goodput: the share of a run's wall time, from its very beginning and over all restarts, that went into its steps."""
 
+import dataclasses
 import time
 from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a run has logged before this process.
+
+    Attributes:
+      useful_seconds: that its timed steps took, up to the one resumed from.
+      timed_steps: how many these are.
+      passed_seconds: from the run's beginning to its last logged row, 0 where nothing was logged.
+    """
+
+    useful_seconds: float = 0.0
+    timed_steps: int = 0
+    passed_seconds: float = 0.0
 
 
 class Goodput:
     """Adds up the seconds of steps whose results the run has kept."""
 
     def __init__(
-        self, begun_seconds: float, useful_seconds: float = 0.0, *, now: Callable[[], float] = time.time
+        self, begun_seconds: float, done: Done | None = None, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         """Starts where an earlier process stopped.
 
         Args:
-          begun_seconds: when the run was begun, since the epoch.
-          useful_seconds: what the steps up to the one resumed from took.
-          now: the time in seconds since the epoch.
+          begun_seconds: when the run's first process began, on the clock `now` (which may have been before its zero).
+          done: what earlier processes logged.
+          now: a monotonic time in seconds: the system's clock may be set back during a run.
         """
+        done = done or Done()
         self._begun_seconds = begun_seconds
-        self._useful_seconds = useful_seconds
+        self._useful_seconds, self._timed_steps = done.useful_seconds, done.timed_steps
         self._now = now
 
     def add(self, seconds: float) -> None:
-        """Counts a step. The first of a process, which compiles, counts nothing."""
+        """Counts a step. The first of a process, which compiles, is passed as 0 seconds and not counted."""
         self._useful_seconds += seconds
+        self._timed_steps += seconds > 0
 
     def values(self) -> dict[str, float]:
-        """Returns `useful_seconds` and `goodput` (0 to 1) as they are now."""
+        """Returns `useful_seconds`, `timed_steps` and `goodput` (0 to 1) as they are now."""
         passed = self._now() - self._begun_seconds
         share = min(1.0, self._useful_seconds / passed) if passed > 0 else 0.0
-        return {"useful_seconds": self._useful_seconds, "goodput": share}
+        return {"useful_seconds": self._useful_seconds, "timed_steps": self._timed_steps, "goodput": share}

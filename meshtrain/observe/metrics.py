@@ -215,7 +215,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
         "model_flops_per_second": _flops_text,
         "mfu": lambda value: f"MFU {value:.1%}",
     }
-    said_already = {"tokens", "data_seconds", "weight", "useful_seconds", "goodput"}
+    said_already = {"tokens", "data_seconds", "weight", "useful_seconds", "timed_steps", "goodput"}
     for name in values:
         if name.endswith("_per_second") and name not in known:  # throughput in another unit than tokens
             unit = name.removesuffix("_per_second")

@@ -1,14 +1,11 @@
 """What a person at the terminal sees: start-up phases, log lines, and a bar below them."""
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 import tqdm
-
-_IMPORTED_SECONDS = time.perf_counter()
 
 
 class Progress:
@@ -77,20 +74,3 @@ def phase(
     yield lambda text: texts.append(text)
     if is_main:
         print(f"{name:<12} {now() - start_seconds:7.2f} s  {texts[-1]}".rstrip(), flush=True)
-
-
-def since_process_start_seconds() -> float:
-    """Returns the time since this process began, including the interpreter's own start and every import.
-
-    Where the system does not tell when that was (Linux does, to a hundredth of a second), the time counts from the
-    import of this file.
-    """
-    try:
-        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-            # proc_pid_stat(5): the command's name stands in parentheses and may hold spaces; field 22, the start in
-            # clock ticks since the machine's boot, is the 20th after it.
-            start_ticks = int(file.read().rpartition(")")[2].split()[19])
-        age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError, IndexError):
-        return time.perf_counter() - _IMPORTED_SECONDS
-    return max(age_seconds, time.perf_counter() - _IMPORTED_SECONDS)

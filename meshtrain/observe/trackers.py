@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshtrain.observe.goodput import Done
 from meshtrain.words.errors import UserError
 from meshtrain.words.files import write_whole
 from meshtrain.words.options import option
@@ -56,12 +57,12 @@ class Trackers:
         """
         self._opened = contextlib.ExitStack()
         self._trackers: list[MetricsFile | TensorBoard] = []
-        self.useful_seconds = 0.0  # what the steps that need not be done again have taken, as far as it was logged
+        self.done = Done()  # nothing is logged by processes other than 0
         if not is_main:
             return
         with contextlib.ExitStack() as opened:
             metrics = MetricsFile(pathlib.Path(directory) / METRICS_FILE, resume_step)
-            self.useful_seconds = metrics.useful_seconds
+            self.done = metrics.done
             self._trackers.append(metrics)
             opened.callback(self._trackers[-1].close)
             if options.tensorboard:
@@ -102,7 +103,7 @@ class MetricsFile:
         self.path = pathlib.Path(path)
         self._has_warned = False
         try:
-            self.useful_seconds = _keep_rows_up_to(self.path, resume_step)
+            self.done = _keep_rows_up_to(self.path, resume_step)
             # Unbuffered: one write of ours is one write of the system's.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
@@ -223,17 +224,27 @@ def check(directory: str | os.PathLike[str]) -> list[str]:
     return [f"{path}: got no row of metrics; allowed: the file as the run wrote it; nearest: another --workdir"]
 
 
-def _keep_rows_up_to(path: pathlib.Path, step: int) -> float:
-    """Replaces the file by its rows up to a step, if there are others; returns the last `useful_seconds` among them."""
+def _keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
+    """Replaces the file by its rows up to a step, if there are others; returns what they say of the run so far."""
     if not path.exists():
-        return 0.0
+        return Done()
     lines = path.read_bytes().splitlines(keepends=True)
-    rows = [row if (row := _row(line)) and row["step"] <= step else None for line in lines]
+    all_rows = [_row(line) for line in lines]
+    rows = [row if row and row["step"] <= step else None for row in all_rows]
     kept = [line for line, row in zip(lines, rows, strict=True) if row]
     if kept != lines:
         write_whole(path, b"".join(kept))
-    useful = [row["useful_seconds"] for row in rows if row and isinstance(row.get("useful_seconds"), (int, float))]
-    return float(useful[-1]) if useful else 0.0
+    passed = [row["useful_seconds"] / row["goodput"] for row in all_rows if row and _has_goodput(row)]
+    useful = [row for row in rows if row and _has_goodput(row)]
+    if not useful:
+        return Done(passed_seconds=max(passed, default=0.0))
+    last = useful[-1]
+    return Done(float(last["useful_seconds"]), int(last["timed_steps"]), max(passed))
+
+
+def _has_goodput(row: Mapping[str, Any]) -> bool:
+    wanted = ("useful_seconds", "timed_steps", "goodput")
+    return all(isinstance(row.get(name), (int, float)) for name in wanted) and row["goodput"] > 0
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

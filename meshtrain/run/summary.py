@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshtrain.assemble import Assembly
+from meshtrain.config.config import Config
 from meshtrain.data.baseline import bigram_loss
 from meshtrain.data.corpus import Corpus
 from meshtrain.generate import continued
@@ -13,7 +14,10 @@ from meshtrain.run import workdir
 from meshtrain.run.evaluate import evaluated_examples
 from meshtrain.step.state import TrainState
 
-PROMPT, NUM_SAMPLE_TOKENS, TEMPERATURE = "def ", 160, 0.7
+PROMPT, TEMPERATURE = "def ", 0.7
+# Each token of a sample is a forward pass over a whole sequence: seconds for a small model, minutes for a large one.
+NUM_SAMPLE_TOKENS, MOST_PARAMETERS_FOR_A_SAMPLE = 160, 10_000_000
+_PLACES = ("config.json", "layout.txt", "metrics.jsonl", "tensorboard", "profile", "checkpoints", "damaged")
 
 
 def show(
@@ -49,14 +53,37 @@ def show(
             lines.append(f"bigram model      {bigram:.4f} on the same text: the run is {verdict}")
     unit = assembly.task.unit
     lines.append(f"{unit:<17} {int(state.step) * assembly.task.num_units:,}")
-    if rate := values.get(f"{unit}_per_second"):
+    if rate := rate_of_the_run(values, assembly.task.num_units):
         lines.append(f"{f'{unit} a second':<17} {rate:,.0f}")
-    places = "config.json, layout.txt, metrics.jsonl, tensorboard/, checkpoints/"
     here = Path.cwd()
     shown = run.relative_to(here) if run.is_relative_to(here) else run
-    lines.append(f"in                {shown}: {places}")
-    if assembly.logits is not None and corpus.speaks:
-        sampled = continued(assembly, corpus, state.params, PROMPT, NUM_SAMPLE_TOKENS, TEMPERATURE, config.seed)
+    lines.append(f"in                {shown}: {', '.join(places(run))}")
+    num_tokens = sample_tokens(config, assembly.task.num_parameters)
+    if num_tokens and assembly.logits is not None and corpus.has_text:
+        sampled = continued(assembly, corpus, state.params, PROMPT, num_tokens, TEMPERATURE, config.seed)
         lines += ["a sample", *(f"  | {line}" for line in sampled.splitlines())]
     if is_main:
         print("\n".join(lines), flush=True)
+
+
+def rate_of_the_run(values: Mapping[str, float | None], units_per_step: int) -> float | None:
+    """Returns the mean throughput of all timed steps of a run, restarts included, in units a second; None without one.
+
+    Args:
+      values: what was last logged: `timed_steps` and their `useful_seconds`, see `observe.goodput`.
+      units_per_step: tokens (or the task's unit) in a global batch.
+    """
+    num_steps, seconds = values.get("timed_steps"), values.get("useful_seconds")
+    return num_steps * units_per_step / seconds if num_steps and seconds else None
+
+
+def places(run: Path) -> list[str]:
+    """Returns the names of a run's files and folders (`tensorboard/`) that are there."""
+    return [f"{name}/" if (run / name).is_dir() else name for name in _PLACES if (run / name).exists()]
+
+
+def sample_tokens(config: Config, num_parameters: int) -> int:
+    """Returns how many tokens of text the summary draws, 0 for none."""
+    if config.sample_tokens >= 0:
+        return config.sample_tokens
+    return NUM_SAMPLE_TOKENS if num_parameters <= MOST_PARAMETERS_FOR_A_SAMPLE else 0

@@ -106,14 +106,21 @@ def locked(run: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def begun_seconds(run: pathlib.Path, *, writes: bool) -> float:
-    """Returns when the run was begun, in seconds since the epoch; from its first start on it stands in corpus.json.
+def begun_seconds(run: pathlib.Path, own_seconds: float, logged_seconds: float, *, writes: bool) -> float:
+    """Returns when the run's first process began, on this process' monotonic clock.
+
+    The first start writes the date, as seconds since the epoch, into corpus.json: monotonic clocks end with a machine.
 
     Args:
       run: the run's folder.
+      own_seconds: when this process began, as `time.monotonic` said then.
+      logged_seconds: the run's age at its last logged row. It is at least that old, though the system's clock may have
+        been set back.
       writes: whether this process is the one that writes (process 0).
     """
-    return float(kept(run, "begun_seconds", time.time, writes=writes))
+    date = time.time() - (time.monotonic() - own_seconds)
+    age_seconds = date - float(kept(run, "begun_seconds", lambda: date, writes=writes))
+    return own_seconds - max(age_seconds, logged_seconds)
 
 
 def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, writes: bool) -> None:

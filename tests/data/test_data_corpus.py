@@ -86,7 +86,7 @@ def test_text_files_globs_and_lines(tmp_path):
     assert documents_of(corpus.train) == wanted
     assert len(corpus.validation) == 0
     assert corpus.num_tokens == len(wanted)
-    assert corpus.speaks
+    assert corpus.has_text
 
 
 def test_few_documents_are_cut_at_one_place_and_many_by_content(tmp_path):
@@ -135,7 +135,7 @@ def test_synthetic_is_random_access_and_seeded():
     rows = [corpus.train[7], corpus.train[8], corpus.validation[7], opened(options, vocab_size=32, seed=1).train[7]]
     assert len({row["tokens"].tobytes() for row in rows}) == len(rows)
     assert corpus.fingerprint != opened(options, vocab_size=32, seed=1).fingerprint
-    assert not corpus.speaks
+    assert not corpus.has_text
     steps = np.diff(np.append(example["tokens"], example["targets"][-1])) % 32
     assert (steps == np.bincount(steps).argmax()).mean() > 0.5
     with pytest.raises(UserError, match="at least 2"):

@@ -1,7 +1,6 @@
 """What is printed where: bar, log lines, phases."""
 
 import io
-import subprocess
 import sys
 from contextlib import closing
 
@@ -91,33 +90,3 @@ def test_a_failed_phase_prints_nothing(capsys):
     with pytest.raises(ValueError), progress.phase("mesh"):
         raise ValueError
     assert capsys.readouterr().out == ""
-
-
-def test_a_child_is_as_old_as_the_time_since_its_start():
-    script = "from meshtrain.observe import progress; print(progress.since_process_start_seconds())"
-    before_seconds = progress.since_process_start_seconds()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    since_seconds = progress.since_process_start_seconds() - before_seconds
-    # The system tells starts in hundredths of a second, rounded down.
-    assert 0 < float(done.stdout) <= since_seconds + 0.02
-    assert since_seconds < progress.since_process_start_seconds()
-
-
-def test_process_age_counts_what_came_before_the_import():
-    script = (
-        "import time; start = time.perf_counter()\n"
-        "while time.perf_counter() - start < 0.3: pass\n"
-        "from meshtrain.observe import progress\n"
-        "print(progress.since_process_start_seconds() >= 0.3)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True"
-
-
-def test_process_age_without_proc(monkeypatch):
-    def fail(*arguments, **keywords):
-        raise FileNotFoundError
-
-    monkeypatch.setattr("builtins.open", fail)
-    first = progress.since_process_start_seconds()
-    assert 0 < first <= progress.since_process_start_seconds()

@@ -92,7 +92,7 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
 
     def trained(directory: pathlib.Path, *changes: str) -> Ran:
         kept: list[Any] = []
-        with patched("train", lambda original: lambda *given: kept.append(original(*given))):
+        with patched("train", lambda original: lambda *given, **named: kept.append(original(*given, **named))):
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
                 assert main(command(directory, *changes)) == 0

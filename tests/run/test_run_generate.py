@@ -4,6 +4,8 @@ import jax
 import pytest
 
 from meshtrain import explain, generate
+from meshtrain.assemble import assemble
+from meshtrain.config import default, resolve
 from meshtrain.words.errors import UserError
 
 FSDP = ("mesh.fsdp=2",)
@@ -41,6 +43,19 @@ def test_a_long_prompt_counts_with_its_end(straight, capsys):
     prompt = "x" * 100
     said = generated(capsys, f"--workdir={straight.directory}", f"--prompt={prompt}", "--num-tokens=3")
     assert said.startswith(prompt)
+
+
+def test_a_model_of_sequences_of_one_token_is_sampled_from():
+    config = default()
+    config.batch_size = config.sequence_length = config.model.num_layers = config.model.num_heads = 1
+    config.model.num_kv_heads, config.model.embed_dim, config.model.mlp_dim = 1, 8, 8
+    shape = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
+    assembly = assemble(resolve(config), shape, jax.devices()[:1])
+    params = assembly.init(jax.random.key_data(jax.random.key(0))).params
+    drawn = generate.sample(assembly, params, [3, 1, 2], num_tokens=4, temperature=0.0, seed=0)
+    assert len(drawn) == 4
+    # One token decides the next one: what follows the last of the prompt follows it wherever it comes up.
+    assert drawn[:1] == generate.sample(assembly, params, [2], num_tokens=1, temperature=0.0, seed=0)
 
 
 def test_weights_of_another_shape_are_refused(straight, command):

@@ -10,7 +10,7 @@ import pytest
 
 from meshtrain import loop
 from meshtrain.launch.watchdog import Watchdog
-from meshtrain.observe.goodput import Goodput
+from meshtrain.observe.goodput import Done, Goodput
 from meshtrain.observe.profiler import ProfileOptions, Profiler
 from meshtrain.observe.progress import Progress
 from meshtrain.observe.throughput import Throughput
@@ -72,7 +72,7 @@ class Run:
             contextlib.closing(Profiler(ProfileOptions(), self.directory)) as profiler,
             Watchdog(0.0) as self.watchdog,
         ):
-            goodput = Goodput(begun_seconds=0.0, useful_seconds=3.0, now=lambda: 6.0)
+            goodput = Goodput(0.0, Done(useful_seconds=3.0, timed_steps=2), now=lambda: 6.0)
             observers = loop.Observers(progress, profiler, self.watchdog, goodput)
             return loop.run(self.start_step, self.start_step, batches, self.when, self.throughput, actions, observers)
 

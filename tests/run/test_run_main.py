@@ -71,6 +71,21 @@ def test_phases_print_their_times(straight):
     assert starts == ["data", "mesh", "init", "compile", "step"]
 
 
+def test_goodput_counts_from_the_beginning_of_the_program(straight):
+    starting = sum(float(line.split()[1]) for line in straight.output.splitlines()[:4])
+    last = [row for row in straight.rows if "goodput" in row][-1]
+    passed = last["useful_seconds"] / last["goodput"]
+    assert starting > 0.5, "imports and compiling took too little time to be missed"
+    assert passed > starting + last["useful_seconds"] + straight.rows[0]["first_step_seconds"]
+    assert last["timed_steps"] == 9
+
+
+def test_the_summary_has_the_speed_of_the_whole_run(straight):
+    last = [row for row in straight.rows if "goodput" in row][-1]
+    [line] = [line for line in straight.output.splitlines() if line.startswith("tokens a second")]
+    assert line.split()[-1] == f"{9 * 8 * 32 / last['useful_seconds']:,.0f}"
+
+
 def test_nothing_is_compiled_after_the_second_evaluation(run, tmp_path):
     """The step is compiled before it is called, the evaluation when it is first needed, and both of them once."""
     happened = []

@@ -46,6 +46,16 @@ def test_a_loss_scale_goes_on_where_it_was(run, stopped, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, resumed.result.state, whole.result.state)
 
 
+def test_what_changes_no_number_may_change(run, stopped, straight, corpus, tmp_path):
+    """Cut into other parts, read from elsewhere, by a kernel that is named: the same losses, with dropout."""
+    moved = tmp_path / "moved.txt"
+    moved.write_text(corpus.read_text())
+    resumed = run(stopped(*FSDP), *FSDP, "accumulation_steps=2", f"data.path={moved}", "model.attention=xla")
+    assert list(resumed.losses) == STEPS
+    np.testing.assert_allclose(list(resumed.losses.values()), list(straight.losses.values()), rtol=1e-6)
+    assert resumed.losses != straight.losses, "it ran in two parts: the sums are rounded otherwise"
+
+
 def test_a_pipeline_goes_on_with_what_fsdp_saved(run, stopped, straight):
     resumed = run(stopped(*FSDP), *INTERLEAVED)
     assert list(resumed.losses) == STEPS

@@ -1,0 +1,43 @@
+"""What may change when a run is started again."""
+
+import dataclasses
+
+import pytest
+
+from meshtrain.config.between_runs import FIXED_ON_RESUME, FREE_ON_RESUME, difference, is_free
+from meshtrain.config.config import Config
+from meshtrain.words import flags
+
+KEYS = list(flags.flatten(dataclasses.asdict(Config())))
+
+
+def names(table):
+    return [name for names in table.values() for name in names]
+
+
+def nested(key, value):
+    *groups, last = key.split(".")
+    return {groups[0]: {last: value}} if groups else {last: value}
+
+
+@pytest.mark.parametrize("key", ["accumulation_steps", "data.path", "model.attention", "mesh.tensor", "num_steps"])
+def test_what_changes_no_number_is_no_difference(key):
+    assert difference(nested(key, 1), nested(key, 2)) == []
+
+
+@pytest.mark.parametrize("key", ["seed", "model.num_layers", "data.packing", "precision.policy", "learning_rate.peak"])
+def test_what_makes_another_run_is_named(key):
+    assert difference(nested(key, 1), nested(key, 2)) == [f"{key}: was 1, now 2"]
+
+
+def test_every_option_is_decided_and_every_name_is_an_option():
+    both = [*names(FREE_ON_RESUME), *names(FIXED_ON_RESUME)]
+    assert len(set(both)) == len(both)
+    undecided = [key for key in KEYS if not any(key == name or key.startswith(f"{name}.") for name in both)]
+    assert not undecided, "name them in one of the two tables of config/between_runs.py"
+    unknown = [name for name in both if not any(key == name or key.startswith(f"{name}.") for key in KEYS)]
+    assert not unknown
+
+
+def test_an_option_that_no_table_names_is_fixed():
+    assert not is_free("brand_new")

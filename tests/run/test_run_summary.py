@@ -1,0 +1,26 @@
+"""What a run says at its end, piece by piece."""
+
+import pytest
+
+from meshtrain.config.config import Config
+from meshtrain.run import summary
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_parameters", "drawn"),
+    [(-1, 10_000_000, 160), (-1, 10_000_001, 0), (0, 1000, 0), (7, 10**12, 7)],
+)
+def test_only_small_models_draw_a_sample_by_themselves(asked, num_parameters, drawn):
+    assert summary.sample_tokens(Config(sample_tokens=asked), num_parameters) == drawn
+
+
+def test_it_names_what_is_there(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    assert summary.places(tmp_path) == ["metrics.jsonl", "checkpoints/"]
+
+
+def test_the_speed_is_that_of_all_timed_steps():
+    values = {"useful_seconds": 4.0, "timed_steps": 8, "tokens_per_second": 9.0}
+    assert summary.rate_of_the_run(values, 100) == 200.0
+    assert summary.rate_of_the_run({"eval_loss": 3.0}, 100) is None
