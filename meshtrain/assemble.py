@@ -22,7 +22,7 @@ from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
-from meshtrain.layout.trees import select
+from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, entries
 from meshtrain.observe.throughput import Throughput
@@ -237,7 +237,11 @@ def array_rows(assembly: Assembly) -> list[Row]:
     """Returns a row for each array of the state, for `layout.txt` and `explain`; layers as they are stored."""
     leaves = dict(zip(map(str, range(len(assembly.names))), assembly.names, strict=True))
     names = jax.tree.unflatten(jax.tree.structure(assembly.state), leaves.values())
-    return rows(assembly.state, names, shardings(assembly.state))
+    frozen = {f"params/{path}" for path, is_trained in leaves_with_paths(assembly.replicas.trained) if not is_trained}
+    return [
+        dataclasses.replace(row, is_frozen=row.path in frozen)
+        for row in rows(assembly.state, names, shardings(assembly.state))
+    ]
 
 
 def stored_params(assembly: Assembly, kept_params: Params) -> Params:

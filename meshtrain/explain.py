@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config.config import check, parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.picture import draw_mesh, mesh_text
+from meshtrain.layout.trees import select
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.step.held import Held, held
 from meshtrain.words.errors import UserError, run
@@ -30,6 +33,7 @@ def text(assembly: Assembly) -> str:
     shape = dict(assembly.mesh.shape)
     parts = [
         f"parameters   {assembly.task.num_parameters:,} without padding",
+        *trained_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
         f"batch        {config.batch_size} sequences of {config.sequence_length} tokens",
         "",
@@ -40,6 +44,16 @@ def text(assembly: Assembly) -> str:
         *stages_text(assembly),
     ]
     return "\n".join(parts)
+
+
+def trained_text(assembly: Assembly) -> list[str]:
+    """Returns a line for what `optimizer.trainable` leaves to train; nothing where every weight is trained."""
+    params = assembly.state.params
+    trained, frozen = (jax.tree.leaves(part) for part in select(params, assembly.replicas.trained))
+    if not frozen:
+        return []
+    num_trained, num_frozen = (sum(leaf.size for leaf in part) for part in (trained, frozen))
+    return [f"trained      {num_trained:,} of {num_trained + num_frozen:,} stored parameters, the others are frozen"]
 
 
 def held_text(bytes_held: Held) -> str:

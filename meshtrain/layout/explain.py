@@ -26,6 +26,7 @@ class Row:
       num_bytes: its bytes, all shards together.
       num_bytes_per_device: the bytes of one device's shard.
       is_on_host: whether the shards are in the hosts' memory.
+      is_frozen: whether this is a weight that is not trained.
     """
 
     path: str
@@ -36,6 +37,7 @@ class Row:
     num_bytes: int
     num_bytes_per_device: int
     is_on_host: bool = False
+    is_frozen: bool = False
 
 
 def rows(abstract_tree: Any, axes_tree: Any, shardings: Any) -> list[Row]:
@@ -74,7 +76,7 @@ def table(rows: Sequence[Row]) -> str:
             row.dtype,
             " ".join(name or "-" for name in row.names),
             " ".join("+".join(part) or "-" for part in row.axes),
-            format_bytes(row.num_bytes_per_device) + " on its host" * row.is_on_host,
+            format_bytes(row.num_bytes_per_device) + " on its host" * row.is_on_host + ", frozen" * row.is_frozen,
         )
         for row in rows
     ]

@@ -198,7 +198,8 @@ def test_what_may_change_on_resume_and_what_may_not():
     old = json.loads(to_json(Config()))
     free = ["mesh.data=2", "pipeline.num_microbatches=8", "remat.policy=full", "num_steps=9", "checkpoint.every=3",
             "log_every=1", "observe.progress=no", "profile.steps=1,2", "layout.sequence_parallel=yes"]  # fmt: skip
-    bound = {"seed": 1, "batch_size": 64, "model.mlp_dim": 256, "optimizer.beta1": 0.8, "learning_rate.name": "noam",
+    bound = {"seed": 1, "batch_size": 64, "model.mlp_dim": 256, "optimizer.beta1": 0.8, "optimizer.trainable": "query",
+             "learning_rate.name": "noam",
              "data.packing": "first_fit", "precision.policy": "bfloat16", "sequence_length": 64}  # fmt: skip
     changed = resolve(default(), dict(text.split("=", 1) for text in free))
     assert difference(old, dataclasses.asdict(changed)) == []

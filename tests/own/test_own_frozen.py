@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
@@ -157,3 +158,12 @@ def test_frozen_weights_have_neither_sums_of_gradients_nor_moments(config, train
     moments = {path.split("/")[-1] for path, leaf in leaves_with_paths(assembly.state.opt_state) if leaf.ndim}
     assert moments == set(trained)
     assert held(assembly.state, assembly.replicas).gradients == 4 * sum(np.prod(WEIGHTS[name][0]) for name in trained)
+
+
+def test_explain_marks_frozen_weights_and_counts_trained_ones():
+    lines = explain.text(assembled(FREEZING, data=2)).splitlines()
+    marked = {line.split()[0].split("/")[-1] for line in lines if line.endswith(", frozen")}
+    assert marked == FROZEN
+    num_trained, num_all = (sum(np.prod(WEIGHTS[name][0]) for name in names) for names in (TRAINED, WEIGHTS))
+    assert f"trained      {num_trained:,} of {num_all:,} stored parameters, the others are frozen" in lines
+    assert "frozen" not in explain.text(assembled(CONFIG, data=2))

@@ -81,6 +81,23 @@ def test_what_is_refused_and_who_is_named(wrong, number):
     assert metrics["learning_rate"] == pytest.approx(RATE * 0.99)
 
 
+def test_the_gradient_named_is_that_of_the_trained_weight_and_a_frozen_one_stays():
+    mask, params = {"a": False, "b": True}, start().params
+
+    def gradients(params, batch, rng, seed):
+        return Sums(batch["loss"][0], jnp.float32(1), {}, {"a": None, "b": jnp.full_like(params["b"], batch["b"][0])})
+
+    step = jax.jit(train_step(gradients, ADAM, lambda count: RATE, 1.0, GUARD, mask=mask))
+    good, metrics = step(init_state(params, ADAM, jax.random.key(0), mask=mask), batch(b=3.0))
+    assert metrics["grad_norm"] == 6.0
+    assert metrics[guard.FIRST_NOT_FINITE] == -1
+    same(good.params["a"], params["a"])
+    assert np.all(good.params["b"] < params["b"])
+    bad, metrics = step(good, batch(b=np.nan))
+    same((bad.params, bad.opt_state), (good.params, good.opt_state))
+    assert guard.name_of_first(bad.params, int(metrics[guard.FIRST_NOT_FINITE])) == "gradients/b"
+
+
 def test_a_weight_that_is_no_number_is_named_first():
     params = {"a": jnp.ones(3), "b": jnp.ones((2, 2)).at[1, 1].set(jnp.nan)}
     assert guard.name_of_first(params, 0) == "params/b"
