@@ -24,7 +24,7 @@ from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.models.decoder_task import decoder
-from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, entries
+from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, checked_loss, entries
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
@@ -118,6 +118,7 @@ def assemble(
     rules = zero.rules_of_level(rules or default_rules(config.layout), level)
     placement = Placement(rules, mesh, rules.storage_axes, config.zero.keeps_gathered)
     task = (make_task or built_in)(config, placement)
+    task = dataclasses.replace(task, loss=checked_loss(task.loss))
     entries_of_batch = entries(task, config.batch_size)
     program = pipeline_program(config, shape)
     num_chunks = program.schedule.num_chunks if program else 1

@@ -85,7 +85,7 @@ def train(
             say(corpus.summary)
         with show("mesh") as say:
             assembly = assemble(config, shape, devices, make_task, rules)
-            say("; ".join([describe(assembly.mesh), *notes]))
+            say("; ".join([describe(assembly.mesh, peers.num_machines()), *notes]))
         start.refuse_other_weights(assembly, run)
         with workdir.locked(run), Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints:
             state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
@@ -121,6 +121,8 @@ def run_steps(
         with show("restore" if start.saved_step(run) else "init") as say:
             state, start_step, restored = start.starting_state(assembly, checkpoints)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
+        if is_main and start_step:
+            start.warn_of_another_rate(assembly, run, state)
         workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)), writes=is_main)
         with show("compile") as say:
             train_step = compiling.result()

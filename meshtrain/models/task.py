@@ -128,6 +128,28 @@ class Task:
         return int(first.shape[0])
 
 
+def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
+    """Returns a loss function that, when it is traced, refuses to return anything but (sum, weight, metrics).
+
+    Args:
+      loss: (params, batch, rng, train) -> what its author returns.
+    """
+
+    def checked(*given: Any) -> Loss:
+        returned = loss(*given)
+        sums = returned if isinstance(returned, tuple) and len(returned) == 3 else ()
+        if sums and isinstance(sums[2], Mapping) and all(jnp.shape(leaf) == () for leaf in jax.tree.leaves(sums)):
+            result: Loss = sums
+            return result
+        got = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", returned)
+        raise UserError(
+            f"Task.loss: got {got} returned; allowed: a tuple of the sum over targets, its weight and a dict of "
+            "metrics, all scalars; nearest: return loss.sum(), weights.sum(), {}"
+        )
+
+    return checked
+
+
 def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
     """Returns the batch of packed tokens, as the loader fills it: `Task.batch` of any model of text.
 
