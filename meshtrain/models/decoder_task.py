@@ -101,13 +101,13 @@ class Decoder:
         train: bool,
         *,
         remat: RematOptions,
-    ) -> jax.Array:
-        """Returns the activations after K layers, of which the first has the index `start` in the whole model."""
+    ) -> tuple[jax.Array, None]:
+        """Returns the activations after K layers, of which the first has the index `start` in the model; no sums."""
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
         given = (sequence_keys(rng, batch), angles, documents)
-        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
+        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat), None
 
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they meet activations: norms in float32, the rest in `dtype`."""
@@ -135,13 +135,15 @@ class Decoder:
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, no metrics)."""
         x = self.first(params, batch, rng, train)
-        return self.last(params, self.repeated(params["layers"], x, batch, rng, 0, train, remat=remat), batch)
+        y, _ = self.repeated(params["layers"], x, batch, rng, 0, train, remat=remat)
+        return self.last(params, y, batch)
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of a batch, nothing dropped, padding at minus infinity."""
         rng = jax.random.key(0)
         x = self.first(params, batch, rng, False)
-        return self.logits(params, self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN))
+        y, _ = self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN)
+        return self.logits(params, y)
 
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
