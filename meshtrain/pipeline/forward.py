@@ -87,7 +87,6 @@ def forward_only(
     """
     layers, outer = ring.split_layers(stages, params)
     num_stages, num_parts = jax.lax.axis_size(PIPELINE), ring.num_microbatches(batch)
-    stage = jax.lax.axis_index(PIPELINE)
 
     def embed(m: jax.Array) -> Any:
         return stages.first(outer, ring.microbatch(batch, m), rng, False, PIPELINE)
@@ -99,34 +98,51 @@ def forward_only(
 
     zero = jnp.zeros((), jnp.int32)
     shapes, sums_shapes = jax.eval_shape(lambda m: run_layers(0, embed(m), m), zero)
-    no_input = ring.zeros_like(shapes)
+    inbox, layer_sums = ring.zeros_like(shapes), ring.zeros_like(sums_shapes)
 
-    def one_pass(chunk: int, source: Any, finish: Any, carry: Any, layer_sums: LayerSums) -> tuple[Any, LayerSums]:
-        def row(state: tuple[Any, Any, LayerSums], r: jax.Array, finishes: bool) -> tuple[Any, None]:
-            inbox, carry, layer_sums = state
-            x = ring.where(stage == 0, source(jnp.minimum(r, num_parts - 1)), inbox)
-            m = r - stage
-            y, sums = run_layers(chunk, x, jnp.clip(m, 0, num_parts - 1))
-            layer_sums = ring.add_if((m >= 0) & (m < num_parts), layer_sums, sums)
-            if finishes:
-                carry = finish(carry, ring.from_stage(y, stage == num_stages - 1), r - (num_stages - 1))
-            return (ring.to_next(y, num_stages), carry, layer_sums), None
-
-        ramp, steady = jnp.arange(num_stages - 1), jnp.arange(num_stages - 1, num_stages - 1 + num_parts)
-        state, _ = jax.lax.scan(lambda s, r: row(s, r, False), (no_input, carry, layer_sums), ramp)
-        state, _ = jax.lax.scan(lambda s, r: row(s, r, True), state, steady)
-        return state[1], state[2]
-
-    def saved(between: Any, y: Any, m: jax.Array) -> Any:
-        return jax.tree.map(lambda all_of_them, x: all_of_them.at[m].set(x), between, y)
+    def write(between: Any, y: Any, m: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf, x: leaf.at[m].set(x), between, y)
 
     def read(between: Any, m: jax.Array) -> Any:
-        return jax.tree.map(lambda all_of_them: ring.take(all_of_them, m), between)
+        return jax.tree.map(lambda leaf: ring.take(leaf, m), between)
 
     source: Any = embed
-    layer_sums = ring.zeros_like(sums_shapes)
     for chunk in range(num_chunks - 1):
         empty = jax.tree.map(lambda x: jnp.zeros((num_parts, *x.shape), x.dtype), shapes)
-        between, layer_sums = one_pass(chunk, source, saved, empty, layer_sums)
+        run = functools.partial(run_layers, chunk)
+        _, between, layer_sums = _one_pass(run, source, write, (inbox, empty, layer_sums), num_parts)
         source = functools.partial(read, between)
-    return one_pass(num_chunks - 1, source, finish, initial, layer_sums)
+    run = functools.partial(run_layers, num_chunks - 1)
+    _, carry, layer_sums = _one_pass(run, source, finish, (inbox, initial, layer_sums), num_parts)
+    return carry, layer_sums
+
+
+def _one_pass(run_layers: Any, source: Any, finish: Any, state: tuple[Any, Any, Any], num_parts: int) -> Any:
+    """Runs all microbatches through one chunk of every stage.
+
+    Args:
+      run_layers: (activations, m) -> (activations, sums), this stage's layers.
+      source: m -> the activations of microbatch m that enter stage 0.
+      finish: (carry, activations that leave the last stage, m) -> carry.
+      state: (any stage input, carry, sums of this stage's layers).
+      num_parts: M.
+
+    Returns:
+      The state after M + S - 1 rows.
+    """
+    num_stages, stage = jax.lax.axis_size(PIPELINE), jax.lax.axis_index(PIPELINE)
+
+    def row(state: tuple[Any, Any, Any], r: jax.Array, finishes: bool) -> tuple[Any, None]:
+        inbox, carry, layer_sums = state
+        x = ring.where(stage == 0, source(jnp.minimum(r, num_parts - 1)), inbox)
+        m = r - stage
+        y, sums = run_layers(x, jnp.clip(m, 0, num_parts - 1))
+        layer_sums = ring.add_if((m >= 0) & (m < num_parts), layer_sums, sums)
+        if finishes:
+            carry = finish(carry, ring.from_stage(y, stage == num_stages - 1), r - (num_stages - 1))
+        return (ring.to_next(y, num_stages), carry, layer_sums), None
+
+    ramp, steady = jnp.arange(num_stages - 1), jnp.arange(num_stages - 1, num_stages - 1 + num_parts)
+    state, _ = jax.lax.scan(lambda s, r: row(s, r, False), state, ramp)
+    state, _ = jax.lax.scan(lambda s, r: row(s, r, True), state, steady)
+    return state
