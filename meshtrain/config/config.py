@@ -37,6 +37,7 @@ from meshtrain.optim import learning_rate, optimizers
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline import check as pipeline_check
+from meshtrain.pipeline import table
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
@@ -124,7 +125,9 @@ def resolve(
     sizes = dataclasses.asdict(mended.mesh)
     across = [
         *mesh.check(mended.mesh),
+        *sources.unread(mended.data),
         *(sources.check(mended.data) if reads_data else []),
+        *table.unread(mended.pipeline, mended.mesh.pipeline),
         *optimizers.check(mended.optimizer),
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
