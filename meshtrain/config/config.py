@@ -125,8 +125,7 @@ def resolve(
     sizes = dataclasses.asdict(mended.mesh)
     across = [
         *mesh.check(mended.mesh),
-        *sources.unread(mended.data),
-        *(sources.check(mended.data) if reads_data else []),
+        *sources.check(mended.data, reads_data=reads_data),
         *table.unread(mended.pipeline, mended.mesh.pipeline),
         *optimizers.check(mended.optimizer),
         *learning_rate.check(mended.learning_rate),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from meshtrain.data.packing import Examples, TokenStream, pack
-from meshtrain.data.sources import DataOptions, check, unread
+from meshtrain.data.sources import DataOptions, check
 from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES, SyntheticExamples
 from meshtrain.data.text import find_files, read_documents, share, some, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
@@ -179,7 +179,7 @@ def open_corpus(options: DataOptions, *, sequence_length: int, vocab_size: int, 
       UserError: a line for each thing wrong with the data: missing, empty, unreadable, not UTF-8, ids past the
         vocabulary, too little for one sequence.
     """
-    problems = option_problems(options, "data") + unread(options) + check(options)
+    problems = option_problems(options, "data") + check(options)
     if problems:
         raise UserError(*problems)
     if options.source == "synthetic":

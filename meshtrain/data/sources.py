@@ -63,13 +63,20 @@ def unread(options: DataOptions) -> list[str]:
     return found
 
 
-def check(options: DataOptions) -> list[str]:
-    """Returns one line for each problem that can be seen without reading the data: paths, sizes, descriptions."""
-    problems = []
+def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
+    """Returns one line for each problem that can be seen without reading the data: paths, sizes, descriptions.
+
+    Args:
+      options: each within its own bounds.
+      reads_data: whether the files have to be here; where not, only what is said is checked.
+    """
+    problems = unread(options)
     if options.validation_fraction >= 1:
         problems.append(
             f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"
         )
+    if not reads_data:
+        return problems
     if options.source in ("python", "text") and options.tokenizer != "bytes":
         problems += file_problems(options.tokenizer)
     if options.source in ("text", "tokens"):
