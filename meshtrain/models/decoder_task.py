@@ -66,6 +66,7 @@ def decoder(
             model.cast,
         ),
         flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
+        attention_flops_per_token=attention_flops_per_token(options, sequence_length),
         num_parameters=num_parameters,
         takes_manual_axes=True,
         width=options.embed_dim,
@@ -183,5 +184,12 @@ def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions:
     lookups = 0 if options.tied_embeddings else options.vocab_size * options.embed_dim
     if options.positions == "learned":
         lookups += num_positions * options.embed_dim
-    attention = 12 * options.num_layers * sequence_length * options.num_heads * options.width_of_head
-    return 6.0 * (num_parameters - lookups) + attention
+    return 6.0 * (num_parameters - lookups) + attention_flops_per_token(options, sequence_length)
+
+
+def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
+    """Returns the FLOPs of attention in a forward and backward pass for one token: 12 L T N_heads H (full attention).
+
+    Each of q k and p v takes 2 T N_heads H forward and twice that backward, in each of L layers.
+    """
+    return 12.0 * options.num_layers * sequence_length * options.num_heads * options.width_of_head

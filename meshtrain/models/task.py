@@ -100,6 +100,7 @@ class Task:
         makes no sense.
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
       flops_per_token: model FLOPs of one forward and backward pass for one unit (a token, an image); 0: unknown.
+      attention_flops_per_token: of `flops_per_token`, the products of full attention; causal kernels do half of them.
       num_parameters: parameters without padding; 0: count them as they stand.
       takes_manual_axes: whether the model can be traced where the data axis is manual while fsdp or tensor are not, so
         that gradients cross the data axis once a step. A plain look-up in a split table cannot (XLA's partitioner ends
@@ -118,6 +119,7 @@ class Task:
     logits: Callable[[Params, Batch], jax.Array] | None = None
     stages: Stages | None = None
     flops_per_token: float = 0.0
+    attention_flops_per_token: float = 0.0
     num_parameters: int = 0
     takes_manual_axes: bool = False
     width: int = 0
