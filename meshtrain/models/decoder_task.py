@@ -168,10 +168,11 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     }
 
 
+@functools.cache
 def count_parameters(options: DecoderOptions, num_positions: int) -> int:
-    """Returns the number of parameters from shapes alone, without the padding of the vocabulary."""
+    """Returns the number of parameters from shapes alone, without the padding of the vocabulary; touches no device."""
     unpadded = dataclasses.replace(options, vocab_multiple=1)
-    shapes = jax.eval_shape(functools.partial(init, unpadded, num_positions), jax.random.key(0))
+    shapes = jax.eval_shape(lambda: init(unpadded, num_positions, jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nn.unbox(shapes)))
 
 
