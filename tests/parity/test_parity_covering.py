@@ -1,0 +1,136 @@
+"""One program, any mesh: a table of runs that has each pair of axes and each value of each other option at least once.
+
+Each run takes four steps with dropout on and documents packed, and is compared leaf by leaf with plain JAX on one device.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from meshtrain.config.config import Config
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.rules import LayoutOptions
+from meshtrain.layout.zero import MAX_LEVEL, STRATEGIES, ZeroOptions
+from meshtrain.models.remat import RematOptions
+from meshtrain.optim import optimizers
+from meshtrain.pipeline import schedules
+from meshtrain.pipeline.program import executable
+from meshtrain.words.errors import UserError
+from tests.parity import runs
+
+LLAMA, GPT = "llama", "gpt"
+MAX_RUNS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One row of the table."""
+
+    model: str
+    mesh: dict[str, int]
+    optimizer: str = "adam"
+    clip_norm: float = 0.0
+    schedule: str = ""
+    zero: int | str = 0
+    remat: str = "none"
+    remat_every: int = 1
+    accumulation: int = 1
+    sequence_parallel: bool = False
+
+    def __str__(self) -> str:
+        mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh.items()) or "one"
+        return "-".join(part for part in (self.model, mesh, self.schedule, self.optimizer) if part)
+
+    @property
+    def config(self) -> Config:
+        """What the row says, in the words of the configuration."""
+        num_chunks = 2 if self.schedule == "interleaved_1f1b" else 1
+        level = {"strategy": self.zero} if isinstance(self.zero, str) else {"level": self.zero}
+        return dataclasses.replace(
+            runs.with_optimizer(runs.CONFIG, self.optimizer, self.clip_norm),
+            model=runs.GPT if self.model == GPT else runs.LLAMA,
+            pipeline=schedules.PipelineOptions(
+                schedule=self.schedule or "interleaved_1f1b", num_microbatches=4, num_chunks=num_chunks
+            ),
+            zero=ZeroOptions(**level),
+            remat=RematOptions(self.remat, self.remat_every),
+            accumulation_steps=self.accumulation,
+            layout=LayoutOptions(sequence_parallel=self.sequence_parallel),
+        )
+
+
+RUNS = [
+    Run(LLAMA, {}),
+    Run(LLAMA, {"data": 8}, "lion", zero=1, remat="full", remat_every=2),
+    Run(LLAMA, {"data": 2, "fsdp": 2}, "adafactor", zero=2, accumulation=4, remat="offload"),
+    Run(GPT, {"data": 2, "tensor": 4}, "sgd", zero=3, accumulation=2),
+    Run(LLAMA, {"fsdp": 4, "tensor": 2}, "muon", remat="save_attention", sequence_parallel=True),
+    Run(GPT, {"data": 2, "fsdp": 2, "tensor": 2}, "adamw", 0.3, zero="hybrid_shard", remat="dots", accumulation=2),
+    Run(LLAMA, {"data": 4}, zero="shard_grad_op", remat="full"),
+    Run(LLAMA, {"tensor": 2, "pipeline": 4}, "adamw", schedule="1f1b", accumulation=2, sequence_parallel=True),
+    Run(LLAMA, {"data": 2, "pipeline": 4}, schedule="interleaved_1f1b", zero=2),
+    Run(GPT, {"fsdp": 2, "tensor": 2, "pipeline": 2}, clip_norm=0.3, schedule="gpipe", remat="full"),
+    Run(LLAMA, {"data": 2, "fsdp": 2, "pipeline": 2}, schedule="1f1b", zero="full_shard"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_mesh_changes_no_number(run, assert_parity, reference):
+    if run.clip_norm:
+        assert reference(run.config).grad_norms[0] > run.clip_norm, "nothing is clipped"
+    assert_parity(run.config, **run.mesh)
+
+
+def values(name):
+    return {getattr(run, name) for run in RUNS}
+
+
+def choices(options, name):
+    [field] = [field for field in dataclasses.fields(options) if field.name == name]
+    return set(field.metadata["choices"])
+
+
+def is_runnable(schedule):
+    """Whether the executor runs a schedule: some are tables to look at only."""
+    try:
+        executable(schedules.build(schedule, num_stages=2, num_microbatches=4))
+    except UserError:
+        return False
+    return True
+
+
+def test_the_table_is_short():
+    assert len(RUNS) <= MAX_RUNS
+    assert all(run.config.num_steps == runs.NUM_STEPS for run in RUNS)
+
+
+def test_the_table_has_each_pair_of_axes():
+    pairs = {pair for run in RUNS for pair in itertools.combinations(sorted(run.mesh), 2)}
+    assert pairs == set(itertools.combinations(sorted(AXES), 2))
+    assert all(size > 1 for run in RUNS for size in run.mesh.values())
+    # Of two neighbours each is the next and the previous one: a ring of two sees no wrong direction.
+    assert all(max(run.mesh.get(axis, 1) for run in RUNS) >= 4 for axis in AXES)
+
+
+def test_the_table_has_each_value_of_each_other_option():
+    assert values("model") == {LLAMA, GPT}
+    assert values("optimizer") == set(optimizers.NAMES)
+    assert values("schedule") - {""} == {name for name in schedules.NAMES if is_runnable(name)}
+    assert values("zero") >= {*range(MAX_LEVEL + 1), *STRATEGIES} - {"no_shard"}
+    assert values("remat") == choices(RematOptions, "policy")
+    assert values("remat_every") > {1}
+    assert values("accumulation") >= {1, 2, 4}
+    assert values("sequence_parallel") == {False, True}
+    assert len(values("clip_norm")) > 1
+
+
+def test_each_schedule_has_a_pipeline_and_each_pipeline_a_schedule():
+    assert all(bool(run.schedule) == ("pipeline" in run.mesh) for run in RUNS)
+
+
+def test_the_references_learn(reference):
+    """The bounds would say nothing of a model that stands still."""
+    for run in RUNS:
+        losses = reference(run.config).losses
+        assert losses[-1] < losses[0] - 0.005, run
