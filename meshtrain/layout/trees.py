@@ -31,6 +31,9 @@ def select(tree: Any, mask: Any) -> tuple[Any, Any]:
 
     `jax.tree` functions skip a None, so each of the two counts as a tree of fewer leaves.
 
+    >>> select({"up": 1.0, "down": 2.0}, {"up": True, "down": False})
+    ({'down': None, 'up': 1.0}, {'down': 2.0, 'up': None})
+
     Args:
       tree: any tree; a leaf of the mask may stand for a whole subtree of it.
       mask: a tree of bool; None is true everywhere.

@@ -1,8 +1,7 @@
-"""Adafactor's direction (Shazeer and Stern 2018), each stacked layer by itself.
+"""Adafactor's direction (Shazeer and Stern 2018), computed for each stacked layer separately.
 
-`optax.adafactor` factors over the two largest dims and takes its root mean squares over whole arrays: in a weight that
-stacks layers, each layer's update would depend on the others, and a stack of many small layers would be factored over
-them. Here what is factored and what is a block follow from the logical axes.
+`optax.adafactor` factors over the two largest dims and takes root mean squares over whole arrays. In a weight that
+stacks layers it would mix the layers. Here the logical axes decide which dims are factored and which are stacked.
 """
 
 import math
@@ -23,13 +22,13 @@ SMALLEST_FACTORED_DIM = 128
 
 
 class FactoredState(NamedTuple):
-    """The second moments. A matrix has `row` and `column`, any other weight `full`; what it lacks is a `MaskedNode`.
+    """The second moments. A matrix has `row` and `column`, any other weight `full`; the others are a `MaskedNode`.
 
     Attributes:
       num_updates: int32 scalar, updates done.
-      row: the mean over the output dims, which stay with size 1.
-      column: the mean over the reduction dims, which stay with size 1.
-      full: as large as the weight.
+      row: float32, the mean over the output dims, which have size 1.
+      column: float32, the mean over the reduction dims, which have size 1.
+      full: float32, of the weight's shape.
     """
 
     num_updates: jax.Array
@@ -46,10 +45,10 @@ class _Moments(NamedTuple):
 
 
 def scale_by_adafactor(logical_axes: Any) -> optax.GradientTransformation:
-    """Returns Adafactor's direction, scaled by each weight's own root mean square, without momentum.
+    """Returns Adafactor's direction, scaled by the root mean square of each weight, without momentum.
 
     Args:
-      logical_axes: the tree of the parameters' logical axes.
+      logical_axes: a tree like the parameters, with a tuple of logical axes for each.
     """
 
     def init(params: Any) -> FactoredState:
@@ -75,7 +74,7 @@ def _part(moments: Any, index: int) -> Any:
 
 
 def _factored(shape: tuple[int, ...], axes: Axes) -> MatrixDims | None:
-    """Returns the dims of a matrix that is large enough for factors to pay, or None."""
+    """Returns the dims of a matrix that is large enough to be factored, or None."""
     dims = matrix_dims(axes)
     if dims is None or min(math.prod(shape[dim] for dim in part) for part in dims) < SMALLEST_FACTORED_DIM:
         return None
@@ -109,7 +108,7 @@ def _direction(gradient: jax.Array, old: _Moments, weight: jax.Array, axes: Axes
     else:
         row = decay * row + (1 - decay) * jnp.mean(square, dims.output, keepdims=True)
         column = decay * column + (1 - decay) * jnp.mean(square, dims.reduction, keepdims=True)
-        # Under one root the product could underflow where gradients are zero, and give 0 / 0.
+        # Two roots: the product under one root could underflow where gradients are zero, and give 0 / 0.
         update = gradient / jnp.sqrt(row / jnp.mean(row, dims.reduction, keepdims=True)) / jnp.sqrt(column)
     own = tuple(range(num_stacked(axes), weight.ndim))
     update = update / jnp.maximum(1, _rms(update, own) / LARGEST_RMS)

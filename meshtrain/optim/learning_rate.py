@@ -1,6 +1,6 @@
 """Learning rates: functions of the number of updates done so far.
 
-Throughout, `count` is the number of updates done (0 for the first one) and `step = count + 1` numbers the one at hand.
+`count` is the number of updates done before this one (0 for the first), and `step = count + 1`.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import option, problems
@@ -17,6 +18,8 @@ NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_
 BATCH_SCALINGS = ("none", "linear", "sqrt")
 
 Schedule = Callable[[jax.Array | int], jax.Array]
+# Updates since a stretch began -> the rate as a share of the peak.
+Share = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,8 @@ def check(options: LearningRateOptions, path: str = "learning_rate") -> list[str
 def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: int, batch_size: int) -> Schedule:
     """Returns the learning rate as a function of the number of updates done so far (an optax schedule).
 
-    With w = warmup_steps, T = decay_steps or num_steps, f = final_fraction, and p = (count - w) / (T - w) held to 0..1:
+    With w = warmup_steps, T = decay_steps or num_steps, f = final_fraction, and p = (count - w) / (T - w), clipped to
+    0..1:
 
         warm-up              peak * step / w                                     step <= w, all but noam
         constant             peak
@@ -67,16 +71,21 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
         noam                 noam_factor * embed_dim^-0.5 * min(step^-0.5, step * w^-1.5)    Vaswani et al. 2017
         warmup_stable_decay  peak, then linear in the last 1 - stable_fraction   Hu et al. 2024
 
-    The decay would arrive at f one update after the last, so that not even f = 0 wastes an update; nor does the
-    warm-up, which starts at peak / w. A run that is shorter than its warm-up ends while it still rises. Noam without
-    warm-up is noam with a warm-up of one step. A run continued with another num_steps gets another decay, unless
-    decay_steps holds it.
+    The first update of a warm-up has the rate peak / w. The decay reaches f at count T, one update after the last, so
+    the last update still has a rate above 0 where f = 0. A run shorter than its warm-up ends before the peak. Noam with
+    w = 0 is noam with w = 1. A run that is continued with another num_steps gets another decay, unless decay_steps is
+    set.
 
-    All of it is multiplied by batch_size / base_batch_size ("linear", Goyal et al. 2017) or by its square root ("sqrt",
-    Malladi et al. 2022, for Adam's kin) where batch_scaling says so.
+    The rate is multiplied by batch_size / base_batch_size where batch_scaling is "linear" (Goyal et al. 2017), and by
+    the square root of that where it is "sqrt" (Malladi et al. 2022, for Adam and its relatives).
+
+    >>> options = LearningRateOptions(name="linear", peak=0.001, warmup_steps=10, final_fraction=0.1)
+    >>> schedule = learning_rate(options, num_steps=110, embed_dim=64, batch_size=32)
+    >>> [round(float(schedule(count)), 6) for count in (0, 9, 60, 110)]
+    [0.0001, 0.001, 0.00055, 0.0001]
 
     Args:
-      options: what to follow.
+      options: name, peak, and lengths of the stretches.
       num_steps: updates in the run.
       embed_dim: width of the model (noam).
       batch_size: sequences in the global batch.
@@ -93,12 +102,11 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
     factor = _batch_factor(options, batch_size)
     if options.name == "noam":
         return _noam(factor * options.noam_factor, embed_dim, max(options.warmup_steps, 1))
-    warmup_steps, share = options.warmup_steps, _share_of_peak(options, options.decay_steps or num_steps)
+    starts, shares = zip(*_stretches(options, options.decay_steps or num_steps), strict=True)
+    share_of_peak = optax.join_schedules((_warmup(options.warmup_steps), *shares), starts)
 
     def schedule(count: jax.Array | int) -> jax.Array:
-        count = jnp.asarray(count)
-        rising = (count + 1).astype(jnp.float32) / max(warmup_steps, 1)
-        return options.peak * factor * jnp.where(count < warmup_steps, rising, share(count))
+        return options.peak * factor * share_of_peak(jnp.asarray(count))
 
     return schedule
 
@@ -118,35 +126,42 @@ def _noam(factor: float, embed_dim: int, warmup_steps: int) -> Schedule:
     return schedule
 
 
-def _share_of_peak(options: LearningRateOptions, end: int) -> Callable[[jax.Array], jax.Array]:
-    """Returns what follows the warm-up, as a share of the peak: a function of count; `end` is T above."""
+def _warmup(warmup_steps: int) -> Share:
+    return lambda count: (count + 1).astype(jnp.float32) / max(warmup_steps, 1)
+
+
+def _stretches(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
+    """Returns (first count, share of the peak) of each stretch after the warm-up.
+
+    Args:
+      options: with any name but noam.
+      end: the count at which the decay ends, T above.
+    """
     first, final = options.warmup_steps, options.final_fraction
+    start_of_decay = first + math.floor(options.stable_fraction * max(end - first, 0))
 
     def progress(count: jax.Array, start: int) -> jax.Array:
-        # The subtraction is in integers: exact however long the run. A run may end within its warm-up, hence the max.
-        return jnp.clip((count - start).astype(jnp.float32) / max(end - start, 1), 0, 1)
+        # `join_schedules` has subtracted the start in integers, which is exact in runs of any length. A run may end
+        # within its warm-up, hence the max.
+        return jnp.clip(count.astype(jnp.float32) / max(end - start, 1), 0, 1)
 
     def constant(count: jax.Array) -> jax.Array:
         return jnp.ones(count.shape, jnp.float32)
 
-    def linear(count: jax.Array) -> jax.Array:
-        return 1 - (1 - final) * progress(count, first)
+    def linear(start: int) -> Share:
+        return lambda count: 1 - (1 - final) * progress(count, start)
 
     def cosine(count: jax.Array) -> jax.Array:
         return final + (1 - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress(count, first)))
 
     def inverse_sqrt(count: jax.Array) -> jax.Array:
-        return jnp.sqrt(max(first, 1) / (count + 1).astype(jnp.float32))
+        return jnp.sqrt(max(first, 1) / (first + count + 1).astype(jnp.float32))
 
-    def warmup_stable_decay(count: jax.Array) -> jax.Array:
-        start = first + math.floor(options.stable_fraction * max(end - first, 0))
-        return 1 - (1 - final) * progress(count, start)
-
-    shares = {
-        "constant": constant,
-        "linear": linear,
-        "cosine": cosine,
-        "inverse_sqrt": inverse_sqrt,
-        "warmup_stable_decay": warmup_stable_decay,
+    stretches: dict[str, list[tuple[int, Share]]] = {
+        "constant": [(first, constant)],
+        "linear": [(first, linear(first))],
+        "cosine": [(first, cosine)],
+        "inverse_sqrt": [(first, inverse_sqrt)],
+        "warmup_stable_decay": [(first, constant), (start_of_decay, linear(start_of_decay))],
     }
-    return shares[options.name]
+    return stretches[options.name]

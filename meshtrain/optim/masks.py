@@ -1,7 +1,7 @@
-"""Which weights decay, and which are matrices: told from their logical axes alone.
+"""Which weights decay, and which are matrices: both follow from the logical axes of a weight.
 
 Logical axes are a tuple for each weight, a name or None for each dim, such as ("layers", "embed", "heads", "head_dim").
-A dim stacks whole weights where its name stands in `STACKED` at the front; any other first dim belongs to the weight.
+Leading dims whose names are in `STACKED` stack whole weights; all other dims belong to one weight.
 
     weight                           logical axes                               matrix   decays   muon
     query, key, value                layers, embed, heads, head_dim             yes      yes      yes
@@ -12,8 +12,7 @@ A dim stacks whole weights where its name stands in `STACKED` at the front; any 
     biases                           layers, heads, head_dim / layers, mlp      no       no       no
     norms                            layers, norm                               no       no       no
 
-Tables decay because GPT-2's and GPT-3's did (Brown et al. 2020 say weight decay, without an exception for them), and a
-tied table is the head as well.
+Tables decay as in GPT-2 and GPT-3 (Brown et al. 2020 name no exception for them), and a tied table is the head too.
 """
 
 from collections.abc import Callable
@@ -31,11 +30,11 @@ Axes = tuple[str | None, ...]
 
 
 class MatrixDims(NamedTuple):
-    """The dims of a weight as those of the matrix in x W = y; the dims in neither stack several matrices.
+    """The dims of a weight as the matrix W in x W = y. Dims in neither field stack several matrices.
 
     Attributes:
-      reduction: the dims that the product sums over, W's rows.
-      output: the dims that the product leaves, W's columns.
+      reduction: dims that the product sums over, the rows of W.
+      output: dims of y, the columns of W.
     """
 
     reduction: tuple[int, ...]
@@ -43,12 +42,16 @@ class MatrixDims(NamedTuple):
 
 
 def map_axes(function: Callable[[Axes], Any], logical_axes: Any) -> Any:
-    """Returns the tree of what a function makes of each weight's logical axes."""
+    """Returns the tree of the function's results, called with the logical axes of each weight."""
     return jax.tree.map(function, logical_axes, is_leaf=is_names)
 
 
 def num_stacked(axes: Axes) -> int:
-    """Returns how many dims at the front stack whole weights."""
+    """Returns how many leading dims stack whole weights.
+
+    >>> num_stacked(("layers", "embed", "mlp"))
+    1
+    """
     for dim, name in enumerate(axes):
         if name not in STACKED:
             return dim
@@ -58,9 +61,12 @@ def num_stacked(axes: Axes) -> int:
 def matrix_dims(axes: Axes) -> MatrixDims | None:
     """Returns the dims of a weight as a matrix, or None for a norm, a bias or a scalar.
 
-    Heads and the head_dim behind them are one feature dim, so a bias of (heads, head_dim) is no matrix. Of more than
-    two feature dims, `embed` alone is reduced where it comes first (a fused query, key and value); otherwise the last
-    is the output and all before it are reduced (a convolution: height, width, in, out).
+    Heads and a head_dim right after them count as one feature dim, so a bias of (heads, head_dim) is no matrix. With
+    more than two feature dims, `embed` alone is reduced where it comes first (a fused query, key and value); otherwise
+    the last is the output and all others are reduced (a convolution: height, width, in, out).
+
+    >>> matrix_dims(("layers", "embed", "heads", "head_dim"))
+    MatrixDims(reduction=(1,), output=(2, 3))
     """
     features: list[tuple[int, ...]] = []
     for dim in range(num_stacked(axes), len(axes)):
@@ -75,10 +81,14 @@ def matrix_dims(axes: Axes) -> MatrixDims | None:
 
 
 def decays(logical_axes: Any) -> Any:
-    """Returns a tree of bool: True for each weight that decays, which are the matrices."""
+    """Returns a tree of bool: True for each weight that decays, which are the matrices.
+
+    >>> decays({"kernel": ("embed", "mlp"), "bias": ("mlp",)})
+    {'bias': False, 'kernel': True}
+    """
     return map_axes(lambda axes: matrix_dims(axes) is not None, logical_axes)
 
 
 def is_hidden_matrix(axes: Axes) -> bool:
-    """Returns whether a weight is a matrix between activations: neither a table (tokens, positions) nor the head."""
+    """Returns whether a weight is a matrix, and neither a table (tokens, positions) nor the head."""
     return matrix_dims(axes) is not None and not any(name in TABLES for name in axes)

@@ -1,7 +1,7 @@
-"""Optimizers: a direction by name, then decoupled weight decay, then the learning rate; and where their states live.
+"""Optimizers: a direction by name, then decoupled weight decay, then the learning rate; logical axes of their states.
 
-Adam, SGD and Lion work on each element by itself. Adafactor and Muon reduce over whole weights (never over the stack of
-layers): under jit the partitioner adds what they must send, in a region with manual axes they would see slices.
+Adam, SGD and Lion are elementwise. Adafactor and Muon reduce over whole weights (not over stacked layers): run them
+under jit, where the partitioner inserts the collectives, and not in a manual region, where they would see shards.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from meshtrain.words.options import option, problems
 
 NAMES = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
 
-# Gives Muon's updates the root mean square that Adam's tend to, so that both halves share a learning rate and a weight
-# decay (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
+# The root mean square of Muon's updates, about that of Adam's, so that both share a learning rate and a weight decay
+# (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
 MUON_RMS = 0.2
 
 
@@ -57,19 +57,25 @@ def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
 
 
 def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) -> optax.GradientTransformation:
-    """Returns the optimizer: float32 parameters and gradients to float32 updates, which are added to the parameters.
+    """Returns the optimizer: from float32 parameters and gradients to float32 updates to add to the parameters.
 
-    A weight w with direction u and learning rate a moves by -a (u + weight_decay * w); the second term only where
-    `masks.decays` says so, and never for "adam". Gradients are clipped elsewhere, by `clip_norm`.
+    With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term is
+    there where `masks.decays` is true, and never for "adam". The step applies `clip_norm` and `trainable`.
+
+    >>> axes = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
+    >>> adamw = optimizer(OptimizerOptions(weight_decay=0.5), lambda count: jnp.float32(0.01), axes)
+    >>> params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+    >>> updates, _ = adamw.update(jax.tree.map(jnp.zeros_like, params), adamw.init(params), params)
+    >>> print(updates["kernel"][0, 0], jnp.any(updates["bias"]))  # 0.01 * 0.5 * the weight, matrices only
+    -0.005 False
 
     Args:
-      options: what to build.
+      options: name and hyperparameters.
       schedule: the learning rate, a function of the number of updates done so far.
-      logical_axes: the parameters' tree with a tuple of logical axes for each weight. Only its names count, so the same
-        tree serves a stack of any number of layers.
+      logical_axes: a tree like the parameters that it will update, with a tuple of logical axes for each weight.
 
     Returns:
-      A transformation whose `update` wants the parameters. Its moments are float32.
+      A transformation whose `update` needs the parameters. Its moments are float32.
 
     Raises:
       UserError: options out of bounds, one line each.
@@ -86,7 +92,7 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
 
 
 def _direction(options: OptimizerOptions, logical_axes: Any) -> optax.GradientTransformation:
-    """Returns the part that gives an optimizer its name, without decay and learning rate."""
+    """Returns the optimizer without weight decay and learning rate."""
     adam = optax.scale_by_adam(options.beta1, options.beta2, options.epsilon, mu_dtype=jnp.float32)
     if options.name in ("adamw", "adam"):
         return adam
@@ -104,8 +110,8 @@ def _direction(options: OptimizerOptions, logical_axes: Any) -> optax.GradientTr
 def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
     """Returns Muon (Jordan et al. 2024) for the hidden matrices of a tree that has a `MaskedNode` for any other weight.
 
-    Left to itself, optax takes every weight of two dims for a matrix and no other, so that stacked layers would go to
-    Adam and stacked norms would count as matrices.
+    The dims of each matrix are passed explicitly: by default optax takes exactly the weights of two dims for matrices,
+    which sends stacked layers to Adam and stacked norms to Muon.
     """
 
     def dimension_numbers(axes: Axes) -> Any:
@@ -131,31 +137,31 @@ def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
 def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Axes]:
     """Returns the logical axes of each array in an optimizer's state.
 
-    An array belongs to the parameter whose path its own path ends with. Each dim as large as the parameter's carries
-    the parameter's name (moments), each other dim None (the means of a factored moment keep their dims with size 1).
-    What belongs to no parameter (counts, constants) or has another rank carries None only.
+    An array belongs to the parameter whose path is the end of its own path. A dim of the parameter's size has the
+    parameter's logical axis (moments); any other dim has None (the means of a factored moment have dims of size 1).
+    An array of no parameter (counts, constants), or of another rank than its parameter, has None for every dim.
 
     Args:
       transformation: any optax optimizer.
-      abstract_params: the parameters, or their `jax.ShapeDtypeStruct`s.
-      logical_axes: the parameters' tree with a tuple of logical axes for each weight.
+      abstract_params: the parameters that it updates, or their `jax.ShapeDtypeStruct`s.
+      logical_axes: like the parameters, with a tuple of logical axes for each.
 
     Returns:
       A tuple as long as the array's rank for each array, in the order of
-      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. A list, because an optimizer's state is
-      made of tuples, and so are logical axes.
+      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. It is a list because logical axes are
+      tuples, and so are the containers of an optimizer's state.
     """
     shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
     axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
     assert shapes.keys() == axes.keys(), "parameters and logical axes differ in structure"
     state = jax.eval_shape(transformation.init, abstract_params)
-    found = []
+    of_arrays = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         ends = (tuple(path[start:]) for start in range(len(path) + 1))
         owner = next((end for end in ends if end in shapes), None)
         if owner is None or len(shapes[owner]) != leaf.ndim:
-            found.append((None,) * leaf.ndim)
+            of_arrays.append((None,) * leaf.ndim)
         else:
             dims = zip(leaf.shape, shapes[owner], axes[owner], strict=True)
-            found.append(tuple(name if size == full else None for size, full, name in dims))
-    return found
+            of_arrays.append(tuple(name if size == full else None for size, full, name in dims))
+    return of_arrays

@@ -34,6 +34,9 @@ def trained_mask(pattern: str, params: Any) -> Any:
     The pattern is searched anywhere in a path (`re.search`): `query` matches `layers/attention/query`, and `^layers/`
     everything in the layers. The empty pattern matches every path.
 
+    >>> trained_mask("up$", {"layers": {"up": 1.0, "down": 2.0}})
+    {'layers': {'down': False, 'up': True}}
+
     Args:
       pattern: a valid regular expression.
       params: arrays or `jax.ShapeDtypeStruct`s.
