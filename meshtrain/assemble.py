@@ -13,6 +13,7 @@ from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config.config import Config, num_microbatches
+from meshtrain.config.tasks import MakeTask, find
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
 from meshtrain.launch.hardware import peak_flops_per_second
@@ -23,8 +24,7 @@ from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.layout.trees import leaves_with_paths, select
-from meshtrain.models.decoder_task import decoder
-from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, entries
+from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, checked_loss, entries
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
@@ -43,13 +43,10 @@ from meshtrain.step.placed import (
     reshaper,
     shardings,
 )
-from meshtrain.step.precision import cast, compute_dtype, compute_name, output_dtype, param_dtype, reduce_dtype
+from meshtrain.step.precision import cast, compute_name, param_dtype, reduce_dtype
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
 from meshtrain.step.step import eval_step, train_step, with_sequence_index
 from meshtrain.words.errors import UserError
-
-# (config, placement) -> task: the built-in decoder, or a model of one's own.
-MakeTask = Callable[[Config, Placement], Task]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +102,7 @@ def assemble(
       config: a checked configuration.
       shape: the size of each mesh axis, -1 filled in.
       devices: as many as the mesh has, there or not.
-      make_task: a model of one's own, None for the built-in decoder.
+      make_task: a task function; None for the one that `config.task` names.
       rules: logical axis -> mesh axes, None for the built-in table.
 
     Raises:
@@ -117,7 +114,8 @@ def assemble(
     level = config.zero.effective_level
     rules = zero.rules_of_level(rules or default_rules(config.layout), level)
     placement = Placement(rules, mesh, rules.storage_axes, config.zero.keeps_gathered)
-    task = (make_task or built_in)(config, placement)
+    task = (make_task or find(config.task))(config, placement)
+    task = dataclasses.replace(task, loss=checked_loss(task.loss))
     entries_of_batch = entries(task, config.batch_size)
     program = pipeline_program(config, shape)
     num_chunks = program.schedule.num_chunks if program else 1
@@ -179,19 +177,6 @@ def assemble(
         logits=jax.jit(logits, out_shardings=whole) if logits else None,
         to_kept=reshaper(state, kept),
         from_kept=reshaper(kept, state),
-    )
-
-
-def built_in(config: Config, placement: Placement) -> Task:
-    """Returns the decoder that a configuration describes."""
-    return decoder(
-        config.model,
-        batch_size=config.batch_size,
-        sequence_length=config.sequence_length,
-        dtype=compute_dtype(config.precision),
-        output_dtype=output_dtype(config.precision),
-        remat=config.remat,
-        placement=placement,
     )
 
 

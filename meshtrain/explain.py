@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
+from meshtrain.config import effects
 from meshtrain.config.config import check, parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
@@ -43,6 +44,8 @@ def text(assembly: Assembly) -> str:
         held_text(held(assembly.state, assembly.replicas)),
         *stages_text(assembly),
     ]
+    if idle := effects.text(config, shape):
+        parts += ["", idle]
     return "\n".join(parts)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import CONFIG_FILE, Config, check, configure, resolve
+from meshtrain.config.tasks import abstract_task
 from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.tokenize import Tokenizer
 from meshtrain.launch import distributed, peers
@@ -152,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
     if problems := check(config, shape):
         raise UserError(*problems)
     find(arguments.workdir).close()  # before anything is compiled
-    tokenizer = tokenizer_for(config.data, vocab_size=config.model.vocab_size)
+    tokenizer = tokenizer_for(config.data, vocab_size=abstract_task(config).vocab_size)
     assembly = assemble(config, shape, devices)
     params = stored_params(assembly, restore_params(arguments.workdir, assembly.kept_state.params))
     wanted = arguments.prompt, arguments.num_tokens, arguments.temperature

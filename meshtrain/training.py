@@ -12,8 +12,9 @@ from typing import Any
 import ml_collections
 
 from meshtrain import loop
-from meshtrain.assemble import Assembly, MakeTask, array_rows, assemble, compiled_step, throughput_of
+from meshtrain.assemble import Assembly, array_rows, assemble, compiled_step, throughput_of
 from meshtrain.config.config import Config, check, resolve
+from meshtrain.config.tasks import MakeTask, abstract_task
 from meshtrain.data.corpus import Corpus, open_corpus
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.watchdog import Watchdog
@@ -31,6 +32,8 @@ from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.words.errors import UserError
 from meshtrain.words.paths import expanded
 
+ANY_VOCABULARY = 2**31 - 1  # ids are int32: nothing is refused where the task states no vocabulary
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -43,7 +46,7 @@ class Result:
 
 
 def train(
-    config: Config | ml_collections.ConfigDict,
+    config: Config | ml_collections.ConfigDict | Mapping[str, Any],
     directory: str | Path = "runs/default",
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
@@ -53,9 +56,10 @@ def train(
     """Trains, from the beginning or from where this directory's run stopped. `meshtrain.train` is this function.
 
     Args:
-      config: what to do; in a ConfigDict, as `meshtrain.config.default` returns one, or frozen.
+      config: what to do: a ConfigDict as `meshtrain.config.default` returns it, a dict of what differs from the
+        defaults, or a frozen `Config`.
       directory: the run's own folder: configuration, metrics, checkpoints.
-      make_task: a model of one's own, (config, placement) -> Task; None for the decoder of `config.model`.
+      make_task: a task function (config, placement) -> Task; None for the one that `config.task` names.
       rules: logical axis -> mesh axes for its weights; None for the built-in table.
       begun_seconds: when the program began, by `time.monotonic`, from which goodput counts; None for now.
 
@@ -63,29 +67,28 @@ def train(
       UserError: what a user can mend, before anything is compiled; TrainingStopped, Interrupted: see `loop.run`.
     """
     begun_seconds = time.monotonic() if begun_seconds is None else begun_seconds
-    own_task = make_task is not None
-    config, run = resolve(config, own_task=own_task), expanded(directory).absolute()
+    config, run = resolve(config, make_task=make_task), expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
     with Watchdog(config.watchdog_seconds) as watchdog:
         start.refuse_unequal_processes(config, run)
         shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-        problems = check(config, shape, own_task=own_task) + start.check(config, run, start.saved_step(run))
+        problems = check(config, shape, make_task) + start.check(config, run, start.saved_step(run))
         if problems := peers.share_problems("configuration", problems):
             raise UserError(*problems)
         with show("data") as say:
             corpus = open_corpus(
                 config.data,
                 sequence_length=config.sequence_length,
-                vocab_size=config.model.vocab_size,
+                vocab_size=abstract_task(config, make_task).vocab_size or ANY_VOCABULARY,
                 seed=config.seed,
             )
             workdir.refuse_other_corpus(run, corpus.fingerprint)
             say(corpus.summary)
         with show("mesh") as say:
             assembly = assemble(config, shape, devices, make_task, rules)
-            say("; ".join([describe(assembly.mesh), *notes]))
+            say("; ".join([describe(assembly.mesh, peers.num_machines()), *notes]))
         start.refuse_other_weights(assembly, run)
         with workdir.locked(run), Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints:
             state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
@@ -121,6 +124,8 @@ def run_steps(
         with show("restore" if start.saved_step(run) else "init") as say:
             state, start_step, restored = start.starting_state(assembly, checkpoints)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
+        if is_main and start_step:
+            start.warn_of_another_rate(assembly, run, state)
         workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)), writes=is_main)
         with show("compile") as say:
             train_step = compiling.result()

@@ -96,7 +96,7 @@ def textbook(
         @jax.checkpoint
         def repeated(x: jax.Array, m: jax.Array, chunk: jax.Array) -> jax.Array:
             start = ring.first_layer(chunk, num_stages, stages.num_layers, num_chunks)
-            return stages.repeated(ring.chunk_of(layers, chunk, num_chunks), x, part(m), rng, start, True)
+            return stages.repeated(ring.chunk_of(layers, chunk, num_chunks), x, part(m), rng, start, True)[0]
 
         def part(m: jax.Array) -> Batch:
             return ring.microbatch(batch, m)

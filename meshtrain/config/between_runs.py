@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.config.config import CONFIG_FILE, Config, built
+from meshtrain.config.tasks import find
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
 
@@ -33,7 +34,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "when a run gives up": ("guard", "watchdog_seconds"),
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
-    "another model, or another shape of its arrays": ("model",),
+    "another model, or another shape of its arrays": ("task", "model"),
     "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing"),
     "other gradients": ("precision", "loss_scale"),
     "other updates": ("optimizer", "learning_rate"),
@@ -64,14 +65,24 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
       old: the nested dict of a run that is to be resumed, as `json.loads` reads its config.json.
       new: the nested dict of the configuration at hand. A key that one of them lacks counts with its default.
     """
-    defaults = flags.flatten(dataclasses.asdict(Config()))
-    before, after = defaults | flags.flatten(old), defaults | flags.flatten(new)
+    task = new["task"] if "task" in new else Config.task
+    before, after = (_defaults(task) | flags.flatten(values) for values in (old, new))
     found = []
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         if was != now and not is_free(key):
             found.append(f"{key}: was {was}, now {now}")
     return found
+
+
+def _defaults(task: str) -> dict[str, Any]:
+    """Returns dotted key -> default; nothing of the model where the task is a function that has no options."""
+    try:
+        options = find(task).options
+    except UserError:
+        options = None
+    values = dataclasses.asdict(Config(task=task))
+    return flags.flatten(values | {"model": dataclasses.asdict(options()) if options else {}})
 
 
 def is_free(key: str) -> bool:

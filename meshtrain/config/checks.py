@@ -7,14 +7,31 @@ something else.
 import math
 from collections.abc import Mapping
 
+from meshtrain.config.fields import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules
+from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions, compute_name
+
+
+def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each way in which a decoder's options contradict each other, the data or the mesh.
+
+    Args:
+      config: with `DecoderOptions` as its model, each field within its own bounds.
+      mesh_shape: the size of each mesh axis.
+    """
+    return [
+        *model(config.model, config.precision, config.sequence_length),
+        *vocabulary(config.model, config.data),
+        *model_on_mesh(config.model, mesh_shape),
+        *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"]),
+    ]
 
 
 def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""One configuration: the rooms' options summed up, checked together, and written down as text.
+"""A configuration from a file, a notebook or a command line: typed, checked as a whole, and written as text.
 
 Inside the program a configuration is the frozen `Config`. An ml_collections.ConfigDict stands only at this door, for
 files that edit the defaults:
@@ -19,79 +19,39 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain.config import checks
+from meshtrain.config import checks, tasks
+from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
+from meshtrain.config.fields import Config as Config
+from meshtrain.config.tasks import MakeTask
 from meshtrain.data import sources
-from meshtrain.data.sources import DataOptions
 from meshtrain.layout import mesh, zero
-from meshtrain.layout.mesh import MeshOptions
-from meshtrain.layout.offload import OffloadOptions
-from meshtrain.layout.rules import LayoutOptions, default_rules
-from meshtrain.layout.zero import ZeroOptions
-from meshtrain.models import remat
+from meshtrain.layout.rules import default_rules
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.remat import RematOptions
+from meshtrain.models.task import Task
 from meshtrain.observe import profiler
-from meshtrain.observe.profiler import ProfileOptions
-from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim import learning_rate, optimizers
-from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline import check as pipeline_check
-from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.step.guard import GuardOptions
-from meshtrain.step.loss_scale import LossScaleOptions
-from meshtrain.step.precision import PrecisionOptions
-from meshtrain.store.keeping import CheckpointOptions
+from meshtrain.pipeline import table
 from meshtrain.words import flags
 from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError
-from meshtrain.words.options import option, problems
-
-CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdir
+from meshtrain.words.options import problems
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Everything that a run is told."""
-
-    seed: int = option(0, "start of every random number: weights, data order, dropout", minimum=0)
-    num_steps: int = option(300, "optimizer steps; the last one always saves", minimum=1)
-    batch_size: int = option(32, "sequences in the global batch of a step", minimum=1)
-    sequence_length: int = option(128, "tokens in a sequence", minimum=1)
-    accumulation_steps: int = option(1, "parts of the batch whose gradients are added up before the update", minimum=1)
-    log_every: int = option(10, "steps between log lines", minimum=1)
-    eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
-    num_eval_batches: int = option(16, "batches of an evaluation; 0: the whole validation split", minimum=0)
-    sample_tokens: int = option(
-        -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1
-    )
-    watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
-    init_from: str = option("", "workdir or checkpoints of another run whose weights this one starts from; '': none")
-    mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
-    layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
-    zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
-    offload: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
-    model: DecoderOptions = dataclasses.field(default_factory=DecoderOptions)
-    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
-    precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
-    loss_scale: LossScaleOptions = dataclasses.field(default_factory=LossScaleOptions)
-    remat: RematOptions = dataclasses.field(default_factory=RematOptions)
-    guard: GuardOptions = dataclasses.field(default_factory=GuardOptions)
-    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
-    learning_rate: LearningRateOptions = dataclasses.field(default_factory=LearningRateOptions)
-    data: DataOptions = dataclasses.field(default_factory=DataOptions)
-    checkpoint: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
-    profile: ProfileOptions = dataclasses.field(default_factory=ProfileOptions)
-    observe: ObserveOptions = dataclasses.field(default_factory=ObserveOptions)
-
-
-def default() -> ml_collections.ConfigDict:
+def default(task: str = "decoder") -> ml_collections.ConfigDict:
     """Returns the defaults for a configuration file to edit.
 
     It takes any key and any value: `resolve` refuses the wrong ones, all of them together, where a ConfigDict that is
     locked and typed would stop at the first.
+
+    Args:
+      task: what is trained; its options stand under `model`.
+
+    Raises:
+      UserError: no such task, see `tasks.find`.
     """
-    return ml_collections.ConfigDict(dataclasses.asdict(Config()), type_safe=False)
+    config = Config(task=task, model=tasks.find(task).options())
+    return ml_collections.ConfigDict(dataclasses.asdict(config), type_safe=False)
 
 
 def resolve(
@@ -99,7 +59,7 @@ def resolve(
     overrides: Mapping[str, str] | None = None,
     also: Sequence[str] = (),
     *,
-    own_task: bool = False,
+    make_task: MakeTask | None = None,
     reads_data: bool = True,
 ) -> Config:
     """Returns the configuration with every value checked, as far as that goes without knowing the devices.
@@ -108,30 +68,31 @@ def resolve(
       given: what a configuration file returns; what is not said has its default.
       overrides: dotted key -> text as on the command line; goes before `given`.
       also: problems found elsewhere, to be reported together with those found here.
-      own_task: the model is the caller's, and the options of the decoder are without effect.
+      make_task: a task function of the caller's in the place of the one that `task` names. Where it has no `options`,
+        `model` is what the configuration's own task says, and nothing about it is checked.
       reads_data: whether the data have to be here; a plan for another cluster does without.
 
     Raises:
       UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
     """
-    config, found = built(given, overrides or {})
+    config, found = built(given, overrides or {}, make_task)
     found += problems(config, "")
     faulty = {line.partition(":")[0] for line in found}
     # The checks across fields need legal numbers: what is wrong takes its default, and lines about it are left out.
-    entries = flags.schema(Config())
-    defaults = {key: entry.default for key, entry in entries.items() if key in faulty}
-    mended = flags.construct(Config(), flags.flatten(dataclasses.asdict(config)) | defaults)
+    start = defaults_of(config)
+    defaults = {key: entry.default for key, entry in flags.schema(start).items() if key in faulty}
+    mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
+    function = None if "task" in faulty else make_task or tasks.find(config.task)
     sizes = dataclasses.asdict(mended.mesh)
     across = [
         *mesh.check(mended.mesh),
-        *(sources.check(mended.data) if reads_data else []),
+        *sources.check(mended.data, reads_data=reads_data),
+        *table.unread(mended.pipeline, mended.mesh.pipeline),
         *optimizers.check(mended.optimizer),
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
         *checks.scaling(mended.loss_scale, mended.precision),
-        *([] if own_task else checks.model(mended.model, mended.precision, mended.sequence_length)),
-        *([] if own_task else checks.vocabulary(mended.model, mended.data)),
-        *check(mended, {axis: max(size, 1) for axis, size in sizes.items()}, own_task=own_task),
+        *_on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function),
     ]
     found += [line for line in across if not any(key in line for key in faulty)]
     if found or also:
@@ -139,7 +100,7 @@ def resolve(
     return config
 
 
-def check(config: Config, mesh_shape: Mapping[str, int], *, own_task: bool = False) -> list[str]:
+def check(config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None) -> list[str]:
     """Returns one line for each way in which a configuration does not fit a mesh of these sizes.
 
     `resolve` asks with what it knows (1 for an axis of -1); whoever knows the devices asks again before compiling.
@@ -147,23 +108,37 @@ def check(config: Config, mesh_shape: Mapping[str, int], *, own_task: bool = Fal
     Args:
       config: resolved.
       mesh_shape: the size of each axis.
-      own_task: the model is the caller's: only what does not depend on it is checked.
+      make_task: as `resolve` was given it.
     """
+    return _on_mesh(config, mesh_shape, make_task or tasks.find(config.task))
+
+
+def _on_mesh(config: Config, mesh_shape: Mapping[str, int], function: MakeTask | None) -> list[str]:
+    """Returns what `check` does; without a task function nothing that depends on the task."""
     rules = default_rules(config.layout)
     found = checks.batch(config.batch_size, rules, mesh_shape, num_microbatches(config, mesh_shape))
     found += zero.problems(config.zero, config.mesh.data, config.mesh.fsdp)
     if config.layout.sequence_parallel:
         found += checks.sequence_on_mesh(config.sequence_length, mesh_shape)
-    if not own_task:
-        found += checks.model_on_mesh(config.model, mesh_shape)
-        found += remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"])
-        found += pipeline_check.check(
-            config.pipeline,
-            num_stages=mesh_shape["pipeline"],
-            num_layers=config.model.num_layers,
-            num_microbatches=num_microbatches(config, mesh_shape),
-        )
-    return found
+    if function is None:
+        return found
+    own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
+    if not own and mesh_shape["pipeline"] > 1:
+        own = _in_stages(config, mesh_shape, tasks.abstract_task(config, function))
+    return found + own
+
+
+def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> list[str]:
+    """Returns one line for each reason why a pipeline of this size cannot run the task."""
+    size = mesh_shape["pipeline"]
+    if task.stages is None:
+        return [f"mesh.pipeline: got {size}, and this task has no stages; allowed: 1; nearest: mesh.pipeline=1"]
+    return pipeline_check.check(
+        config.pipeline,
+        num_stages=size,
+        num_layers=task.stages.num_layers,
+        num_microbatches=num_microbatches(config, mesh_shape),
+    )
 
 
 def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
@@ -173,19 +148,80 @@ def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
 
 
 def built(
-    given: Config | ml_collections.ConfigDict | Mapping[str, Any], overrides: Mapping[str, str]
+    given: Config | ml_collections.ConfigDict | Mapping[str, Any],
+    overrides: Mapping[str, str],
+    make_task: MakeTask | None = None,
 ) -> tuple[Config, list[str]]:
-    """Returns a configuration of the right types, and one line for each key or value that had to be left out."""
+    """Returns a configuration of the right types, and one line for each key or value that had to be left out.
+
+    The task is read first, for the fields of `model` are those of its options.
+    """
     right = "allowed: what meshtrain.config.default() returns, a value in each place; nearest: return config"
     try:
         given = given.to_dict() if isinstance(given, ml_collections.ConfigDict) else given
     except ml_collections.config_dict.RequiredValueError as error:
         raise UserError(f"--config: got no value where one is required ({error}); {right}") from error
+    options = type(given.model) if isinstance(given, Config) else DecoderOptions
     given = dataclasses.asdict(given) if isinstance(given, Config) else given
     if not isinstance(given, Mapping):
         raise UserError(f"--config: got {type(given).__name__} from get_config(); {right}")
-    values, found = flags.collect(flags.schema(Config()), flags.flatten(given), overrides)
-    return flags.construct(Config(), values), found
+    values, texts, found = flags.flatten(given), dict(overrides), list[str]()
+    try:
+        named = [text for text in (texts.get("task"), values.get("task")) if isinstance(text, str)] or [Config.task]
+        if make_task is None:
+            start = Config(task=named[0], model=tasks.find(named[0]).options())
+        else:
+            start = Config(task=tasks.name_of(make_task), model=_options_of(make_task, named[0], options)())
+            values["task"] = start.task
+            texts.pop("task", None)
+    except UserError as error:
+        # Which fields `model` has is not known without the task.
+        found, start = list(error.problems), Config()
+        for given_here in (values, texts):
+            for key in [key for key in given_here if key == "task" or key == "model" or key.startswith("model.")]:
+                del given_here[key]
+    found += _drop_other_defaults(start, values, texts)
+    typed, wrong = flags.collect(flags.schema(start), values, texts)
+    return flags.construct(start, typed), found + wrong
+
+
+def defaults_of(config: Config) -> Config:
+    """Returns the defaults of the configuration's task."""
+    return Config(task=config.task, model=type(config.model)())
+
+
+def _options_of(make_task: MakeTask, name: str, options: type) -> type:
+    """Returns the options of a task function of the caller's; where it has none, those of the configuration's task."""
+    if hasattr(make_task, "options"):
+        tasks.refuse_options(make_task)
+        return make_task.options
+    return options if name == tasks.name_of(make_task) else tasks.find(name).options
+
+
+def _drop_other_defaults(start: Config, values: dict[str, Any], texts: Mapping[str, str]) -> list[str]:
+    """Takes another task's defaults out of `values`, in place; returns one line where that is ambiguous.
+
+    A file that begins with `default()` and then names another task holds the whole `model` of the decoder. What equals
+    the decoder's default was not chosen, unless this task has a field of that name with another default: then nobody
+    can tell.
+    """
+    own = flags.flatten({"model": dataclasses.asdict(start.model)})
+    held = {key for key in values if key.startswith("model.")}
+    for name, function in tasks.TASKS.items():
+        others = flags.flatten({"model": dataclasses.asdict(function.options())})
+        only_here = set(own) - set(others)
+        if not held >= set(others) or set(own) == set(others) or (only_here and held >= only_here):
+            continue  # not all of the other task's fields, or this task's
+        same = [key for key, default in others.items() if values[key] == default]
+        unclear = [key for key in same if key in own and own[key] != others[key] and key not in texts]
+        for key in same:
+            del values[key]
+        return [
+            f"task: got '{start.task}' in a configuration that begins with the options of '{name}', and {key} = "
+            f"{others[key]} is a default of both or a choice; allowed: default(task='{start.task}'), whose model is "
+            f"this task's; nearest: that" for key in unclear[:1]
+        ]  # fmt: skip
+    return []
 
 
 def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_data: bool = True) -> Config:

@@ -12,6 +12,8 @@ from meshtrain.words.options import option
 
 SOURCES = ("python", "text", "tokens", "synthetic")
 PACKINGS = ("stream", "first_fit")
+DOCUMENTS = {"source": ("python", "text")}  # documents go through data.tokenizer
+READ = {"source": ("python", "text", "tokens")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,31 +26,57 @@ class DataOptions:
         choices=SOURCES,
     )
     path: str = option("", "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; '' otherwise")
-    text_field: str = option("text", "the field of a .jsonl line that holds the document")
+    text_field: str = option(
+        "text", "the field of a .jsonl line that holds the document", only_for={"source": ("text",)}
+    )
     tokenizer: str = option("bytes", "bytes, or the path of a tokenizer.json (tokens bring their own)")
-    end_token: str = option("", "the token that ends a document; '' takes a well-known one, or adds one id")
+    end_token: str = option(
+        "", "the token that ends a document; '' takes a well-known one, or adds one id", only_for=DOCUMENTS
+    )
     packing: str = option(
         "stream",
         "stream (documents end to end, cut into windows) or first_fit (whole documents packed into padded rows)",
         choices=PACKINGS,
+        only_for=READ,
     )
-    validation_fraction: float = option(0.05, "share of the data kept for validation, 0 to below 1", minimum=0)
+    validation_fraction: float = option(
+        0.05, "share of the data kept for validation, 0 to below 1", minimum=0, only_for=READ
+    )
     num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
 
 
-def check(options: DataOptions) -> list[str]:
-    """Returns one line for each problem that can be seen without reading the data: paths, sizes, descriptions."""
-    problems = []
+def unread(options: DataOptions) -> list[str]:
+    """Returns one line for each input that the user names and this source would not read."""
+    found = []
+    if options.source in ("python", "synthetic") and options.path:
+        found.append(
+            f"data.path: got '{options.path}' with data.source={options.source}, which reads no files; allowed: ''; "
+            f"nearest: data.source={'tokens' if options.path.endswith('.bin') else 'text'}"
+        )
+    if options.source not in DOCUMENTS["source"] and options.tokenizer != "bytes":
+        why = "its token files bring their own" if options.source == "tokens" else "it reads no text"
+        found.append(
+            f"data.tokenizer: got '{options.tokenizer}' with data.source={options.source}: {why}; allowed: bytes, the "
+            "default; nearest: leave it out"
+        )
+    return found
+
+
+def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
+    """Returns one line for each problem that can be seen without reading the data: paths, sizes, descriptions.
+
+    Args:
+      options: each within its own bounds.
+      reads_data: whether the files have to be here; where not, only what is said is checked.
+    """
+    problems = unread(options)
     if options.validation_fraction >= 1:
         problems.append(
             f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"
         )
-    if options.source == "python" and options.path:
-        problems.append(
-            f"data.path: got '{options.path}' with data.source=python, which reads no files; allowed: ''; "
-            f"nearest: data.source={'tokens' if options.path.endswith('.bin') else 'text'}"
-        )
+    if not reads_data:
+        return problems
     if options.source in ("python", "text") and options.tokenizer != "bytes":
         problems += file_problems(options.tokenizer)
     if options.source in ("text", "tokens"):

@@ -7,6 +7,7 @@ that reaches for it (a test tells when it has moved). A process that is alone ge
 import collections
 import itertools
 import json
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,6 +63,11 @@ def gathered(name: str, value: Any) -> list[Any]:
     if is_main_process():
         service.key_value_set(f"{room}/all", json.dumps([_wait_for(f"{room}/{i}", i) for i in range(count())]))
     return list(_wait_for(f"{room}/all", 0))
+
+
+def num_machines() -> int:
+    """Returns on how many machines, by their host names, the processes run. All of them call it."""
+    return len(set(gathered("machine", socket.gethostname())))
 
 
 def refuse_differences(what: str, facts: Mapping[str, Any]) -> None:

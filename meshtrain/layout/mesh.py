@@ -189,8 +189,13 @@ def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
     return tuple(outer)
 
 
-def describe(mesh: Mesh) -> str:
-    """Returns one line: sizes, devices, how they are ordered, and which axes leave a host or a slice."""
+def describe(mesh: Mesh, num_machines: int = 0) -> str:
+    """Returns one line: sizes, devices, how they are ordered, and which axes leave a process or a slice.
+
+    Args:
+      mesh: with devices that are there or not.
+      num_machines: on which its processes run; 0: each on a host of its own.
+    """
     devices = list(mesh.devices.flat)
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     order = {
@@ -199,8 +204,13 @@ def describe(mesh: Mesh) -> str:
         "torus": "along the torus",
         "listed": "in the order listed",
     }[_arrangement(devices)]
+    num_processes = len({getattr(device, "process_index", None) or 0 for device in devices})
+    processes = "hosts"
+    if 0 < num_machines < num_processes:
+        order = order.replace("hosts", "processes")
+        processes = f"processes on {'one machine' if num_machines == 1 else f'{num_machines} machines'}"
     parts = [f"{sizes}: {len(devices)} x {devices[0].device_kind}, {order}"]
-    for key, what in (("slice_index", "slices"), ("process_index", "hosts")):
+    for key, what in (("slice_index", "slices"), ("process_index", processes)):
         groups = np.vectorize(lambda device, key=key: getattr(device, key, None) or 0, otypes=[int])(mesh.devices)
         num_groups = len(set(groups.flat))
         if num_groups > 1:

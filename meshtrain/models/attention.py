@@ -45,10 +45,12 @@ class Attention(nn.Module):
         v = self._project("value", x, self.num_kv_heads, "kv_heads")
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        # Initial weights are made in float32, which cuDNN's kernel does not take, and do not depend on what follows.
-        asked = "xla" if self.is_initializing() else self.implementation
-        platform, masked = self.placement.platform, documents is not None
-        how = chosen(asked, self.head_dim, x.shape[1], self.dtype, masked, platform)
+        # Initial weights do not depend on the kernel. They are made in float32, which cuDNN's does not take, and their
+        # shapes are asked for before JAX may look for devices.
+        how, masked = "xla", documents is not None
+        if not self.is_initializing():
+            platform = self.placement.platform
+            how = chosen(self.implementation, self.head_dim, x.shape[1], self.dtype, masked, platform)
         heads = self._attend(q, k, v, documents, how)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         # Splash has named its results already: by a second name the same numbers would be kept twice.

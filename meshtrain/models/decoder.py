@@ -28,6 +28,9 @@ from meshtrain.words.options import option
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
 
 
+ROTARY = {"positions": ("rotary",)}
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderOptions:
     """The shape of the model."""
@@ -42,12 +45,16 @@ class DecoderOptions:
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this, without probability", minimum=1)
     dropout_rate: float = option(0.0, "probability of zero, on embeddings and on what each block adds", minimum=0.0)
     positions: str = option("rotary", "how positions are told", choices=("rotary", "learned"))
-    max_positions: int = option(0, "rows of learned positions; 0 means sequence_length", minimum=0)
-    rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0)
-    rope_factor: float = option(1.0, "Llama-3 rope scaling factor; 1 means none", minimum=1.0)
-    rope_low: float = option(1.0, "Llama-3 rope scaling: low frequency factor")
-    rope_high: float = option(4.0, "Llama-3 rope scaling: high frequency factor")
-    rope_original_length: int = option(8192, "Llama-3 rope scaling: tokens a sequence had before", minimum=1)
+    max_positions: int = option(
+        0, "rows of learned positions; 0 means sequence_length", minimum=0, only_for={"positions": ("learned",)}
+    )
+    rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0, only_for=ROTARY)
+    rope_factor: float = option(1.0, "Llama-3 rope scaling factor; 1 means none", minimum=1.0, only_for=ROTARY)
+    rope_low: float = option(1.0, "Llama-3 rope scaling: low frequency factor", only_for=ROTARY)
+    rope_high: float = option(4.0, "Llama-3 rope scaling: high frequency factor", only_for=ROTARY)
+    rope_original_length: int = option(
+        8192, "Llama-3 rope scaling: tokens a sequence had before", minimum=1, only_for=ROTARY
+    )
     norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
     activation: str = option("swiglu", "of the mlp", choices=("swiglu", "gelu"))

@@ -66,6 +66,7 @@ def decoder(
             model.cast,
         ),
         flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
+        attention_flops_per_token=attention_flops_per_token(options, sequence_length),
         num_parameters=num_parameters,
         takes_manual_axes=True,
         width=options.embed_dim,
@@ -101,13 +102,13 @@ class Decoder:
         train: bool,
         *,
         remat: RematOptions,
-    ) -> jax.Array:
-        """Returns the activations after K layers, of which the first has the index `start` in the whole model."""
+    ) -> tuple[jax.Array, None]:
+        """Returns the activations after K layers, of which the first has the index `start` in the model; no sums."""
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
         given = (sequence_keys(rng, batch), angles, documents)
-        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
+        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat), None
 
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they meet activations: norms in float32, the rest in `dtype`."""
@@ -135,13 +136,15 @@ class Decoder:
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, no metrics)."""
         x = self.first(params, batch, rng, train)
-        return self.last(params, self.repeated(params["layers"], x, batch, rng, 0, train, remat=remat), batch)
+        y, _ = self.repeated(params["layers"], x, batch, rng, 0, train, remat=remat)
+        return self.last(params, y, batch)
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of a batch, nothing dropped, padding at minus infinity."""
         rng = jax.random.key(0)
         x = self.first(params, batch, rng, False)
-        return self.logits(params, self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN))
+        y, _ = self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN)
+        return self.logits(params, y)
 
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
@@ -165,10 +168,11 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     }
 
 
+@functools.cache
 def count_parameters(options: DecoderOptions, num_positions: int) -> int:
-    """Returns the number of parameters from shapes alone, without the padding of the vocabulary."""
+    """Returns the number of parameters from shapes alone, without the padding of the vocabulary; touches no device."""
     unpadded = dataclasses.replace(options, vocab_multiple=1)
-    shapes = jax.eval_shape(functools.partial(init, unpadded, num_positions), jax.random.key(0))
+    shapes = jax.eval_shape(lambda: init(unpadded, num_positions, jax.random.key(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nn.unbox(shapes)))
 
 
@@ -181,5 +185,12 @@ def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions:
     lookups = 0 if options.tied_embeddings else options.vocab_size * options.embed_dim
     if options.positions == "learned":
         lookups += num_positions * options.embed_dim
-    attention = 12 * options.num_layers * sequence_length * options.num_heads * options.width_of_head
-    return 6.0 * (num_parameters - lookups) + attention
+    return 6.0 * (num_parameters - lookups) + attention_flops_per_token(options, sequence_length)
+
+
+def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
+    """Returns the FLOPs of attention in a forward and backward pass for one token: 12 L T N_heads H (full attention).
+
+    Each of q k and p v takes 2 T N_heads H forward and twice that backward, in each of L layers.
+    """
+    return 12.0 * options.num_layers * sequence_length * options.num_heads * options.width_of_head

@@ -18,6 +18,8 @@ Batch = Mapping[str, jax.Array]
 Params = Any
 Metrics = Mapping[str, jax.Array]
 Loss = tuple[jax.Array, jax.Array, Metrics]
+# What layers add to the loss sum and to the metrics of their batch, float32 scalars; None for nothing.
+LayerSums = tuple[jax.Array, Metrics] | None
 
 # The step adds this entry, int32 [B]: the index of each example in the global batch, for dropout that no mesh changes.
 SEQUENCE_INDEX = "sequence_index"
@@ -50,15 +52,25 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A model cut for a pipeline: `last(repeated(... repeated(first(batch))))` is the task's loss.
+    """A model cut for a pipeline: its loss is `last(repeated(... repeated(first(batch))))`, plus the layers' sums.
 
-    `first` and `last` are run by all stages together, on the same values. Where `axis` names a mesh axis they may
-    split their work over it (`losses.py` has the exchanges); a function that ignores it is computed by every stage.
+    `staged_loss` makes `Task.loss` of the same functions. `first` and `last` are run by all stages, on the same values.
+    Where `axis` names a mesh axis they may split their work over it (`losses.py` has the exchanges); a function that
+    ignores it is computed by every stage.
+
+    Activations are one array, or any pytree of arrays: dicts, tuples, dataclasses known to JAX. Each leaf travels from
+    stage to stage; gradients flow through its floating leaves, integers and bools are only passed on.
 
     Attributes:
       num_layers: layers in the whole model, the leading dim of each leaf of `params["layers"]`.
-      first: (params without layers, batch, rng, train, axis) -> activations [b, T, D].
-      repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> activations.
+      first: (params without layers, batch, rng, train, axis) -> activations, such as [b, T, D].
+      repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> (activations,
+        sums). Activations keep their tree, shapes and dtypes. Sums are None, or (loss, metrics) summed over the K
+        layers and the sequences of this batch: a float32 scalar that is added to the loss sum of `last` (an auxiliary
+        loss such as the load balance of experts, already multiplied by its coefficient), and a dict of float32 scalars
+        that are added to its metrics. They are divided by the weight of `last`, as the loss is, so that a mean over
+        tokens has to be multiplied by the number of targets. Each sequence has to contribute by itself, or the loss
+        depends on how the batch is cut.
       last: (params without layers, activations, batch, axis) -> (loss sum, weight, metrics), float32 scalars.
       logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`, or None.
       cast: layers -> layers in the dtypes in which they meet activations: once a step what `repeated` would do for each
@@ -66,8 +78,8 @@ class Stages:
     """
 
     num_layers: int
-    first: Callable[..., jax.Array]
-    repeated: Callable[..., jax.Array]
+    first: Callable[..., Any]
+    repeated: Callable[..., tuple[Any, LayerSums]]
     last: Callable[..., Loss]
     logits: Callable[..., jax.Array] | None = None
     cast: Callable[[Params], Params] | None = None
@@ -88,6 +100,7 @@ class Task:
         makes no sense.
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
       flops_per_token: model FLOPs of one forward and backward pass for one unit (a token, an image); 0: unknown.
+      attention_flops_per_token: of `flops_per_token`, the products of full attention; causal kernels do half of them.
       num_parameters: parameters without padding; 0: count them as they stand.
       takes_manual_axes: whether the model can be traced where the data axis is manual while fsdp or tensor are not, so
         that gradients cross the data axis once a step. A plain look-up in a split table cannot (XLA's partitioner ends
@@ -106,6 +119,7 @@ class Task:
     logits: Callable[[Params, Batch], jax.Array] | None = None
     stages: Stages | None = None
     flops_per_token: float = 0.0
+    attention_flops_per_token: float = 0.0
     num_parameters: int = 0
     takes_manual_axes: bool = False
     width: int = 0
@@ -126,6 +140,50 @@ class Task:
             return math.prod(self.batch["tokens"].shape)
         first: Any = next(iter(self.batch.values()))
         return int(first.shape[0])
+
+
+def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
+    """Returns a loss function that, when it is traced, refuses to return anything but (sum, weight, metrics).
+
+    Args:
+      loss: (params, batch, rng, train) -> what its author returns.
+    """
+
+    def checked(*given: Any) -> Loss:
+        returned = loss(*given)
+        sums = returned if isinstance(returned, tuple) and len(returned) == 3 else ()
+        if sums and isinstance(sums[2], Mapping) and all(jnp.shape(leaf) == () for leaf in jax.tree.leaves(sums)):
+            result: Loss = sums
+            return result
+        got = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", returned)
+        raise UserError(
+            f"Task.loss: got {got} returned; allowed: a tuple of the sum over targets, its weight and a dict of "
+            "metrics, all scalars; nearest: return loss.sum(), weights.sum(), {}"
+        )
+
+    return checked
+
+
+def with_layer_sums(loss: Loss, sums: LayerSums) -> Loss:
+    """Returns the sums of a batch with those of its layers added; metrics of the same name are added up."""
+    if sums is None:
+        return loss
+    total, weight, metrics = loss
+    addend, of_layers = sums
+    both = {name: metrics[name] + of_layers[name] for name in metrics.keys() & of_layers.keys()}
+    return total + addend, weight, {**metrics, **of_layers, **both}
+
+
+def staged_loss(stages: Stages) -> Callable[[Params, Batch, jax.Array, bool], Loss]:
+    """Returns `Task.loss` of a model that is cut into stages: all layers in one call, nothing split over `axis`."""
+
+    def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
+        outer = {name: value for name, value in params.items() if name != "layers"}
+        x = stages.first(outer, batch, rng, train, None)
+        y, sums = stages.repeated(params["layers"], x, batch, rng, 0, train)
+        return with_layer_sums(stages.last(outer, y, batch, None), sums)
+
+    return loss
 
 
 def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:

@@ -27,14 +27,41 @@ class LearningRateOptions:
     """The learning rate over the run."""
 
     name: str = option("cosine", "what follows the warm-up", choices=NAMES)
-    peak: float = option(1e-3, "highest learning rate; without effect on noam, see noam_factor", minimum=0.0)
+    peak: float = option(
+        1e-3,
+        "highest learning rate; without effect on noam, see noam_factor",
+        minimum=0.0,
+        only_for={"name": ("constant", "linear", "cosine", "inverse_sqrt", "warmup_stable_decay")},
+    )
     warmup_steps: int = option(100, "updates of linear warm-up, the last of them at the peak; 0 means none", minimum=0)
-    decay_steps: int = option(0, "updates from the run's start to the end of the decay; 0 means num_steps", minimum=0)
-    final_fraction: float = option(0.1, "share of the peak where linear, cosine and ...decay end", minimum=0.0)
-    stable_fraction: float = option(0.8, "warmup_stable_decay: share of the steps after warm-up at peak", minimum=0.0)
-    noam_factor: float = option(1.0, "factor of noam, in the place of the peak", minimum=0.0)
+    decay_steps: int = option(
+        0,
+        "updates from the run's start to the end of the decay; 0 means num_steps",
+        minimum=0,
+        only_for={"name": ("linear", "cosine", "warmup_stable_decay")},
+    )
+    final_fraction: float = option(
+        0.1,
+        "share of the peak where linear, cosine and ...decay end",
+        minimum=0.0,
+        only_for={"name": ("linear", "cosine", "warmup_stable_decay")},
+    )
+    stable_fraction: float = option(
+        0.8,
+        "warmup_stable_decay: share of the steps after warm-up at peak",
+        minimum=0.0,
+        only_for={"name": ("warmup_stable_decay",)},
+    )
+    noam_factor: float = option(
+        1.0, "factor of noam, in the place of the peak", minimum=0.0, only_for={"name": ("noam",)}
+    )
     batch_scaling: str = option("none", "multiply by batch_size / base_batch_size or its root", choices=BATCH_SCALINGS)
-    base_batch_size: int = option(0, "sequences in the batch that the peak was tuned for; 0 means not set", minimum=0)
+    base_batch_size: int = option(
+        0,
+        "sequences in the batch that the peak was tuned for; 0 means not set",
+        minimum=0,
+        only_for={"batch_scaling": ("linear", "sqrt")},
+    )
 
 
 def check(options: LearningRateOptions, path: str = "learning_rate") -> list[str]:

@@ -33,15 +33,36 @@ class OptimizerOptions:
     """How weights move along their gradients."""
 
     name: str = option("adamw", "adafactor's learning rate counts in shares of a weight's size", choices=NAMES)
-    beta1: float = option(0.9, "decay of the first moment (adamw, adam, lion, muon outside its matrices)", minimum=0.0)
+    beta1: float = option(
+        0.9,
+        "decay of the first moment (adamw, adam, lion, muon outside its matrices)",
+        minimum=0.0,
+        only_for={"name": ("adamw", "adam", "lion", "muon")},
+    )
     beta2: float = option(
-        0.95, "decay of the second moment (the same); of lion's momentum, where 0.99 is usual", minimum=0.0
+        0.95,
+        "decay of the second moment (the same); of lion's momentum, where 0.99 is usual",
+        minimum=0.0,
+        only_for={"name": ("adamw", "adam", "lion", "muon")},
     )
     epsilon: float = option(
-        1e-8, "added to the root of the second moment (adamw, adam, muon outside its matrices)", minimum=0.0
+        1e-8,
+        "added to the root of the second moment (adamw, adam, muon outside its matrices)",
+        minimum=0.0,
+        only_for={"name": ("adamw", "adam", "muon")},
     )
-    weight_decay: float = option(0.1, "times the learning rate; matrices and tables only; not in adam", minimum=0.0)
-    momentum: float = option(0.95, "decay of the momentum in sgd (0.9 is usual) and of muon's matrices", minimum=0.0)
+    weight_decay: float = option(
+        0.1,
+        "times the learning rate; matrices and tables only; not in adam",
+        minimum=0.0,
+        only_for={"name": ("adamw", "sgd", "lion", "adafactor", "muon")},
+    )
+    momentum: float = option(
+        0.95,
+        "decay of the momentum in sgd (0.9 is usual) and of muon's matrices",
+        minimum=0.0,
+        only_for={"name": ("sgd", "muon")},
+    )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
     trainable: str = option("", "regular expression found in the paths of trained weights, others frozen; '': all")
 

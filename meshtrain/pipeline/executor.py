@@ -1,9 +1,9 @@
-"""Runs a proven schedule: one SPMD program in which every stage takes its own column of the table, row by row.
+"""Runs a proven schedule as one SPMD program: in each row of the table every stage runs its own column's cell.
 
-A row is work for every stage: those that idle compute on garbage, and what comes of it is dropped by `where`, never by
-a multiplication (0 x infinity is not 0). The backward of a row is made here by hand, `jax.vjp` from the kept stage
-input, so that nothing but stage inputs outlives a row. Embedding and head are computed by all stages together
-(vocabulary parallelism for pipelines, Yeung et al. 2024).
+Stages that idle in a row compute too, on whatever the dump slots hold; `jnp.where` drops their results (a product with
+0 would keep infinities). A backward row recomputes its stage from the saved input with `jax.vjp`, so only stage inputs
+live longer than a row. Embedding and head are computed by all stages together (vocabulary parallelism for pipelines,
+Yeung et al. 2024). Activations may be any pytree of arrays; "an activation" below is such a tree.
 
 M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, R: rows,
 K: layers in a chunk.
@@ -17,37 +17,56 @@ import numpy as np
 
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.trees import select
-from meshtrain.models.task import Batch, Loss, Params, Stages, Sums
+from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
+from meshtrain.pipeline.pullback import Pullback, floating, layer_vjp, with_float0
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 
 
 class Carry(NamedTuple):
-    """What lives from row to row on one stage."""
+    """The arrays of one stage that live from row to row."""
 
-    inputs: jax.Array  # [slots + 1, b, T, D], the last one is for what nobody wants
-    cotangents: jax.Array  # [slots + 1, b, T, D], likewise
-    leaving: jax.Array  # [b, T, D], the last cotangent that came out of the model's first layer; zeros on other stages
-    sums: tuple[jax.Array, jax.Array, Any]  # loss, weight, metrics
-    layers: Any  # float32 gradients of this stage's layers
-    outer: Any  # float32 gradients of everything else, of this stage's share where it is split
+    inputs: Any  # stage inputs, each leaf [slots + 1, b, ...] such as [slots + 1, b, T, D]; the last is the dump slot
+    cotangents: Any  # cotangents of floating leaves that wait for their backward row, [slots + 1, b, ...] likewise
+    leaving: Any  # the latest cotangent of the first layer's input, floating leaves; zeros on stages other than 0
+    sums: Loss  # loss, weight, metrics of the head; the same on every stage
+    layer_sums: LayerSums  # of this stage's layers
+    layers: Params  # float32 gradients of this stage's layers
+    outer: Params  # float32 gradients of all other parameters, of this stage's shard where they are sharded
 
 
 class Cell(NamedTuple):
-    """One row as one stage sees it: int32 scalars, `active` bool."""
+    """One row as one stage sees it: int32 scalars, `active` bool. See `Program` for each."""
 
-    microbatch: jax.Array
-    chunk: jax.Array
-    active: jax.Array
-    input_slot: jax.Array
-    embed_slot: jax.Array
-    receive_slot: jax.Array
-    cotangent_slot: jax.Array
-    receive_cotangent_slot: jax.Array
-    embed_microbatch: jax.Array
-    head_microbatch: jax.Array
-    embed_backward_microbatch: jax.Array
+    microbatch: Any
+    chunk: Any
+    active: Any
+    input_slot: Any
+    embed_slot: Any
+    receive_slot: Any
+    cotangent_slot: Any
+    receive_cotangent_slot: Any
+    embed_microbatch: Any
+    head_microbatch: Any
+    embed_backward_microbatch: Any
+
+
+def tables(program: Program) -> Cell:
+    """Returns the tables of a program, each int32 [R, S], or [R] where it is the same for every stage."""
+    return Cell(
+        microbatch=program.microbatch,
+        chunk=program.chunk,
+        active=program.active.astype(np.int32),
+        input_slot=program.input_slot,
+        embed_slot=program.embed_slot,
+        receive_slot=program.receive_slot,
+        cotangent_slot=program.cotangent_slot,
+        receive_cotangent_slot=program.receive_cotangent_slot,
+        embed_microbatch=program.embed_microbatch,
+        head_microbatch=program.head_microbatch,
+        embed_backward_microbatch=program.embed_backward_microbatch,
+    )
 
 
 def gradients(
@@ -63,12 +82,16 @@ def gradients(
 
     Args:
       stages: the model, cut.
-      program: the schedule, made ready to run.
-      replicas: the mesh, where parameters live, and what replicas share; fsdp and tensor are left to the partitioner.
+      program: the schedule with its buffer slots.
+      replicas: the mesh, the shardings of parameters, and how gradients are reduced over data; fsdp and tensor are left
+        to the partitioner.
       params: float32; layers in the storage that `stages.py` describes.
       batch: microbatches [b, M, ...].
       rng: a typed key.
-      seed: float32 scalar that the gradients come out multiplied by.
+      seed: float32 scalar, the cotangent of the loss: gradients are multiplied by it.
+
+    Raises:
+      UserError: see `stages.run_layers`.
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:
@@ -77,15 +100,17 @@ def gradients(
         for segment in segments(program):
             carry, row = run_segment(rows, segment, carry, row)
         carry = rows.embed_backward(carry, jnp.int32(program.last_microbatch))
-        return carry.sums, select({"layers": carry.layers, **carry.outer}, replicas.trained)[0]
+        layer_sums = jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), carry.layer_sums)
+        trained, _ = select({"layers": carry.layers, **carry.outer}, replicas.trained)
+        return with_layer_sums(carry.sums, layer_sums), trained
 
     compute, key_data = replicas.data_parallel(on_stage, MANUAL), jax.random.key_data(rng)
-    (loss, weight, metrics), found = compute(params, batch, key_data, jnp.float32(seed))
-    return Sums(loss, weight, metrics, found)
+    (loss, weight, metrics), reduced = compute(params, batch, key_data, jnp.float32(seed))
+    return Sums(loss, weight, metrics, reduced)
 
 
 def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) -> tuple[Carry, jax.Array]:
-    """Runs `segment.count` rounds of its body from row number `row` on; returns the number of the row after as well."""
+    """Runs the body of a segment `segment.count` times, from row number `row` on; returns the next row's number too."""
 
     def one_round(state: tuple[Carry, jax.Array], _: None) -> tuple[tuple[Carry, jax.Array], None]:
         carry, row = state
@@ -103,7 +128,7 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 
 
 class Rows:
-    """The two kinds of rows, on one stage."""
+    """The two kinds of rows, as one stage runs them."""
 
     def __init__(
         self,
@@ -115,7 +140,7 @@ class Rows:
         rng: jax.Array,
         seed: jax.Array,
     ) -> None:
-        """Keeps what no row changes; `params` and `batch` are this stage's share."""
+        """Holds what is the same in every row; `params` and `batch` are this stage's shards."""
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
         self.layers, self.outer = ring.split_layers(stages, params)
@@ -126,134 +151,142 @@ class Rows:
         self.indices = jnp.arange(stages.num_layers // (self.num_stages * self.num_chunks))
 
     def cell(self, row: jax.Array) -> Cell:
-        """Returns this stage's cell of a row. The whole table is a constant, so that rows cost no memory."""
-        tables = [getattr(self.program, name).astype(np.int32) for name in Cell._fields]
+        """Returns this stage's cell of a row. The tables are one constant of the program and take no other memory."""
         shape = self.program.active.shape
-        every = np.stack([np.broadcast_to(t.reshape(shape[0], -1), shape) for t in tables], axis=-1)
-        entries = ring.take(ring.take(jnp.asarray(every), row), self.stage)
+        columns = [np.broadcast_to(table.reshape(shape[0], -1), shape) for table in tables(self.program)]
+        entries = ring.take(ring.take(jnp.asarray(np.stack(columns, axis=-1)), row), self.stage)
         cell = Cell(*entries)
         return cell._replace(active=cell.active > 0)
 
     def start(self) -> Carry:
-        """Returns empty buffers but for the first microbatch, and zero sums."""
-        zeros = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)  # noqa: E731
+        """Returns buffers that are empty except for the first microbatch, and zero sums."""
+        first_cell = Cell(*(jnp.zeros((), jnp.int32) for _ in Cell._fields))
         x = self.embed(self.outer, jnp.int32(self.program.first_microbatch))
+        cotangent = ring.zeros_like(floating(x))
+        _, layer_sums = jax.eval_shape(lambda x: self.run_layers(self.layer(first_cell, 0), x, first_cell, 0), x)
+        num_slots, num_cotangent_slots = self.program.num_slots + 1, self.program.num_cotangent_slots + 1
         return Carry(
-            jnp.zeros((self.program.num_slots + 1, *x.shape), x.dtype).at[0].set(x),
-            jnp.zeros((self.program.num_cotangent_slots + 1, *x.shape), x.dtype),
-            jnp.zeros_like(x),
-            zeros(jax.eval_shape(self.head, self.outer, x, jnp.int32(0))),
-            self.replicas.zeros(self.layers, self.layer_homes),
-            self.replicas.zeros(self.outer, self.outer_homes),
+            inputs=jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype).at[0].set(x), x),
+            cotangents=jax.tree.map(lambda x: jnp.zeros((num_cotangent_slots, *x.shape), x.dtype), cotangent),
+            leaving=cotangent,
+            sums=ring.zeros_like(jax.eval_shape(self.head, self.outer, x, jnp.int32(0))),
+            layer_sums=ring.zeros_like(layer_sums),
+            layers=self.replicas.zeros(self.layers, self.layer_homes),
+            outer=self.replicas.zeros(self.outer, self.outer_homes),
         )
 
-    def embed(self, outer: Params, m: jax.Array) -> jax.Array:
+    def embed(self, outer: Params, m: jax.Array) -> Any:
         """Returns the activations that enter the first layer, on every stage."""
         return self.stages.first(outer, ring.microbatch(self.batch, m), self.rng, True, PIPELINE)
 
-    def head(self, outer: Params, y: jax.Array, m: jax.Array) -> Loss:
-        """Returns the loss of a microbatch from its final activations, on every stage."""
+    def head(self, outer: Params, y: Any, m: jax.Array) -> Loss:
+        """Returns the loss of a microbatch from the activations after the last layer, on every stage."""
         return self.stages.last(outer, y, ring.microbatch(self.batch, m), PIPELINE)
 
-    def layer(self, cell: Cell, index: jax.Array) -> Params:
+    def layer(self, cell: Cell, index: jax.Array | int) -> Params:
         """Returns the weights of one layer of the cell's chunk, each leaf [1, ...]."""
         return ring.layer_at(self.layers, ring.place(cell.chunk, index, self.num_chunks))
 
-    def run_layers(self, weights: Params, x: jax.Array, cell: Cell, index: jax.Array | int) -> jax.Array:
-        """Returns the activations after some layers of the cell's chunk, from `index` on."""
+    def run_layers(self, weights: Params, x: Any, cell: Cell, index: jax.Array | int) -> tuple[Any, LayerSums]:
+        """Returns the activations after the layers of the cell's chunk from `index` on, and the sums of these."""
         start = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks) + index
-        return self.stages.repeated(weights, x, ring.microbatch(self.batch, cell.microbatch), self.rng, start, True)
+        batch = ring.microbatch(self.batch, cell.microbatch)
+        return ring.run_layers(self.stages, weights, x, batch, self.rng, start, True)
 
-    def run_and_keep(self, x: jax.Array, cell: Cell) -> tuple[jax.Array, Any]:
-        """Returns the activations after the cell's chunk, and the backward function of each layer, stacked [K]."""
+    def recompute(self, x: Any, cell: Cell) -> tuple[Any, LayerSums, Pullback]:
+        """Returns the activations after the cell's chunk, its sums, and each layer's backward pass, stacked [K]."""
 
-        def one(x: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
-            weights = self.layer(cell, index)
-            y, pull = jax.vjp(lambda weights, x: self.run_layers(weights, x, cell, index), weights, x)
-            return y, ring.keeping_no_weights(pull, weights)
+        def one(x: Any, index: jax.Array) -> tuple[Any, tuple[LayerSums, Pullback]]:
+            layer = lambda weights, x: self.run_layers(weights, x, cell, index)  # noqa: E731
+            y, sums, pullback = layer_vjp(layer, self.layer(cell, index), x)
+            return y, (sums, pullback)
 
-        return jax.lax.scan(one, x, self.indices)
+        y, (sums, pullbacks) = jax.lax.scan(one, x, self.indices)
+        return y, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), pullbacks
 
     def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
-        """Reads a stage input, keeps it, sends the output to the next stage."""
+        """Reads a stage input, which stays in its slot, and sends the output to the next stage."""
 
-        def one(x: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-            return self.run_layers(self.layer(cell, index), x, cell, index), None
+        def one(x: Any, index: jax.Array) -> tuple[Any, None]:
+            return self.run_layers(self.layer(cell, index), x, cell, index)[0], None
 
         x = _read(carry.inputs, cell.input_slot)
-        # Where a stage has one chunk its layers lie together, and the model's own loop reads them: less to compile.
-        y = self.run_layers(self.layers, x, cell, 0) if self.num_chunks == 1 else jax.lax.scan(one, x, self.indices)[0]
+        # One chunk lies in one piece, so the model's own loop can run it: less to compile. Sums are added in B rows.
+        if self.num_chunks == 1:
+            y, _ = self.run_layers(self.layers, x, cell, 0)
+        else:
+            y, _ = jax.lax.scan(one, x, self.indices)
         inputs = _write(carry.inputs, ring.to_next(y, self.num_stages), cell.receive_slot)
         return self.embed_next(row, carry._replace(inputs=inputs), cell)
 
     def backward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
-        """Runs the stage again from its input, then backward; sends the input's cotangent to the previous stage."""
+        """Recomputes the stage from its input, runs its backward pass, and sends the input's cotangent back."""
         if row.embed_backward:
             carry = self.embed_backward(carry, cell.embed_backward_microbatch)
-        y, pulls = self.run_and_keep(_read(carry.inputs, cell.input_slot), cell)
+        y, sums, pullbacks = self.recompute(_read(carry.inputs, cell.input_slot), cell)
+        carry = carry._replace(layer_sums=ring.add_if(cell.active, carry.layer_sums, sums))
         cotangent = _read(carry.cotangents, cell.cotangent_slot)
         if row.head:
             carry, cotangent = self.head_backward(carry, cell, y, cotangent)
-        carry, x_cotangent = self.layers_backward(carry, cell, pulls, cotangent)
+        carry, x_cotangent = self.layers_backward(carry, cell, pullbacks, cotangent)
         is_first = (self.stage == 0) & (cell.chunk == 0) & cell.active
-        leaving = jnp.where(is_first, x_cotangent, carry.leaving)
+        leaving = ring.where(is_first, x_cotangent, carry.leaving)
         arrived = ring.to_previous(x_cotangent, self.num_stages)
         cotangents = _write(carry.cotangents, arrived, cell.receive_cotangent_slot)
         return self.embed_next(row, carry._replace(cotangents=cotangents, leaving=leaving), cell)
 
-    def layers_backward(self, carry: Carry, cell: Cell, pulls: Any, cotangent: jax.Array) -> tuple[Carry, jax.Array]:
-        """Adds each layer's gradient where it belongs, last layer first; returns the cotangent of the chunk's input.
+    def layers_backward(self, carry: Carry, cell: Cell, pullbacks: Pullback, cotangent: Any) -> tuple[Carry, Any]:
+        """Adds the gradients of a chunk's layers, last layer first; returns the cotangent of the chunk's input.
 
-        Done layer by layer because gradients of a whole chunk would be a second set of accumulators, written once more.
+        Layer by layer: gradients of a whole chunk would be a second set of accumulators, written once more.
         """
 
-        def one(sums: tuple[Params, jax.Array], layer: tuple[Any, Any]) -> tuple[tuple[Params, jax.Array], None]:
-            (total, cotangent), (index, pull) = sums, layer
-            part, cotangent = pull(self.layer(cell, index), cotangent)
+        def one(state: tuple[Params, Any], layer: tuple[Any, Any]) -> tuple[tuple[Params, Any], None]:
+            (total, cotangent), (index, pullback) = state, layer
+            part, cotangent = pullback(self.layer(cell, index), cotangent, self.seed)
             part = self.replicas.part(part, self.layer_homes)
             place = ring.place(cell.chunk, index, self.num_chunks)
             return (ring.add_at(total, part, place, cell.active), cotangent), None
 
-        (total, cotangent), _ = jax.lax.scan(one, (carry.layers, cotangent), (self.indices, pulls), reverse=True)
+        (total, cotangent), _ = jax.lax.scan(one, (carry.layers, cotangent), (self.indices, pullbacks), reverse=True)
         return carry._replace(layers=total), cotangent
 
-    def head_backward(self, carry: Carry, cell: Cell, y: jax.Array, cotangent: jax.Array) -> tuple[Carry, jax.Array]:
+    def head_backward(self, carry: Carry, cell: Cell, y: Any, cotangent: Any) -> tuple[Carry, Any]:
         """Adds a microbatch's loss; returns the cotangent of `y` where this is the last stage in its last chunk."""
         wanted, m = cell.head_microbatch >= 0, jnp.maximum(cell.head_microbatch, 0)
-        is_last = (self.stage == self.num_stages - 1) & (cell.chunk == self.num_chunks - 1)
-        final = ring.from_stage(y, is_last & cell.active)
+        is_last = (self.stage == self.num_stages - 1) & (cell.chunk == self.num_chunks - 1) & cell.active
+        final = ring.from_stage(y, is_last)
 
-        def total(outer: Params, final: jax.Array) -> tuple[jax.Array, Any]:
+        def total(outer: Params, final: Any) -> tuple[jax.Array, Any]:
             loss, weight, metrics = self.head(outer, final, m)
             return loss, (loss, weight, metrics)
 
         _, pull, sums = jax.vjp(total, self.outer, final, has_aux=True)
         outer, final_cotangent = pull(self.seed)
         outer = self.replicas.part(outer, self.outer_homes)
-        carry = carry._replace(sums=_add(carry.sums, sums, wanted), outer=_add(carry.outer, outer, wanted))
-        return carry, jnp.where(is_last & cell.active, final_cotangent, cotangent)
+        carry = carry._replace(
+            sums=ring.add_if(wanted, carry.sums, sums), outer=ring.add_if(wanted, carry.outer, outer)
+        )
+        return carry, ring.where(is_last, floating(final_cotangent), cotangent)
 
     def embed_next(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
-        """Embeds the microbatch that stage 0 is to have next, in rows that can."""
+        """Embeds the next microbatch of stage 0, in rows whose body does so."""
         if not row.embed:
             return carry
         x = self.embed(self.outer, jnp.maximum(cell.embed_microbatch, 0))
         return carry._replace(inputs=_write(carry.inputs, x, cell.embed_slot))
 
     def embed_backward(self, carry: Carry, m: jax.Array) -> Carry:
-        """Adds the embedding's gradient of microbatch `m`, which has come back to the first stage; of none below 0."""
-        _, pull = jax.vjp(lambda outer: self.embed(outer, jnp.maximum(m, 0)), self.outer)
-        (outer,) = pull(ring.from_stage(carry.leaving, self.stage == 0))
-        return carry._replace(outer=_add(carry.outer, self.replicas.part(outer, self.outer_homes), m >= 0))
+        """Adds the embedding's gradient of microbatch `m`, whose cotangent stage 0 holds; nothing for m < 0."""
+        x, pull = jax.vjp(lambda outer: self.embed(outer, jnp.maximum(m, 0)), self.outer)
+        (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))
+        return carry._replace(outer=ring.add_if(m >= 0, carry.outer, self.replicas.part(outer, self.outer_homes)))
 
 
-def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return ring.take(buffer, slot)
+def _read(buffer: Any, slot: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: ring.take(leaf, slot), buffer)
 
 
-def _write(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0, allow_negative_indices=False)
-
-
-def _add(total: Any, part: Any, wanted: jax.Array) -> Any:
-    return jax.tree.map(lambda total, part: jnp.where(wanted, total + part, total), total, part)
+def _write(buffer: Any, tree: Any, slot: jax.Array) -> Any:
+    write = lambda leaf, x: jax.lax.dynamic_update_index_in_dim(leaf, x, slot, 0, allow_negative_indices=False)  # noqa: E731
+    return jax.tree.map(write, buffer, tree)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from meshtrain.layout.placement import on_shards
-from meshtrain.models.task import Batch, Loss, Params, Stages
+from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 
@@ -19,12 +19,12 @@ from meshtrain.pipeline.stages import MANUAL, PIPELINE
 def evaluate(
     stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch, rng: jax.Array
 ) -> Loss:
-    """Returns the sums of a batch [b, M, ...] without gradients, nothing dropped: (loss, weight, metrics)."""
+    """Returns the sums of a batch [b, M, ...] without gradients or dropout: (loss, weight, metrics)."""
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Loss:
         _, outer = ring.split_layers(stages, params)
 
-        def finish(sums: Loss, y: jax.Array, m: jax.Array) -> Loss:
+        def finish(sums: Loss, y: Any, m: jax.Array) -> Loss:
             part = stages.last(outer, y, ring.microbatch(batch, m), PIPELINE)
             return jax.tree.map(jnp.add, sums, part)
 
@@ -32,8 +32,9 @@ def evaluate(
         first = ring.microbatch(batch, jnp.int32(0))
         final = jax.eval_shape(lambda: stages.first(outer, first, key, False, PIPELINE))
         shapes = jax.eval_shape(lambda y: stages.last(outer, y, first, PIPELINE), final)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return forward_only(stages, params, batch, key, num_chunks, finish, zeros)
+        initial = ring.zeros_like(shapes)
+        sums, layer_sums = forward_only(stages, params, batch, key, num_chunks, finish, initial)
+        return with_layer_sums(sums, jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), layer_sums))
 
     return _on_mesh(on_stage, mesh, specs, PartitionSpec())(params, batch, jax.random.key_data(rng))
 
@@ -48,9 +49,10 @@ def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Para
         key = jax.random.wrap_key_data(key_data)
         final = jax.eval_shape(lambda: stages.first(outer, ring.microbatch(batch, jnp.int32(0)), key, False, PIPELINE))
         shape = jax.eval_shape(lambda y: compute(outer, y, PIPELINE), final)
-        every = jnp.zeros((ring.num_microbatches(batch), *shape.shape), shape.dtype)
-        finish = lambda kept, y, m: kept.at[m].set(compute(outer, y, PIPELINE))  # noqa: E731
-        return forward_only(stages, params, batch, key, num_chunks, finish, every)
+        initial = jnp.zeros((ring.num_microbatches(batch), *shape.shape), shape.dtype)
+        finish = lambda columns, y, m: columns.at[m].set(compute(outer, y, PIPELINE))  # noqa: E731
+        columns: jax.Array = forward_only(stages, params, batch, key, num_chunks, finish, initial)[0]
+        return columns
 
     columns = PartitionSpec(None, None, None, PIPELINE)
     return _on_mesh(on_stage, mesh, specs, columns)(params, batch, jax.random.key_data(jax.random.key(0)))
@@ -63,54 +65,84 @@ def _on_mesh(on_stage: Any, mesh: Mesh, specs: Any, out_specs: Any) -> Any:
 
 def forward_only(
     stages: Stages, params: Params, batch: Batch, rng: jax.Array, num_chunks: int, finish: Any, initial: Any
-) -> Any:
-    """Runs all microbatches through all stages without keeping anything for a backward pass.
+) -> tuple[Any, LayerSums]:
+    """Runs all microbatches through all stages and saves nothing for a backward pass.
 
-    Each chunk in turn is a pass of M + S - 1 rows: stage s has microbatch r - s in row r.
+    Each chunk is a pass of M + S - 1 rows: in row r stage s runs microbatch r - s, and idles where there is none.
 
     Args:
       stages: the model, cut.
-      params: this stage's share.
+      params: this stage's shard.
       batch: [b, M, ...], the same on every stage.
       rng: a typed key.
       num_chunks: V.
-      finish: (carry, final activations of microbatch m on every stage, m) -> carry.
+      finish: (carry, activations of microbatch m after the last layer, on every stage, m) -> carry.
       initial: the first carry.
 
     Returns:
-      The last carry.
+      The last carry, and the sums of this stage's layers over all microbatches.
+
+    Raises:
+      UserError: see `stages.run_layers`.
     """
     layers, outer = ring.split_layers(stages, params)
     num_stages, num_parts = jax.lax.axis_size(PIPELINE), ring.num_microbatches(batch)
-    stage = jax.lax.axis_index(PIPELINE)
 
-    def embed(m: jax.Array) -> jax.Array:
+    def embed(m: jax.Array) -> Any:
         return stages.first(outer, ring.microbatch(batch, m), rng, False, PIPELINE)
 
-    shape = jax.eval_shape(embed, jnp.zeros((), jnp.int32))
-    zeros = jnp.zeros(shape.shape, shape.dtype)
-
-    def one_pass(chunk: int, source: Any, finish: Any, carry: Any) -> Any:
+    def run_layers(chunk: int, x: Any, m: jax.Array) -> tuple[Any, LayerSums]:
         weights = ring.chunk_of(layers, jnp.int32(chunk), num_chunks)
         start = ring.first_layer(chunk, num_stages, stages.num_layers, num_chunks)
+        return ring.run_layers(stages, weights, x, ring.microbatch(batch, m), rng, start, False)
 
-        def row(carry: tuple[jax.Array, Any], r: jax.Array, finishes: bool) -> tuple[tuple[jax.Array, Any], None]:
-            inbox, result = carry
-            x = jnp.where(stage == 0, source(jnp.minimum(r, num_parts - 1)), inbox)
-            mine = ring.microbatch(batch, jnp.clip(r - stage, 0, num_parts - 1))
-            y = stages.repeated(weights, x, mine, rng, start, False)
-            if finishes:
-                result = finish(result, ring.from_stage(y, stage == num_stages - 1), r - (num_stages - 1))
-            return (ring.to_next(y, num_stages), result), None
+    zero = jnp.zeros((), jnp.int32)
+    shapes, sums_shapes = jax.eval_shape(lambda m: run_layers(0, embed(m), m), zero)
+    inbox, layer_sums = ring.zeros_like(shapes), ring.zeros_like(sums_shapes)
 
-        ramp, steady = jnp.arange(num_stages - 1), jnp.arange(num_stages - 1, num_stages - 1 + num_parts)
-        carry, _ = jax.lax.scan(lambda c, r: row(c, r, False), (zeros, carry), ramp)
-        carry, _ = jax.lax.scan(lambda c, r: row(c, r, True), carry, steady)
-        return carry[1]
+    def write(between: Any, y: Any, m: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf, x: leaf.at[m].set(x), between, y)
+
+    def read(between: Any, m: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: ring.take(leaf, m), between)
 
     source: Any = embed
     for chunk in range(num_chunks - 1):
-        between = jnp.zeros((num_parts, *shape.shape), shape.dtype)
-        between = one_pass(chunk, source, lambda kept, y, m: kept.at[m].set(y), between)
-        source = functools.partial(ring.take, between)
-    return one_pass(num_chunks - 1, source, finish, initial)
+        empty = jax.tree.map(lambda x: jnp.zeros((num_parts, *x.shape), x.dtype), shapes)
+        run = functools.partial(run_layers, chunk)
+        _, between, layer_sums = _one_pass(run, source, write, (inbox, empty, layer_sums), num_parts)
+        source = functools.partial(read, between)
+    run = functools.partial(run_layers, num_chunks - 1)
+    _, carry, layer_sums = _one_pass(run, source, finish, (inbox, initial, layer_sums), num_parts)
+    return carry, layer_sums
+
+
+def _one_pass(run_layers: Any, source: Any, finish: Any, state: tuple[Any, Any, Any], num_parts: int) -> Any:
+    """Runs all microbatches through one chunk of every stage.
+
+    Args:
+      run_layers: (activations, m) -> (activations, sums), this stage's layers.
+      source: m -> the activations of microbatch m that enter stage 0.
+      finish: (carry, activations that leave the last stage, m) -> carry.
+      state: (any stage input, carry, sums of this stage's layers).
+      num_parts: M.
+
+    Returns:
+      The state after M + S - 1 rows.
+    """
+    num_stages, stage = jax.lax.axis_size(PIPELINE), jax.lax.axis_index(PIPELINE)
+
+    def row(state: tuple[Any, Any, Any], r: jax.Array, finishes: bool) -> tuple[Any, None]:
+        inbox, carry, layer_sums = state
+        x = ring.where(stage == 0, source(jnp.minimum(r, num_parts - 1)), inbox)
+        m = r - stage
+        y, sums = run_layers(x, jnp.clip(m, 0, num_parts - 1))
+        layer_sums = ring.add_if((m >= 0) & (m < num_parts), layer_sums, sums)
+        if finishes:
+            carry = finish(carry, ring.from_stage(y, stage == num_stages - 1), r - (num_stages - 1))
+        return (ring.to_next(y, num_stages), carry, layer_sums), None
+
+    ramp, steady = jnp.arange(num_stages - 1), jnp.arange(num_stages - 1, num_stages - 1 + num_parts)
+    state, _ = jax.lax.scan(lambda s, r: row(s, r, False), state, ramp)
+    state, _ = jax.lax.scan(lambda s, r: row(s, r, True), state, steady)
+    return state

@@ -6,14 +6,15 @@ Layer storage is [V K S, ...] in layer order where V is 1, else [V, K S, ...] wi
 s then holds in chunk c the layers (c S + s) K ... (c S + s) K + K - 1, and layer order is cut, not changed.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.models.losses import psum_float32
-from meshtrain.models.task import Batch, Params, Stages
+from meshtrain.models.task import Batch, LayerSums, Params, Stages
+from meshtrain.words.errors import UserError
 
 PIPELINE = "pipeline"
 MANUAL = frozenset({PIPELINE})
@@ -47,7 +48,7 @@ def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
     return jax.tree.map(lambda leaf: take(leaf, chunk), layers)
 
 
-def place(chunk: jax.Array, index: jax.Array, num_chunks: int) -> tuple[jax.Array, ...]:
+def place(chunk: jax.Array, index: Any, num_chunks: int) -> tuple[Any, ...]:
     """Returns where one of this stage's layers is stored, in the leading dims."""
     return (index,) if num_chunks == 1 else (chunk, index)
 
@@ -67,20 +68,43 @@ def _slice_at(leaf: jax.Array, place: tuple[jax.Array, ...]) -> tuple[tuple[Any,
     return (*place, *(0 for _ in trailing)), (*(1 for _ in place), *trailing)
 
 
-def keeping_no_weights(pull: Callable[..., Any], weights: Params) -> Callable[..., Any]:
-    """Returns a backward pass, as `jax.vjp` returns one, that is given the weights as well: (weights, cotangent) -> ...
+def run_layers(
+    stages: Stages, layers: Params, x: Any, batch: Batch, rng: jax.Array, start: Any, train: bool
+) -> tuple[Any, LayerSums]:
+    """Returns (activations, sums) of `stages.repeated`.
 
-    What it would have kept of them is left out: a loop that stacks backward passes would copy the weights otherwise.
+    Raises:
+      UserError: it returns something else, or activations unlike those it was given.
     """
-    own, leaves, tree = jax.tree.leaves(weights), jax.tree.leaves(pull), jax.tree.structure(pull)
-    places = [next((i for i, one in enumerate(own) if one is leaf), None) for leaf in leaves]
+    allowed = "allowed: (activations, None) or (activations, (loss, metrics))"
+    output = stages.repeated(layers, x, batch, rng, start, train)
+    if not isinstance(output, tuple) or len(output) != 2:
+        raise UserError(f"stages.repeated: got {_text(output)}; {allowed}; nearest: return activations, None")
+    y, sums = output
+    if _text(y) != _text(x):
+        raise UserError(
+            f"stages.repeated: got activations {_text(y)}; allowed: those of its input, {_text(x)}; nearest: the same "
+            "tree, shapes and dtypes"
+        )
+    wanted = sums is None or (
+        isinstance(sums, tuple) and len(sums) == 2 and isinstance(sums[1], Mapping) and _are_float32_scalars(sums)
+    )
+    if not wanted:
+        raise UserError(
+            f"stages.repeated: got sums {_text(sums)}; {allowed}, a float32 scalar and a dict of float32 scalars; "
+            "nearest: (loss, {})"
+        )
+    return y, sums
 
-    def run(kept: list[jax.Array], weights: Params, cotangent: jax.Array) -> Any:
-        own, rest = jax.tree.leaves(weights), iter(kept)
-        whole = [next(rest) if place is None else own[place] for place in places]
-        return jax.tree.unflatten(tree, whole)(cotangent)
 
-    return jax.tree_util.Partial(run, [leaf for leaf, place in zip(leaves, places, strict=True) if place is None])
+def _text(tree: Any) -> str:
+    leaf_text = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)  # noqa: E731
+    return str(jax.tree.map(leaf_text, tree)).replace("'", "")
+
+
+def _are_float32_scalars(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return all(getattr(leaf, "shape", None) == () and leaf.dtype == jnp.float32 for leaf in leaves)
 
 
 def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: jax.Array) -> Params:
@@ -109,19 +133,43 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
     return (chunk * num_stages + jax.lax.axis_index(PIPELINE)) * layers_in_chunk
 
 
-def from_stage(x: jax.Array, here: jax.Array) -> jax.Array:
-    """Hands to all stages the `x` of the one where `here` is true; zeros where it is true nowhere."""
-    return psum_float32(jnp.where(here, x, jnp.zeros_like(x)), PIPELINE)
+def from_stage(tree: Any, here: jax.Array) -> Any:
+    """Returns on all stages the arrays of the one stage where `here` is true; zeros where it is true on none."""
+
+    def broadcast(x: jax.Array) -> jax.Array:
+        masked = jnp.where(here, x, jnp.zeros_like(x))
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return psum_float32(masked, PIPELINE)
+        return jax.lax.psum(masked, PIPELINE).astype(x.dtype)
+
+    return jax.tree.map(broadcast, tree)
 
 
-def to_next(x: jax.Array, num_stages: int) -> jax.Array:
-    """Sends to the following stage, the last one to the first."""
-    return jax.lax.ppermute(x, PIPELINE, [(s, (s + 1) % num_stages) for s in range(num_stages)])
+def to_next(tree: Any, num_stages: int) -> Any:
+    """Sends each array to the following stage, from the last one to the first."""
+    ring = [(s, (s + 1) % num_stages) for s in range(num_stages)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, ring), tree)
 
 
-def to_previous(x: jax.Array, num_stages: int) -> jax.Array:
-    """Sends to the stage before, the first one to the last."""
-    return jax.lax.ppermute(x, PIPELINE, [(s, (s - 1) % num_stages) for s in range(num_stages)])
+def to_previous(tree: Any, num_stages: int) -> Any:
+    """Sends each array to the stage before, from the first one to the last."""
+    ring = [(s, (s - 1) % num_stages) for s in range(num_stages)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, ring), tree)
+
+
+def where(condition: jax.Array, chosen: Any, otherwise: Any) -> Any:
+    """Returns one of two trees, leaf by leaf: a selection, because multiplying by 0 would keep infinities."""
+    return jax.tree.map(lambda one, other: jnp.where(condition, one, other), chosen, otherwise)
+
+
+def add_if(condition: jax.Array, total: Any, part: Any) -> Any:
+    """Returns total + part where the condition holds, else `total`, whatever is in `part`."""
+    return jax.tree.map(lambda total, part: jnp.where(condition, total + part, total), total, part)
+
+
+def zeros_like(tree: Any) -> Any:
+    """Returns zeros for a tree of arrays or of abstract arrays."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
 def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: int) -> list[range]:

@@ -50,6 +50,29 @@ def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) 
     return schedule
 
 
+def unread(options: PipelineOptions, num_stages: int) -> list[str]:
+    """Returns one line where a table is named and would not be read, or stands beside a schedule.
+
+    Args:
+      options: the configuration's `pipeline`.
+      num_stages: `mesh.pipeline`; -1 where it is not known yet.
+    """
+    if not options.table:
+        return []
+    default = PipelineOptions().schedule
+    if options.schedule != default:
+        return [
+            f"pipeline.table: got '{options.table}' with pipeline.schedule={options.schedule}; allowed: one of them; "
+            f"nearest: pipeline.schedule={default}, the default, beside a table"
+        ]
+    if num_stages == 1:
+        return [
+            f"pipeline.table: got '{options.table}' with mesh.pipeline=1, where no schedule runs; allowed: '', or the "
+            "table's number of stages; nearest: leave it out"
+        ]
+    return []
+
+
 def read_table(path: str) -> Schedule:
     """Returns the table in a CSV file; not yet proven (see `check.prove`).
 

@@ -50,6 +50,11 @@ def main(argv: Sequence[str]) -> int:
     config = configure(given, reads_data=False)
     if not given.cluster:
         raise UserError(f"--cluster: got nothing; allowed: {topology.ALLOWED}; nearest: --cluster=h100:8x8")
+    if given.search and given.calibrate:
+        raise UserError(
+            "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
+            "leave it out"
+        )
     for name in ("json", "html"):
         if path := getattr(given, name):
             refuse_target(f"--{name}", path, f"plan.{name}")

@@ -6,36 +6,26 @@ answer for the target. This is the only place that does so; a test fails when JA
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from jax._src.cudnn import fused_attention_stablehlo as private
 
-from meshtrain.config.config import Config
-from meshtrain.models.attention import chosen
 from meshtrain.plan.topology import Cluster
-from meshtrain.step.precision import compute_dtype
 
 CUDNN_VERSION = 91000  # 9.10, as the files in targets/ say
 
 
 @contextlib.contextmanager
-def as_on_target(config: Config, cluster: Cluster) -> Iterator[tuple[Config, str]]:
-    """Yields the configuration with the attention that `auto` means on the target, and its name, for tracing.
+def as_on_target(cluster: Cluster) -> Iterator[None]:
+    """Lets cuDNN's kernel be traced for a GPU that is not there; changes nothing for other devices.
 
     Args:
-      config: a configuration; `model.attention` other than `auto` stays.
       cluster: the target.
     """
-    model, dtype = config.model, compute_dtype(config.precision)
-    name = chosen(
-        model.attention, model.width_of_head, config.sequence_length, dtype, model.within_documents, cluster.platform
-    )
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=name))
-    if name != "cudnn" or cluster.compute_capability is None:
-        yield config, name
+    if cluster.compute_capability is None:
+        yield
         return
     target = cluster.compute_capability
 
@@ -51,7 +41,7 @@ def as_on_target(config: Config, cluster: Cluster) -> Iterator[tuple[Config, str
         check_compute_capability=at_least,
         is_cuda_compute_capability_equal=equal,
     ):
-        yield config, name
+        yield
 
 
 @contextlib.contextmanager

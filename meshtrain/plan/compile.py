@@ -16,7 +16,7 @@ from meshtrain.models import layers
 from meshtrain.plan.attention import as_on_target
 from meshtrain.plan.hlo import Program, read
 from meshtrain.plan.topology import Cluster
-from meshtrain.plan.traced import traced_flops
+from meshtrain.plan.traced import attention_kernel, traced_flops
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -42,7 +42,7 @@ class Compiled:
       text: the scheduled program; None where the compiler gave up for lack of memory.
       statistics: None likewise.
       options: the compiler options it was compiled with.
-      attention: the implementation of attention that was compiled.
+      attention: the kernel of attention that was traced, `cudnn` or `splash`; `xla` where there is none.
       traced_flops: of matrix products on one device before any compiler, attention kernels in full.
       messages: lines that the compiler wrote to standard error.
       refusal: why there is no program, in the compiler's words; an empty text where there is one.
@@ -72,7 +72,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
       UserError: what `assemble` refuses.
     """
     start = time.perf_counter()
-    with as_on_target(config, cluster) as (config, attention):
+    with as_on_target(cluster):
         assembly = assemble(config, shape, cluster.devices)
         with captured() as messages:
             traced = assembly.train_step.trace(assembly.state, assembly.batch)
@@ -90,7 +90,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         text=text,
         statistics=_statistics(compiled.memory_analysis()) if compiled else None,
         options=compiler_options(cluster.devices[0].device_kind),
-        attention=attention,
+        attention=attention_kernel(traced.jaxpr.jaxpr),
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
         messages=tuple(messages),
         refusal=refusal,

@@ -3,9 +3,11 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.layout.zero import DATA
+from meshtrain.models.decoder import DecoderOptions
 from meshtrain.plan.collectives import Traffic
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
@@ -153,6 +155,7 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
 
 def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
     config = compiled.assembly.config
+    model: Any = config.model
     if compiled.attention == "cudnn" and cluster.platform == "cuda":
         return [
             Finding(
@@ -162,12 +165,14 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
         ]
     if compiled.attention == "splash" and cluster.platform != "tpu":
         return [Finding("attention is a TPU's kernel, which is interpreted here, slowly", "model.attention=auto")]
-    if compiled.attention == "splash" or cluster.platform == "cpu" or config.sequence_length < 2048:
+    if compiled.attention != "xla" or cluster.platform == "cpu" or config.sequence_length < 2048:
         return []
+    if not isinstance(model, DecoderOptions):
+        return []  # of another model's attention nothing is known
     reason, change = "no fused kernel takes these heads or dtypes", "16-bit precision, heads of 64 or 128"
     if cluster.platform == "tpu":
         reason, change = "JAX's kernel was not asked for, or is not for these shapes", f"model.attention=auto, {SPLASH}"
-    elif config.model.within_documents:
+    elif model.within_documents:
         reason = "documents are masked"
         change = "model.within_documents=false where neighbouring documents may see each other"
     keeps = f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head"

@@ -5,10 +5,12 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
     data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step. Of weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
-    fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter
+    fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers, and one scatter of the gradients
     tensor    2 (n - 1) / n of A, M times: 4 a layer (5 where the forward is computed again), one for the
               look-up and one for the head
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
+
+The last two are of a transformer, and need a task that states its width (and for tensor its number of layers).
 """
 
 import dataclasses
@@ -20,16 +22,20 @@ import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
+from meshtrain.layout.axes import AXES, DATA, PIPELINE
+from meshtrain.layout.partition import num_parts
 from meshtrain.layout.placement import axes_in
-from meshtrain.layout.zero import DATA, MAX_LEVEL
+from meshtrain.layout.trees import select
+from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.step.precision import compute_dtype, param_dtype
 
+TENSOR = "tensor"
 FLOAT32_BYTES = 4
 REDUCTIONS_A_LAYER = 4
 RECOMPUTED_REDUCTIONS = 1  # of two in a layer's forward: nothing waits for the sum at its end
 LOOKUP_AND_HEAD = 2
-GATHERS_AND_SCATTER = 3
+GATHERS, SCATTERS = 2, 1  # of a stored weight and of its gradient, for each microbatch
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
 
@@ -39,9 +45,10 @@ class Sizes:
 
     Attributes:
       num_microbatches: M.
-      activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype.
+      activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype; 0: unknown.
       residual_bytes: R, the same between layers, where sequence parallelism splits the sequence over tensor.
       stored_bytes: storage axis -> bytes of the weights split over it, gathered, in the compute dtype.
+      trained_bytes: the same of those that have gradients.
       reduced_bytes: of the gradients that replicas all-reduce over data, in the dtype in which they cross it.
       scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise.
       updated_bytes: of the parameters of those, which are gathered over data after the update.
@@ -52,6 +59,7 @@ class Sizes:
     activation_bytes: float
     residual_bytes: float
     stored_bytes: dict[str, float]
+    trained_bytes: dict[str, float]
     reduced_bytes: float
     scattered_bytes: float
     updated_bytes: float
@@ -60,31 +68,33 @@ class Sizes:
 
 def sizes(assembly: Assembly) -> Sizes:
     """Returns the sizes behind the formulas of one step."""
-    config, shape = assembly.config, dict(assembly.mesh.shape)
+    config, shape, task = assembly.config, dict(assembly.mesh.shape), assembly.task
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts = num_microbatches(config, shape)
-    sequences = config.batch_size / (parts * shape["data"] * shape["fsdp"])
-    leaves = jax.tree.leaves(assembly.state.params)
-    stored = {axis: sum(_gathered(leaf, axis) * itemsize for leaf in leaves) for axis in assembly.rules.storage_axes}
+    units = task.num_units / (parts * num_parts(assembly.rules.activations["batch"], shape))
+    activations = units * task.width * itemsize
+    parameters = assembly.state.params
+    trained, _ = select(parameters, assembly.replicas.trained)
     reduced, scattered = _reduced_and_scattered(assembly)
     wire_itemsize = jnp.dtype(assembly.replicas.wire_dtype).itemsize
-    activations = sequences * config.sequence_length * config.model.embed_dim * itemsize
     return Sizes(
         num_microbatches=parts,
         activation_bytes=activations,
-        residual_bytes=activations / (shape["tensor"] if config.layout.sequence_parallel else 1),
-        stored_bytes=stored,
+        residual_bytes=activations / (shape[TENSOR] if config.layout.sequence_parallel else 1),
+        stored_bytes={axis: _gathered(parameters, axis) * itemsize for axis in assembly.rules.storage_axes},
+        trained_bytes={axis: _gathered(trained, axis) * itemsize for axis in assembly.rules.storage_axes},
         reduced_bytes=reduced * wire_itemsize,
         scattered_bytes=scattered * wire_itemsize,
         updated_bytes=scattered * jnp.dtype(param_dtype(config.precision)).itemsize,
-        layers_of_stage=config.model.num_layers / shape["pipeline"],
+        layers_of_stage=task.num_layers / shape[PIPELINE],
     )
 
 
 def _reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
     """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data)."""
     replicas, reduced, scattered = assembly.replicas, 0, 0
-    for leaf, home in zip(jax.tree.leaves(assembly.state.params), jax.tree.leaves(replicas.homes), strict=True):
+    trained, _ = select(assembly.state.params, replicas.trained)
+    for leaf, home in zip(jax.tree.leaves(trained), jax.tree.leaves(replicas.trained_homes), strict=True):
         elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
         if replicas.level == 0 or home.dim == 0:
             reduced += elements
@@ -93,39 +103,45 @@ def _reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
     return reduced, scattered
 
 
-def _gathered(leaf: Any, axis: str) -> float:
-    """Elements on one device of a weight once it is gathered over an axis that splits it; 0 where none does."""
-    if axis not in axes_in(leaf.sharding.spec):
-        return 0.0
-    return float(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.sharding.mesh.shape[axis])
+def _gathered(tree: Any, axis: str) -> float:
+    """Elements on one device of the weights that an axis splits, once they are gathered over it."""
+    split = [leaf for leaf in jax.tree.leaves(tree) if axis in axes_in(leaf.sharding.spec)]
+    shards = (math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.sharding.mesh.shape[axis] for leaf in split)
+    return float(sum(shards))
 
 
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
-    """Returns the least bytes on the wire for each axis larger than 1, in mesh order."""
-    config, shape, size = assembly.config, dict(assembly.mesh.shape), sizes(assembly)
-    share = {axis: (n - 1) / n for axis, n in shape.items()}
-    recomputes = shape["pipeline"] > 1 or config.remat.policy == "full"
-    reductions = REDUCTIONS_A_LAYER + (RECOMPUTED_REDUCTIONS if recomputes else 0)
-    tensor = reductions * size.layers_of_stage + LOOKUP_AND_HEAD
-    chunks = assembly.program.schedule.num_chunks if assembly.program else 1
-    times = size.num_microbatches
-    minimum = {
-        "data": share["data"] * _data_bytes(assembly.replicas.level, size),
-        "pipeline": 2.0 * times * chunks * size.residual_bytes,
-        "fsdp": share["fsdp"] * GATHERS_AND_SCATTER * times * _stored(size, "fsdp"),
-        "tensor": 2 * share["tensor"] * tensor * times * size.activation_bytes,
-    }
-    return {axis: minimum[axis] for axis in shape if shape[axis] > 1}
+    """Returns the least bytes on the wire for each axis larger than 1 of which it is known, in mesh order."""
+    shape, size = dict(assembly.mesh.shape), sizes(assembly)
+    least: dict[str, float] = {}
+    for axis in AXES:
+        if shape[axis] == 1:
+            continue
+        share = (shape[axis] - 1) / shape[axis]
+        stores = axis in assembly.rules.storage_axes
+        if stores or axis == DATA:
+            each = GATHERS * size.stored_bytes[axis] + SCATTERS * size.trained_bytes[axis] if stores else 0.0
+            once = _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
+            least[axis] = share * (size.num_microbatches * each + once)
+        elif axis == TENSOR and assembly.task.width and assembly.task.num_layers:
+            least[axis] = 2 * share * _reductions(assembly, size) * size.num_microbatches * size.activation_bytes
+        elif axis == PIPELINE and assembly.task.width:
+            chunks = assembly.program.schedule.num_chunks if assembly.program else 1
+            least[axis] = 2.0 * size.num_microbatches * chunks * size.residual_bytes
+    return least
 
 
-def _stored(size: Sizes, axis: str) -> float:
-    return size.stored_bytes[axis] if axis in size.stored_bytes else 0.0
+def _reductions(assembly: Assembly, size: Sizes) -> float:
+    """Returns how often one microbatch's activations are summed over tensor on a stage."""
+    recomputes = assembly.program is not None or assembly.config.remat.policy == "full"
+    of_layer = REDUCTIONS_A_LAYER + (RECOMPUTED_REDUCTIONS if recomputes else 0)
+    return of_layer * size.layers_of_stage + LOOKUP_AND_HEAD
 
 
-def _data_bytes(level: int, size: Sizes) -> float:
-    stored = GATHERS_AND_SCATTER * size.num_microbatches * _stored(size, DATA)
+def _replicated_bytes(level: int, size: Sizes) -> float:
+    """Returns what crosses data for weights that are not stored over it; the ring's (n - 1) / n left out."""
     scatters = size.num_microbatches if level == SCATTERS_EACH else 1
-    return stored + 2 * size.reduced_bytes + scatters * size.scattered_bytes + size.updated_bytes
+    return 2 * size.reduced_bytes + scatters * size.scattered_bytes + size.updated_bytes
 
 
 def idle_share(assembly: Assembly) -> float:
@@ -134,20 +150,23 @@ def idle_share(assembly: Assembly) -> float:
 
 
 def executor_bytes(assembly: Assembly) -> float | None:
-    """Returns what the pipeline's executor sends over its axis by its own formula; None without a pipeline.
+    """Returns what the pipeline's executor sends over its axis by its own formula.
 
     One permute of R a row. In each row whose body has them, embedding, its backward, the head's input and its cotangent
     sum R over the stages in float32, and the loss three numbers a token (R: activations as layers hand them on). One
     embedding comes before the first row, and one backward after the last.
+
+    Returns:
+      Bytes; None without a pipeline, and of a task that does not state its width.
     """
-    program = assembly.program
-    if program is None:
+    program, width = assembly.program, assembly.task.width
+    if program is None or not width:
         return None
-    size, config, shape = sizes(assembly), assembly.config, dict(assembly.mesh.shape)
-    ring = 2 * (shape["pipeline"] - 1) / shape["pipeline"]
-    wider = FLOAT32_BYTES / jnp.dtype(compute_dtype(config.precision)).itemsize
+    size, shape = sizes(assembly), dict(assembly.mesh.shape)
+    ring = 2 * (shape[PIPELINE] - 1) / shape[PIPELINE]
+    wider = FLOAT32_BYTES / jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
     residual = ring * wider * size.residual_bytes
-    numbers = 3 * ring * wider * size.activation_bytes / config.model.embed_dim
+    numbers = 3 * ring * wider * size.activation_bytes / width
 
     def of(part: Segment | Signature) -> float:
         if isinstance(part, Segment):
@@ -156,20 +175,18 @@ def executor_bytes(assembly: Assembly) -> float | None:
         return row + (2 * residual + numbers if part.head else 0.0)
 
     rows = segments(program)
-    # Nobody reads what the very last row sends, and outside of a loop the compiler leaves it out.
+    # Nothing reads what the very last row sends, and outside of a loop the compiler drops it.
     unsent = size.residual_bytes if rows[-1].count == 1 else 0.0
     return sum(of(segment) for segment in rows) + 2 * residual - unsent
 
 
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:
-    """Returns (6 N + causal attention, 6 N + full attention) of one step, FLOPs a device; None for a model unknown.
+    """Returns (6 N + causal attention, 6 N + full attention) of one step, FLOPs a device; None of a task without them.
 
     Causal attention is half of full attention (PaLM, Chowdhery et al. 2022, appendix B, counts full).
     """
-    config, task = assembly.config, assembly.task
+    task = assembly.task
     if not task.flops_per_token:
         return None
-    tokens = config.batch_size * config.sequence_length / assembly.mesh.size
-    model = config.model
-    attention = 12.0 * model.num_layers * config.sequence_length * model.num_heads * model.width_of_head
-    return (task.flops_per_token - attention / 2) * tokens, task.flops_per_token * tokens
+    units = task.num_units / assembly.mesh.size
+    return (task.flops_per_token - task.attention_flops_per_token / 2) * units, task.flops_per_token * units

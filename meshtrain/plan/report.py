@@ -34,11 +34,14 @@ def verdict(plan: Plan) -> str:
 
 def _title(plan: Plan) -> str:
     assembly, config = plan.compiled.assembly, plan.compiled.assembly.config
-    tokens = config.batch_size * config.sequence_length
+    task = assembly.task
+    entry: Any = next(iter(task.batch.values()))
+    examples = f"{config.batch_size:,} examples"
+    if task.unit == "tokens" and len(entry.shape) == 2:
+        examples = f"{config.batch_size:,} sequences of {entry.shape[1]:,} tokens"
     lines = [
         f"plan         {plan.cluster.text}: {describe(assembly.mesh)}",
-        f"model        {assembly.task.num_parameters:,} parameters; {config.batch_size:,} sequences of "
-        f"{config.sequence_length:,} tokens a step, {tokens:,} tokens",
+        f"model        {task.num_parameters:,} parameters; {examples} a step, {task.num_units:,} {task.unit}",
         f"compiled     in {plan.compiled.seconds:.1f} s, attention {plan.compiled.attention}, "
         f"remat {config.remat.policy}, {config.precision.policy}",
         f"memory       {verdict(plan)}",
@@ -132,10 +135,10 @@ def _compute(plan: Plan) -> str:
 def _time(plan: Plan) -> str:
     if plan.timing is None:
         return ""
-    timing, config = plan.timing, plan.compiled.assembly.config
-    tokens = config.batch_size * config.sequence_length
+    timing, task = plan.timing, plan.compiled.assembly.task
+    units = task.num_units
     low, high = timing.low_seconds, timing.high_seconds
-    rows = [("step", f"{low:.3g} to {high:.3g} s"), ("tokens/s", f"{tokens / high:,.0f} to {tokens / low:,.0f}")]
+    rows = [("step", f"{low:.3g} to {high:.3g} s"), (f"{task.unit}/s", f"{units / high:,.0f} to {units / low:,.0f}")]
     if plan.mfu:
         rows.append(("MFU", f"{plan.mfu[0]:.0%} to {plan.mfu[1]:.0%}, full attention counted"))
     rows += [

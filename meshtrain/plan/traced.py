@@ -53,6 +53,19 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
     return total
 
 
+def attention_kernel(jaxpr: core.Jaxpr) -> str:
+    """Returns which kernel computes attention in a traced step: `cudnn` or `splash`; `xla` where there is none."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ATTENTION:
+            return "cudnn"
+        if name == "pallas_call" and SPLASH.match(equation.params["name"]):
+            return "splash"
+        if inside := next((kernel for kernel in map(attention_kernel, _inner(equation)) if kernel != "xla"), ""):
+            return inside
+    return "xla"
+
+
 def _inner(equation: Any) -> Iterator[core.Jaxpr]:
     for value in equation.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import jax
 
-from meshtrain.assemble import Assembly, stored_params
-from meshtrain.config.config import Config, to_json
+from meshtrain.assemble import Assembly, learning_rates, stored_params
+from meshtrain.config.between_runs import from_json
+from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
 from meshtrain.observe import trackers
 from meshtrain.run import workdir
@@ -19,6 +20,8 @@ from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, warn
+
+_RATE_TOLERANCE = 0.01  # relative: a learning rate that changes by less is not worth a warning
 
 
 def saved_step(run: Path) -> int:
@@ -93,6 +96,34 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
     state = assembly.from_kept(checkpoints.restore(step, assembly.kept_state))
     jax.block_until_ready(state)
     return state, step, {"restore_seconds": time.perf_counter() - start_seconds}
+
+
+def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> None:
+    """Warns where the learning rate goes on elsewhere than it was, as `num_steps` or `decay_steps` have changed.
+
+    A decay that ends with the run begins again where the run is made longer. Call it on one process, before the run's
+    config.json is written anew.
+
+    Args:
+      assembly: what the run is made of now.
+      run: its folder; where it holds no config.json, nothing is compared.
+      state: restored.
+    """
+    if not (run / CONFIG_FILE).is_file() or int(state.step) >= assembly.config.num_steps:
+        return
+    now = assembly.config
+    was = from_json((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
+    before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
+    count, step = int(state.step) - int(state.skipped.total), int(state.step)
+    last, planned = (float(learning_rates(before, assembly.task)(number)) for number in (max(count - 1, 0), count))
+    rate = float(learning_rates(now, assembly.task)(count))
+    if abs(rate - planned) > _RATE_TOLERANCE * max(rate, planned):
+        ends = [config.learning_rate.decay_steps or config.num_steps for config in (before, now)]
+        warn(
+            f"learning rate: {last:.3g} at step {step}, {rate:.3g} at step {step + 1}: its decay was to end at step "
+            f"{ends[0]} and now ends at {ends[1]}; --config.learning_rate.decay_steps={ends[0]} leaves it as it was"
+        )
 
 
 def beginning(assembly: Assembly) -> TrainState:

@@ -1,7 +1,7 @@
 """How a room declares its options: frozen dataclasses whose fields carry one line of text and their bounds."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtrain.words.errors import unknown
@@ -17,6 +17,7 @@ def option(
     choices: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    only_for: Mapping[str, Sequence[str]] | None = None,
 ) -> Any:
     """Returns a dataclass field with its default, one line of text, and what is allowed.
 
@@ -26,11 +27,34 @@ def option(
       choices: the legal names, where the option is one of a list.
       minimum: the smallest legal number.
       maximum: the largest; None for the largest that the arrays of the run can hold.
+      only_for: other field of the same class -> its values with which this one is read; None: this one is always read.
     """
     if maximum is None and type(default) in MOST:
         maximum = MOST[type(default)]
-    metadata = {"text": text, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
+    metadata = {
+        "text": text,
+        "choices": tuple(choices),
+        "minimum": minimum,
+        "maximum": maximum,
+        "only_for": dict(only_for or {}),
+    }
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def idle(options: Any, path: str) -> dict[str, str]:
+    """Returns dotted key -> the other field's `key=value` for each changed field that is not read because of it.
+
+    Args:
+      options: a frozen dataclass without dataclasses in it.
+      path: its key in the configuration.
+    """
+    found = {}
+    for field in dataclasses.fields(options):
+        for other, values in field.metadata["only_for"].items():
+            value = getattr(options, other)
+            if value not in values and getattr(options, field.name) != field.default:
+                found[f"{path}.{field.name}"] = f"{path}.{other}={value}"
+    return found
 
 
 def problems(options: Any, path: str) -> list[str]:

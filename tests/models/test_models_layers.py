@@ -112,7 +112,7 @@ def kept(rng, sequence_index, train=True, layers=slice(None), start=0):
     batch[SEQUENCE_INDEX] = jnp.asarray(sequence_index, jnp.int32)
     x = task.stages.first(params, batch, rng, train)
     some = jax.tree.map(lambda leaf: leaf[layers], params["layers"])
-    x = np.asarray(task.stages.repeated(some, x, batch, rng, start, train))
+    x = np.asarray(task.stages.repeated(some, x, batch, rng, start, train)[0])
     assert np.array_equal(x, np.round(x))
     return np.stack([(x.astype(int) // (2 if train else 1)) >> place & 1 == 1 for place in range(len(PLACES))])
 

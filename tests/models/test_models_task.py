@@ -9,7 +9,7 @@ import pytest
 
 from meshtrain.assemble import learning_rates
 from meshtrain.config.config import Config
-from meshtrain.models.task import SEQUENCE_INDEX, Entry, Task, entries, token_batch
+from meshtrain.models.task import SEQUENCE_INDEX, Entry, Task, checked_loss, entries, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.words.errors import UserError
 
@@ -30,6 +30,27 @@ def test_noam_is_refused_where_the_task_states_no_width():
     with pytest.raises(UserError, match=r"learning_rate\.name: got noam, .* nearest: inverse_sqrt"):
         learning_rates(NOAM, task())
     assert learning_rates(dataclasses.replace(NOAM, learning_rate=LearningRateOptions()), task())(0) > 0
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (jnp.float32(1), "got float32[] returned"),
+        ((jnp.ones(3), jnp.float32(3)), "got ('float32[3]', 'float32[]') returned"),
+        ((jnp.ones(3), jnp.float32(3), {}), "got ('float32[3]', 'float32[]', {}) returned"),
+        ((jnp.float32(1), jnp.float32(3), jnp.float32(3)), "got ('float32[]', 'float32[]', 'float32[]') returned"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_refused_in_one_line(returned, got):
+    with pytest.raises(UserError) as caught:
+        checked_loss(lambda *_: returned)({}, {}, None, True)
+    assert str(caught.value).startswith(f"Task.loss: {got}; allowed: a tuple of the sum")
+    assert "\n" not in str(caught.value)
+
+
+def test_sums_pass_as_they_are():
+    sums = (jnp.float32(1), 3, {"correct": jnp.int32(2)})
+    assert checked_loss(lambda *_: sums)({}, {}, None, True) is sums
 
 
 def test_units_of_a_batch():

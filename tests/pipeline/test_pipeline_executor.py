@@ -49,7 +49,7 @@ def repeated(layers, x, batch, rng, start, train):
         return x + (jnp.where(kept[:, None, None], grown, 0) if train else grown), None
 
     indices = start + jnp.arange(layers["scale"].shape[0])
-    return jax.lax.scan(one, x, (indices, layers))[0]
+    return jax.lax.scan(one, x, (indices, layers))[0], None
 
 
 def last(outer, y, batch, axis):
@@ -90,7 +90,7 @@ def reference(num_layers, num_microbatches):
 
     def total(params):
         x = first(params, batch, jax.random.key(3), True, None)
-        x = repeated(params["layers"], x, batch, jax.random.key(3), 0, True)
+        x, _ = repeated(params["layers"], x, batch, jax.random.key(3), 0, True)
         loss, weight, _ = last(params, x, batch, None)
         return loss, weight
 
@@ -292,7 +292,7 @@ def test_evaluation_drops_nothing_and_sums_the_batch():
     loss, weight, metrics = jax.jit(compute)(params, batch, jax.random.key(0))
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     y = first(params, whole, None, False, None)
-    y = repeated(params["layers"], y, whole, jax.random.key(0), 0, False)
+    y, _ = repeated(params["layers"], y, whole, jax.random.key(0), 0, False)
     expected_loss, expected_weight, _ = last(params, y, whole, None)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert weight == expected_weight

@@ -147,6 +147,7 @@ def test_the_program_prints_and_writes(tmp_path, capsys, monkeypatch):
         (["--cluster=cpu:8", "--json=nowhere/plan.json"], "--json: got 'nowhere/plan.json', whose folder"),
         (["--cluster=cpu:8", "--calibrate=nowhere"], "--calibrate: 'nowhere' is not a file"),
         (["--cluster=cpu:8", "--search=all_of_it"], "invalid choice"),
+        (["--cluster=cpu:8", "--search", "--calibrate=1.5"], "--calibrate: got it together with --search"),
         (["--cluster=cpu:8", "--config.mesh.data=3"], "batch_size"),
     ],
 )

@@ -66,9 +66,12 @@ def test_weights_of_another_shape_are_refused(straight, command):
 
 def test_explain_says_where_each_array_lives(command, straight, tmp_path, capsys):
     changes = ["mesh.pipeline=2", "mesh.fsdp=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2"]
+    changes.append("zero.level=1")
     picture = tmp_path / "mesh.png"
     assert explain.main([*command(tmp_path / "run", *changes, "data.path=/not/here.txt"), f"--draw={picture}"]) == 0
     said = capsys.readouterr().out
+    table = said[said.index("without effect here") :].splitlines()
+    assert table[2].split() == ["zero.level", "1", "mesh.data=1"], "legal, and no reason to be surprised"
     for path, _ in jax.tree_util.tree_leaves_with_path(straight.result.state):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         [line] = [line for line in said.splitlines() if line.startswith(f"{name} ")]

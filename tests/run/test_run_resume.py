@@ -124,6 +124,12 @@ def test_init_from_takes_the_weights_and_nothing_else(run, stopped, straight, tm
     assert line.startswith(f"init_from: {other}: got nothing there; allowed: a workdir")
 
 
+def test_a_run_that_ends_sooner_says_what_its_learning_rate_does(run, stopped, capsys):
+    run(stopped(*FSDP), *FSDP, "num_steps=6")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("meshtrain: WARNING: learning rate: 0.0026 at step 5, 0.000695 at step 6: ")
+
+
 def test_the_data_of_a_run_must_stay_the_same(stopped, command, corpus, written):
     directory = stopped(*FSDP)
     text = corpus.read_text()

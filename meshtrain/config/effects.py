@@ -1,0 +1,66 @@
+"""Which options of a configuration have no effect in it, because an axis, a schedule or an optimizer is not in use.
+
+They are legal, so that trying another mesh, schedule or optimizer is one line. `explain` lists them.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.config.config import Config
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.step import loss_scale
+from meshtrain.step.precision import compute_name
+from meshtrain.words import options as words
+from meshtrain.words.tables import aligned
+
+
+def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, str]:
+    """Returns dotted key -> why it has no effect, for each field that differs from its default and is not read.
+
+    Args:
+      config: resolved.
+      mesh_shape: the size of each mesh axis.
+    """
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        room = getattr(config, field.name)
+        if dataclasses.is_dataclass(room):
+            found |= words.idle(room, field.name)
+    if mesh_shape["pipeline"] == 1:
+        found |= _changed(config.pipeline, "pipeline", "mesh.pipeline=1")
+    if mesh_shape["tensor"] == 1:
+        found |= _changed(config.layout, "layout", "mesh.tensor=1", only=("sequence_parallel",))
+    if mesh_shape["data"] == 1:
+        found |= _changed(config.zero, "zero", "mesh.data=1", only=("level",))
+        # Strategies are levels over data, but this one also says how fsdp gathers.
+        if not (config.zero.keeps_gathered and mesh_shape["fsdp"] > 1):
+            found |= _changed(config.zero, "zero", "mesh.data=1", only=("strategy",))
+    in_float16 = compute_name(config.precision) == "float16"
+    if loss_scale.scaling(config.loss_scale, num_targets=1, computes_in_float16=in_float16) is None:
+        fields = ("initial", "growth_steps", "hysteresis")
+        found |= _changed(config.loss_scale, "loss_scale", "the loss is not scaled", only=fields)
+    if config.remat.policy == "none":
+        found |= _changed(config.remat, "remat", "remat.policy=none", only=("every",))
+    if isinstance(config.model, DecoderOptions) and config.model.rope_factor == 1:
+        fields = ("rope_low", "rope_high", "rope_original_length")
+        found = _changed(config.model, "model", "model.rope_factor=1.0", only=fields) | found
+    if not config.checkpoint.keep_best:
+        found |= _changed(config.checkpoint, "checkpoint", "checkpoint.keep_best=0", only=("best_metric",))
+    return found
+
+
+def _changed(options: Any, path: str, why: str, only: tuple[str, ...] = ()) -> dict[str, str]:
+    """Returns dotted key -> `why` for the fields (those of `only`, or all) that differ from their defaults."""
+    fields = [field for field in dataclasses.fields(options) if field.name in only or not only]
+    return {f"{path}.{field.name}": why for field in fields if getattr(options, field.name) != field.default}
+
+
+def text(config: Config, mesh_shape: Mapping[str, int]) -> str:
+    """Returns a table of the options without effect; an empty string where there are none."""
+    rows = []
+    for key, why in without_effect(config, mesh_shape).items():
+        room, _, field = key.partition(".")
+        rows.append((key, json.dumps(getattr(getattr(config, room), field)), why))
+    return aligned(rows, ("without effect here", "value", "because")) if rows else ""

@@ -1,0 +1,65 @@
+"""Every field of a configuration: the rooms' options in one frozen dataclass."""
+
+import dataclasses
+from typing import Any
+
+from meshtrain.data.sources import DataOptions
+from meshtrain.layout.mesh import MeshOptions
+from meshtrain.layout.offload import OffloadOptions
+from meshtrain.layout.rules import LayoutOptions
+from meshtrain.layout.zero import ZeroOptions
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.remat import RematOptions
+from meshtrain.observe.profiler import ProfileOptions
+from meshtrain.observe.trackers import ObserveOptions
+from meshtrain.optim.learning_rate import LearningRateOptions
+from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.step.guard import GuardOptions
+from meshtrain.step.loss_scale import LossScaleOptions
+from meshtrain.step.precision import PrecisionOptions
+from meshtrain.store.keeping import CheckpointOptions
+from meshtrain.words.options import option
+
+CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that a run is told.
+
+    `model` is the options dataclass of the task: `DecoderOptions` for the decoder.
+    """
+
+    seed: int = option(0, "start of every random number: weights, data order, dropout", minimum=0)
+    num_steps: int = option(300, "optimizer steps; the last one always saves", minimum=1)
+    batch_size: int = option(32, "examples (sequences, images) in the global batch of a step", minimum=1)
+    sequence_length: int = option(128, "tokens in a sequence", minimum=1)
+    accumulation_steps: int = option(1, "parts of the batch whose gradients are added up before the update", minimum=1)
+    log_every: int = option(10, "steps between log lines", minimum=1)
+    eval_every: int = option(0, "steps between evaluations; 0: only after the last step", minimum=0)
+    num_eval_batches: int = option(16, "batches of an evaluation; 0: the whole validation split", minimum=0)
+    sample_tokens: int = option(
+        -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1
+    )
+    watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
+    init_from: str = option("", "workdir or checkpoints of another run whose weights this one starts from; '': none")
+    task: str = option(
+        "decoder", "what is trained: decoder, or package.module:function of one's own; its options are `model`"
+    )
+    mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
+    layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
+    zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
+    offload: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
+    model: Any = dataclasses.field(default_factory=DecoderOptions)
+    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
+    precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
+    loss_scale: LossScaleOptions = dataclasses.field(default_factory=LossScaleOptions)
+    remat: RematOptions = dataclasses.field(default_factory=RematOptions)
+    guard: GuardOptions = dataclasses.field(default_factory=GuardOptions)
+    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    learning_rate: LearningRateOptions = dataclasses.field(default_factory=LearningRateOptions)
+    data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    checkpoint: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
+    profile: ProfileOptions = dataclasses.field(default_factory=ProfileOptions)
+    observe: ObserveOptions = dataclasses.field(default_factory=ObserveOptions)

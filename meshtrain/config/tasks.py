@@ -1,0 +1,182 @@
+"""Tasks by name: the built-in ones, and any function of one's own as `package.module:function`.
+
+A task function is (config, placement) -> Task. Its attribute `options` is the frozen dataclass of its options, which
+stands under `config.model`; each field is an `option(default, text)`. It may have an attribute `check`, a function
+(config, mesh_shape) -> lines about what does not fit.
+"""
+
+import dataclasses
+import importlib
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from meshtrain.config import checks
+from meshtrain.config.fields import Config
+from meshtrain.layout.placement import Placement
+from meshtrain.models import decoder_task
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.task import Task
+from meshtrain.step.precision import compute_dtype, output_dtype
+from meshtrain.words.errors import UserError, nearest
+
+MakeTask = Callable[[Config, Placement], Task]
+Check = Callable[[Config, Mapping[str, int]], list[str]]
+
+_ALLOWED = "package.module:function"
+
+
+class NamedTask(Protocol):
+    """A task function that can be named in a configuration."""
+
+    options: type
+
+    def __call__(self, config: Config, placement: Placement) -> Task:
+        """Returns the task of a configuration."""
+        ...
+
+
+def decoder(config: Config, placement: Placement) -> Task:
+    """Returns the decoder that a configuration describes; its options are `DecoderOptions`."""
+    return decoder_task.decoder(
+        config.model,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        dtype=compute_dtype(config.precision),
+        output_dtype=output_dtype(config.precision),
+        remat=config.remat,
+        placement=placement,
+    )
+
+
+decoder.options = DecoderOptions  # type: ignore[attr-defined]
+decoder.check = checks.decoder  # type: ignore[attr-defined]
+
+TASKS: Mapping[str, Any] = {"decoder": decoder}
+
+
+def find(name: str) -> NamedTask:
+    """Returns the task function of a name: one of `TASKS`, or `package.module:function`, which is imported.
+
+    The current folder is searched after everything that Python searches anyway.
+
+    Raises:
+      UserError: one line: an unknown name, a module that cannot be imported, no such function, or one whose options are
+        missing or are not a frozen dataclass of `option`s.
+    """
+    if name in TASKS:
+        return typing.cast(NamedTask, TASKS[name])
+    allowed = f"{', '.join(TASKS)}, or {_ALLOWED}"
+    module_name, colon, attribute = name.partition(":")
+    if not (colon and module_name and attribute):
+        near = nearest(name, TASKS) or "; nearest: decoder"
+        raise UserError(f"task: got '{name}'; allowed: {allowed}{near}")
+    module = _imported(name, module_name, allowed)
+    function: Any = module
+    for part in attribute.split("."):
+        if not hasattr(function, part):
+            named = [key for key, value in vars(module).items() if hasattr(value, "options")]
+            near = nearest(part, named or dir(module)) or f"; nearest: {module_name}:{(named or ['function'])[0]}"
+            raise UserError(f"task: got '{name}', and {module_name} has no '{attribute}'; allowed: {allowed}{near}")
+        function = getattr(function, part)
+    if not callable(function):
+        raise UserError(
+            f"task: got '{name}', which is no function but {type(function).__name__}; allowed: a function (config, "
+            f"placement) -> Task; nearest: def {attribute}(config, placement)"
+        )
+    if line := _options_problem(name, function):
+        raise UserError(line)
+    return typing.cast(NamedTask, function)
+
+
+def _imported(name: str, module_name: str, allowed: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise UserError(
+                f"task: got '{name}', and there is no module '{error.name}' in {here} or on Python's path; allowed: "
+                f"{allowed}; nearest: decoder"
+            ) from error
+        raise UserError(_import_error(name, module_name, error)) from error
+    except Exception as error:
+        raise UserError(_import_error(name, module_name, error)) from error
+
+
+def _import_error(name: str, module_name: str, error: Exception) -> str:
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"task: got '{name}', and {module_name} cannot be imported: {type(error).__name__}: {first_line} "
+        f"({frame.filename}:{frame.lineno}); allowed: a module that Python can import; nearest: python -c 'import "
+        f"{module_name}'"
+    )
+
+
+def _options_problem(name: str, function: Any) -> str:
+    """Returns one line where a function's `options` are not a frozen dataclass of `option`s; '' where they are."""
+    wanted = "allowed: a frozen dataclass whose fields are option(default, text)"
+    label = getattr(function, "__name__", "function")
+    near = f"nearest: {label}.options = MyOptions"
+    if not hasattr(function, "options"):
+        return f"task: got '{name}', which has no attribute 'options'; {wanted}; {near}"
+    options = function.options
+    is_class = isinstance(options, type) and dataclasses.is_dataclass(options)
+    if not is_class or not options.__dataclass_params__.frozen:
+        return f"task: got '{name}', whose options are {options!r}; {wanted}; nearest: @dataclass(frozen=True)"
+    return _field_problem(name, options, wanted)
+
+
+def _field_problem(name: str, options: Any, wanted: str) -> str:
+    kinds = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        kind = kinds[field.name]
+        if dataclasses.is_dataclass(kind):
+            if line := _field_problem(name, kind, wanted):
+                return line
+        elif kind not in (int, float, bool, str) or "text" not in field.metadata:
+            return (
+                f"task: got '{name}', whose option '{field.name}' is no option(default, text) of type int, float, bool "
+                f"or str; {wanted}; nearest: {field.name}: int = option(1, 'what it means')"
+            )
+    return ""
+
+
+def refuse_options(make_task: MakeTask) -> None:
+    """Checks the options of a task function of the caller's.
+
+    Raises:
+      UserError: they are not a frozen dataclass of `option`s.
+    """
+    if line := _options_problem(name_of(make_task), make_task):
+        raise UserError(line)
+
+
+def name_of(make_task: MakeTask) -> str:
+    """Returns `package.module:function`, the name under which a function would be found again."""
+    kind: Any = make_task if hasattr(make_task, "__qualname__") else type(make_task)
+    return next((name for name, task in TASKS.items() if task is make_task), f"{kind.__module__}:{kind.__qualname__}")
+
+
+def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
+    """Returns the task of a configuration for no mesh: its shapes and functions, with everything on one device.
+
+    It touches no device, so that checks can ask before JAX has started.
+
+    Args:
+      config: resolved.
+      make_task: a task function of the caller's; None: the one that `config.task` names.
+
+    Raises:
+      UserError: see `find`.
+    """
+    return (make_task or find(config.task))(config, Placement.nowhere())

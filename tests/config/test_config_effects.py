@@ -1,0 +1,132 @@
+"""What a configuration names and does not read: inputs are refused, options are listed, and the list is true."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.config import effects
+from meshtrain.config.config import default, resolve
+from meshtrain.optim.learning_rate import NAMES as RATES
+from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
+from meshtrain.optim.optimizers import NAMES as OPTIMIZERS
+from meshtrain.optim.optimizers import OptimizerOptions, optimizer
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import idle
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["data.source=synthetic", "data.path=tokens/*.bin"], "data.path: got .*; nearest: data.source=tokens"),
+        (["data.path=books/*.txt"], "data.path: got .* with data.source=python.*; nearest: data.source=text"),
+        (["data.source=synthetic", "data.tokenizer=t.json"], "data.tokenizer: got 't.json' with .*=synthetic"),
+        (["data.source=tokens", "data.tokenizer=t.json"], "data.tokenizer: .*=tokens: its token files bring their own"),
+        (
+            ["pipeline.table=a.csv", "pipeline.schedule=gpipe", "mesh.pipeline=-1"],
+            "pipeline.table: got 'a.csv' with pipeline.schedule=gpipe; .* nearest: pipeline.schedule=1f1b",
+        ),
+        (["pipeline.table=a.csv"], "pipeline.table: got 'a.csv' with mesh.pipeline=1"),
+    ],
+)
+def test_an_input_that_would_not_be_read_is_refused(overrides, line):
+    """Also where the data need not be here: it is a mistake of the configuration, not of the machine."""
+    texts = dict(one.split("=", 1) for one in overrides)
+    with pytest.raises(UserError, match=line) as caught:
+        resolve(default(), texts, reads_data=False)
+    assert len(caught.value.problems) == 1
+
+
+def without_effect(*overrides, **shape):
+    config = resolve(default(), dict(one.split("=", 1) for one in overrides), reads_data=False)
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1} | shape
+    return effects.without_effect(config, sizes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why", "shape"),
+    [
+        (["pipeline.schedule=gpipe"], "mesh.pipeline=1", {"pipeline": 2}),
+        (["pipeline.num_microbatches=16"], "mesh.pipeline=1", {"pipeline": 2}),
+        (["zero.level=2"], "mesh.data=1", {"data": 2}),
+        (["zero.strategy=shard_grad_op"], "mesh.data=1", {"fsdp": 2}),
+        (["zero.strategy=full_shard"], "mesh.data=1", {"data": 2}),
+        (["layout.sequence_parallel=true"], "mesh.tensor=1", {"tensor": 2}),
+        (["loss_scale.growth_steps=7"], "the loss is not scaled", ["precision.policy=float16"]),
+        (["remat.every=2"], "remat.policy=none", ["remat.policy=full"]),
+        (["checkpoint.best_metric=eval_accuracy"], "checkpoint.keep_best=0", ["checkpoint.keep_best=1"]),
+        (["model.max_positions=512"], "model.positions=rotary", ["model.positions=learned"]),
+        (["model.rope_low=2.0"], "model.rope_factor=1.0", ["model.rope_factor=8"]),
+        (["data.text_field=body"], "data.source=python", ["data.source=text", "data.path=x.jsonl"]),
+        (["data.packing=first_fit", "data.source=synthetic"], "data.source=synthetic", ["data.source=python"]),
+        (["optimizer.momentum=0.9"], "optimizer.name=adamw", ["optimizer.name=sgd"]),
+        (
+            ["learning_rate.peak=1.0", "learning_rate.name=noam"],
+            "learning_rate.name=noam",
+            ["learning_rate.name=linear"],
+        ),
+        (
+            ["learning_rate.base_batch_size=8"],
+            "learning_rate.batch_scaling=none",
+            ["learning_rate.batch_scaling=sqrt"],
+        ),
+    ],
+)
+def test_options_without_effect_are_listed_with_the_reason_and_stay_legal(overrides, why, shape):
+    """Each with what puts it to use: a mesh, or another option."""
+    assert without_effect(*overrides) == {overrides[0].partition("=")[0]: why}
+    in_use = without_effect(*overrides, **shape) if isinstance(shape, dict) else without_effect(*overrides, *shape)
+    assert in_use == {}
+
+
+def test_the_table_shows_what_was_set_and_why_it_does_nothing():
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
+    shown = effects.text(resolve(default(), {"pipeline.num_microbatches": "16"}), sizes)
+    assert [line.split() for line in shown.splitlines()[2:]] == [["pipeline.num_microbatches", "16", "mesh.pipeline=1"]]
+    assert effects.text(resolve(default()), sizes) == ""
+
+
+def changed(options):
+    """Yields the name of each number among the options, and the options with another one in its place."""
+    for field in dataclasses.fields(options):
+        if isinstance(field.default, (int, float)):
+            value = field.default
+            yield field.name, dataclasses.replace(options, **{field.name: value + 3 if value == 0 else value / 2})
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_what_is_said_of_learning_rates_is_true(name):
+    """A field counts as idle exactly where no learning rate of the run depends on it."""
+
+    def rates(options):
+        rate = learning_rate(options, num_steps=40, embed_dim=64, batch_size=8)
+        return np.asarray(rate(np.arange(40)))
+
+    options = LearningRateOptions(name=name, warmup_steps=4, batch_scaling="sqrt", base_batch_size=2)
+    for field, other in changed(options):
+        other = dataclasses.replace(other, decay_steps=30) if field == "decay_steps" else other
+        other = dataclasses.replace(other, base_batch_size=4) if field == "base_batch_size" else other
+        other = dataclasses.replace(other, warmup_steps=8) if field == "warmup_steps" else other
+        is_idle = f"learning_rate.{field}" in idle(other, "learning_rate")
+        assert is_idle == np.array_equal(rates(other), rates(options)), field
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_said_of_optimizers_is_true(name):
+    """A number that the traced update does not hold changes nothing; nothing is compiled to see it."""
+    axes = {"w": ("embed", "mlp"), "norm": ("norm",)}
+    params = {"w": jax.ShapeDtypeStruct((4, 8), np.float32), "norm": jax.ShapeDtypeStruct((4,), np.float32)}
+
+    def program(options):
+        made = optimizer(options, lambda count: 0.1, axes)
+        state = jax.eval_shape(made.init, params)
+        traced = jax.make_jaxpr(made.update)(params, state, params)
+        return str(traced), [float(const) for const in traced.consts if np.ndim(const) == 0]
+
+    options = OptimizerOptions(name=name)
+    for field, other in changed(options):
+        if field == "clip_norm":  # read by the step
+            continue
+        is_idle = f"optimizer.{field}" in idle(other, "optimizer")
+        assert is_idle == (program(other) == program(options)), field

@@ -1,0 +1,179 @@
+"""Tasks by name: what is found, what is refused, and whose options `config.model` holds."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain.config.between_runs import difference, from_json
+from meshtrain.config.config import Config, check, default, resolve, to_json
+from meshtrain.config.tasks import find, name_of
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.words.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODULE = '''
+import dataclasses
+from meshtrain.models.task import Task, token_batch
+from meshtrain.words.options import option
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options."""
+    width: int = option(8, "width", minimum=1)
+    num_layers: int = option(2, "layers", minimum=1)
+    kind: str = option("plain", "a choice", choices=("plain", "other"))
+
+@dataclasses.dataclass
+class Thawed:
+    width: int = option(8, "width")
+
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    width: int = 8
+
+def task(config, placement):
+    return Task(dict, len, token_batch(config.batch_size, config.sequence_length), width=config.model.width)
+
+task.options = Options
+task.check = lambda config, shape: ["model.width: got 7; nearest: 8"] * (config.model.width == 7)
+
+def bare(config, placement): ...
+def thawed(config, placement): ...
+def fields(config, placement): ...
+def listed(config, placement): ...
+thawed.options, fields.options, listed.options, number = Thawed, Bare, [1], 3
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_tests.py").write_text(MODULE)
+    (tmp_path / "broken_for_tests.py").write_text("import json\n\nx = 1 / 0\n")
+    (tmp_path / "lacking_for_tests.py").write_text("import no_such_thing_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("mine_for_tests", None)
+    sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
+
+
+OWN = "mine_for_tests:task"
+
+
+def lines(given, overrides=None, **keywords):
+    try:
+        resolve(given, overrides, **keywords)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    "name, said, fix",
+    [
+        ("decodr", "got 'decodr'; allowed: decoder", "did you mean 'decoder'?"),
+        ("mine_for_tests", "allowed: decoder, or package.module:function", "nearest: decoder"),
+        (":task", "allowed: decoder, or package.module:function", "nearest: decoder"),
+        ("nowhere_at_all.x:task", "there is no module 'nowhere_at_all'", "nearest: decoder"),
+        ("lacking_for_tests:task", "cannot be imported: ModuleNotFoundError", "import lacking_for_tests"),
+        ("broken_for_tests:task", "ZeroDivisionError: division by zero", "broken_for_tests.py:3)"),
+        ("mine_for_tests:tusk", "mine_for_tests has no 'tusk'", "did you mean 'task'?"),
+        ("mine_for_tests:number", "no function but int", "def number(config, placement)"),
+        ("mine_for_tests:bare", "no attribute 'options'", "bare.options = MyOptions"),
+        ("mine_for_tests:listed", "options are [1]", "@dataclass(frozen=True)"),
+        ("mine_for_tests:thawed", "Thawed'>", "@dataclass(frozen=True)"),
+        ("mine_for_tests:fields", "option 'width' is no option(default, text)", "width: int = option(1, "),
+    ],
+)
+def test_a_task_that_cannot_be_found_is_one_line(name, said, fix):
+    wrong = {"task": name, "model": {"anything": 3}, "seed": -1}
+    task_line, seed = lines(wrong)
+    assert task_line.startswith("task: got '")
+    assert said in task_line
+    assert fix in task_line
+    assert "allowed: " in task_line
+    assert seed.startswith("seed: ")
+    assert lines({}, {"task": name, "model.anything": "3"}) == [task_line]
+
+
+def test_a_named_task_has_its_own_options():
+    given = default(task=OWN)
+    assert sorted(given.model) == ["kind", "num_layers", "width"]
+    given.model.num_layers = 4  # the decoder's default, and chosen here
+    config = resolve(given, {"model.width": "16"})
+    assert (config.task, config.model.width, config.model.num_layers) == (OWN, 16, 4)
+    assert type(config.model) is find(OWN).options
+    assert resolve(config) == config
+    assert from_json(to_json(config)) == config
+
+
+def test_options_of_a_named_task_are_checked_like_all_others():
+    got = lines({"task": OWN, "model": {"widht": 3, "kind": "oter", "num_layers": "two"}}, {"model.width": "0"})
+    assert [line.partition(":")[0] for line in got] == ["model.widht", "model.num_layers", "model.width", "model.kind"]
+    assert "did you mean 'model.width'?" in got[0]
+    assert "did you mean 'other'?" in got[3]
+    assert lines({"task": OWN, "model": {"width": 7}}) == ["model.width: got 7; nearest: 8"]
+    assert lines({"task": OWN, "mesh": {"tensor": 3}, "batch_size": 3}) == [], "the decoder's heads do not count"
+
+
+def test_the_command_line_may_name_another_task_than_the_file():
+    given = default()
+    given.model.num_heads = 8
+    [line] = lines(given, {"task": OWN, "model.num_layers": "3"})
+    assert line.startswith("model.num_heads: unknown key")
+    assert resolve(default(), {"task": OWN, "model.num_layers": "3"}).model.num_layers == 3
+
+
+def test_a_field_of_two_tasks_with_two_defaults_has_to_be_said():
+    given = default()
+    given.task = OWN
+    [line] = lines(given)
+    assert line.startswith(f"task: got '{OWN}' in a configuration that begins with the options of 'decoder'")
+    assert "model.num_layers = 4" in line
+    assert f"default(task='{OWN}')" in line
+
+
+def test_a_pipeline_needs_a_task_with_stages():
+    [line] = lines({"task": OWN, "mesh": {"pipeline": 2}})
+    assert line.startswith("mesh.pipeline: got 2, and this task has no stages")
+    config = resolve({"task": OWN, "mesh": {"pipeline": -1}})
+    assert check(config, {"data": 1, "pipeline": 2, "fsdp": 1, "tensor": 1}) == [line]
+
+
+def test_a_function_given_by_hand_is_recorded_under_its_name():
+    task = find(OWN)
+    config = resolve({"model": {"width": 16}}, make_task=task)
+    assert (config.task, config.model.width) == (OWN, 16) == (name_of(task), 16)
+    assert resolve(config, make_task=task) == config
+    plain = lambda config, placement: None  # noqa: E731
+    config = resolve({"model": {"num_heads": 2}}, make_task=plain)
+    assert config.task.endswith("<locals>:<lambda>") or "<lambda>" in config.task
+    assert isinstance(config.model, DecoderOptions)
+    assert resolve(config, make_task=plain) == config
+    task.options = list
+    [line] = lines({}, make_task=task)
+    assert "options are <class 'list'>" in line
+
+
+def test_a_run_of_another_task_is_another_run():
+    old, new = json.loads(to_json(Config())), json.loads(to_json(resolve({"task": OWN})))
+    assert difference(new, new) == []
+    assert f'task: was "decoder", now "{OWN}"' in difference(old, new)
+    wider = json.loads(to_json(resolve({"task": OWN, "model": {"width": 16}})))
+    del new["model"]["width"]
+    assert difference(new, wider) == ["model.width: was 8, now 16"]
+    before_tasks = json.loads(to_json(Config()))
+    del before_tasks["task"]
+    assert difference(before_tasks, json.loads(to_json(Config()))) == []
+
+
+def test_an_abstract_task_touches_no_device():
+    # JAX refuses another number of CPU devices once it has looked for them.
+    code = (
+        "import jax\nfrom meshtrain.config.config import Config\nfrom meshtrain.config.tasks import abstract_task\n"
+        "assert abstract_task(Config()).vocab_size == 257\njax.config.update('jax_num_cpu_devices', 3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,42 @@
+"""What a run says before it goes on."""
+
+import dataclasses
+import types
+
+import pytest
+
+from meshtrain.config.config import Config, to_json
+from meshtrain.optim.learning_rate import LearningRateOptions
+from meshtrain.run import start
+
+COSINE = Config(num_steps=40, learning_rate=LearningRateOptions(peak=3e-3, warmup_steps=10))
+
+
+def said(run, before, now, capsys, step=40, skipped=0):
+    (run / "config.json").write_text(to_json(before))
+    assembly = types.SimpleNamespace(config=now, task=types.SimpleNamespace(width=0))
+    state = types.SimpleNamespace(step=step, skipped=types.SimpleNamespace(total=skipped))
+    start.warn_of_another_rate(assembly, run, state)
+    return capsys.readouterr().err.splitlines()
+
+
+def longer(num_steps, decay_steps=0):
+    rate = dataclasses.replace(COSINE.learning_rate, decay_steps=decay_steps)
+    return dataclasses.replace(COSINE, num_steps=num_steps, learning_rate=rate)
+
+
+def test_a_learning_rate_that_rises_again_is_said_with_both_numbers(tmp_path, capsys):
+    [line] = said(tmp_path, COSINE, longer(80), capsys)
+    assert line == (
+        "meshtrain: WARNING: learning rate: 0.000307 at step 40, 0.00195 at step 41: its decay was to end at step "
+        "40 and now ends at 80; --config.learning_rate.decay_steps=40 leaves it as it was"
+    )
+    [line] = said(tmp_path, COSINE, longer(80), capsys, step=42, skipped=2)
+    assert "0.000307 at step 42, 0.00195 at step 43" in line, "skipped steps are no updates"
+
+
+@pytest.mark.parametrize(
+    ("now", "step"), [(longer(80, decay_steps=40), 40), (longer(40), 20), (longer(80), 80), (longer(80), 5)]
+)
+def test_a_learning_rate_that_goes_on_as_it_was_is_no_news(tmp_path, capsys, now, step):
+    assert said(tmp_path, COSINE, now, capsys, step=step) == []
