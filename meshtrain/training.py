@@ -55,6 +55,14 @@ def train(
 ) -> Result:
     """Trains, from the beginning or from where this directory's run stopped. `meshtrain.train` is this function.
 
+        import meshtrain
+
+        config = meshtrain.default()
+        config.mesh.data = 2
+        config.num_steps = 100
+        result = meshtrain.train(config, "runs/mine")
+        print(result.values["eval_loss"])
+
     Args:
       config: what to do: a ConfigDict as `meshtrain.config.default` returns it, a dict of what differs from the
         defaults, or a frozen `Config`.

@@ -44,6 +44,12 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
     It takes any key and any value: `resolve` refuses the wrong ones, all of them together, where a ConfigDict that is
     locked and typed would stop at the first.
 
+    >>> config = default()
+    >>> config.mesh.data = 2
+    >>> config.learning_rate.name = "linear"
+    >>> resolve(config).mesh.data
+    2
+
     Args:
       task: what is trained; its options stand under `model`.
 
@@ -63,6 +69,13 @@ def resolve(
     reads_data: bool = True,
 ) -> Config:
     """Returns the configuration with every value checked, as far as that goes without knowing the devices.
+
+    >>> resolve({"mesh": {"data": 2}}, {"batch_size": "64"}).batch_size
+    64
+    >>> resolve({"learning_rate": {"name": "cosin"}})
+    Traceback (most recent call last):
+    meshtrain.words.errors.UserError: learning_rate.name: got 'cosin'; allowed: constant, linear, cosine, inverse_sqrt,
+    noam, warmup_stable_decay; did you mean 'cosine'?
 
     Args:
       given: what a configuration file returns; what is not said has its default.

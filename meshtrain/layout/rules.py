@@ -91,6 +91,12 @@ def default_rules(options: LayoutOptions) -> Rules:
     pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) splits what
     stands between the pairs, the residual stream, along the sequence over the same axis. Every axis that splits the
     batch or stores weights (`axes.py`) is in the rows `batch` and `embed`.
+
+    >>> rules = default_rules(LayoutOptions())
+    >>> rules.parameters["vocab"], rules.parameters["heads"], rules.parameters["norm"]
+    (('pipeline', 'tensor'), ('tensor',), ())
+    >>> default_rules(LayoutOptions(sequence_parallel=True)).activations["residual_sequence"]
+    ('tensor',)
     """
     residual = ("tensor",) if options.sequence_parallel else ()
     return Rules(
@@ -115,6 +121,10 @@ def default_rules(options: LayoutOptions) -> Rules:
 
 def extend(rules: Rules, *own: Rule) -> Rules:
     """Returns the table with a user's rules in it; a rule of the same name takes the place of the one that was there.
+
+    >>> rules = extend(default_rules(LayoutOptions()), Rule("rows"), Rule("mlp", parameters=("fsdp", "tensor")))
+    >>> rules.parameters["rows"], rules.parameters["mlp"]
+    ((), ('fsdp', 'tensor'))
 
     Args:
       rules: the table so far.

@@ -208,7 +208,14 @@ def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
 
 
 def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
-    """Returns the exact share of the stages' time, from the first start to the last end, in which they do not work."""
+    """Returns the exact share of the stages' time, from the first start to the last end, in which they do not work.
+
+    (S - 1) / (M + S - 1) for gpipe on S stages with M microbatches:
+
+    >>> schedule = schedules.build("gpipe", num_stages=4, num_microbatches=8)
+    >>> bubble_fraction(run_freely(schedule, Costs()), num_stages=4)
+    Fraction(3, 11)
+    """
     makespan = max(span.end for span in spans)
     work = sum((span.end - span.start for span in spans), Fraction(0))
     return 1 - work / (num_stages * makespan)

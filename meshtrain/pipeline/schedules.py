@@ -122,6 +122,20 @@ def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: i
 def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Returns the named schedule's table.
 
+    Three microbatches on two stages, a line for each row and a column for each stage:
+
+    >>> schedule = build("1f1b", num_stages=2, num_microbatches=3)
+    >>> for row in schedule.rows:
+    ...     print("  ".join(describe(action) or "--" for action in row))
+    F0  --
+    F1  F0
+    --  B0
+    F2  F1
+    B0  B1
+    --  F2
+    B1  B2
+    B2  --
+
     Args:
       name: one of NAMES.
       num_stages: size of the mesh's pipeline axis.

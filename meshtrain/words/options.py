@@ -45,11 +45,14 @@ def idle(options: Any, path: str) -> dict[str, str]:
     """Returns dotted key -> the other field's `key=value` for each changed field that is not read because of it.
 
     Args:
-      options: a frozen dataclass without dataclasses in it.
+      options: a frozen dataclass; dataclasses in it are looked through too.
       path: its key in the configuration.
     """
-    found = {}
+    found: dict[str, str] = {}
     for field in dataclasses.fields(options):
+        if dataclasses.is_dataclass(inner := getattr(options, field.name)):
+            found |= idle(inner, f"{path}.{field.name}")
+            continue
         for other, values in field.metadata["only_for"].items():
             value = getattr(options, other)
             if value not in values and getattr(options, field.name) != field.default:

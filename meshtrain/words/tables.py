@@ -4,7 +4,11 @@ from collections.abc import Sequence
 
 
 def format_bytes(n: int) -> str:
-    """Returns a number of bytes, short: `512 B`, `1.50 KiB`, `24.0 MiB`, `31.4 GiB`; three digits unless exact."""
+    """Returns a number of bytes as short text, with three digits unless it is exact.
+
+    >>> [format_bytes(n) for n in (512, 1536, 25_165_824, 33_715_493_273)]
+    ['512 B', '1.50 KiB', '24 MiB', '31.4 GiB']
+    """
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = 0
     # Half a unit early: 1023.9 KiB would be shown as 1024 KiB.

@@ -1,0 +1,50 @@
+"""The examples in the docstrings of functions that people call from notebooks run and show what comes out."""
+
+import doctest
+import importlib
+import inspect
+import textwrap
+
+import pytest
+
+import meshtrain
+from meshtrain.config.config import resolve
+from meshtrain.training import train
+
+MODULES = (
+    "config.config",
+    "layout.rules",
+    "pipeline.check",
+    "pipeline.schedules",
+    "words.tables",
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_show_what_comes_out(name):
+    module = importlib.import_module(f"meshtrain.{name}")
+    said = []
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module):
+        runner.run(test, out=said.append)
+    assert runner.tries, "no example"
+    assert not runner.failures, "".join(said)
+
+
+def test_the_example_of_train_is_a_run(monkeypatch):
+    """As far as training itself, which other tests do: its names exist and its configuration is a right one."""
+    runs = []
+
+    class Result:
+        values = {"eval_loss": 0.5}  # noqa: RUF012
+
+    def stand_in(config, directory):
+        runs.append((resolve(config), directory))
+        return Result
+
+    monkeypatch.setattr(meshtrain, "train", stand_in, raising=False)
+    inspect.signature(train).bind("config", "directory")
+    example = inspect.getdoc(train).split("\n\n", maxsplit=1)[1].split("Args:")[0]
+    exec(textwrap.dedent(example), {})
+    [(config, directory)] = runs
+    assert (config.mesh.data, config.num_steps, directory) == (2, 100, "runs/mine")
