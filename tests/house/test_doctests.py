@@ -14,6 +14,11 @@ from meshtrain.training import train
 MODULES = (
     "config.config",
     "layout.rules",
+    "layout.trees",
+    "optim.learning_rate",
+    "optim.masks",
+    "optim.optimizers",
+    "optim.trainable",
     "pipeline.check",
     "pipeline.schedules",
     "words.tables",
