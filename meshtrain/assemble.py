@@ -20,9 +20,11 @@ from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
+from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
+from meshtrain.layout.stored import stored_tree
 from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, checked_loss, entries
 from meshtrain.observe.throughput import Throughput
@@ -80,7 +82,7 @@ class Assembly:
     state: TrainState
     kept_state: TrainState
     batch: Mapping[str, jax.ShapeDtypeStruct]
-    names: list[tuple[str | None, ...]]
+    names: list[Names]
     init: Callable[[jax.Array], TrainState]
     train_step: Any
     eval_step: Any
@@ -113,7 +115,7 @@ def assemble(
     mesh = make_mesh(shape, devices)
     level = config.zero.effective_level
     rules = zero.rules_of_level(rules or default_rules(config.layout), level)
-    placement = Placement(rules, mesh, rules.storage_axes, config.zero.keeps_gathered)
+    placement = Placement(rules, mesh, config.zero.keeps_gathered)
     task = (make_task or find(config.task))(config, placement)
     task = dataclasses.replace(task, loss=checked_loss(task.loss))
     entries_of_batch = entries(task, config.batch_size)
@@ -122,8 +124,8 @@ def assemble(
 
     params, axes = abstract_params(task, num_chunks, mesh.size)
     trained = trained_mask(config.optimizer.trainable, params)
-    homes = partition.placements(params, axes, rules, mesh)
-    replicas = replicas_of(task, params, axes, homes, mesh, level, reduce_dtype(config.precision), trained)
+    specs = stored_tree(params, axes, rules, mesh.shape, level)
+    replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rates(config, task)

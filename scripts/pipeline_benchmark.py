@@ -27,7 +27,8 @@ from meshtrain.config.config import Config
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.placement import Placement, on_shards
-from meshtrain.layout.replicas import Home, Replicas
+from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.stored import Stored
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Batch, Params, Stages, batch_axes, entries
@@ -129,8 +130,10 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     stages, program, mesh = assembly.task.stages, assembly.program, assembly.mesh
     assert stages is not None
     assert program is not None
-    homes = jax.tree.map(lambda leaf: leaf.sharding, assembly.state.params)
-    replicas = Replicas(mesh, jax.tree.map(lambda leaf: Home(leaf.sharding.spec, leaf.ndim), assembly.state.params))
+    places = jax.tree.map(lambda leaf: leaf.sharding, assembly.state.params)
+    replicas = Replicas(
+        mesh, jax.tree.map(lambda leaf: Stored.alike(leaf.sharding.spec, leaf.ndim), assembly.state.params)
+    )
 
     def scheduled(params: Params, batch: Batch, rng: jax.Array) -> tuple[jax.Array, Params]:
         sums = executor.gradients(stages, program, replicas, params, batch, rng)
@@ -140,9 +143,9 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     if name in (TEXTBOOK, CIRCULAR):
         num_chunks = config.pipeline.num_chunks
         layers = PartitionSpec(ring.PIPELINE) if num_chunks == 1 else PartitionSpec(None, ring.PIPELINE)
-        parts = {key: layers if key == "layers" else PartitionSpec() for key in homes}
+        parts = {key: layers if key == "layers" else PartitionSpec() for key in places}
         compute = jax.value_and_grad(functools.partial(textbook, stages, mesh, parts, num_chunks))
-        homes = {key: jax.tree.map(lambda _, k=key: NamedSharding(mesh, parts[k]), homes[key]) for key in homes}
+        places = {key: jax.tree.map(lambda _, k=key: NamedSharding(mesh, parts[k]), places[key]) for key in places}
 
     axes = batch_axes(entries(assembly.task, config.batch_size))
 
@@ -151,13 +154,13 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
         return compute(params, microbatches, jax.random.wrap_key_data(key_data))
 
     key_data = jax.random.key_data(jax.random.key(0))
-    params = jax.device_put(assembly.init(key_data).params, homes)
+    params = jax.device_put(assembly.init(key_data).params, places)
     arguments = params, example_batch(assembly), key_data
     whole = NamedSharding(mesh, PartitionSpec())
     seconds = []
     for _ in range(NUM_COMPILATIONS):
         jax.clear_caches()
-        lowered = jax.jit(step, out_shardings=(whole, homes)).lower(*arguments)
+        lowered = jax.jit(step, out_shardings=(whole, places)).lower(*arguments)
         # The processor's time, of all threads: other programs on the machine count little.
         start = time.process_time()
         compiled = lowered.compile()

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from meshtrain.layout.offload import is_on_host
-from meshtrain.layout.partition import axes_of_dims, is_names
+from meshtrain.layout.partition import Names, axes_of_dims, is_names
 from meshtrain.layout.trees import leaves_with_paths, num_bytes
 from meshtrain.words.tables import aligned, format_bytes
 
@@ -32,7 +32,7 @@ class Row:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    names: tuple[str | None, ...]
+    names: Names
     axes: tuple[tuple[str, ...], ...]
     num_bytes: int
     num_bytes_per_device: int
@@ -53,7 +53,7 @@ def rows(abstract_tree: Any, axes_tree: Any, shardings: Any) -> list[Row]:
     return [_row(path, array, names[path], placed[path]) for path, array in leaves_with_paths(abstract_tree)]
 
 
-def _row(path: str, array: Any, names: tuple[str | None, ...], sharding: NamedSharding) -> Row:
+def _row(path: str, array: Any, names: Names, sharding: NamedSharding) -> Row:
     shape = tuple(array.shape)
     large = tuple(
         tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1)

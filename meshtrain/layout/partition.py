@@ -1,22 +1,23 @@
-"""Logical axes and rules -> where each array lives. Nothing is ever split differently from what the rules say.
+"""Logical axes and rules -> the sharding of one array. What the rules say is done, or refused.
 
-A placement that cannot be had is a UserError, never a quieter one: an array that was meant to be split and is copied
-instead costs memory and traffic that nobody sees.
+A sharding that is impossible is a UserError, and no other one takes its place: an array that was meant to be split and
+is replicated instead would cost memory and traffic unseen.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.layout.rules import Rules
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.words.errors import UserError, nearest, unknown
+from meshtrain.words.errors import UserError, unknown
 
-Names = Sequence[str | None]
+Names = tuple[str | None, ...]
 Column = Mapping[str, tuple[str, ...]]
+
+# Logical axes of dims that stack whole weights, such as all layers' in one array.
+STACKED = ("chunks", "layers")
 
 
 def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -117,63 +118,9 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in parts]
 
 
-def is_names(leaf: Any) -> TypeGuard[tuple[str | None, ...]]:
+def is_names(leaf: Any) -> TypeGuard[Names]:
     """Returns whether a node of a tree is one array's logical axes (and not a container, such as a namedtuple)."""
     return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
-
-
-def placements(abstract_tree: Any, axes_tree: Any, rules: Rules, mesh: Mesh) -> Any:
-    """Returns where each stored array of a tree lives.
-
-    Args:
-      abstract_tree: arrays or `jax.ShapeDtypeStruct`s.
-      axes_tree: the same structure; each leaf is a tuple with a logical axis or None for each dim.
-      rules: the table; its column `parameters` counts.
-      mesh: the mesh.
-
-    Returns:
-      A tree of `NamedSharding` with the structure of `abstract_tree`.
-
-    Raises:
-      UserError: one line for each problem in the whole tree: an array without logical axes, axes without an array, a
-        user's rule that matches no array, and everything that `problems` finds.
-    """
-    arrays = dict(leaves_with_paths(abstract_tree))
-    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
-    found = []
-    for path, array in arrays.items():
-        names = axes.get(path)
-        if not is_names(names):
-            said = "has no logical axes" if names is None else f"got logical axes {names!r}"
-            whole = (None,) * len(array.shape)
-            found.append(
-                f"{path}: shape {tuple(array.shape)}: {said}; allowed: a tuple with a name or None for each dim; "
-                f"nearest: {whole} (a whole copy on each device)"
-            )
-        else:
-            found += problems(path, array.shape, names, rules.parameters, mesh.shape)
-    found += [
-        f"{path}: got logical axes {names}, but there is no such array; allowed: paths of arrays{nearest(path, arrays)}"
-        for path, names in axes.items()
-        if path not in arrays and names != ()
-    ]
-    used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
-    found += _unmatched(rules, used, mesh.shape)
-    if found:
-        raise UserError(*found)
-    large = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
-    flat = [NamedSharding(mesh, _spec(axes[path], rules.parameters, large)) for path in arrays]
-    return jax.tree.unflatten(jax.tree.structure(abstract_tree), flat)
-
-
-def _unmatched(rules: Rules, used: set[str], mesh_shape: Mapping[str, int]) -> list[str]:
-    """A rule that splits no weight is a typing error: what it was meant to split lives whole on every device."""
-    return [
-        f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
-        f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
-        for name in rules.own
-        if rules.parameters[name] and name not in used
-    ]
 
 
 def activation_sharding(

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.layout import axes
 from meshtrain.layout.partition import Names, axes_of_dims, num_parts, spec, spec_of_dims
 from meshtrain.layout.rules import Rules
 
@@ -23,14 +22,12 @@ class Placement:
     Attributes:
       rules: the table; None means one device, where everything lives.
       mesh: the mesh; None as well then.
-      storage_axes: mesh axes that split weights for storage only.
       keeps_gathered: whether a weight gathered for the forward pass is kept for the backward pass; otherwise it is
         gathered again, whatever else is kept.
     """
 
     rules: Rules | None
     mesh: Mesh | None
-    storage_axes: tuple[str, ...] = dataclasses.field(default_factory=axes.storage_axes)
     keeps_gathered: bool = False
 
     @classmethod
@@ -88,16 +85,18 @@ class Placement:
     @property
     def gathers_weights(self) -> bool:
         """Whether weights are gathered at all: a storage axis is larger than 1 and not manual here."""
-        return self.mesh is not None and any(_sizes_here(self.mesh)[axis] > 1 for axis in self.storage_axes)
+        if self.rules is None or self.mesh is None:
+            return False
+        return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
 
     def is_gather(self, primitive: Any, params: Mapping[str, Any]) -> bool:
         """Returns whether an operation in a traced function is `weight` at work, for a `jax.checkpoint` policy.
 
         It is told from `activation` by its spec: batches are split over the storage axes, gathered weights are not.
         """
-        if primitive.name != "sharding_constraint" or not self.gathers_weights:
+        if self.rules is None or primitive.name != "sharding_constraint" or not self.gathers_weights:
             return False
-        return not set(axes_in(params["sharding"].spec)) & set(self.storage_axes)
+        return not set(axes_in(params["sharding"].spec)) & set(self.rules.storage_axes)
 
     def size(self, axes: Sequence[str]) -> int:
         """Returns the number of shards that mesh axes make together."""

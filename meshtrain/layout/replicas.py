@@ -1,7 +1,7 @@
-"""Gradients over the data axis: each replica adds up its own microbatches, and what they found meets once a step.
+"""Gradients over the data axis: each replica adds up those of its own microbatches, and they are reduced once a step.
 
-The axis is manual while gradients are computed (`jax.shard_map`). Left to the partitioner, each microbatch's gradients
-would be summed over the network at once, M times the traffic.
+The axis is manual while gradients are computed (`jax.shard_map`). Left to the partitioner, the gradients of each of M
+microbatches would be reduced over the network at once, M times the traffic.
 """
 
 import dataclasses
@@ -13,27 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import on_shards
+from meshtrain.layout.stored import Stored
 from meshtrain.layout.trees import select
-from meshtrain.layout.zero import DATA, MAX_LEVEL, over_data
+from meshtrain.layout.zero import MAX_LEVEL
 
 Compute = Callable[..., tuple[Any, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Home:
-    """Where a parameter lives, and what becomes of its gradient.
-
-    Attributes:
-      spec: of the parameter.
-      num_dims: of the parameter.
-      dim: which dim of the gradient the data axis splits, counted from the end (-1 is the last); 0 for none.
-    """
-
-    spec: PartitionSpec
-    num_dims: int
-    dim: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +29,7 @@ class Replicas:
 
     Attributes:
       mesh: the mesh.
-      homes: a tree of `Home` like the parameters.
+      stored: a tree of `Stored` like the parameters.
       level: of ZeRO (`zero.py`). Under 3 weights are split over the data axis, which then stays with the partitioner.
       is_manual: whether replicas add up by themselves; otherwise the data axis stays with the partitioner too.
       wire_dtype: of gradients as they cross the data axis; they are added up in float32 before.
@@ -50,7 +37,7 @@ class Replicas:
     """
 
     mesh: Mesh
-    homes: Any
+    stored: Any
     level: int = 0
     is_manual: bool = True
     wire_dtype: DTypeLike = jnp.float32
@@ -64,20 +51,20 @@ class Replicas:
 
     @property
     def specs(self) -> Any:
-        """Where parameters live."""
-        return jax.tree.map(lambda home: home.spec, self.homes)
+        """The specs of the parameters."""
+        return jax.tree.map(lambda weight: weight.parameter, self.stored)
 
     @property
-    def trained_homes(self) -> Any:
-        """The homes of the parameters that have gradients, None for the others."""
-        return select(self.homes, self.trained)[0]
+    def trained_stored(self) -> Any:
+        """`Stored` of the parameters that have gradients, None for the others."""
+        return select(self.stored, self.trained)[0]
 
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
         """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
 
         Args:
           compute: (parameters, batch, and arrays that are the same everywhere) -> (sums, gradients): any tree, and the
-            one that `zeros` and `part` made for `trained_homes`. It sees its shards along the manual axes.
+            one that `zeros` and `part` made for `trained_stored`. It sees its shards along the manual axes.
           manual: axes that are manual besides data.
         """
         axes = self.axes | manual
@@ -85,7 +72,7 @@ class Replicas:
             return compute
         parameters, whole = self.specs, PartitionSpec()
         shard = PartitionSpec(DATA) if self.axes else whole
-        of_gradients = jax.tree.map(lambda home: home.spec, self.trained_homes)
+        of_gradients = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
 
         def on_replica(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
             sums, gradients = compute(params, batch, *others)
@@ -102,16 +89,16 @@ class Replicas:
 
         return run
 
-    def zeros(self, params: Any, homes: Any) -> Any:
+    def zeros(self, params: Any, stored: Any) -> Any:
         """Returns float32 zeros to which `part`s of these parameters' gradients are added."""
 
-        def empty(leaf: jax.Array, home: Home) -> jax.Array:
+        def empty(leaf: jax.Array, weight: Stored) -> jax.Array:
             shape = list(leaf.shape)
-            if self._scatters_each(home):
-                shape[home.dim] //= self.mesh.shape[DATA]
+            if self._scatters_each(weight):
+                shape[weight.data_dim] //= self.mesh.shape[DATA]
             return jnp.zeros(shape, jnp.float32)
 
-        return jax.tree.map(empty, params, homes)
+        return jax.tree.map(empty, params, stored)
 
     def accumulators(self, params: Any) -> Any:
         """Returns the abstract float32 sums that `zeros` allocates for trained parameters, each with its sharding.
@@ -123,35 +110,34 @@ class Replicas:
           params: arrays or `jax.ShapeDtypeStruct`s, global shapes; all of them, trained or not.
         """
 
-        def accumulator(leaf: Any, home: Home) -> jax.ShapeDtypeStruct:
-            spec = over_data(home.spec, home.num_dims, home.dim) if self._scatters_each(home) else home.spec
-            return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(self.mesh, spec))
+        def accumulator(leaf: Any, weight: Stored) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(self.mesh, weight.gradient))
 
-        return jax.tree.map(accumulator, select(params, self.trained)[0], self.trained_homes)
+        return jax.tree.map(accumulator, select(params, self.trained)[0], self.trained_stored)
 
-    def part(self, gradients: Any, homes: Any) -> Any:
-        """Returns what a microbatch adds on this replica, float32: under level 2 its share of what all replicas found.
+    def part(self, gradients: Any, stored: Any) -> Any:
+        """Returns what a microbatch adds to this replica's sums, float32; at level 2 reduce-scattered over data.
 
         Args:
           gradients: like the parameters; leading dims of a leaf may be missing.
-          homes: the homes of these parameters.
+          stored: `Stored` of these parameters.
         """
         gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
-        if not any(self._scatters_each(home) for home in jax.tree.leaves(homes)):
+        if not any(self._scatters_each(weight) for weight in jax.tree.leaves(stored)):
             return gradients
 
-        def trailing(leaf: jax.Array, home: Home) -> PartitionSpec:
-            return spec_of_dims(axes_of_dims(home.spec, home.num_dims)[-leaf.ndim :])
+        def trailing(leaf: jax.Array, weight: Stored) -> PartitionSpec:
+            return spec_of_dims(axes_of_dims(weight.parameter, weight.num_dims)[-leaf.ndim :])
 
-        specs = jax.tree.map(trailing, gradients, homes)
+        specs = jax.tree.map(trailing, gradients, stored)
 
         def scattered(gradients: Any) -> Any:
-            return jax.tree.map(lambda leaf, home: self._scattered(leaf, home.dim), gradients, homes)
+            return jax.tree.map(lambda leaf, weight: self._scattered(leaf, weight.data_dim), gradients, stored)
 
         return on_shards(self.mesh, scattered, (specs,), specs)(gradients)
 
-    def _scatters_each(self, home: Home) -> bool:
-        return bool(self.axes) and self.level == 2 and home.dim != 0
+    def _scatters_each(self, weight: Stored) -> bool:
+        return bool(self.axes) and weight.gradient != weight.parameter
 
     def _scattered(self, x: jax.Array, dim: int) -> jax.Array:
         """Sums over replicas; each gets its part of a dim counted from the end, or all of it where that is 0."""
@@ -165,18 +151,18 @@ class Replicas:
 
     def _reduced(self, gradients: Any) -> Any:
         """Sums [replicas, ...] over replicas; each gets all of a leaf or, from level 1 on, its shard."""
-        is_sharded, homes = self.level > 0, self.trained_homes
+        stored = self.trained_stored
 
-        def reduce(leaf: jax.Array, home: Home) -> jax.Array:
-            if self._scatters_each(home):
+        def reduce(leaf: jax.Array, weight: Stored) -> jax.Array:
+            if self._scatters_each(weight):
                 return leaf[0]
-            return self._scattered(leaf[0], home.dim if is_sharded else 0)
+            return self._scattered(leaf[0], weight.data_dim if weight.moment != weight.parameter else 0)
 
         def reduce_all(gradients: Any) -> Any:
-            return jax.tree.map(reduce, gradients, homes)
+            return jax.tree.map(reduce, gradients, stored)
 
-        before = self._with_replicas(jax.tree.map(lambda home: home.spec, homes))
-        after = jax.tree.map(lambda home: over_data(home.spec, home.num_dims, home.dim if is_sharded else 0), homes)
+        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, stored))
+        after = jax.tree.map(lambda weight: weight.moment, stored)
         return on_shards(self.mesh, reduce_all, (before,), after)(gradients)
 
 

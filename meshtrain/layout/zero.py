@@ -1,36 +1,29 @@
-"""ZeRO over the data axis (Rajbhandari et al. 2020): which arrays the replicas share out among themselves.
+"""ZeRO over the data axis (Rajbhandari et al. 2020): which arrays are replicated over it, and which are sharded.
 
-    level   parameters   moments   gradients, added up   what crosses the network in a step of M microbatches
-    0       whole        whole     whole                 gradients, once
-    1       whole        split     whole                 gradients scattered once, new weights gathered once
-    2       whole        split     split                 gradients scattered M times, new weights gathered once
-    3       split        split     split                 weights gathered 2 M times, gradients scattered M times
+    level   parameters   moments      sums of gradients   what crosses the network in a step of M microbatches
+    0       replicated   replicated   replicated          gradients all-reduced once
+    1       replicated   sharded      replicated          gradients reduce-scattered, new weights all-gathered, once
+    2       replicated   sharded      sharded             gradients reduce-scattered M times, new weights gathered once
+    3       sharded      sharded      sharded             weights gathered 2 M times, gradients reduce-scattered M times
 
-Parameters are float32 and their own masters. The `fsdp` axis is level 3 by construction: its rules split every weight.
-Level 3 over `data` is the same with one axis fewer; `fsdp` inside a host with level 0 over `data` across hosts is
-hybrid sharding.
+`stored.py` says which dim is split. Parameters are float32 and serve as master weights. The `fsdp` axis is level 3 by
+construction: its rules split every weight. Level 3 over `data` is the same with one axis fewer; `fsdp` inside a host
+with level 0 over `data` across hosts is hybrid sharding.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
-from jax.sharding import PartitionSpec
-
-from meshtrain.layout.partition import axes_of_dims, num_parts, spec_of_dims
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.rules import Rules
 from meshtrain.words.options import option
 
-DATA = "data"
 STRATEGIES = {"no_shard": 0, "hybrid_shard": 0, "shard_grad_op": 3, "full_shard": 3}
-STACKED = ("layers", "chunks")
 MAX_LEVEL = 3
-# From which level on a part of the training state is split.
-SPLIT_FROM = {"opt_state": 1, "params": MAX_LEVEL}
 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroOptions:
-    """What the replicas of the data axis share out."""
+    """What is sharded over the data axis."""
 
     level: int = option(0, "0 nothing, 1 moments, 2 also added-up gradients, 3 also parameters", minimum=0)
     strategy: str = option("", "instead of a level, in other words (empty: the level)", choices=("", *STRATEGIES))
@@ -75,36 +68,3 @@ def rules_of_level(rules: Rules, level: int) -> Rules:
     if level < MAX_LEVEL or DATA in rules.storage_axes:
         return rules
     return dataclasses.replace(rules, storage_axes=(*rules.storage_axes, DATA))
-
-
-def dim_over_data(
-    spec: PartitionSpec, shape: Sequence[int], names: Sequence[str | None], mesh_shape: Mapping[str, int]
-) -> int:
-    """Returns which dim of an array the data axis splits, counted from the end (-1 is the last); 0 for none.
-
-    The first that what one device has of it divides by the axis; never that of the layers, which are taken one by one.
-    An array without such a dim stays whole on each replica, as explain shows.
-
-    Args:
-      spec: where the array lives already.
-      shape: its shape.
-      names: a logical axis or None for each dim.
-      mesh_shape: the size of each mesh axis.
-    """
-    for dim, (size, name, axes) in enumerate(zip(shape, names, axes_of_dims(spec, len(shape)), strict=True)):
-        if (
-            name not in STACKED
-            and mesh_shape[DATA] > 1
-            and size % (num_parts(axes, mesh_shape) * mesh_shape[DATA]) == 0
-        ):
-            return dim - len(shape)
-    return 0
-
-
-def over_data(spec: PartitionSpec, ndim: int, dim: int) -> PartitionSpec:
-    """Returns the spec with the data axis innermost on one dim (see `dim_over_data`; 0: as it was)."""
-    if dim == 0:
-        return spec
-    parts = axes_of_dims(spec, ndim)
-    parts[dim] = (*parts[dim], DATA)
-    return spec_of_dims(parts)

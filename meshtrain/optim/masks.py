@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain.layout.partition import is_names
+from meshtrain.layout.partition import STACKED, is_names
 
-STACKED = ("chunks", "layers")
 NORM = "norm"
 TABLES = ("vocab", "positions")
 

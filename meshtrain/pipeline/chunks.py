@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from meshtrain.layout.partition import Names
+
 CHUNKS = "chunks"
-Names = tuple[str | None, ...]
 
 
 def chunked(layers: Any, num_chunks: int) -> Any:

@@ -144,8 +144,8 @@ class Rows:
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
         self.layers, self.outer = ring.split_layers(stages, params)
-        self.layer_homes = replicas.homes["layers"]
-        self.outer_homes = {name: replicas.homes[name] for name in self.outer}
+        self.stored_layers = replicas.stored["layers"]
+        self.stored_outer = {name: replicas.stored[name] for name in self.outer}
         self.num_stages, self.num_chunks = program.schedule.num_stages, program.schedule.num_chunks
         self.stage = jax.lax.axis_index(PIPELINE)
         self.indices = jnp.arange(stages.num_layers // (self.num_stages * self.num_chunks))
@@ -171,8 +171,8 @@ class Rows:
             leaving=cotangent,
             sums=ring.zeros_like(jax.eval_shape(self.head, self.outer, x, jnp.int32(0))),
             layer_sums=ring.zeros_like(layer_sums),
-            layers=self.replicas.zeros(self.layers, self.layer_homes),
-            outer=self.replicas.zeros(self.outer, self.outer_homes),
+            layers=self.replicas.zeros(self.layers, self.stored_layers),
+            outer=self.replicas.zeros(self.outer, self.stored_outer),
         )
 
     def embed(self, outer: Params, m: jax.Array) -> Any:
@@ -244,7 +244,7 @@ class Rows:
         def one(state: tuple[Params, Any], layer: tuple[Any, Any]) -> tuple[tuple[Params, Any], None]:
             (total, cotangent), (index, pullback) = state, layer
             part, cotangent = pullback(self.layer(cell, index), cotangent, self.seed)
-            part = self.replicas.part(part, self.layer_homes)
+            part = self.replicas.part(part, self.stored_layers)
             place = ring.place(cell.chunk, index, self.num_chunks)
             return (ring.add_at(total, part, place, cell.active), cotangent), None
 
@@ -263,7 +263,7 @@ class Rows:
 
         _, pull, sums = jax.vjp(total, self.outer, final, has_aux=True)
         outer, final_cotangent = pull(self.seed)
-        outer = self.replicas.part(outer, self.outer_homes)
+        outer = self.replicas.part(outer, self.stored_outer)
         carry = carry._replace(
             sums=ring.add_if(wanted, carry.sums, sums), outer=ring.add_if(wanted, carry.outer, outer)
         )
@@ -280,7 +280,7 @@ class Rows:
         """Adds the embedding's gradient of microbatch `m`, whose cotangent stage 0 holds; nothing for m < 0."""
         x, pull = jax.vjp(lambda outer: self.embed(outer, jnp.maximum(m, 0)), self.outer)
         (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))
-        return carry._replace(outer=ring.add_if(m >= 0, carry.outer, self.replicas.part(outer, self.outer_homes)))
+        return carry._replace(outer=ring.add_if(m >= 0, carry.outer, self.replicas.part(outer, self.stored_outer)))
 
 
 def _read(buffer: Any, slot: jax.Array) -> Any:

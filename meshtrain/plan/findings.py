@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
-from meshtrain.layout.zero import DATA
+from meshtrain.layout.axes import DATA
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.plan.collectives import Traffic
 from meshtrain.plan.compile import Compiled

@@ -94,9 +94,9 @@ def _reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
     """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data)."""
     replicas, reduced, scattered = assembly.replicas, 0, 0
     trained, _ = select(assembly.state.params, replicas.trained)
-    for leaf, home in zip(jax.tree.leaves(trained), jax.tree.leaves(replicas.trained_homes), strict=True):
+    for leaf, weight in zip(jax.tree.leaves(trained), jax.tree.leaves(replicas.trained_stored), strict=True):
         elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
-        if replicas.level == 0 or home.dim == 0:
+        if replicas.level == 0 or weight.data_dim == 0:
             reduced += elements
         elif replicas.level < MAX_LEVEL:
             scattered += elements

@@ -66,7 +66,7 @@ def accumulated(
             return value * seed, (value, weight, metrics)
 
         (_, (value, weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(trained)
-        return Sums(value, weight, metrics, replicas.part(gradients, replicas.trained_homes))
+        return Sums(value, weight, metrics, replicas.part(gradients, replicas.trained_stored))
 
     def many(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
         microbatches = split(batch, num_microbatches, placement, axes)
@@ -78,7 +78,7 @@ def accumulated(
         shapes = jax.eval_shape(one, params, first, rng, seed)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         trained, _ = select(params, replicas.trained)
-        zeros = zeros._replace(gradients=replicas.zeros(trained, replicas.trained_homes))
+        zeros = zeros._replace(gradients=replicas.zeros(trained, replicas.trained_stored))
         return jax.lax.scan(add, zeros, microbatches)[0]
 
     def on_replica(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:

@@ -13,16 +13,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from meshtrain.layout import offload, partition, zero
-from meshtrain.layout.axes import partitioned_axes
+from meshtrain.layout.axes import DATA, partitioned_axes
+from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import axes_in
-from meshtrain.layout.replicas import Home, Replicas
+from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules
+from meshtrain.layout.stored import stored
+from meshtrain.layout.trees import path_text
 from meshtrain.models.task import Params, Task
 from meshtrain.pipeline import chunks
-from meshtrain.step.state import TrainState
+from meshtrain.step.state import REPLICATED_FIELDS, TrainState
 from meshtrain.words.errors import UserError
-
-Axes = tuple[str | None, ...]
 
 
 def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any, Any]:
@@ -30,7 +31,7 @@ def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any,
     boxed = jax.eval_shape(task.init, jax.random.key(0))
     is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
 
-    def names(leaf: Any) -> Axes | None:
+    def names(leaf: Any) -> Names | None:
         if is_box(leaf):
             return tuple(leaf.names)
         return (None,) * leaf.ndim if num_devices == 1 else None
@@ -48,60 +49,63 @@ def in_chunks(params: Params, num_chunks: int) -> Params:
     return params if num_chunks == 1 else {**params, "layers": chunks.chunked(params["layers"], num_chunks)}
 
 
-def replicas_of(
-    task: Task, params: Params, axes: Any, homes: Any, mesh: Mesh, level: int, wire_dtype: DTypeLike, trained: Any
-) -> Replicas:
-    """Returns how the replicas of the data axis share out the gradients of parameters that live at `homes`.
+def replicas_of(task: Task, specs: Any, mesh: Mesh, level: int, wire_dtype: DTypeLike, trained: Any) -> Replicas:
+    """Returns how gradients are reduced over the data axis.
+
+    Args:
+      task: what is trained.
+      specs: a tree of `Stored` like the parameters.
+      mesh: the mesh.
+      level: of ZeRO.
+      wire_dtype: of gradients as they cross the data axis.
+      trained: True for each parameter that has a gradient.
 
     Raises:
-      UserError: gradients that each replica adds up by itself, of a task that cannot be traced so.
+      UserError: level 2, which scatters inside a region where data is manual, of a task that cannot be traced there.
     """
     is_manual = task.takes_manual_axes or partition.num_parts(partitioned_axes(), mesh.shape) == 1
-    # A rule of one's own may split weights over data: then there are no replicas of them.
-    is_manual &= not any(zero.DATA in axes_in(home.spec) for home in jax.tree.leaves(homes))
+    # A rule of one's own may split weights over data, which then has no replicas of them.
+    is_manual &= level == zero.MAX_LEVEL or not any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
     if level == 2 and not is_manual:
         raise UserError(
             "zero.level: got 2 with fsdp or tensor and a task without `takes_manual_axes`, or with weights split over "
             "data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
         )
-
-    def home(leaf: Any, names: Axes, sharding: NamedSharding) -> Home:
-        dim = zero.dim_over_data(sharding.spec, leaf.shape, names, mesh.shape)
-        spec = zero.over_data(sharding.spec, leaf.ndim, dim) if level == zero.MAX_LEVEL else sharding.spec
-        return Home(spec, leaf.ndim, dim)
-
-    return Replicas(mesh, jax.tree.map(home, params, axes, homes), level, is_manual, wire_dtype, trained)
+    return Replicas(mesh, specs, level, is_manual, wire_dtype, trained)
 
 
 def placed(
-    abstract: TrainState, names: list[Axes], rules: Rules, mesh: Mesh, level: int, *, moments_on_host: bool = False
+    abstract: TrainState, names: list[Names], rules: Rules, mesh: Mesh, level: int, *, moments_on_host: bool = False
 ) -> TrainState:
     """Returns the abstract state with a sharding on each leaf.
 
+    Args:
+      abstract: the state.
+      names: logical axes of each leaf, in the order of `jax.tree.leaves`.
+      rules: the table.
+      mesh: the mesh.
+      level: of ZeRO.
+      moments_on_host: whether the optimizer's arrays are in the hosts' memory.
+
     Raises:
-      UserError: what cannot be placed.
+      UserError: a leaf that cannot be split as the rules say.
     """
+
+    def place(path: Any, leaf: Any, axes: Names) -> jax.ShapeDtypeStruct:
+        field = path[0].name
+        specs = stored(leaf.shape, axes, rules, mesh.shape, 0 if field in REPLICATED_FIELDS else level, path_text(path))
+        is_moment = field == "opt_state"
+        sharding = NamedSharding(mesh, specs.moment if is_moment else specs.parameter)
+        if moments_on_host and is_moment and leaf.ndim > 0:
+            sharding = offload.on_host(sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    done, problems = [], []
-    for (path, leaf), axes in zip(leaves, names, strict=True):
-        text = jax.tree_util.keystr(path, simple=True, separator="/")
-        found = partition.problems(text, leaf.shape, axes, rules.parameters, mesh.shape)
-        problems += found
-        if not found:
-            spec = partition.spec(text, leaf.shape, axes, rules.parameters, mesh.shape)
-            if path[0].name in zero.SPLIT_FROM and level >= zero.SPLIT_FROM[path[0].name]:
-                dim = zero.dim_over_data(spec, leaf.shape, axes, mesh.shape)
-                spec = zero.over_data(spec, leaf.ndim, dim)
-            home = NamedSharding(mesh, spec)
-            if moments_on_host and path[0].name == "opt_state" and leaf.ndim > 0:
-                home = offload.on_host(home)
-            done.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home))
-    if problems:
-        raise UserError(*problems)
+    done = [place(path, leaf, axes) for (path, leaf), axes in zip(leaves, names, strict=True)]
     return jax.tree.unflatten(structure, done)
 
 
-def in_layer_order(abstract: TrainState, names: list[Axes]) -> TrainState:
+def in_layer_order(abstract: TrainState, names: list[Names]) -> TrainState:
     """Returns the abstract state with the shapes that checkpoints have."""
     leaves, structure = jax.tree.flatten(abstract)
     shapes = [chunks.layer_order_shape(leaf.shape, axes) for leaf, axes in zip(leaves, names, strict=True)]

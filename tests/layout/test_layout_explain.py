@@ -5,14 +5,19 @@ import jax.numpy as jnp
 
 from meshtrain.layout.explain import rows, table
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.partition import placements
 from meshtrain.layout.rules import LayoutOptions, default_rules
+from meshtrain.layout.stored import stored_tree
 
 RULES = default_rules(LayoutOptions())
 
 
 def shape_of(data=1, pipeline=1, fsdp=1, tensor=1):
     return {"data": data, "pipeline": pipeline, "fsdp": fsdp, "tensor": tensor}
+
+
+def shardings(tree, names, mesh):
+    specs = stored_tree(tree, names, RULES, mesh.shape, 0)
+    return jax.tree.map(lambda one: jax.NamedSharding(mesh, one.parameter), specs)
 
 
 def explained(**sizes):
@@ -23,7 +28,7 @@ def explained(**sizes):
     }
     names = {"scale": ("norm",), "step": (), "table": ("vocab", "embed")}
     mesh = make_mesh(shape_of(**sizes), jax.devices())
-    return rows(tree, names, placements(tree, names, RULES, mesh))
+    return rows(tree, names, shardings(tree, names, mesh))
 
 
 def test_a_line_for_each_array_and_totals():
@@ -42,8 +47,8 @@ def test_a_line_for_each_array_and_totals():
 def test_bytes_on_a_device_are_what_jax_puts_there():
     row = explained(pipeline=2, fsdp=2, tensor=2)[2]
     mesh = make_mesh(shape_of(pipeline=2, fsdp=2, tensor=2), jax.devices())
-    home = placements({"t": jnp.zeros((512, 8))}, {"t": ("vocab", "embed")}, RULES, mesh)["t"]
-    there = jax.device_put(jnp.zeros((512, 8), jnp.bfloat16), home)
+    sharding = shardings({"t": jnp.zeros((512, 8))}, {"t": ("vocab", "embed")}, mesh)["t"]
+    there = jax.device_put(jnp.zeros((512, 8), jnp.bfloat16), sharding)
     assert row.num_bytes_per_device == there.addressable_shards[0].data.nbytes
     assert row.num_bytes == there.nbytes
 

@@ -14,8 +14,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshtrain.layout import placement
 from meshtrain.layout.placement import on_shards
-from meshtrain.layout.replicas import Home, Replicas
-from meshtrain.layout.zero import dim_over_data, over_data
+from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.layout.stored import stored
 
 GROUP, DATA = "group", frozenset({"data"})
 NUM_GROUPS, NUM_SEQUENCES, WIDTH, HIDDEN = 2, 8, 4, 16
@@ -40,17 +41,16 @@ def gradients(replicas, w, batch):
     def compute(w, batch):
         def add(total, x):
             loss, gradient = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
-            return (total[0] + loss, total[1] + replicas.part(gradient, replicas.homes)), None
+            return (total[0] + loss, total[1] + replicas.part(gradient, replicas.stored)), None
 
-        return jax.lax.scan(add, (jnp.float32(0), replicas.zeros(w, replicas.homes)), batch)[0]
+        return jax.lax.scan(add, (jnp.float32(0), replicas.zeros(w, replicas.stored)), batch)[0]
 
     return replicas.data_parallel(compute)(w, batch)
 
 
 def replicas_on(mesh, level):
-    spec = PartitionSpec(None, "fsdp")
-    dim = dim_over_data(spec, (WIDTH, HIDDEN), ("embed", "mlp"), mesh.shape)
-    return Replicas(mesh, Home(spec, 2, dim), level)
+    rules = extend(default_rules(LayoutOptions()), Rule("embed"), Rule("mlp", ("fsdp",)))
+    return Replicas(mesh, stored((WIDTH, HIDDEN), ("embed", "mlp"), rules, mesh.shape, level), level)
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -67,8 +67,7 @@ def test_gradients_of_replicas_are_the_same_inside_an_outer_region(level):
     groups = PartitionSpec(GROUP)
     nested = on_shards(outer, in_group, (PartitionSpec(), groups), groups, axes=frozenset({GROUP}))
     losses, found = jax.jit(nested)(w, batches)
-    home = replicas_on(outer, level).homes
-    inside = over_data(home.spec, 2, home.dim if level else 0)
+    inside = replicas_on(outer, level).stored.moment
     assert found.sharding.is_equivalent_to(jax.NamedSharding(outer, PartitionSpec(GROUP, *inside)), 3)
     losses, found = jax.device_get((losses, found))
     for index, (loss, gradient) in enumerate(jax.device_get(expected)):

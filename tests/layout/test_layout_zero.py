@@ -13,8 +13,10 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.replicas import Home, Replicas
-from meshtrain.layout.zero import ZeroOptions, dim_over_data, over_data, problems
+from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.rules import LayoutOptions, default_rules
+from meshtrain.layout.stored import Stored, stored
+from meshtrain.layout.zero import ZeroOptions, problems
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 
@@ -23,27 +25,11 @@ MODEL = DecoderOptions(
 )
 CONFIG = Config(batch_size=16, sequence_length=16, model=MODEL, optimizer=OptimizerOptions(name="adam", clip_norm=0.0))
 WORD = 4
+RULES = default_rules(LayoutOptions())
 
 
 def sizes(**axes):
     return dict.fromkeys(AXES, 1) | axes
-
-
-@pytest.mark.parametrize(
-    "spec, shape, names, mesh, after",
-    [
-        ((), (64, 32), ("embed", "mlp"), {"data": 8}, ("data",)),
-        (("fsdp",), (64, 32), ("embed", "mlp"), {"data": 4, "fsdp": 2}, (("fsdp", "data"),)),
-        (("fsdp", "tensor"), (8, 64), (None, None), {"data": 4, "fsdp": 4, "tensor": 2}, ("fsdp", ("tensor", "data"))),
-        (("pipeline",), (8, 64, 3), ("layers", "embed", None), {"data": 8, "pipeline": 2}, ("pipeline", "data")),
-        ((), (8, 6, 10), ("layers", "embed", "mlp"), {"data": 4}, ()),
-        ((), (64, 32), ("embed", "mlp"), {}, ()),
-    ],
-)  # fmt: skip
-def test_first_dim_that_divides_is_split_layers_apart(spec, shape, names, mesh, after):
-    spec = PartitionSpec(*spec)
-    dim = dim_over_data(spec, shape, names, sizes(**mesh))
-    assert over_data(spec, len(shape), dim) == PartitionSpec(*after)
 
 
 def test_contradictions_are_named():
@@ -97,42 +83,34 @@ def test_bytes_of_the_accumulator(level, words):
     config = dataclasses.replace(CONFIG, zero=ZeroOptions(level=level))
     assembly = assemble(config, sizes(data=8), jax.devices())
     params = assembly.state.params
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
-    dims = jax.tree.map(
-        lambda leaf: dim_over_data(leaf.sharding.spec, leaf.shape, (None,) * leaf.ndim, sizes(data=8)), params
-    )
-    homes = jax.tree.map(lambda leaf, spec, dim: Home(spec, leaf.ndim, dim), params, specs, dims)
-    zeros = jax.eval_shape(lambda: Replicas(assembly.mesh, homes, level).zeros(params, homes))
+    zeros = jax.eval_shape(lambda: assembly.replicas.zeros(params, assembly.replicas.stored))
     assert sum(leaf.size for leaf in jax.tree.leaves(zeros)) * WORD == words * assembly.task.num_parameters
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_what_replicas_found_is_summed_and_lands_where_it_belongs(level, shape):
+def test_gradients_are_reduced_over_data_and_get_their_sharding(level, shape):
     mesh = make_mesh(sizes(**shape), jax.devices())
-    spec = PartitionSpec("fsdp", "tensor")
-    home = Home(spec, 2, dim_over_data(spec, (16, 8), ("embed", "mlp"), mesh.shape))
-    replicas = Replicas(mesh, home, level)
+    weight = stored((16, 8), ("embed", "mlp"), RULES, mesh.shape, level)
+    replicas = Replicas(mesh, weight, level)
     x = jax.random.normal(jax.random.key(0), (32, 16))
     y = jax.random.normal(jax.random.key(1), (32, 8))
 
     def compute(_, batch, key_data):
         x, y = batch
-        first, second = (replicas.part(x[i].T @ y[i], home) for i in (slice(0, None, 2), slice(1, None, 2)))
-        return jnp.float32(x.shape[0]), replicas.zeros(jnp.zeros((16, 8)), home) + first + second
+        first, second = (replicas.part(x[i].T @ y[i], weight) for i in (slice(0, None, 2), slice(1, None, 2)))
+        return jnp.float32(x.shape[0]), replicas.zeros(jnp.zeros((16, 8)), weight) + first + second
 
     run = jax.jit(replicas.data_parallel(compute))
     num_sequences, found = run(jnp.zeros((16, 8)), (x, y), jax.random.key_data(jax.random.key(2)))
     assert num_sequences == 32
     np.testing.assert_allclose(found, x.T @ y, rtol=1e-5, atol=1e-5)
-    expected = over_data(spec, 2, home.dim if level else 0)
-    assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, expected), 2)
+    assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, weight.moment), 2)
 
 
 def test_gradients_may_cross_in_bfloat16_and_come_out_in_float32():
     mesh = make_mesh(sizes(data=2), jax.devices()[:2])
-    home = Home(PartitionSpec(), 1)
-    replicas = Replicas(mesh, home, wire_dtype=jnp.bfloat16)
+    replicas = Replicas(mesh, Stored.alike(PartitionSpec(), 1), wire_dtype=jnp.bfloat16)
     found = np.array([[1 + 2**-9, 3.0], [2.0, 2**-12]], np.float32)
 
     def compute(_, batch, key_data):

@@ -16,7 +16,8 @@ from meshtrain.layout import placement as placement_room
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import on_shards
-from meshtrain.layout.replicas import Home, Replicas
+from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.stored import Stored
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
@@ -111,8 +112,8 @@ def compute_on(mesh, schedule, params):
         "layers": jax.tree.map(lambda _: over_stages, params["layers"]),
         "head": PartitionSpec(None, "pipeline"),
     }
-    homes = jax.tree.map(lambda leaf, spec: Home(spec, leaf.ndim), params, specs)
-    return functools.partial(executor.gradients, model(num_layers), executable(schedule), Replicas(mesh, homes))
+    stored = jax.tree.map(lambda leaf, spec: Stored.alike(spec, leaf.ndim), params, specs)
+    return functools.partial(executor.gradients, model(num_layers), executable(schedule), Replicas(mesh, stored))
 
 
 def run(schedule):

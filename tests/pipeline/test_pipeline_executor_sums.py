@@ -16,7 +16,8 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.replicas import Home, Replicas
+from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.stored import Stored
 from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Task, staged_loss, token_batch, with_layer_sums
 from meshtrain.pipeline import chunks, executor, forward
@@ -124,8 +125,8 @@ def run(name, num_chunks=1):
     num_layers = 2 * NUM_STAGES * num_chunks
     program = executable(build(name, num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, num_chunks=num_chunks))
     params = stored(num_layers, num_chunks)
-    homes = jax.tree.map(lambda leaf, spec: Home(spec, leaf.ndim), params, specs_of(num_chunks))
-    compute = functools.partial(executor.gradients, stages_of(num_layers), program, Replicas(mesh(), homes))
+    where = jax.tree.map(lambda leaf, spec: Stored.alike(spec, leaf.ndim), params, specs_of(num_chunks))
+    compute = functools.partial(executor.gradients, stages_of(num_layers), program, Replicas(mesh(), where))
     sums = jax.device_get(jax.jit(compute)(params, batch_of(), jax.random.key(3), SEED))
     like = parameters(num_layers)
     gradients = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), sums.gradients, like)

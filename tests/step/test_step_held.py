@@ -44,7 +44,7 @@ def test_each_level_splits_what_it_says(mesh, level):
 def test_gradients_are_what_the_step_allocates_on_each_replica(level):
     assembly = assembled(level, data=8)
     replicas = assembly.replicas
-    sums = jax.eval_shape(lambda params: replicas.zeros(params, replicas.homes), assembly.state.params)
+    sums = jax.eval_shape(lambda params: replicas.zeros(params, replicas.stored), assembly.state.params)
     allocated = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sums))
     assert held(assembly.state, replicas).gradients == allocated
 

@@ -1,0 +1,156 @@
+"""Where each stored array lives, at every ZeRO level: one function of shape, logical axes, rules, mesh and level.
+
+The rules split a weight over the mesh axes of its logical axes. Data, which replicates weights at level 0, splits one
+more dim of what the level says: moments from level 1 on, the sums of gradients at level 2 and 3, parameters at level 3
+(`zero.py`).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshtrain.layout.axes import DATA
+from meshtrain.layout.partition import STACKED, Names, axes_of_dims, is_names, num_parts, spec, spec_of_dims
+from meshtrain.layout.partition import problems as array_problems
+from meshtrain.layout.rules import Rules
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.words.errors import UserError, nearest
+
+# The level from which on the data axis splits an array.
+MOMENTS_LEVEL, GRADIENTS_LEVEL, PARAMETERS_LEVEL = 1, 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The sharding of a weight and of the arrays that have its shape.
+
+    Attributes:
+      parameter: of the weight.
+      gradient: of the float32 sum to which the gradient of each microbatch is added.
+      moment: of the optimizer's moments, and of the gradient that the optimizer gets.
+      num_dims: of the weight.
+      data_dim: the dim that data splits from its level on, counted from the end (-1 is the last); 0: none.
+    """
+
+    parameter: PartitionSpec
+    gradient: PartitionSpec
+    moment: PartitionSpec
+    num_dims: int
+    data_dim: int = 0
+
+    @classmethod
+    def alike(cls, spec: PartitionSpec, num_dims: int) -> "Stored":
+        """Returns one sharding for all three, as at level 0."""
+        return cls(spec, spec, spec, num_dims)
+
+
+def stored(
+    shape: Sequence[int],
+    names: Names,
+    rules: Rules,
+    mesh_shape: Mapping[str, int],
+    level: int,
+    path: str = "array",
+) -> Stored:
+    """Returns where a weight and the arrays of its shape live.
+
+    Args:
+      shape: of the weight, or of an array of the optimizer's state.
+      names: a logical axis or None for each dim.
+      rules: their column `parameters` counts.
+      mesh_shape: the size of each mesh axis.
+      level: of ZeRO.
+      path: what the array is called in an error.
+
+    Raises:
+      UserError: see `partition.problems`.
+    """
+    by_rules = spec(path, shape, names, rules.parameters, mesh_shape)
+    dim = _data_dim(by_rules, shape, names, mesh_shape)
+    if dim == 0:
+        return Stored.alike(by_rules, len(shape))
+    parts = axes_of_dims(by_rules, len(shape))
+    parts[dim] = (*parts[dim], DATA)
+    sharded = spec_of_dims(parts)
+    parameter, gradient, moment = (
+        sharded if level >= first else by_rules for first in (PARAMETERS_LEVEL, GRADIENTS_LEVEL, MOMENTS_LEVEL)
+    )
+    return Stored(parameter, gradient, moment, len(shape), dim)
+
+
+def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shape: Mapping[str, int]) -> int:
+    """Returns which dim of an array data splits, counted from the end; 0 for none.
+
+    The first dim whose shard divides by the axis; never that of the layers, which are computed one by one.
+    """
+    dims = axes_of_dims(spec, len(shape))
+    if mesh_shape[DATA] == 1 or any(DATA in axes for axes in dims):
+        return 0
+    for dim, (size, name, axes) in enumerate(zip(shape, names, dims, strict=True)):
+        if name not in STACKED and size % (num_parts(axes, mesh_shape) * mesh_shape[DATA]) == 0:
+            return dim - len(shape)
+    return 0
+
+
+def stored_tree(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int], level: int) -> Any:
+    """Returns `Stored` for each weight of a tree.
+
+    Args:
+      abstract: arrays or `jax.ShapeDtypeStruct`s.
+      axes_tree: the same structure; each leaf is a tuple with a logical axis or None for each dim.
+      rules: the table.
+      mesh_shape: the size of each mesh axis.
+      level: of ZeRO.
+
+    Raises:
+      UserError: see `problems`.
+    """
+    if found := problems(abstract, axes_tree, rules, mesh_shape):
+        raise UserError(*found)
+    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
+    leaves = [
+        stored(leaf.shape, axes[path], rules, mesh_shape, level, path) for path, leaf in leaves_with_paths(abstract)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def problems(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each reason why a tree of weights cannot be stored as the rules say.
+
+    These are: an array without logical axes, axes without an array, a user's rule that matches no array, and
+    everything that `partition.problems` finds in an array. For the arguments see `stored_tree`.
+    """
+    arrays = dict(leaves_with_paths(abstract))
+    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
+    found = []
+    for path, array in arrays.items():
+        names = axes[path] if path in axes else None
+        if not is_names(names):
+            said = "has no logical axes" if names is None else f"got logical axes {names!r}"
+            replicated = (None,) * len(array.shape)
+            found.append(
+                f"{path}: shape {tuple(array.shape)}: {said}; allowed: a tuple with a name or None for each dim; "
+                f"nearest: {replicated} (replicated on each device)"
+            )
+        else:
+            found += array_problems(path, array.shape, names, rules.parameters, mesh_shape)
+    found += [
+        f"{path}: got logical axes {names}, but there is no such array; allowed: paths of arrays{nearest(path, arrays)}"
+        for path, names in axes.items()
+        if path not in arrays and names != ()
+    ]
+    used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
+    return found + _unmatched(rules, used, mesh_shape)
+
+
+def _unmatched(rules: Rules, used: set[str], mesh_shape: Mapping[str, int]) -> list[str]:
+    """A user's rule that matches no weight is a misspelt name: the weight it was meant for is replicated."""
+    return [
+        f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
+        f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
+        for name in rules.own
+        if rules.parameters[name] and name not in used
+    ]
