@@ -6,10 +6,6 @@ stands under `config.model`; each field is an `option(default, text)`. It may ha
 """
 
 import dataclasses
-import importlib
-import os
-import sys
-import traceback
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -21,12 +17,11 @@ from meshtrain.models import decoder_task
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.task import Task
 from meshtrain.step.precision import compute_dtype, output_dtype
-from meshtrain.words.errors import UserError, nearest
+from meshtrain.words import named
+from meshtrain.words.errors import UserError
 
 MakeTask = Callable[[Config, Placement], Task]
 Check = Callable[[Config, Mapping[str, int]], list[str]]
-
-_ALLOWED = "package.module:function"
 
 
 class NamedTask(Protocol):
@@ -69,57 +64,10 @@ def find(name: str) -> NamedTask:
     """
     if name in TASKS:
         return typing.cast(NamedTask, TASKS[name])
-    allowed = f"{', '.join(TASKS)}, or {_ALLOWED}"
-    module_name, colon, attribute = name.partition(":")
-    if not (colon and module_name and attribute):
-        near = nearest(name, TASKS) or "; nearest: decoder"
-        raise UserError(f"task: got '{name}'; allowed: {allowed}{near}")
-    module = _imported(name, module_name, allowed)
-    function: Any = module
-    for part in attribute.split("."):
-        if not hasattr(function, part):
-            named = [key for key, value in vars(module).items() if hasattr(value, "options")]
-            near = nearest(part, named or dir(module)) or f"; nearest: {module_name}:{(named or ['function'])[0]}"
-            raise UserError(f"task: got '{name}', and {module_name} has no '{attribute}'; allowed: {allowed}{near}")
-        function = getattr(function, part)
-    if not callable(function):
-        raise UserError(
-            f"task: got '{name}', which is no function but {type(function).__name__}; allowed: a function (config, "
-            f"placement) -> Task; nearest: def {attribute}(config, placement)"
-        )
+    function = named.function("task", name, list(TASKS))
     if line := _options_problem(name, function):
         raise UserError(line)
     return typing.cast(NamedTask, function)
-
-
-def _imported(name: str, module_name: str, allowed: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(module_name)
-    except UserError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise UserError(
-                f"task: got '{name}', and there is no module '{error.name}' in {here} or on Python's path; allowed: "
-                f"{allowed}; nearest: decoder"
-            ) from error
-        raise UserError(_import_error(name, module_name, error)) from error
-    except Exception as error:
-        raise UserError(_import_error(name, module_name, error)) from error
-
-
-def _import_error(name: str, module_name: str, error: Exception) -> str:
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"task: got '{name}', and {module_name} cannot be imported: {type(error).__name__}: {first_line} "
-        f"({frame.filename}:{frame.lineno}); allowed: a module that Python can import; nearest: python -c 'import "
-        f"{module_name}'"
-    )
 
 
 def _options_problem(name: str, function: Any) -> str:
@@ -139,11 +87,7 @@ def _options_problem(name: str, function: Any) -> str:
 def _field_problem(name: str, options: Any, wanted: str) -> str:
     kinds = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
-        kind = kinds[field.name]
-        if dataclasses.is_dataclass(kind):
-            if line := _field_problem(name, kind, wanted):
-                return line
-        elif kind not in (int, float, bool, str) or "text" not in field.metadata:
+        if kinds[field.name] not in (int, float, bool, str) or "text" not in field.metadata:
             return (
                 f"task: got '{name}', whose option '{field.name}' is no option(default, text) of type int, float, bool "
                 f"or str; {wanted}; nearest: {field.name}: int = option(1, 'what it means')"
@@ -163,8 +107,7 @@ def refuse_options(make_task: MakeTask) -> None:
 
 def name_of(make_task: MakeTask) -> str:
     """Returns `package.module:function`, the name under which a function would be found again."""
-    kind: Any = make_task if hasattr(make_task, "__qualname__") else type(make_task)
-    return next((name for name, task in TASKS.items() if task is make_task), f"{kind.__module__}:{kind.__qualname__}")
+    return next((name for name, task in TASKS.items() if task is make_task), named.name_of(make_task))
 
 
 def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:

@@ -80,7 +80,7 @@ def lines(given, overrides=None, **keywords):
         ("lacking_for_tests:task", "cannot be imported: ModuleNotFoundError", "import lacking_for_tests"),
         ("broken_for_tests:task", "ZeroDivisionError: division by zero", "broken_for_tests.py:3)"),
         ("mine_for_tests:tusk", "mine_for_tests has no 'tusk'", "did you mean 'task'?"),
-        ("mine_for_tests:number", "no function but int", "def number(config, placement)"),
+        ("mine_for_tests:number", "no function but int", "def number(...)"),
         ("mine_for_tests:bare", "no attribute 'options'", "bare.options = MyOptions"),
         ("mine_for_tests:listed", "options are [1]", "@dataclass(frozen=True)"),
         ("mine_for_tests:thawed", "Thawed'>", "@dataclass(frozen=True)"),

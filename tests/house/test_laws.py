@@ -15,12 +15,12 @@ CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 FILE_LINES = 400
 FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.py": 100, "meshtrain/step/step.py": 100}
-# `--help` must answer before JAX is imported; and a task of one's own is a module that the configuration names.
+# `--help` must answer before JAX is imported; and functions of one's own are in modules that a configuration names.
 LAZY_IMPORTERS = {
     "meshtrain/__main__.py",
     "meshtrain/main.py",
     "meshtrain/__init__.py",
-    "meshtrain/config/tasks.py",
+    "meshtrain/words/named.py",
 }
 CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written
 TOP_LEVEL = {

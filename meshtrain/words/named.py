@@ -1,0 +1,76 @@
+"""Functions that a configuration names as `package.module:function`: imported and found. No JAX."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from meshtrain.words.errors import UserError, nearest
+
+FORM = "package.module:function"
+
+
+def function(key: str, name: str, names: Sequence[str]) -> Any:
+    """Returns the function of a name; its module is imported.
+
+    The current folder is searched after everything that Python searches anyway.
+
+    Args:
+      key: the option that holds the name, for errors.
+      name: `package.module:function`; dots after the colon go into classes.
+      names: what else the option may be, the first of them a value that is always right; for errors.
+
+    Raises:
+      UserError: one line: another form, a module that cannot be imported, no such name in it, or no function.
+    """
+    allowed, near = f"{', '.join(names)}, or {FORM}", names[0]
+    module_name, colon, path = name.partition(":")
+    if not (colon and module_name and path):
+        raise UserError(f"{key}: got '{name}'; allowed: {allowed}{nearest(name, names) or f'; nearest: {near}'}")
+    module = _imported(key, name, module_name, allowed, near)
+    found: Any = module
+    for part in path.split("."):
+        if not hasattr(found, part):
+            here = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+            fix = nearest(part, here) or f"; nearest: {key}={near}"
+            raise UserError(f"{key}: got '{name}', and {module_name} has no '{path}'; allowed: {allowed}{fix}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(
+            f"{key}: got '{name}', which is no function but {type(found).__name__}; allowed: {allowed}; "
+            f"nearest: def {path}(...)"
+        )
+    return found
+
+
+def _imported(key: str, name: str, module_name: str, allowed: str, near: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's module raises
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
+            raise UserError(
+                f"{key}: got '{name}', and there is no module '{missing}' in {here} or on Python's path; allowed: "
+                f"{allowed}; nearest: {near}"
+            ) from error
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{key}: got '{name}', and {module_name} cannot be imported: {type(error).__name__}: {first_line} "
+            f"({frame.filename}:{frame.lineno}); allowed: a module that Python can import; nearest: python -c 'import "
+            f"{module_name}'"
+        ) from error
+
+
+def name_of(given: Any) -> str:
+    """Returns `package.module:function`, the name under which a function would be found again."""
+    kind = given if hasattr(given, "__qualname__") else type(given)
+    return f"{kind.__module__}:{kind.__qualname__}"
