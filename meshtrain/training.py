@@ -149,7 +149,7 @@ def run_steps(
             train_step=train_step,
             evaluate=functools.partial(evaluate, assembly, corpus),
             save=functools.partial(saving.save, assembly, checkpoints, corpus),
-            finish_saving=checkpoints.wait,
+            finish_saving=functools.partial(saving.finish, checkpoints),
             rate=functools.partial(saving.rate, assembly, checkpoints),
             write=trackers.write,
             diagnose=functools.partial(saving.diagnosis, checkpoints),

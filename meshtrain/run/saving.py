@@ -1,5 +1,6 @@
 """What a run saves, how good a save is, and where to go back to when training stops itself."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ from meshtrain.data.loader import next_sample
 from meshtrain.launch import peers
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
-from meshtrain.store.checkpoint import Checkpoints, SaveFailed
-from meshtrain.words.errors import warn
+from meshtrain.store.checkpoint import Checkpoints
+from meshtrain.words.errors import SaveFailed, warn
 
 
 def save(
@@ -43,6 +44,21 @@ def save(
         warn(str(error))
         values["failed_saves"] = values.setdefault("failed_saves", 0.0) + 1
     return {"save_blocking_seconds": time.perf_counter() - start_seconds, **values}
+
+
+def finish(checkpoints: Checkpoints) -> None:
+    """Waits until the last save is on the disk.
+
+    Raises:
+      SaveFailed: it could not be written; names the step that the same command goes on from.
+    """
+    with contextlib.suppress(SaveFailed):
+        checkpoints.wait()
+    # It may have failed at its start as well, which `save` has said and left to the next save.
+    if error := checkpoints.newest_failure:
+        step = checkpoints.latest_step()
+        where = "begins anew" if step is None else f"goes on from step {step}"
+        raise SaveFailed(f"{error}; the same command {where}")
 
 
 def rate(assembly: Assembly, checkpoints: Checkpoints, step: int, values: Mapping[str, float]) -> None:

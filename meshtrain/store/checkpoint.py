@@ -26,22 +26,14 @@ import orbax.checkpoint as ocp
 from meshtrain.launch import peers
 from meshtrain.store import integrity, keeping
 from meshtrain.store.arrays import leaves_by_path, nested, refuse_mismatches
+from meshtrain.store.failure import save_failed
 from meshtrain.store.keeping import CheckpointOptions
 from meshtrain.store.manager import EXTRA, STATE, manager
-from meshtrain.words.errors import UserError
+from meshtrain.words.errors import SaveFailed, UserError
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
 _LOOK_SECONDS = 1.0
-_MAX_REASON = 300  # characters of what a library says, which may quote whole stacks
-
-
-class SaveFailed(UserError):
-    """A save could not be written: the disk is full, or gone. The one before it stays."""
-
-    def __init__(self, directory: Path, error: BaseException) -> None:
-        reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
-        super().__init__(f"checkpoint {directory}: not written: {reason}; nearest: free space, or another --workdir")
 
 
 class _Save(NamedTuple):
@@ -68,6 +60,7 @@ class Checkpoints:
         self.directory = Path(directory).expanduser().absolute()
         self._options = options
         self._in_flight: _Save | None = None
+        self.newest_failure: SaveFailed | None = None  # of the newest save, None while that is not known to have failed
         self._thread = futures.ThreadPoolExecutor(1, "seal")
         if options is not None:
             _create(self.directory)
@@ -122,7 +115,7 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._failure(step, error) from error
-        has_failed = threading.Event()
+        self.newest_failure, has_failed = None, threading.Event()
         self._in_flight = _Save(step, has_failed, self._thread.submit(self._seal, step, has_failed))
         return True
 
@@ -254,9 +247,10 @@ class Checkpoints:
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
         """Returns what to raise about a save that failed, after which the next may succeed."""
+        failed = self.newest_failure = save_failed(self.directory / str(step), error)
         # Orbax goes on as if the step were there: it is given up for a new one.
         self._manager = self._new_manager()
-        return SaveFailed(self.directory / str(step), error)
+        return failed
 
     def _new_manager(self) -> ocp.CheckpointManager:
         writes = self._options is not None

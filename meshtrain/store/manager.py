@@ -1,10 +1,11 @@
 """Orbax's checkpoint manager, told what we want of it: what is saved, and what it leaves to us."""
 
-import logging
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
+
+from meshtrain.store import chatter
 
 STATE, EXTRA = "state", "extra"  # the two folders of a save
 _REPLICA_SLICE_BYTES = 8 << 20
@@ -12,7 +13,7 @@ _REPLICA_SLICE_BYTES = 8 << 20
 
 def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
     """Returns the manager of a folder of checkpoints; one that only reads creates, cleans up and deletes nothing."""
-    logging.getLogger("absl").addFilter(_is_no_chatter)
+    chatter.silence()
     # Orbax deletes nothing: what stays is decided once a new save is sealed, and what is half-written is swept by us,
     # since Orbax fails where somebody still writes to it.
     all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1)}
@@ -29,8 +30,3 @@ def _state_handler() -> ocp.PyTreeCheckpointHandler:
     )
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
-def _is_no_chatter(record: logging.LogRecord) -> bool:
-    # Orbax warns on the terminal of what is no mistake, such as a save that waits for the one before it.
-    return record.levelno >= logging.ERROR or "orbax" not in Path(record.pathname).parts

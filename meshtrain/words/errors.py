@@ -14,7 +14,8 @@ EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED_ITSELF = 3
 EXIT_LOST_PEER = 4
-EXIT_START_AGAIN = 75
+EXIT_NOT_SAVED = 74  # EX_IOERR of sysexits.h
+EXIT_START_AGAIN = 75  # EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
 
 _LAST_WORDS_SECONDS = 1.0
@@ -35,6 +36,10 @@ class TrainingStopped(Exception):
 
 class Interrupted(Exception):
     """A signal arrived and everything is saved: exit code 75, start me again."""
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written; where it was the run's last one, exit code 74: free space, start me again."""
 
 
 class LostPeer(Exception):
@@ -73,6 +78,9 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
     except Interrupted as error:
         print(f"meshtrain: interrupted: {error}", file=sys.stderr)
         code = EXIT_START_AGAIN
+    except SaveFailed as error:
+        print(f"meshtrain: not saved: {one_line(str(error))}", file=sys.stderr)
+        code = EXIT_NOT_SAVED
     except LostPeer as error:
         leave_at_once(EXIT_LOST_PEER, f"meshtrain: lost: {error}")
     except KeyboardInterrupt:

@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from meshtrain.store import integrity, verify
-from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints, SaveFailed
+from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.keeping import CheckpointOptions, kept, read_ratings, saved_steps
 from meshtrain.store.other_runs import restore_params
-from meshtrain.words.errors import UserError
+from meshtrain.words.errors import SaveFailed, UserError
 
 
 def state(value):
@@ -191,7 +191,6 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's thread says it too
 @pytest.mark.timeout(120)  # a save that is not told of its failure waits for ever
 def test_a_full_disk_is_told_the_last_good_save_stays_and_the_next_may_succeed(saved):
     large = {"params": {"w": jax.random.normal(jax.random.key(0), (100_000,))}}

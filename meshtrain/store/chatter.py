@@ -1,0 +1,42 @@
+"""What Orbax prints on the terminal beside what it raises: warnings that are none, and stacks of failed saves.
+
+A save that fails is raised from `CheckpointManager.wait_until_finished` and becomes one line of ours. Before that,
+each of Orbax's threads logs it with a stack, and the writes still under way find the event loop that waited for them
+closed: TensorStore prints a traceback for each, and asyncio one for each task that nobody asks for its result.
+"""
+
+import functools
+import logging
+import sys
+from pathlib import Path
+
+
+@functools.cache
+def silence() -> None:
+    """Keeps these lines from the terminal, from now on; everything else is printed as before."""
+    logging.getLogger("absl").addFilter(_is_worth_a_line)
+    logging.getLogger("asyncio").addFilter(_is_task_of_others)
+    report = sys.unraisablehook
+
+    def report_others(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not _came_too_late(unraisable):
+            report(unraisable)
+
+    sys.unraisablehook = report_others
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    is_raised = record.exc_info is not None and record.exc_info[0] is not None
+    return (record.levelno >= logging.ERROR and not is_raised) or "orbax" not in Path(record.pathname).parts
+
+
+def _is_task_of_others(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return not ("exception was never retrieved" in text and "orbax" in text)
+
+
+def _came_too_late(unraisable: "sys.UnraisableHookArgs") -> bool:
+    """Returns whether C++ has called an event loop that is closed: no line of Python stands above asyncio's own."""
+    error, traceback = unraisable.exc_value, unraisable.exc_traceback
+    is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    return is_closed and traceback is not None and traceback.tb_frame.f_code.co_name == "call_soon_threadsafe"
