@@ -21,6 +21,7 @@ from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Sums, 
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
 from meshtrain.pipeline.pullback import Pullback, floating, layer_vjp, with_float0
+from meshtrain.pipeline.residuals import inspect
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 
 
@@ -163,14 +164,14 @@ class Rows:
         first_cell = Cell(*(jnp.zeros((), jnp.int32) for _ in Cell._fields))
         x = self.embed(self.outer, jnp.int32(self.program.first_microbatch))
         cotangent = ring.zeros_like(floating(x))
-        _, layer_sums = jax.eval_shape(lambda x: self.run_layers(self.layer(first_cell, 0), x, first_cell, 0), x)
+        layer = lambda weights, x: self.run_layers(weights, x, first_cell, 0)  # noqa: E731
         num_slots, num_cotangent_slots = self.program.num_slots + 1, self.program.num_cotangent_slots + 1
         return Carry(
             inputs=jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype).at[0].set(x), x),
             cotangents=jax.tree.map(lambda x: jnp.zeros((num_cotangent_slots, *x.shape), x.dtype), cotangent),
             leaving=cotangent,
             sums=ring.zeros_like(jax.eval_shape(self.head, self.outer, x, jnp.int32(0))),
-            layer_sums=ring.zeros_like(layer_sums),
+            layer_sums=ring.zeros_like(inspect(layer, self.layer(first_cell, 0), x)),
             layers=self.replicas.zeros(self.layers, self.stored_layers),
             outer=self.replicas.zeros(self.outer, self.stored_outer),
         )
