@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.config.config import Config, check
+from meshtrain.config.config import Config, check, num_microbatches
+from meshtrain.layout.axes import DATA, batch_axes, model_axes, storage_axes
+from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.plan.compile import compile_step, program_of
 from meshtrain.plan.memory import memory
 from meshtrain.plan.planner import Plan, shape_on
@@ -15,7 +17,8 @@ from meshtrain.words.flags import construct, flatten
 from meshtrain.words.tables import format_bytes
 
 NUM_NAMED = 3
-MAX_COMPILED = 9
+MAX_COMPILED = 11
+SPLITS_SUMS = 2  # the ZeRO level from which on sums of gradients are split
 
 Change = dict[str, Any]
 
@@ -24,6 +27,12 @@ def with_change(config: Config, change: Change) -> Config:
     """Returns a configuration with some dotted keys changed."""
     changed: Config = construct(Config(), flatten(dataclasses.asdict(config)) | change)
     return changed
+
+
+def with_level(config: Config, level: int) -> Change:
+    """Returns the change to a ZeRO level; a strategy, which would contradict it, is taken back."""
+    strategy = {"zero.strategy": ""} if config.zero.strategy else {}
+    return {"zero.level": level, **strategy}
 
 
 def arguments(change: Change) -> str:
@@ -35,29 +44,33 @@ def arguments(change: Change) -> str:
 
 
 def candidates(config: Config, shape: dict[str, int]) -> Iterator[Change]:
-    """Yields changes that save memory, the cheapest in time first; whether they are legal is not looked at.
+    """Yields changes that save memory, the cheapest in time first; the caller refuses those that are not legal.
 
     Args:
       config: what does not fit.
       shape: its mesh.
     """
+    level = config.zero.effective_level
     if shape["tensor"] > 1 and not config.layout.sequence_parallel:
         yield {"layout.sequence_parallel": True}
-    if shape["data"] > 1 and config.zero.effective_level == 0:
-        yield {"zero.level": 1}
+    if shape[DATA] > 1 and level == 0:
+        yield with_level(config, 1)
     if shape["pipeline"] > 1:
         yield {"pipeline.num_microbatches": 2 * config.pipeline.num_microbatches}
     else:
         yield {"accumulation_steps": 2 * config.accumulation_steps}
     if config.remat.policy != "full" and shape["pipeline"] == 1:
         yield {"remat.policy": "full"}
-    if shape["data"] > 1:
-        yield {"mesh.data": shape["data"] // 2, "mesh.fsdp": 2 * shape["fsdp"]}
-        yield {"mesh.data": shape["data"] // 2, "mesh.tensor": 2 * shape["tensor"]}
-        yield {"mesh.data": shape["data"] // 2, "mesh.pipeline": 2 * shape["pipeline"]}
-    if shape["fsdp"] > 1:
-        yield {"mesh.fsdp": shape["fsdp"] // 2, "mesh.tensor": 2 * shape["tensor"]}
-        yield {"mesh.fsdp": shape["fsdp"] // 2, "mesh.pipeline": 2 * shape["pipeline"]}
+    if shape[DATA] > 1:
+        accumulates = num_microbatches(config, shape) > 1  # otherwise there are no sums for level 2 to split
+        lowest = SPLITS_SUMS if accumulates else MAX_LEVEL
+        yield from (with_level(config, higher) for higher in range(max(lowest, level + 1), MAX_LEVEL + 1))
+    # The axes that split weights, the cheapest to communicate over first: half of one goes to the next.
+    splitting = (*storage_axes(), *reversed(model_axes()))
+    for axis in batch_axes():
+        for other in splitting[splitting.index(axis) + 1 if axis in splitting else 0 :]:
+            if shape[axis] % 2 == 0:
+                yield {f"mesh.{axis}": shape[axis] // 2, f"mesh.{other}": 2 * shape[other]}
 
 
 def tried(config: Config, shape: dict[str, int]) -> Iterator[Change]:
@@ -78,7 +91,6 @@ def cheapest(plan: Plan) -> list[tuple[Change, int]]:
       plan: of a step that does not fit.
     """
     config, cluster = plan.compiled.assembly.config, plan.cluster
-    # Attention was chosen for the target: what was asked for is what is changed.
     shape = dict(plan.compiled.assembly.mesh.shape)
     found: list[tuple[Change, int]] = []
     legal = [change for change in tried(config, shape) if not _refused(with_change(config, change), cluster)]

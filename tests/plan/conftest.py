@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from meshtrain.config.config import Config
+from meshtrain.data.sources import DataOptions
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -22,6 +23,7 @@ def config(mesh=None, **fields):
         "batch_size": 16,
         "sequence_length": 32,
         "model": MODEL,
+        "data": DataOptions("synthetic"),
         "pipeline": PipelineOptions("1f1b", num_microbatches=2),
         "mesh": MeshOptions(**(mesh or {})),
     }

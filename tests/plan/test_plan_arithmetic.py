@@ -1,17 +1,14 @@
 """What is worked out rather than read: minima, whether it fits, findings, modelled time, candidates."""
 
-import dataclasses
-
 import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.launch import hardware
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
-from meshtrain.plan import candidates, findings, hlo, memory, minimum, search, timing, topology
+from meshtrain.plan import findings, hlo, memory, minimum, timing, topology
 from meshtrain.plan.collectives import Traffic
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
@@ -200,48 +197,3 @@ def test_a_slice_of_a_large_array_moves_the_slice():
     seconds = streams(text)[0]
     speed = H100.memory_bytes_per_second * timing.Assumptions().memory_efficiency
     assert seconds == pytest.approx(2 * 4096 / speed)
-
-
-def test_every_mesh_of_eight_devices_is_thought_of_once():
-    found = list(candidates.meshes(8))
-    assert len(found) == len({tuple(shape.values()) for shape in found}) == 20
-
-
-def cluster_of(name, num_hosts, each):
-    devices = topology.open_cluster("cpu:8").devices
-    accelerator = next(one for one in hardware.ACCELERATORS if one.name == name)
-    return topology.Cluster(name, "cuda", devices[: num_hosts * each], num_hosts, accelerator, (9, 0))
-
-
-def test_candidates_are_legal_and_keep_tensor_inside_a_host(small):
-    found = candidates.candidates(small(), cluster_of("h100", 4, 2), only_mesh=True)
-    assert found
-    assert {one.shape["tensor"] for one in found} == {1, 2}
-    assert all(set(one.change) == {f"mesh.{axis}" for axis in one.shape} for one in found)
-    assert [one.guessed_seconds for one in found] == sorted(one.guessed_seconds for one in found)
-
-
-def test_a_model_that_no_mesh_can_hold_has_no_candidates(small):
-    huge = dataclasses.replace(small().model, num_layers=96, embed_dim=16384, mlp_dim=65536)
-    assert candidates.candidates(small(model=huge), cluster_of("h100", 1, 8), only_mesh=False) == []
-
-
-def test_wider_searches_change_microbatches_and_remat(small):
-    found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
-    assert {one.change["remat.policy"] for one in found if "remat.policy" in one.change} == {"full", "none"}
-    schedules = {one.change["pipeline.schedule"] for one in found if "pipeline.schedule" in one.change}
-    assert "1f1b" in schedules
-
-
-def test_at_most_two_of_each_mesh_are_compiled(small):
-    found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
-    chosen = search.diverse(found)
-    shapes = [tuple(one.shape.values()) for one in chosen]
-    assert max(map(shapes.count, shapes)) <= 2
-    assert len(chosen) <= search.MAX_COMPILED
-
-
-def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
-    (one, *_) = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=True)
-    assert MeshOptions(**{key.partition(".")[2]: value for key, value in one.change.items()})
-    assert search.describe(one)

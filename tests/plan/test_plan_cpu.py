@@ -211,4 +211,18 @@ def test_changes_that_keep_the_mesh_come_first_and_then_together(small):
     tried = list(changes.tried(small({"data": 2, "tensor": 2}), shape))
     free = [{"layout.sequence_parallel": True}, {"zero.level": 1}, {"accumulation_steps": 2}, {"remat.policy": "full"}]
     assert tried[:4] == free
-    assert tried[-1] == {key: value for change in free for key, value in change.items()}
+    assert tried[4:8] == [
+        {"zero.level": 3},
+        {"mesh.data": 1, "mesh.fsdp": 2},
+        {"mesh.data": 1, "mesh.tensor": 4},
+        {"mesh.data": 1, "mesh.pipeline": 2},
+    ]
+    assert tried[8:] == [{key: value for change in tried[:5] for key, value in change.items()}]
+
+
+def test_levels_above_the_one_in_use_are_tried(small):
+    shape = {"data": 2, "pipeline": 1, "fsdp": 2, "tensor": 1}
+    tried = list(changes.tried(small(shape, zero=ZeroOptions(1), accumulation_steps=2), shape))
+    assert [change["zero.level"] for change in tried if list(change) == ["zero.level"]] == [2, 3]
+    assert {"mesh.fsdp": 1, "mesh.tensor": 2} in tried
+    assert not any("zero.level" in change for change in changes.tried(small(shape, zero=ZeroOptions(3)), shape))

@@ -1,0 +1,195 @@
+"""First guesses of a device's bytes and of a step's seconds, which decide what a search compiles.
+
+Bytes of the training state are those of the placement, exactly. Activations and seconds are arithmetic on what a task
+states about itself. b: units (tokens) of a microbatch on a device, D: width, t: tensor. A layer of a transformer keeps
+b D (10 + 24 / t) bytes in 16 bits (Korthikanti et al. 2022, table 2, without the matrix of probabilities, which a fused
+kernel does not keep); compiled programs were seen to keep 1.6 times that.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.config.config import Config, num_microbatches
+from meshtrain.config.tasks import abstract_task
+from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
+from meshtrain.layout.axes import DATA
+from meshtrain.layout.partition import is_names, num_parts
+from meshtrain.layout.placement import axes_in
+from meshtrain.layout.rules import default_rules
+from meshtrain.layout.stored import problems, stored
+from meshtrain.layout.trees import leaves_with_paths, select
+from meshtrain.layout.zero import rules_of_level
+from meshtrain.models.task import Task
+from meshtrain.optim.optimizers import optimizer, state_axes
+from meshtrain.optim.trainable import trained_mask
+from meshtrain.step.placed import abstract_params
+from meshtrain.step.precision import cast, compute_dtype, compute_name, param_dtype
+
+LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
+KEPT_SEEN = 1.6
+EFFICIENCY = 0.6
+FLOAT32_BYTES = 4
+GATHERS_AND_SCATTER = 3
+REDUCTIONS_A_LAYER = 5
+SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The abstract training state of a task, in layer order and without shardings.
+
+    Attributes:
+      task: what is trained; its functions are not for a mesh.
+      params: abstract parameters, and `axes` their logical axes.
+      trained: path -> whether a weight has gradients.
+      moments: (array, logical axes) for each array of the optimizer's state.
+    """
+
+    task: Task
+    params: Any
+    axes: Any
+    trained: Mapping[str, bool]
+    moments: tuple[tuple[Any, tuple[str | None, ...]], ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters as they are stored."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+
+
+def weights_of(config: Config) -> Weights:
+    """Returns the abstract training state of a configuration's task; no device is touched.
+
+    Raises:
+      UserError: see `tasks.find`, and `optimizer.trainable` that matches nothing.
+    """
+    task = abstract_task(config)
+    params, axes = abstract_params(task, 1, 2)
+    params = jax.eval_shape(lambda: cast(_zeros(params), param_dtype(config.precision)))
+    mask = trained_mask(config.optimizer.trainable, params)
+    chosen, chosen_axes = select(params, mask)[0], select(axes, mask)[0]
+    transformation = optimizer(config.optimizer, lambda step: jnp.zeros(()), chosen_axes)
+    in_float32 = jax.eval_shape(lambda: cast(_zeros(chosen), jnp.float32))
+    arrays = jax.tree.leaves(jax.eval_shape(transformation.init, in_float32))
+    moments = tuple(zip(arrays, state_axes(transformation, in_float32, chosen_axes), strict=True))
+    return Weights(task, params, axes, dict(leaves_with_paths(mask)), moments)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[str]:
+    """Returns one line for each weight that the rules cannot place on a mesh."""
+    return problems(weights.params, weights.axes, default_rules(config.layout), shape)
+
+
+def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
+    """Returns the bytes of parameters, sums of gradients and moments of one device: `Held.total` before assembling.
+
+    Args:
+      config: its layout and ZeRO level count.
+      shape: the size of each mesh axis.
+      weights: of the task, see `weights_of`; they can be placed on this mesh.
+    """
+    level = config.zero.effective_level
+    rules = rules_of_level(default_rules(config.layout), level)
+    axes = dict(leaves_with_paths(weights.axes, is_leaf=is_names))
+    total = 0
+    for path, leaf in leaves_with_paths(weights.params):
+        specs, size = stored(leaf.shape, axes[path], rules, shape, level, path), math.prod(leaf.shape)
+        total += size // num_parts(axes_in(specs.parameter), shape) * leaf.dtype.itemsize
+        if weights.trained[path]:
+            total += size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES
+    if config.offload.moments:
+        return total
+    for leaf, names in weights.moments:
+        spec = stored(leaf.shape, names, rules, shape, level).moment
+        total += math.prod(leaf.shape) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize
+    return total
+
+
+def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
+    """Returns the bytes of one device, roughly: state, activations kept, logits."""
+    task = weights.task
+    itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
+    units = task.num_units / (num_parts(_batch_axes(config), shape) * num_microbatches(config, shape))
+    residual = units * task.width * itemsize
+    tensor, layers = shape["tensor"], task.num_layers / shape["pipeline"]
+    layer = KEPT_SEEN * residual / 2 * (10 + 24 / tensor)
+    if shape["pipeline"] > 1:
+        kept = 2 * residual * shape["pipeline"] * config.pipeline.num_chunks + layers * layer
+    elif config.remat.policy == "none":
+        kept = layers * layer
+    else:
+        kept = layers * residual + layer
+    logits = units * task.vocab_size * LOGIT_BYTES / (tensor * shape["pipeline"])
+    return state_bytes(config, shape, weights) + kept + logits
+
+
+def guessed_seconds(
+    config: Config,
+    shape: Mapping[str, int],
+    weights: Weights,
+    accelerator: Accelerator | None,
+    devices_each: int,
+) -> float:
+    """Returns the seconds of a step, roughly: products with the pipeline's idle rows, and half of what is sent.
+
+    Args:
+      config: what is to run.
+      shape: its mesh.
+      weights: of its task.
+      accelerator: None where nothing is known.
+      devices_each: devices of one host.
+    """
+    if accelerator is None:
+        return float(math.prod(shape.values()))
+    peak = peak_flops_per_second(accelerator.device_kinds[0], compute_name(config.precision))
+    parts, task = num_microbatches(config, shape), weights.task
+    recomputes = shape["pipeline"] > 1 or config.remat.policy == "full"
+    flops = task.flops_per_token or 6.0 * weights.num_parameters
+    work = task.num_units * flops / math.prod(shape.values()) * (4 / 3 if recomputes else 1)
+    chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1
+    bubble = 1 + (shape["pipeline"] - 1) / (parts * chunks)
+    sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())
+    return work * bubble / (EFFICIENCY * (peak or accelerator.bfloat16_flops_per_second)) + sent / 2
+
+
+def _sending_seconds(
+    config: Config, shape: Mapping[str, int], weights: Weights, accelerator: Accelerator, devices_each: int
+) -> dict[str, float]:
+    """Returns axis -> seconds of what a device sends along it, for axes larger than 1."""
+    link = accelerator.link_bytes_per_second
+    network = accelerator.network_bytes_per_second or link
+    # Devices of one host that gather together share their network adapters.
+    neighbours = max(1, min(shape["fsdp"], devices_each // shape["tensor"]))
+    fsdp_speed = link if neighbours == shape["fsdp"] else min(link, network * neighbours)
+    itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
+    parts, task = num_microbatches(config, shape), weights.task
+    of_stage = weights.num_parameters / (shape["tensor"] * shape["pipeline"])
+    activation = itemsize * task.num_units * task.width / num_parts(_batch_axes(config), shape)
+    chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1
+    seconds = {
+        "fsdp": GATHERS_AND_SCATTER * itemsize * of_stage * parts / fsdp_speed,
+        "tensor": 2 * REDUCTIONS_A_LAYER * activation * task.num_layers / shape["pipeline"] / link,
+        DATA: _bytes_over_data(config.zero.effective_level, parts, itemsize) * of_stage / shape["fsdp"] / network,
+        "pipeline": 2 * activation * chunks / network,
+    }
+    return {axis: seconds[axis] for axis in seconds if shape[axis] > 1}
+
+
+def _bytes_over_data(level: int, parts: int, itemsize: int) -> float:
+    """Returns the bytes that cross data in a step of M microbatches for each parameter (`zero.py` has the table)."""
+    if level > SCATTERS_EACH:
+        return GATHERS_AND_SCATTER * itemsize * parts
+    return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))
+
+
+def _batch_axes(config: Config) -> tuple[str, ...]:
+    return default_rules(config.layout).activations["batch"]

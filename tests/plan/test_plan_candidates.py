@@ -1,0 +1,122 @@
+"""What a search compiles: legal meshes, microbatches, remat policies and ZeRO levels, by guessed bytes and time."""
+
+import dataclasses
+
+import pytest
+
+from meshtrain.assemble import assemble
+from meshtrain.launch import hardware
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.mesh import MeshOptions
+from meshtrain.layout.zero import ZeroOptions
+from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.plan import candidates, changes, guess, search, topology
+from meshtrain.step.held import held
+
+# 12.9 billion parameters: 206 GB of training state on a device that has all of it, 26 GB on one of eight that share it.
+LARGE = {"num_layers": 40, "embed_dim": 5120, "mlp_dim": 13824, "num_heads": 40, "num_kv_heads": 40}
+
+
+def test_every_mesh_of_eight_devices_is_thought_of_once():
+    found = list(candidates.meshes(8))
+    assert len(found) == len({tuple(shape.values()) for shape in found}) == 20
+
+
+def cluster_of(name, num_hosts, each):
+    devices = topology.open_cluster("cpu:8").devices
+    accelerator = next(one for one in hardware.ACCELERATORS if one.name == name)
+    return topology.Cluster(name, "cuda", devices[: num_hosts * each], num_hosts, accelerator, (9, 0))
+
+
+def test_candidates_are_legal_and_keep_tensor_inside_a_host(small):
+    found = candidates.candidates(small(), cluster_of("h100", 4, 2), only_mesh=True)
+    assert found
+    assert {one.shape["tensor"] for one in found} == {1, 2}
+    assert all(set(one.change) == {f"mesh.{axis}" for axis in one.shape} for one in found)
+    assert [one.guessed_seconds for one in found] == sorted(one.guessed_seconds for one in found)
+
+
+def test_a_model_that_no_mesh_can_hold_has_no_candidates(small):
+    huge = dataclasses.replace(small().model, num_layers=96, embed_dim=16384, mlp_dim=65536)
+    assert candidates.candidates(small(model=huge), cluster_of("h100", 1, 8), only_mesh=False) == []
+
+
+def test_wider_searches_change_microbatches_and_remat(small):
+    found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
+    assert {one.change["remat.policy"] for one in found if "remat.policy" in one.change} == {"full", "none"}
+    schedules = {one.change["pipeline.schedule"] for one in found if "pipeline.schedule" in one.change}
+    assert "1f1b" in schedules
+
+
+def test_at_most_two_of_each_mesh_are_compiled(small):
+    found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
+    chosen = search.diverse(found)
+    shapes = [tuple(one.shape.values()) for one in chosen]
+    assert max(map(shapes.count, shapes)) <= 2
+    assert len(chosen) <= search.MAX_COMPILED
+
+
+def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
+    (one, *_) = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=True)
+    assert MeshOptions(**{key.partition(".")[2]: value for key, value in one.change.items()})
+    assert search.describe(one)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [
+        ({"data": 8}, OptimizerOptions()),
+        ({"data": 2, "fsdp": 4}, OptimizerOptions(name="adafactor")),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, OptimizerOptions(name="sgd", trainable="attention")),
+        ({"data": 2, "pipeline": 2, "tensor": 2}, OptimizerOptions()),
+    ],
+    ids=str,
+)
+def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, level):
+    config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer)
+    shape = dict.fromkeys(AXES, 1) | mesh
+    assembly = assemble(config, shape, topology.open_cluster("cpu:8").devices)
+    assert guess.state_bytes(config, shape, guess.weights_of(config)) == held(assembly.state, assembly.replicas).total
+
+
+def shapes(found):
+    return [{axis: size for axis, size in one.shape.items() if size > 1} for one in found]
+
+
+def test_a_mesh_that_fits_at_level_three_only_is_compiled_at_level_three(small):
+    large = dataclasses.replace(small().model, **LARGE)
+    cluster = cluster_of("h100", 1, 8)
+    whole, split = (
+        candidates.candidates(small(model=large, zero=ZeroOptions(level)), cluster, only_mesh=True) for level in (0, 3)
+    )
+    assert {"data": 8} not in shapes(whole)
+    assert {"data": 8} in shapes(split)
+
+
+def test_a_search_raises_the_level_only_where_the_one_asked_for_does_not_fit(small):
+    large = dataclasses.replace(small().model, **LARGE)
+    found = candidates.candidates(small(model=large), cluster_of("h100", 1, 8), only_mesh=False)
+    levels = {
+        (one.shape["data"], one.change["accumulation_steps"]): one.change["zero.level"]
+        for one in found
+        if "zero.level" in one.change and one.shape["pipeline"] == one.shape["tensor"] == one.shape["fsdp"] == 1
+    }
+    assert levels == {(8, 2): 2, (8, 1): 3}  # without microbatches there are no sums of gradients for level 2 to split
+    alone = [one for one in found if one.shape["fsdp"] == 8]
+    assert alone
+    assert not any("zero.level" in one.change for one in alone)
+    small_ones = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
+    assert not any("zero.level" in one.change for one in small_ones)
+
+
+def test_a_level_takes_the_place_of_a_strategy(small):
+    config = small({"data": 8}, zero=ZeroOptions(strategy="no_shard"))
+    changed = changes.with_change(config, changes.with_level(config, 2))
+    assert (changed.zero.effective_level, changed.zero.strategy) == (2, "")
+
+
+def test_no_way_is_compiled_twice(small):
+    found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
+    ways = [tuple(sorted(one.change.items())) for one in found]
+    assert len(ways) == len(set(ways))
