@@ -19,6 +19,7 @@ from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.picture import draw_mesh, mesh_text
 from meshtrain.layout.trees import select
+from meshtrain.models.task import token_batch
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.step.held import Held, held
 from meshtrain.words.errors import UserError, run
@@ -36,7 +37,7 @@ def text(assembly: Assembly) -> str:
         f"parameters   {assembly.task.num_parameters:,} without padding",
         *trained_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
-        f"batch        {config.batch_size} sequences of {config.sequence_length} tokens",
+        f"batch        {batch_text(assembly)}",
         "",
         mesh_text(shape),
         "",
@@ -47,6 +48,15 @@ def text(assembly: Assembly) -> str:
     if idle := effects.text(config, shape):
         parts += ["", idle]
     return "\n".join(parts)
+
+
+def batch_text(assembly: Assembly) -> str:
+    """Returns what a global batch holds: sequences of tokens, or an example's entries with their shapes."""
+    config = assembly.config
+    if set(assembly.batch) == set(token_batch(1, 1)):
+        return f"{config.batch_size} sequences of {config.sequence_length} tokens"
+    held = (f"{name} {list(leaf.shape[1:])} {leaf.dtype.name}" for name, leaf in assembly.batch.items())
+    return f"{config.batch_size} examples of {', '.join(held)}; {assembly.task.num_units:,} {assembly.task.unit}"
 
 
 def trained_text(assembly: Assembly) -> list[str]:

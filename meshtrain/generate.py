@@ -6,7 +6,7 @@ R: rows of the batch (copies of the prompt that the mesh's data axes need), T: t
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.tokenize import Tokenizer
 from meshtrain.launch import distributed, peers
 from meshtrain.layout.mesh import mesh_shape, num_needed
-from meshtrain.models.task import Batch, Params
+from meshtrain.layout.partition import num_parts
+from meshtrain.models.task import Batch, Params, token_batch
 from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run, warn
@@ -48,7 +49,7 @@ def sample(
     """
     logits = assembly.logits
     assert logits is not None
-    rows = assembly.mesh.shape["data"] * assembly.mesh.shape["fsdp"]
+    rows = num_parts(assembly.rules.activations["batch"], assembly.mesh.shape)
     length = assembly.batch["tokens"].shape[1]
     recent = list(prompt)[-max(length - 1, 1) :]
     window = np.zeros((rows, length), np.int32)
@@ -57,7 +58,7 @@ def sample(
     def draw(params: Params, window: jax.Array, filled: int, key: jax.Array) -> jax.Array:
         def one(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
             window, filled = carry
-            here = jnp.take(logits(params, _batch(window)), filled - 1, axis=1)[0]
+            here = jnp.take(logits(params, _batch(window, assembly.batch)), filled - 1, axis=1)[0]
             token = jnp.argmax(here)
             if temperature > 0:
                 token = jax.random.categorical(key, here / temperature)
@@ -75,16 +76,33 @@ def sample(
     return [int(token) for token in np.asarray(tokens)]
 
 
-def _batch(window: jax.Array) -> Batch:
+def problems_of_task(assembly: Assembly) -> list[str]:
+    """Returns one line where text cannot be drawn from a task: no logits, or a batch that a prompt does not fill."""
+    if assembly.logits is None:
+        return ["task: got one without logits; allowed for generate: Task.logits, (params, batch) -> float32 [B, T, "
+                "vocabulary]; nearest: Task(init, loss, batch, logits)"]  # fmt: skip
+    filled = token_batch(1, 1)
+    strange = [name for name in assembly.batch if name not in filled]
+    if strange or "tokens" not in assembly.batch:
+        return [
+            f"task: got a batch of {', '.join(assembly.batch)}; allowed for generate: 'tokens', and of the others "
+            f"{', '.join(filled)}; nearest: token_batch(B, T)"
+        ]
+    return []
+
+
+def _batch(window: jax.Array, wanted: Collection[str]) -> Batch:
+    """Returns the entries `wanted` of a batch whose tokens are the window [R, T], one document in each row."""
     ones = jnp.ones(window.shape, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
-    return {
+    every = {
         "tokens": window,
         "targets": window,
         "segment_ids": ones,
         "positions": positions,
         "weights": ones.astype(jnp.float32),
     }
+    return {name: every[name] for name in wanted}
 
 
 def continued(
@@ -155,6 +173,8 @@ def main(argv: Sequence[str]) -> int:
     find(arguments.workdir).close()  # before anything is compiled
     tokenizer = tokenizer_for(config.data, vocab_size=abstract_task(config).vocab_size)
     assembly = assemble(config, shape, devices)
+    if problems := problems_of_task(assembly):
+        raise UserError(*problems)
     params = stored_params(assembly, restore_params(arguments.workdir, assembly.kept_state.params))
     wanted = arguments.prompt, arguments.num_tokens, arguments.temperature
     said = continued(assembly, tokenizer, params, *wanted, config.seed)

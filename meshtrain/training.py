@@ -15,7 +15,8 @@ from meshtrain import loop
 from meshtrain.assemble import Assembly, array_rows, assemble, compiled_step, throughput_of
 from meshtrain.config.config import Config, check, resolve
 from meshtrain.config.tasks import MakeTask, abstract_task
-from meshtrain.data.corpus import Corpus, open_corpus
+from meshtrain.data.corpus import Corpus
+from meshtrain.data.own import Data, MakeData
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.layout.explain import table
@@ -27,12 +28,12 @@ from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
 from meshtrain.run.evaluate import evaluate, training_batches
+from meshtrain.run.opened import open_data
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.words import named
 from meshtrain.words.errors import UserError
 from meshtrain.words.paths import expanded
-
-ANY_VOCABULARY = 2**31 - 1  # ids are int32: nothing is refused where the task states no vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ def train(
     config: Config | ml_collections.ConfigDict | Mapping[str, Any],
     directory: str | Path = "runs/default",
     make_task: MakeTask | None = None,
+    make_data: MakeData | None = None,
     rules: Rules | None = None,
     *,
     begun_seconds: float | None = None,
@@ -68,14 +70,19 @@ def train(
         defaults, or a frozen `Config`.
       directory: the run's own folder: configuration, metrics, checkpoints.
       make_task: a task function (config, placement) -> Task; None for the one that `config.task` names.
-      rules: logical axis -> mesh axes for its weights; None for the built-in table.
+      make_data: a function config -> `data.own.Data`; None for what `config.data` says.
+      rules: logical axis -> mesh axes for its weights and its batch; None for the built-in table.
       begun_seconds: when the program began, by `time.monotonic`, from which goodput counts; None for now.
 
     Raises:
       UserError: what a user can mend, before anything is compiled; TrainingStopped, Interrupted: see `loop.run`.
     """
     begun_seconds = time.monotonic() if begun_seconds is None else begun_seconds
-    config, run = resolve(config, make_task=make_task), expanded(directory).absolute()
+    if isinstance(make_data, Rules):
+        raise UserError("make_data: got Rules; allowed: a function config -> Data; nearest: train(..., rules=rules)")
+    source = {"data.source": named.name_of(make_data)} if make_data else {}
+    config = resolve(config, source, make_task=make_task, reads_data=make_data is None)
+    run = expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
     show = functools.partial(phase, is_main=is_main)
@@ -86,12 +93,7 @@ def train(
         if problems := peers.share_problems("configuration", problems):
             raise UserError(*problems)
         with show("data") as say:
-            corpus = open_corpus(
-                config.data,
-                sequence_length=config.sequence_length,
-                vocab_size=abstract_task(config, make_task).vocab_size or ANY_VOCABULARY,
-                seed=config.seed,
-            )
+            corpus = open_data(config, abstract_task(config, make_task), make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint)
             say(corpus.summary)
         with show("mesh") as say:
@@ -107,7 +109,7 @@ def train(
 
 def run_steps(
     assembly: Assembly,
-    corpus: Corpus,
+    corpus: Corpus | Data,
     checkpoints: Checkpoints,
     run: Path,
     watchdog: Watchdog,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from meshtrain.data.packing import Examples, TokenStream, pack
-from meshtrain.data.sources import DataOptions, check
+from meshtrain.data.sources import DataOptions, check, is_own
 from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES, SyntheticExamples
 from meshtrain.data.text import find_files, read_documents, share, some, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
@@ -65,6 +65,11 @@ def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
     """
     if options.source == "synthetic":
         return number_tokenizer(vocab_size)
+    if is_own(options):
+        raise UserError(
+            f"data.source: got '{options.source}', which brings no tokenizer; allowed here: python, text, tokens, "
+            "synthetic; nearest: --config.data.source=python, whose tokens are bytes"
+        )
     if options.source == "tokens":
         files, problems = find_files(options.path)
         if problems:

@@ -8,7 +8,7 @@ B * step; and nothing has to be replayed to go on from it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import grain
 import jax
@@ -51,12 +51,12 @@ def sample_order(
     return order.repeat(num_epochs)
 
 
-def example_problems(example: Mapping[str, np.ndarray], batch: Batch, where: str) -> list[str]:
+def example_problems(example: Mapping[str, np.ndarray], batch: Mapping[str, Any], where: str) -> list[str]:
     """Returns one line for each entry of a batch that an example lacks, or has with another shape or dtype.
 
     Args:
       example: name -> array without the batch's dim; entries that the batch does not have are ignored.
-      batch: the abstract global batch.
+      batch: the global batch: name -> something with its shape [B, ...] and dtype.
       where: what the example is called in the lines.
     """
     problems = []

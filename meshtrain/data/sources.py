@@ -7,7 +7,8 @@ from pathlib import Path
 from meshtrain.data.text import find_files, some
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenize import file_problems
-from meshtrain.words.errors import UserError
+from meshtrain.words import named
+from meshtrain.words.errors import UserError, unknown
 from meshtrain.words.options import option
 
 SOURCES = ("python", "text", "tokens", "synthetic")
@@ -22,8 +23,8 @@ class DataOptions:
 
     source: str = option(
         "python",
-        "python (source of the running Python's standard library), text (files), tokens (prepared .bin), synthetic",
-        choices=SOURCES,
+        "python (source of the running Python's standard library), text (files), tokens (prepared .bin), synthetic, "
+        "or package.module:function of one's own, see data/own.py",
     )
     path: str = option("", "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; '' otherwise")
     text_field: str = option(
@@ -46,10 +47,15 @@ class DataOptions:
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
 
 
+def is_own(options: DataOptions) -> bool:
+    """Returns whether the data are what a function of the user's gives."""
+    return ":" in options.source
+
+
 def unread(options: DataOptions) -> list[str]:
     """Returns one line for each input that the user names and this source would not read."""
     found = []
-    if options.source in ("python", "synthetic") and options.path:
+    if options.source not in ("text", "tokens") and options.path:
         found.append(
             f"data.path: got '{options.path}' with data.source={options.source}, which reads no files; allowed: ''; "
             f"nearest: data.source={'tokens' if options.path.endswith('.bin') else 'text'}"
@@ -70,6 +76,9 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
       options: each within its own bounds.
       reads_data: whether the files have to be here; where not, only what is said is checked.
     """
+    if options.source not in SOURCES and not is_own(options):
+        line = unknown("data.source", options.source, SOURCES).replace("; did", f", {named.FORM}; did")
+        return [line if "did you mean" in line else f"{line}, {named.FORM}; nearest: 'python', the default"]
     problems = unread(options)
     if options.validation_fraction >= 1:
         problems.append(
@@ -77,6 +86,11 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
         )
     if not reads_data:
         return problems
+    if is_own(options):
+        try:
+            named.function("data.source", options.source, SOURCES)
+        except UserError as error:
+            problems += error.problems
     if options.source in ("python", "text") and options.tokenizer != "bytes":
         problems += file_problems(options.tokenizer)
     if options.source in ("text", "tokens"):

@@ -115,6 +115,9 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("chunks",            (),                       ()),
             Rule("positions",         (),                       ()),
             Rule("norm",              (),                       ()),
+            Rule("height",            (),                       ()),
+            Rule("width",             (),                       ()),
+            Rule("channels",          (),                       ()),
         )
     )  # fmt: skip
 

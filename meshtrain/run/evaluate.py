@@ -10,11 +10,12 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import batches, sample_order
+from meshtrain.data.own import Data
 from meshtrain.observe.metrics import scalars
 from meshtrain.step.state import TrainState
 
 
-def training_batches(assembly: Assembly, corpus: Corpus, start_step: int) -> Iterator[dict[str, jax.Array]]:
+def training_batches(assembly: Assembly, corpus: Corpus | Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
     """Yields the global batches of the steps after `start_step`, for ever."""
     config = assembly.config
     return batches(
@@ -27,7 +28,7 @@ def training_batches(assembly: Assembly, corpus: Corpus, start_step: int) -> Ite
     )
 
 
-def evaluate(assembly: Assembly, corpus: Corpus, state: TrainState) -> dict[str, float]:
+def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> dict[str, float]:
     """Returns mean loss and metrics over the same validation sequences each time, each of them counted once."""
     config = assembly.config
     stream = batches(
@@ -44,7 +45,7 @@ def evaluate(assembly: Assembly, corpus: Corpus, state: TrainState) -> dict[str,
     return {f"eval_{name}": value / weight for name, value in sums.items()}
 
 
-def evaluated_examples(config: Config, corpus: Corpus) -> list[int]:
+def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:
     """Returns which validation examples `evaluate` counts, so that a baseline can be asked about the same."""
     num_examples = len(corpus.validation)
     order = sample_order(num_examples, seed=config.seed, num_epochs=1)

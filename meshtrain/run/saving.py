@@ -11,6 +11,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import to_json
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
+from meshtrain.data.own import Data
 from meshtrain.launch import peers
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
@@ -19,7 +20,7 @@ from meshtrain.words.errors import SaveFailed, warn
 
 
 def save(
-    assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus, step: int, state: TrainState
+    assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus | Data, step: int, state: TrainState
 ) -> dict[str, float]:
     """Starts to save a step; returns what to log of it, once the state's buffers may be overwritten.
 

@@ -9,7 +9,8 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.data.baseline import bigram_loss
 from meshtrain.data.corpus import Corpus
-from meshtrain.generate import continued
+from meshtrain.data.own import Data
+from meshtrain.generate import continued, problems_of_task
 from meshtrain.run import workdir
 from meshtrain.run.evaluate import evaluated_examples
 from meshtrain.step.state import TrainState
@@ -22,7 +23,7 @@ _PLACES = ("config.json", "layout.txt", "metrics.jsonl", "tensorboard", "profile
 
 def show(
     assembly: Assembly,
-    corpus: Corpus,
+    corpus: Corpus | Data,
     state: TrainState,
     values: Mapping[str, float | None],
     run: Path,
@@ -44,10 +45,9 @@ def show(
     config = assembly.config
     lines = ["", f"done: step {int(state.step)}"]
     if (loss := values.get("eval_loss")) is not None:
-        lines.append(f"validation loss   {loss:.4f} nats a token (perplexity {math.exp(min(loss, 50.0)):.2f})")
-        scored = evaluated_examples(config, corpus)
-        compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=scored)
-        bigram = workdir.kept(run, f"bigram_loss_on_{len(scored)}", compute, writes=is_main)
+        said = f" nats a token (perplexity {math.exp(min(loss, 50.0)):.2f})" if assembly.task.unit == "tokens" else ""
+        lines.append(f"validation loss   {loss:.4f}{said}")
+        bigram = bigram_of(config, corpus, run, is_main=is_main) if isinstance(corpus, Corpus) else None
         if bigram is not None:
             verdict = "better" if loss < bigram else "not better"
             lines.append(f"bigram model      {bigram:.4f} on the same text: the run is {verdict}")
@@ -59,11 +59,26 @@ def show(
     shown = run.relative_to(here) if run.is_relative_to(here) else run
     lines.append(f"in                {shown}: {', '.join(places(run))}")
     num_tokens = sample_tokens(config, assembly.task.num_parameters)
-    if num_tokens and assembly.logits is not None and corpus.has_text:
+    if num_tokens and isinstance(corpus, Corpus) and corpus.has_text and not problems_of_task(assembly):
         sampled = continued(assembly, corpus, state.params, PROMPT, num_tokens, TEMPERATURE, config.seed)
         lines += ["a sample", *(f"  | {line}" for line in sampled.splitlines())]
     if is_main:
         print("\n".join(lines), flush=True)
+
+
+def bigram_of(config: Config, corpus: Corpus, run: Path, *, is_main: bool) -> float | None:
+    """Returns the loss of a bigram model on the validation examples that the run is scored on; None without one.
+
+    Args:
+      config: how many these are.
+      corpus: text that the bigram model learns from.
+      run: the run's folder, which keeps the number.
+      is_main: whether this process is the one that writes (process 0).
+    """
+    scored = evaluated_examples(config, corpus)
+    compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=scored)
+    found: float | None = workdir.kept(run, f"bigram_loss_on_{len(scored)}", compute, writes=is_main)
+    return found
 
 
 def rate_of_the_run(values: Mapping[str, float | None], units_per_step: int) -> float | None:

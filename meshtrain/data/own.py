@@ -1,0 +1,101 @@
+"""Data of one's own: what a function gives to train on, and whether it fits the task's batch.
+
+`train(config, directory, make_task, make_data)`, or `config.data.source = "package.module:function"`: a function
+config -> `Data`, in plain Python or Grain.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from meshtrain.data.loader import Examples, example_problems
+from meshtrain.words.errors import UserError, nearest
+
+MakeData = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Examples of one's own. Any object with these attributes will do.
+
+    Attributes:
+      train: examples by number (`len`, `[i]`), such as a list, a `grain.MapDataset`, or a class of one's own; each a
+        dict of NumPy arrays with the entries of `Task.batch` without the batch's dim. Threads ask for several at once.
+      validation: likewise; () for none.
+      fingerprint: a text that differs where the data differ: a run is resumed on data of the same fingerprint only.
+      summary: one line for people.
+    """
+
+    train: Examples
+    validation: Examples
+    fingerprint: str
+    summary: str = ""
+
+
+def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
+    """Returns what a function of the user's gave, checked as far as its first examples show.
+
+    Args:
+      given: `Data`, or an object with its attributes.
+      batch: the entries of the global batch, each with shape [B, ...] and dtype.
+      num_eval_batches: batches of an evaluation, 0 for all.
+
+    Raises:
+      UserError: one line for each attribute that is missing or wrong, for each entry that the first example of a split
+        lacks or has with another shape or dtype, and where an evaluation would count rows that are no example.
+    """
+    problems = []
+    for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
+        value = getattr(given, name, None)
+        if value is None or (name == "fingerprint" and not (isinstance(value, str) and value)):
+            near = nearest(name, vars(given) if hasattr(given, "__dict__") else ()) or "; nearest: Data(train, ...)"
+            got = "nothing" if value is None else repr(value)
+            problems.append(f"data: got {got} for '{name}' of {type(given).__name__}; allowed: {wanted}{near}")
+    if problems:
+        raise UserError(*problems)
+    validation = getattr(given, "validation", None)
+    data = Data(given.train, () if validation is None else validation, given.fingerprint)
+    for split, examples in (("train", data.train), ("validation", data.validation)):
+        problems += _split_problems(split, examples, batch)
+    if not problems:
+        problems = _uneven_evaluation(len(data.validation), batch, num_eval_batches)
+    if problems:
+        raise UserError(*problems)
+    said = getattr(given, "summary", "") or f"{len(data.train):,} + {len(data.validation):,} examples"
+    return dataclasses.replace(data, summary=said)
+
+
+def _split_problems(split: str, examples: Any, batch: Mapping[str, Any]) -> list[str]:
+    if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+        return [
+            f"data.{split}: got {type(examples).__name__}; allowed: examples by number, with len() and [i]; nearest: "
+            "a list, or a grain.MapDataset"
+        ]
+    if not len(examples):
+        problem = f"data.{split}: got no example; allowed: at least one; nearest: one example"
+        return [problem] if split == "train" else []
+    example = examples[0]
+    if not isinstance(example, Mapping):
+        entries = ", ".join(f"'{name}': array" for name in batch)
+        return [f"data.{split}[0]: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
+    return example_problems({name: np.asarray(value) for name, value in example.items()}, batch, f"data.{split}[0]")
+
+
+def _uneven_evaluation(num_examples: int, batch: Mapping[str, Any], num_eval_batches: int) -> list[str]:
+    """Returns one line where the last batch of an evaluation would hold zeros that the loss cannot tell from examples.
+
+    A last batch is filled up with zeros in every entry. An entry `weights` makes them weigh nothing.
+    """
+    batch_size = next(iter(batch.values())).shape[0]
+    wanted = num_eval_batches * batch_size or num_examples
+    rest = min(wanted, num_examples) % batch_size
+    if not rest or "weights" in batch:
+        return []
+    near = num_examples - rest
+    return [
+        f"data.validation: got {num_examples} examples and batches of {batch_size}, so that the last is filled up with "
+        f"zeros; allowed: a multiple of {batch_size}, or an entry 'weights' in Task.batch that is 1 for an example; "
+        f"nearest: {near or batch_size} examples"
+    ]

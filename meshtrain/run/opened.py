@@ -1,0 +1,44 @@
+"""A run's data: the corpus of `config.data`, or what a function of the user's gives."""
+
+from meshtrain.config.config import Config
+from meshtrain.data.corpus import Corpus, open_corpus
+from meshtrain.data.loader import example_problems
+from meshtrain.data.own import Data, MakeData, opened
+from meshtrain.data.sources import SOURCES, is_own
+from meshtrain.models.task import Task, entries
+from meshtrain.words import named
+from meshtrain.words.errors import UserError
+
+ANY_VOCABULARY = 2**31 - 1  # ids are int32: nothing is refused where the task states no vocabulary
+
+
+def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> Corpus | Data:
+    """Opens the data of a run, and compares its first example with the task's batch.
+
+    Args:
+      config: resolved.
+      task: states the batch and the vocabulary.
+      make_data: a function of the caller's in the place of `config.data.source`.
+
+    Raises:
+      UserError: data that are missing, wrong, or do not fit the task's batch; all that is wrong with them.
+    """
+    batch = entries(task, config.batch_size)
+    if make_data is None and is_own(config.data):
+        make_data = named.function("data.source", config.data.source, SOURCES)
+    if make_data is not None:
+        return opened(make_data(config), batch, config.num_eval_batches)
+    if config.data.source == "synthetic" and not task.vocab_size:
+        raise UserError(
+            "data.source: got synthetic, and this task states no vocabulary (Task.vocab_size = 0); allowed: a task "
+            "with a vocabulary, or other data; nearest: data.source=python"
+        )
+    corpus = open_corpus(
+        config.data,
+        sequence_length=config.sequence_length,
+        vocab_size=task.vocab_size or ANY_VOCABULARY,
+        seed=config.seed,
+    )
+    if problems := example_problems(corpus.train[0], batch, f"data.source={config.data.source}, an example"):
+        raise UserError(*problems)
+    return corpus

@@ -1,0 +1,203 @@
+"""A task and data of one's own with batches of rank 4: a linear classifier of images on data 2 x fsdp 2.
+
+B: images, H, W, C: height, width, channels.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import LogicallyPartitioned
+
+from meshtrain.assemble import assemble
+from meshtrain.config.config import resolve
+from meshtrain.data.own import Data
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.models.task import Entry, Task
+from meshtrain.training import train
+from meshtrain.words.errors import UserError
+from meshtrain.words.options import option
+
+H, W, C, CLASSES = 4, 2, 3, 5
+GIVEN = {
+    "batch_size": 8,
+    "num_steps": 6,
+    "log_every": 1,
+    "num_eval_batches": 0,
+    "accumulation_steps": 2,
+    "learning_rate": {"name": "constant", "peak": 0.1, "warmup_steps": 0},
+    "checkpoint": {"every": 3},
+    "observe": {"progress": False},
+}
+MESH = {"data": 2, "fsdp": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the classifier."""
+
+    scale: float = option(1.0, "factor of the images", minimum=0.0)
+
+
+def classifier(config, placement):
+    shape, axes = (H * W * C, CLASSES), ("embed", None)
+
+    def init(rng):
+        return {"kernel": LogicallyPartitioned(0.1 * jax.random.normal(rng, shape), axes)}
+
+    def loss(params, batch, rng, train):
+        images = placement.activation(batch["images"], ("batch", "height", "width", "channels"))
+        flat = config.model.scale * images.reshape(len(images), -1)
+        logs = jax.nn.log_softmax(flat @ placement.weight(params["kernel"], axes))
+        one = -jnp.take_along_axis(logs, batch["labels"][:, None], axis=1)[:, 0]
+        right = (logs.argmax(-1) == batch["labels"]) * batch["weights"]
+        return jnp.sum(one * batch["weights"]), batch["weights"].sum(), {"accuracy": right.sum()}
+
+    batch = {
+        "images": Entry((config.batch_size, H, W, C), jnp.float32, ("batch", "height", "width", "channels")),
+        "labels": Entry((config.batch_size,), jnp.int32, ("batch",)),
+        "weights": Entry((config.batch_size,), jnp.float32, ("batch",)),
+    }
+    return Task(init, loss, batch, unit="images", flops_per_token=6.0 * H * W * C * CLASSES)
+
+
+classifier.options = Options
+
+
+def image(number):
+    """An image whose label is the place of its brightest column of numbers, more or less."""
+    random = np.random.default_rng(int(number))
+    label = np.int32(number % CLASSES)
+    pixels = random.normal(size=(H, W, C)).astype(np.float32)
+    pixels.reshape(-1)[label] += 3
+    return {"images": pixels, "labels": label, "weights": np.float32(1)}
+
+
+def images(config):
+    """22 images to learn from, as a list; 10, which no batch of 8 divides, out of Grain to evaluate."""
+    validation = grain.MapDataset.range(100, 110).map(image)
+    return Data([image(number) for number in range(22)], validation, f"images {config.seed}")
+
+
+def rows(run: pathlib.Path):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: pathlib.Path):
+    return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory):
+    run = tmp_path_factory.mktemp("images") / "one"
+    return train(GIVEN, run, classifier, images)
+
+
+def test_a_mesh_and_a_stop_change_no_number(on_one_device, tmp_path, capsys):
+    train({**GIVEN, "num_steps": 3, "mesh": MESH}, tmp_path, classifier, images)
+    said = capsys.readouterr().out
+    assert "22 + 10 examples" in said
+    assert "nats" not in said
+    assert "bigram" not in said
+    result = train({**GIVEN, "mesh": MESH}, tmp_path, classifier, images)
+    assert result.assembly.batch["images"].sharding.shard_shape((8, H, W, C)) == (2, H, W, C)
+    assert not result.state.params["kernel"].sharding.is_fully_replicated
+    alone = losses(on_one_device.directory)
+    assert list(alone) == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose([losses(tmp_path)[step] for step in alone], list(alone.values()), rtol=1e-5)
+    assert alone[6] < alone[1]
+    np.testing.assert_allclose(result.values["eval_loss"], on_one_device.values["eval_loss"], rtol=1e-5)
+
+
+def test_throughput_counts_images(on_one_device):
+    last = [row for row in rows(on_one_device.directory) if "loss" in row][-1]
+    assert last["images"] == 6 * 8
+    assert last["images_per_second"] > 0
+    assert last["model_flops_per_second"] == pytest.approx(last["images_per_second"] * 6 * H * W * C * CLASSES)
+    assert not {"tokens", "tokens_per_second"} & set(last)
+
+
+def test_each_image_is_evaluated_once(on_one_device):
+    kernel = np.asarray(on_one_device.state.params["kernel"])
+    examples = [image(number) for number in range(100, 110)]
+    logits = np.stack([example["images"].reshape(-1) for example in examples]) @ kernel
+    labels = np.array([example["labels"] for example in examples])
+    chosen = logits[np.arange(10), labels] - np.log(np.exp(logits).sum(-1))
+    np.testing.assert_allclose(on_one_device.values["eval_loss"], -chosen.mean(), rtol=1e-5)
+    np.testing.assert_allclose(on_one_device.values["eval_accuracy"], (logits.argmax(-1) == labels).mean(), rtol=1e-6)
+
+
+def test_dims_of_a_batch_follow_the_rules():
+    config = resolve({**GIVEN, "accumulation_steps": 1}, make_task=classifier)
+    shape = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
+    rules = extend(default_rules(LayoutOptions()), Rule("height", activations=("tensor",)))
+    batch = assemble(config, shape, jax.devices()[:4], classifier, rules).batch
+    assert batch["images"].sharding.shard_shape((8, H, W, C)) == (4, H // 2, W, C)
+
+    def strange(config, placement):
+        entry = Entry((8, 3, 3), jnp.float32, ("batch", "hight", "height"))
+        return dataclasses.replace(classifier(config, placement), batch={"images": entry, "labels": entry})
+
+    with pytest.raises(UserError) as caught:
+        assemble(config, shape, jax.devices()[:4], strange, rules)
+    named = [line for line in caught.value.problems if "got 'hight'" in line]
+    assert len(named) == 2
+    assert "did you mean 'height'?" in named[0]
+    assert "layout.rules.extend" in named[0]
+    assert any("dim 2 has size 3" in line for line in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda data: data.train.__getitem__(0).pop("labels"), r"data\.train\[0\]: got no entry 'labels'"),
+        (lambda data: data.train[0].update(images=np.zeros((H, W))), r"got \[4, 2\] float64 for 'images'; .* float32"),
+        (lambda data: data.train[0].update(labels=np.int64(1)), r"nearest: labels\.astype\(np\.int32\)"),
+        (lambda data: data.train.clear(), r"data\.train: got no example; allowed: at least one"),
+        (lambda data: dataclasses.replace(data, fingerprint=""), r"data: got '' for 'fingerprint' of Data"),
+        (lambda data: dataclasses.replace(data, train=iter([])), r"data\.train: got list_iterator; .*a list"),
+        (lambda data: dataclasses.replace(data, validation=[3]), r"data\.validation\[0\]: got int; allowed: a dict"),
+        (lambda data: {"train": data.train}, r"data: got nothing for 'train' of dict"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_before_anything_is_compiled(change, said, tmp_path):
+    def wrong(config):
+        data = images(config)
+        changed = change(data)
+        return changed if isinstance(changed, Data) or (type(changed) is dict and "train" in changed) else data
+
+    with pytest.raises(UserError, match=said):
+        train(GIVEN, tmp_path, classifier, wrong)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_zeros_that_a_loss_would_count_are_refused(tmp_path):
+    def without_weights(config, placement):
+        task = classifier(config, placement)
+        return dataclasses.replace(task, batch={name: task.batch[name] for name in ("images", "labels")})
+
+    with pytest.raises(UserError, match=r"data\.validation: got 10 examples and batches of 8, .* nearest: 8 examples"):
+        train(GIVEN, tmp_path, without_weights, images)
+
+
+def test_data_for_other_tasks_and_options_for_other_data_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data\.source=python, an example: got no entry 'images'"):
+        train(GIVEN, tmp_path, classifier)
+    with pytest.raises(UserError, match=r"data\.path: got 'x\.bin' with data\.source=.*:images, which reads no files"):
+        train({**GIVEN, "data": {"path": "x.bin"}}, tmp_path, classifier, images)
+    with pytest.raises(UserError, match=r"make_data: got Rules; .* nearest: train\(\.\.\., rules=rules\)"):
+        train(GIVEN, tmp_path, classifier, default_rules(LayoutOptions()))
+
+
+def test_another_fingerprint_is_another_run(on_one_device):
+    def others(config):
+        return dataclasses.replace(images(config), fingerprint="others")
+
+    with pytest.raises(UserError, match=r"its run learned from data with hash images 0"):
+        train(GIVEN, on_one_device.directory, classifier, others)
