@@ -69,7 +69,7 @@ def parameters(num_layers):
     generator = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(generator.normal(size=shape), jnp.float32)  # noqa: E731
     # Small, so that rounding in the gradients stays rounding through twelve layers.
-    layers = {"kernel": 0.5 * draw(num_layers, WIDTH, WIDTH), "scale": draw(num_layers, 1)}
+    layers = {"kernel": 0.5 * draw(num_layers, WIDTH, WIDTH), "scale": draw(num_layers, WIDTH)}
     return {"table": draw(VOCABULARY, WIDTH), "layers": layers, "head": draw(WIDTH, VOCABULARY)}
 
 
