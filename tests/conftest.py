@@ -1,20 +1,33 @@
-"""Eight virtual CPU devices for every test, asked for before anything can query a device."""
+"""Eight virtual CPU devices for every test, asked for before anything can query a device; and what tests cost."""
 
+import collections
 import os
+import pathlib
+from collections.abc import Iterator
 
 import hypothesis
 import jax
 import pytest
 
 NUM_DEVICES = 8
+TESTS = pathlib.Path(__file__).parent
+# Tests that share what is made once a session run in one worker: fixture -> group.
+GROUPS = {"straight": "run", "stopped": "run", "steps": "steps"}
+REST = "(collection, imports, workers)"
 
 # The same examples on every run, and no deadline: a busy machine must not fail a test.
 hypothesis.settings.register_profile("meshtrain", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("meshtrain")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--cost`."""
+    parser.addoption("--cost", action="store_true", help="print the CPU seconds of each folder, children included")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Sets up JAX, unless the tests chosen are those that want the machine's own accelerator."""
+    config.stash[COST] = collections.Counter()
     if config.option.markexpr == "accelerator":
         return
     # In the environment too, so that programs which tests start see no accelerator either.
@@ -33,6 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Makes groups for `--dist loadgroup`, each for one worker: what shares a session fixture, else what shares a file.
+
+    A test that names its own group (`pytest.mark.xdist_group`) stays in it.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            shared = [GROUPS[name] for name in GROUPS if name in getattr(item, "fixturenames", ())]
+            item.add_marker(pytest.mark.xdist_group([*shared, item.nodeid.partition("::")[0]][0]))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _eight_devices(request: pytest.FixtureRequest) -> None:
     """Fails the whole session, rather than skip a part of it, where the devices are not there."""
@@ -40,3 +64,58 @@ def _eight_devices(request: pytest.FixtureRequest) -> None:
         found = jax.devices()
         assert len(found) == NUM_DEVICES, f"the tests need {NUM_DEVICES} CPU devices, found {found}"
         assert {device.platform for device in found} == {"cpu"}, found
+
+
+# CPU seconds by folder, of this process and of the children that it has waited for.
+COST = pytest.StashKey[collections.Counter]()
+
+
+def cpu_seconds() -> float:
+    """Returns what this process and the children that it has waited for have computed so far, all threads."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Adds what a test costs, with the fixtures that it sets up and tears down, to its folder and to itself."""
+    before = cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        spent = cpu_seconds() - before
+        item.config.stash[COST][item.path.relative_to(TESTS).parts[0]] += spent
+        item.config.stash[COST][item.nodeid.partition("::")[0]] += spent
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands a worker's sums to the process that prints them."""
+    config = session.config
+    costs = config.stash[COST]
+    if config.pluginmanager.hasplugin("dsession"):  # the workers are its children, and count themselves
+        costs[REST] += sum(os.times()[:2])
+    else:
+        costs[REST] += cpu_seconds() - sum(costs[name] for name in costs if not name.endswith(".py"))
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["cost"] = dict(costs)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """Adds up what the workers have spent."""
+    output = getattr(node, "workeroutput", None)
+    if output:  # None of a worker that died
+        node.config.stash[COST].update(output["cost"])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints CPU seconds by folder, and of the files that take most."""
+    if not config.option.cost:
+        return
+    folders = {name: spent for name, spent in config.stash[COST].items() if not name.endswith(".py")}
+    files = {name: spent for name, spent in config.stash[COST].items() if name.endswith(".py")}
+    terminalreporter.section("CPU seconds")
+    for name, spent in sorted(folders.items(), key=lambda pair: -pair[1]):
+        terminalreporter.write_line(f"{spent:8.1f}  {name}")
+    terminalreporter.write_line(f"{sum(folders.values()):8.1f}  all; over two cores {sum(folders.values()) / 2:.0f}")
+    for name, spent in sorted(files.items(), key=lambda pair: -pair[1])[:25]:
+        terminalreporter.write_line(f"{spent:8.1f}  {name}")

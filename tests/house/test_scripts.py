@@ -150,7 +150,7 @@ def test_another_python_has_a_folder_of_its_own_and_runs_no_linters(machine):
     assert calls == [
         f"venv {machine.root}/.venv-3.12",
         f"pip {machine.root}[dev]",
-        "run -m pytest -n 2 --dist worksteal",
+        "run -m pytest -n 2 --dist loadgroup",
     ]
     machine.program("python3.11", PYTHON)
     assert f"venv {machine.root}/.venv" in machine.run("test", "x", PYTHON="python3.11")[2]
@@ -163,7 +163,7 @@ def test_the_compilers_of_accelerators_that_are_not_there_come_with_plan_alone(m
     assert calls == [
         f"venv {machine.root}/.venv-plan",
         f"pip {machine.root}[dev,plan-gpu,plan-tpu]",
-        "run -m pytest -m gpu_compiler and not slow -x",
+        "run -m pytest -n 2 --dist loadgroup -m gpu_compiler and not slow -x",
     ]
     assert said.count("\n") == 1
     assert machine.run("plan", "--cluster=h100:8x8")[2] == ["run -m meshtrain plan --cluster=h100:8x8"]
@@ -228,10 +228,72 @@ def test_linters_run_before_the_tests(machine):
         "run -m ruff format --check .",
         "run -m mypy",
         "lint-imports",
-        "run -m pytest -n 2 --dist worksteal",
+        "run -m pytest -n 2 --dist loadgroup",
     ]
     slow = machine.run("test", "--slow", "-x")[2]
-    assert slow == ["run -m pytest -n 2 --dist worksteal -m slow and not accelerator and not gpu_compiler -x"]
+    assert slow == ["run -m pytest -n 2 --dist loadgroup -m slow and not accelerator and not gpu_compiler -x"]
+
+
+def test_what_depends_on_jax_is_there(machine):
+    """pytest refuses a test that is not there: in an hour of CI that would be late."""
+    [call] = [call for call in machine.run("test", "--jax", "-x")[2] if call.startswith("run")]
+    assert call.startswith("run -m pytest -n 2 --dist loadgroup tests/parity ")
+    assert call.endswith(" -x")
+    for name in (word for word in call.split() if word.startswith("tests/")):
+        path, _, function = name.partition("::")
+        assert (ROOT / path).exists(), path
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), name
+
+
+# Logs what it is asked to run, and ends as the environment says.
+STAGE = """#!/bin/bash
+echo "${PYTHON:-python3} $*" >>"$FAKE_LOG"
+[[ "$*" == "${FAKE_SLEEPS-none}" ]] && sleep 60
+[[ "$*" == "${FAKE_FAILS-none}" ]] && exit 7
+exit 0
+"""
+STAGES = ["python3 ", "python3.12 --jax", "python3 --slow", "python3 --plan", "python3 --plan -m gpu_compiler and slow"]
+
+
+@pytest.fixture
+def ci(tmp_path):
+    """A function (seconds, environment) -> exit code, output and stages of .ci/run; scripts/test is a fake."""
+    for folder in (".ci", "scripts"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "scripts" / "test").write_text(STAGE)
+    (tmp_path / "scripts" / "test").chmod(0o755)
+    text = (ROOT / ".ci" / "run").read_text()
+
+    def run(seconds=60, **environment):
+        assert "limit_seconds=$((85 * 60))" in text
+        (tmp_path / ".ci" / "run").write_text(text.replace("limit_seconds=$((85 * 60))", f"limit_seconds={seconds}"))
+        environment = {"PATH": os.environ["PATH"], "FAKE_LOG": str(tmp_path / "log"), **environment}
+        (tmp_path / "log").unlink(missing_ok=True)
+        command = ["bash", tmp_path / ".ci" / "run"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, (tmp_path / "log").read_text().splitlines()
+
+    return run
+
+
+def test_continuous_integration_runs_every_stage(ci):
+    code, said, stages = ci()
+    assert (code, stages) == (0, STAGES)
+    assert said.endswith("ci: all stages have run and passed\n")
+
+
+@pytest.mark.parametrize("stage", [stage.partition(" ")[2] for stage in STAGES])
+def test_a_stage_that_fails_stops_no_other_and_fails_all(ci, stage):
+    code, said, stages = ci(FAKE_FAILS=stage)
+    assert (code, stages) == (1, STAGES)
+    assert "ci: FAILED: exit code 7: " in said
+
+
+def test_stages_for_which_there_is_no_time_fail(ci):
+    code, said, stages = ci(seconds=2, FAKE_SLEEPS="--slow")
+    assert (code, stages) == (1, STAGES[:3])
+    assert "ci: FAILED: did not end within 2 seconds of all stages: scripts/test --slow" in said
+    assert said.count("ci: FAILED: did not run") == 2
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Whether two runs made the same numbers: leaf by leaf, relative to what is compared, in float32.
 
-Gradients are tiny beside weights, and those of attention's queries and keys are tiny beside all others: only a bound that
-is relative to the norm of each leaf sees them. Stacked weights are compared layer by layer, since one layer's gradient
-may be small beside another's.
+Gradients are tiny beside weights, and those of attention's queries and keys are tiny beside all others: only a bound
+that is relative to the norm of each leaf sees them. Stacked weights are compared layer by layer, since one layer's
+gradient may be small beside another's.
 """
 
 import dataclasses

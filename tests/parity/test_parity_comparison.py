@@ -8,10 +8,12 @@ import pytest
 from tests.parity import comparison, runs
 from tests.parity.comparison import GRADIENT_BOUND, Trained, assert_same
 
+IN_LLAMA = pytest.mark.xdist_group("parity-llama")
+IN_GPT = pytest.mark.xdist_group("parity-gpt")
 MODELS = {"llama": runs.LLAMA, "gpt": runs.GPT}
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(f"parity-{name}")) for name in MODELS])
 def right(request, reference) -> Trained:
     return reference(dataclasses.replace(runs.CONFIG, model=MODELS[request.param]))
 
@@ -62,6 +64,7 @@ def test_a_wrong_gradient_of_any_single_layer_is_noticed(right):
                 compare(dataclasses.replace(right, gradients=with_leaf(right.gradients, path, wrong)), right)
 
 
+@IN_GPT
 def test_a_gradient_that_is_not_zero_where_it_has_to_be_is_noticed(reference):
     right = reference(dataclasses.replace(runs.CONFIG, model=runs.GPT))
     [path] = [path for path in right.gradients if comparison.is_zero_gradient(path)]
@@ -93,6 +96,7 @@ def test_one_bit_of_an_initial_weight_is_noticed(right):
             compare(dataclasses.replace(right, initial=with_leaf(right.initial, path, wrong)), right)
 
 
+@IN_LLAMA
 @pytest.mark.parametrize("step", range(runs.NUM_STEPS))
 @pytest.mark.parametrize("name", ["losses", "grad_norms"])
 @pytest.mark.parametrize("factor", [1 + 2e-5, np.nan])
@@ -104,6 +108,7 @@ def test_a_wrong_loss_or_norm_of_any_step_is_noticed(reference, name, step, fact
         compare(dataclasses.replace(right, **{name: wrong}), right)
 
 
+@IN_LLAMA
 def test_what_is_missing_is_noticed(reference):
     right = reference(runs.CONFIG)
     [path, *_] = right.gradients
@@ -117,6 +122,6 @@ def test_what_is_missing_is_noticed(reference):
 
 def test_nothing_that_is_no_number_passes(right):
     for path, leaf in right.gradients.items():
+        wrong = with_leaf(right.gradients, path, np.full_like(leaf, np.nan))
         with pytest.raises(AssertionError, match=rf"gradient: {path}"):
-            wrong = with_leaf(right.gradients, path, np.full_like(leaf, np.nan))
             compare(dataclasses.replace(right, gradients=wrong), right)
