@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Sets up JAX, unless the tests chosen are those that want the machine's own accelerator."""
     config.stash[COST] = collections.Counter()
+    config.addinivalue_line("markers", "xdist_group(name): one worker runs the group")  # known without xdist, too
     if config.option.markexpr == "accelerator":
         return
     # In the environment too, so that programs which tests start see no accelerator either.
