@@ -39,7 +39,7 @@ SIZES = ("tiny", "llama", "gpt2")
 GOAL = 1.03
 TURNS = ("program", "plain", "plain again")
 
-LLAMA = DecoderOptions(num_layers=4, embed_dim=256, mlp_dim=768, num_heads=8, num_kv_heads=4)
+LLAMA = DecoderOptions(num_layers=4, embed_dim=256, mlp_dim=768, num_heads=8, num_kv_heads=4, vocab_size=257)
 GPT2 = DecoderOptions(
     num_layers=4,
     embed_dim=256,
@@ -51,6 +51,7 @@ GPT2 = DecoderOptions(
     activation="gelu",
     tied_embeddings=True,
     biases=True,
+    vocab_size=257,
 )
 
 Turn = Callable[[], tuple[float, float]]

@@ -19,7 +19,7 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain.config import checks, tasks
+from meshtrain.config import checks, tasks, vocabulary
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
@@ -95,9 +95,11 @@ def resolve(
     start = defaults_of(config)
     defaults = {key: entry.default for key, entry in flags.schema(start).items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
+    mended, no_vocabulary = vocabulary.filled(mended, reads_data=reads_data)
     function = None if "task" in faulty else make_task or tasks.find(config.task)
     sizes = dataclasses.asdict(mended.mesh)
     across = [
+        *no_vocabulary,
         *mesh.check(mended.mesh),
         *sources.check(mended.data, reads_data=reads_data),
         *table.unread(mended.pipeline, mended.mesh.pipeline),
@@ -110,7 +112,7 @@ def resolve(
     found += [line for line in across if not any(key in line for key in faulty)]
     if found or also:
         raise UserError(*also, *found)
-    return config
+    return mended
 
 
 def check(config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from meshtrain.data.sources import DataOptions, check, is_own
 from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES, SyntheticExamples
 from meshtrain.data.text import find_files, read_documents, share, some, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
-from meshtrain.data.tokenize import Tokenizer, number_tokenizer, open_tokenizer
+from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import problems as option_problems
 
@@ -76,6 +76,22 @@ def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
             raise UserError(*problems)
         return token_file_tokenizer(files[0], read_sidecar(files[0]))
     return open_tokenizer(options.tokenizer, options.end_token)
+
+
+def vocabulary_of(options: DataOptions) -> int:
+    """Returns the number of tokens that a source can hold; 257, that of bytes, for synthetic data, which takes any.
+
+    Raises:
+      UserError: the tokenizer or the description of the tokens is missing or wrong.
+    """
+    if options.source == "synthetic":
+        return byte_tokenizer().vocab_size
+    if options.source == "tokens":
+        files, problems = find_files(options.path)
+        if problems:
+            raise UserError(*problems)
+        return read_sidecar(files[0]).vocab_size
+    return open_tokenizer(options.tokenizer, options.end_token).vocab_size
 
 
 def _documents(options: DataOptions) -> list[tuple[str, str]]:

@@ -48,6 +48,7 @@ def decoder(
         `full` adds nothing there.
       placement: where activations and gathered weights live; None means wherever their inputs are.
     """
+    assert options.vocab_size, "resolve() gives a model that names no vocabulary that of its data"
     num_positions = options.max_positions or sequence_length
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, placement or Placement.nowhere())
     inner = NOTHING_AGAIN if remat.policy == "full" else remat

@@ -22,7 +22,10 @@ from meshtrain.words.options import idle
         (["data.source=synthetic", "data.path=tokens/*.bin"], "data.path: got .*; nearest: data.source=tokens"),
         (["data.path=books/*.txt"], "data.path: got .* with data.source=python.*; nearest: data.source=text"),
         (["data.source=synthetic", "data.tokenizer=t.json"], "data.tokenizer: got 't.json' with .*=synthetic"),
-        (["data.source=tokens", "data.tokenizer=t.json"], "data.tokenizer: .*=tokens: its token files bring their own"),
+        (
+            ["data.source=tokens", "data.tokenizer=t.json", "model.vocab_size=9"],
+            "data.tokenizer: .*=tokens: its token files bring their own",
+        ),
         (
             ["pipeline.table=a.csv", "pipeline.schedule=gpipe", "mesh.pipeline=-1"],
             "pipeline.table: got 'a.csv' with pipeline.schedule=gpipe; .* nearest: pipeline.schedule=1f1b",

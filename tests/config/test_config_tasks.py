@@ -172,8 +172,8 @@ def test_a_run_of_another_task_is_another_run():
 def test_an_abstract_task_touches_no_device():
     # JAX refuses another number of CPU devices once it has looked for them.
     code = (
-        "import jax\nfrom meshtrain.config.config import Config\nfrom meshtrain.config.tasks import abstract_task\n"
-        "assert abstract_task(Config()).vocab_size == 257\njax.config.update('jax_num_cpu_devices', 3)"
+        "import jax\nfrom meshtrain.config.config import resolve\nfrom meshtrain.config.tasks import abstract_task\n"
+        "assert abstract_task(resolve({})).vocab_size == 257\njax.config.update('jax_num_cpu_devices', 3)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,9 @@ def num_kernels(options):
     config = Config(
         batch_size=8,
         sequence_length=512,
-        model=DecoderOptions(num_layers=NUM_LAYERS, embed_dim=512, num_heads=4, num_kv_heads=4, within_documents=False),
+        model=DecoderOptions(
+            num_layers=NUM_LAYERS, embed_dim=512, num_heads=4, num_kv_heads=4, vocab_size=257, within_documents=False
+        ),
         precision=PrecisionOptions("bfloat16"),
         remat=options,
     )

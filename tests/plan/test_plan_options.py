@@ -34,7 +34,8 @@ def test_options_have_typed_values_and_reasons(options):
 @pytest.mark.skipif(not compiler.options_of("cpu"), reason="the option is left out on this jaxlib")
 def test_a_step_on_cpus_copies_no_moments():
     """The guard keeps the old ones at hand; without the option each is copied before it is overwritten."""
-    config = Config(batch_size=4, sequence_length=16, model=DecoderOptions(num_layers=2, embed_dim=32, mlp_dim=64))
+    model = DecoderOptions(num_layers=2, embed_dim=32, mlp_dim=64, vocab_size=257)
+    config = Config(batch_size=4, sequence_length=16, model=model)
     assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices()[:1])
     text = assembly.train_step.lower(assembly.state, assembly.batch).compile().as_text()
     assert "mu__layers____mlp____up" in text

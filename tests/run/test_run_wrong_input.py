@@ -84,7 +84,7 @@ def test_token_ids_past_the_vocabulary(refused, tmp_path):
     described = {"dtype": "uint16", "vocab_size": 300, "num_tokens": 1000, "num_documents": 1, "end_id": 256}
     described |= {"tokenizer": "bytes", "tokenizer_sha256": "", "end_token": ""}
     path.with_name("ids.bin.json").write_text(json.dumps(described))
-    [line] = refused(tmp_path / "run", "data.source=tokens", f"data.path={path}")
+    [line] = refused(tmp_path / "run", "data.source=tokens", f"data.path={path}", "model.vocab_size=257")
     assert "holds id 257 at token 257; allowed: ids below model.vocab_size, 257; nearest: set it to 300" in line
 
 

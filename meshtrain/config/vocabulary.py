@@ -1,0 +1,37 @@
+"""The vocabulary of a model that names none: `model.vocab_size=0` means as many tokens as the data's tokenizer has."""
+
+import dataclasses
+
+from meshtrain.config.fields import Config
+from meshtrain.data import sources
+from meshtrain.data.corpus import vocabulary_of
+from meshtrain.data.tokenize import NUM_BYTES
+from meshtrain.words.errors import UserError
+
+
+def filled(config: Config, *, reads_data: bool) -> tuple[Config, list[str]]:
+    """Returns the configuration with its vocabulary, and a line for each reason why it is not known.
+
+    Where it is not known, it is that of bytes, so that other checks can go on.
+
+    Args:
+      config: each field within its own bounds. The options of any task count that has a field `vocab_size`.
+      reads_data: whether the data have to be here. Problems that `sources.check` finds then anyway are left to it.
+    """
+    names = [field.name for field in dataclasses.fields(config.model)]
+    if "vocab_size" not in names or config.model.vocab_size != 0:
+        return config, []
+    size, found = NUM_BYTES + 1, list[str]()
+    try:
+        size = vocabulary_of(config.data)
+    except UserError as error:
+        if not reads_data:
+            why = error.problems[0].partition("; allowed")[0]
+            found.append(
+                f"model.vocab_size: got 0, as many tokens as the data have, which are not known here ({why}); "
+                "allowed: a number, or data that are here; nearest: 50257"
+            )
+        elif not sources.check(config.data):
+            found += error.problems
+    model = dataclasses.replace(config.model, vocab_size=size)
+    return dataclasses.replace(config, model=model), found
