@@ -1,4 +1,4 @@
-"""Is a table right, and what does it cost? Proof, timelines, bubbles and peaks, from the table alone. No JAX."""
+"""Checks a schedule's table and computes its cost: proof, timelines, bubbles, peak memory. No JAX."""
 
 import dataclasses
 from collections import Counter
@@ -13,7 +13,7 @@ from meshtrain.words.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """How long one action takes, and one transfer to a neighbour; any one unit of time for all four, exact.
+    """The duration of each action and of a transfer to a neighbour: exact fractions, all in the same unit.
 
     Attributes:
       forward: one forward of one chunk.
@@ -33,7 +33,7 @@ class Costs:
 
 
 class Span(NamedTuple):
-    """One action's place in time on its stage."""
+    """The time in which a stage runs one action."""
 
     stage: int
     action: Action
@@ -42,13 +42,13 @@ class Span(NamedTuple):
 
 
 def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_microbatches: int) -> list[str]:
-    """Returns one line for each problem that keeps the executor from running a configuration; empty if there is none.
+    """Returns one line for each reason why the executor cannot run a configuration; empty if it can.
 
-    Names and bounds of single options are left to `options.problems`; here stand the checks across fields.
+    These are checks across options. `options.problems` checks each option by itself.
 
     Args:
       options: the configuration's `pipeline`.
-      num_stages: size of the mesh's pipeline axis; with 1, nothing of all this has an effect and nothing is wrong.
+      num_stages: size of the mesh's pipeline axis; with 1 the options have no effect and no problems.
       num_layers: layers of the model.
       num_microbatches: parts of a step's batch.
     """
@@ -71,7 +71,7 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
 
 
 def refusals(schedule: Schedule) -> list[str]:
-    """Returns one line if no single program of one-kind rows can run this table, with the reason; empty if one can."""
+    """Returns one line with the reason why the executor cannot run this table; empty if it can."""
     nearest = "nearest: 1f1b" if schedule.num_chunks == 1 else "nearest: interleaved_1f1b"
     if is_split(schedule):
         return [
@@ -90,9 +90,9 @@ def refusals(schedule: Schedule) -> list[str]:
 
 
 def prove(schedule: Schedule) -> None:
-    """Raises UserError unless every microbatch passes every chunk once each way and every dependency is met.
+    """Raises UserError unless each microbatch passes each chunk once forward and once backward, in a legal order.
 
-    A dependency is met if it stands in an *earlier row*: results travel to the neighbour between two rows.
+    An action may depend on actions of *earlier rows* only: results are sent to the neighbour between two rows.
     """
     found = _incomplete(schedule) or _violated(schedule)
     if found:
@@ -100,7 +100,7 @@ def prove(schedule: Schedule) -> None:
 
 
 def _incomplete(schedule: Schedule) -> list[str]:
-    """Returns one line if an action is missing, doubled, or outside the table's numbers."""
+    """Returns one line if an action is missing, occurs twice, or has a microbatch or chunk out of range."""
     kinds: tuple[Kind, ...] = ("F", "B", "W") if is_split(schedule) else ("F", "B")
     microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
@@ -124,7 +124,7 @@ def _incomplete(schedule: Schedule) -> list[str]:
 
 
 def _violated(schedule: Schedule) -> list[str]:
-    """Returns the first violated dependency as one line, and what each stage waits for if even free ones deadlock."""
+    """Returns the first violated dependency as one line, with the deadlock if stages that run freely have one."""
     stages, chunks = schedule.num_stages, schedule.num_chunks
     row_of = {
         (stage, action): row for row, cells in enumerate(schedule.rows) for stage, action in enumerate(cells) if action
@@ -143,7 +143,7 @@ def _violated(schedule: Schedule) -> list[str]:
 
 
 def _deadlock(schedule: Schedule) -> str:
-    """Returns what every stage waits for if stages that run freely in this order get stuck, else an empty string."""
+    """Returns what each stage waits for if stages that run freely in this order deadlock, else an empty string."""
     spans, left = _replay(schedule, Costs())
     if not any(left):
         return ""
@@ -163,7 +163,7 @@ def _deadlock(schedule: Schedule) -> str:
 
 
 def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Action]]]:
-    """Runs every stage freely in its own order. Returns what ran, and for each stage what never could."""
+    """Runs every stage freely in its own order. Returns the timeline, and the actions of each stage that never ran."""
     stages, chunks = schedule.num_stages, schedule.num_chunks
     left = [[row[stage] for row in reversed(schedule.rows) if row[stage]] for stage in range(stages)]
     ends, free, spans = dict[tuple[int, Action], Fraction](), [Fraction(0)] * stages, list[Span]()
@@ -187,16 +187,16 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Act
 
 
 def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table in which a stage starts an action once it is free and has the inputs."""
+    """Returns the timeline of a proven table if a stage starts an action as soon as it is free and has the inputs."""
     spans, left = _replay(schedule, costs)
     assert not any(left), "only proven tables have a timeline"
     return spans
 
 
 def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table in which a row lasts, for every stage, as long as its slowest action.
+    """Returns the timeline of a proven table if every stage waits in each row for the slowest action of the row.
 
-    So run programs in which each row ends with a permute between neighbours; rows with an F or B pay for a transfer.
+    Programs whose rows end with a permute between neighbours run like this. A row with an F or B adds one transfer.
     """
     spans, now = list[Span](), Fraction(0)
     for row in schedule.rows:
@@ -208,7 +208,7 @@ def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
 
 
 def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
-    """Returns the exact share of the stages' time, from the first start to the last end, in which they do not work.
+    """Returns the exact share of the stages' time, from the first start to the last end, in which they idle.
 
     (S - 1) / (M + S - 1) for gpipe on S stages with M microbatches:
 
@@ -222,10 +222,10 @@ def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
-    """Returns, for each stage, how many (microbatch, chunk) pairs it holds at most.
+    """Returns, for each stage, the largest number of (microbatch, chunk) pairs in flight.
 
-    A pair is held from the start of its forward to the end of its backward (of its weight gradient, where the table
-    splits it). Only the order on a stage counts, so the number is the same for free stages and for stages in step.
+    A pair is in flight from the start of its forward to the end of its backward (of its weight gradient, where the
+    table splits the backward). The number depends on the order of a stage's actions only, not on their timing.
     """
     last = "W" if is_split(schedule) else "B"
     peaks = [0] * schedule.num_stages

@@ -1,7 +1,7 @@
-"""Layers in chunks: how interleaved schedules hold what everybody else sees in layer order.
+"""Layers in chunks: the storage of interleaved schedules, and the layer order of checkpoints and initial values.
 
-V: chunks a stage, L: layers. Stored [V, L / V, ...] with the second dim over the stages; shown and kept as [L, ...].
-Cutting leaves the order alone, so the two are the same numbers and only their places differ (`stages.py`).
+V: chunks a stage, L: layers. In memory [V, L / V, ...], with the second dim sharded over the stages (`stages.py`);
+in checkpoints [L, ...]. One is a reshape of the other.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ CHUNKS = "chunks"
 
 
 def chunked(layers: Any, num_chunks: int) -> Any:
-    """Returns a tree of [L, ...] as it is stored; as it is where there is one chunk."""
+    """Returns a tree of [L, ...] as [V, L / V, ...]; the same tree where V is 1."""
     if num_chunks == 1:
         return layers
     return jax.tree.map(lambda leaf: leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:]), layers)
 
 
 def chunked_names(names: Names, num_chunks: int) -> Names:
-    """Returns the logical axes of a stored leaf from those of [L, ...]."""
+    """Returns the logical axes of a leaf in chunks, from those of [L, ...]."""
     return names if num_chunks == 1 else (CHUNKS, *names)
 
 
 def layer_order_shape(shape: Sequence[int], names: Names) -> tuple[int, ...]:
-    """Returns the shape in layer order of a leaf that is stored with these logical axes."""
+    """Returns the shape in layer order of a leaf with these logical axes in memory."""
     if names[:1] != (CHUNKS,):
         return tuple(shape)
     return (shape[0] * shape[1], *shape[2:])
 
 
 def layer_order_names(names: Names) -> Names:
-    """Returns the logical axes in layer order of a leaf that is stored with these."""
+    """Returns the logical axes in layer order of a leaf with these in memory."""
     return names[1:] if names[:1] == (CHUNKS,) else names

@@ -1,4 +1,4 @@
-"""Evaluation and generation through the stages of a pipeline: forward passes alone.
+"""Evaluation and generation through the stages of a pipeline: forward passes only.
 
 M: microbatches, b: sequences in one, T: tokens a sequence, S: stages, V: chunks a stage.
 """

@@ -1,14 +1,14 @@
-"""A proven table, made ready to run: which buffer slots each row uses, and which rows share a compiled body. No JAX.
+"""Compiles a proven schedule: assigns buffer slots to rows and merges rows into loops with a common body. No JAX.
 
-How a program runs. In an F row every stage reads a stage input, keeps it, and sends its output round the ring to stage
-s + 1; in a B row it reads the kept input and the output's cotangent and sends the input's cotangent to stage s - 1.
-What arrives at the end of a row is written into a slot right then. One buffer a stage holds inputs that wait and inputs
-that are kept for the backward: an input stays in its slot from arrival to backward. A second buffer holds cotangents
-that wait. A row reads before it writes, so what arrives may take the place of what this row has read for the last time.
+How a program runs. In an F row every stage reads a stage input and sends its output to stage s + 1. In a B row it reads
+the same input and the cotangent of its output, and sends the cotangent of its input to stage s - 1. Both directions
+close to a ring. Arrays that arrive are written into a slot at the end of the row. One buffer of each stage holds stage
+inputs: an input keeps its slot from its arrival to its backward row. A second buffer holds cotangents until their
+backward row. A row reads before it writes, so an arriving array may reuse a slot that the same row reads last.
 
-Embedding and its backward are the work of all stages, on nothing that the row itself makes: a microbatch is embedded at
-the end of an earlier row, and gets its embedding's gradient at the start of a later one. Rows with a head are chosen
-where there are any, for they come once a microbatch.
+All stages compute embedding and head together. The embedding of a microbatch runs at the end of an earlier row, its
+backward pass at the start of a later row, so neither waits for the layers of its own row. Both prefer rows with a head,
+of which there is one for each microbatch.
 
 Table shapes: R rows, S stages; every table is int32 or bool.
 """
@@ -27,10 +27,10 @@ from meshtrain.words.errors import UserError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Numpy tables that say, for each row and stage, what runs and where its data lie.
+    """Numpy tables that give, for each row and stage, the work and the slots of its arrays.
 
-    Slots `num_slots` and `num_cotangent_slots` are the dump slots: buffers have one slot more than they need,
-    and what nobody wants goes there. Idle cells read and write the dump slots, with microbatch and chunk 0.
+    Each buffer has one slot more than it needs, the dump slot, with index `num_slots` or `num_cotangent_slots`. Arrays
+    without a reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0.
 
     Attributes:
       schedule: the proven table that this program runs.
@@ -39,19 +39,19 @@ class Program:
       kinds: F or B for each row.
       microbatch: [R, S] int32.
       chunk: [R, S] int32.
-      active: [R, S] bool; False where the stage idles and its work must be masked.
-      input_slot: [R, S] int32; where the stage input is read, in F rows and again in B rows.
-      embed_slot: [R, S] int32; where a row at its end writes the microbatch that it embeds (stage 0, else dump).
-      receive_slot: [R, S] int32; where the arriving activation is written at the end of an F row.
-      cotangent_slot: [R, S] int32; where a B row reads the output's cotangent (dump slot where the head gives it:
-        last stage, last chunk).
-      receive_cotangent_slot: [R, S] int32; where the arriving cotangent is written at the end of a B row.
+      active: [R, S] bool; False where the stage idles, so that its results are masked.
+      input_slot: [R, S] int32; the slot of the stage input, in F rows and again in B rows.
+      embed_slot: [R, S] int32; the slot for the microbatch that is embedded at the end of a row (stage 0, else dump).
+      receive_slot: [R, S] int32; the slot for the activation that arrives at the end of an F row.
+      cotangent_slot: [R, S] int32; the slot of the output's cotangent in a B row (dump for the last stage in its last
+        chunk, which gets it from the head).
+      receive_cotangent_slot: [R, S] int32; the slot for the cotangent that arrives at the end of a B row.
       embed_microbatch: [R] int32; the microbatch that is embedded at the end of this row, else -1.
-      head_microbatch: [R] int32; the microbatch whose loss the last stage needs in this B row, else -1.
-      embed_backward_microbatch: [R] int32; the microbatch whose embedding gets its gradient at the start of this B row,
-        from what the last row of stage 0 in chunk 0 has left; else -1.
+      head_microbatch: [R] int32; the microbatch whose loss is computed in this B row, else -1.
+      embed_backward_microbatch: [R] int32; the microbatch whose embedding runs its backward pass at the start of this
+        B row, with the cotangent that stage 0 computed last in chunk 0; else -1.
       first_microbatch: embedded before the first row, into slot 0.
-      last_microbatch: its embedding gets its gradient after the last row.
+      last_microbatch: its embedding runs its backward pass after the last row.
     """
 
     schedule: Schedule
@@ -74,7 +74,7 @@ class Program:
 
 
 class Signature(NamedTuple):
-    """What a row body must be able to do; where a flag is set, rows that do not need it mask it."""
+    """The parts of a row's body. Rows of a loop share a body; a row that does not need a part masks it."""
 
     kind: str
     embed: bool
@@ -82,12 +82,12 @@ class Signature(NamedTuple):
     embed_backward: bool
 
 
-Run = tuple[tuple[str, ...], int]  # rows that stand together, how many times over
+Run = tuple[tuple[str, ...], int]  # consecutive rows, and how often they repeat
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Rows that run as one loop: `body`, `count` times over. A body holds signatures or smaller segments, in order."""
+    """Rows that run as one loop of `count` turns. The body is a sequence of rows and inner loops."""
 
     body: tuple["Signature | Segment", ...]
     count: int
@@ -96,15 +96,14 @@ class Segment:
 def executable(schedule: Schedule) -> Program:
     """Returns the slots and flags with which one SPMD program runs a table.
 
-    Slots are given lowest free first, so equal tables get equal programs; sizes are the largest over the stages.
+    Each array gets the lowest free slot, so equal tables give equal programs. Buffer sizes are the maximum over stages.
 
     Raises:
       UserError: the table is wrong (see `check.prove`), mixes kinds in a row, or splits the backward.
     """
     prove(schedule)
-    found = refusals(schedule)
-    if found:
-        raise UserError(*found)
+    if problems := refusals(schedule):
+        raise UserError(*problems)
     rows = [row for row in schedule.rows if any(row)]
     shape = len(rows), schedule.num_stages
     tables = {name: np.zeros(shape, np.int32) for name in ("microbatch", "chunk")}
@@ -114,8 +113,9 @@ def executable(schedule: Schedule) -> Program:
                 tables["microbatch"][row, stage], tables["chunk"][row, stage] = action.microbatch, action.chunk
     first, last = (0, 0), (schedule.num_stages - 1, schedule.num_chunks - 1)
     heads = _microbatches_at(rows, "B", *last)
-    embedded, first_microbatch = _moved_ahead(_microbatches_at(rows, "F", *first), heads)
-    returned, last_microbatch = _moved_ahead(_microbatches_at(rows, "B", *first)[::-1], heads[::-1])
+    embedded, first_microbatch = _prefetched(_microbatches_at(rows, "F", *first), heads)
+    # Time reversed: a backward pass of the embedding comes after its row where an embedding comes before it.
+    returned, last_microbatch = _prefetched(_microbatches_at(rows, "B", *first)[::-1], heads[::-1])
     slots = {name: np.full(shape, -1, np.int32) for name in _SLOT_TABLES}
     num_slots, num_cotangent_slots = _assign_slots(schedule, rows, slots, [first_microbatch, *embedded])
     for name, table in slots.items():
@@ -145,24 +145,25 @@ def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.n
     return np.array([a.microbatch if a and (a.kind, a.chunk) == (kind, chunk) else -1 for a in cells], np.int32)
 
 
-def _moved_ahead(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the row in which to do what row r wants before it runs, and the first of all, which no row comes before.
+def _prefetched(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns for each row the microbatch to prefetch in it, int32 [R], else -1; and the first one wanted.
 
-    That is the last row with a head since the row that wanted something before it, or else that row.
+    A microbatch is prefetched in the last row with a head between the previous row that wants one and its own, or in
+    that previous row if there is no head between them. No row precedes the first one, which is fetched before all rows.
 
     Args:
-      wanted: [R] int32, a microbatch or -1.
-      heads: [R] int32, likewise.
+      wanted: [R] int32; the microbatch that a row needs at its start, else -1.
+      heads: [R] int32; the microbatch whose loss a row computes, else -1.
     """
-    rows, moved = np.flatnonzero(wanted >= 0), np.full_like(wanted, -1)
-    for before, row in itertools.pairwise(rows):
-        among = before + np.flatnonzero(heads[before:row] >= 0)
-        moved[among[-1] if len(among) else before] = wanted[row]
-    return moved, int(wanted[rows[0]])
+    rows, prefetched = np.flatnonzero(wanted >= 0), np.full_like(wanted, -1)
+    for previous, row in itertools.pairwise(rows):
+        with_head = previous + np.flatnonzero(heads[previous:row] >= 0)
+        prefetched[with_head[-1] if len(with_head) else previous] = wanted[row]
+    return prefetched, int(wanted[rows[0]])
 
 
 class _Slots:
-    """The slots of one buffer on one stage: which are free, and who sits where."""
+    """The slots of one buffer on one stage: `free` ones, and the slot `of` each (microbatch, chunk) in the buffer."""
 
     def __init__(self) -> None:
         self.size, self.free, self.of = 0, list[int](), dict[tuple[int, int], int]()
@@ -185,9 +186,9 @@ class _Slots:
 def _assign_slots(
     schedule: Schedule, rows: list[Row], tables: dict[str, np.ndarray], embedded: list[int]
 ) -> tuple[int, int]:
-    """Fills the slot tables (-1 stays where there is none) and returns the sizes of both buffers.
+    """Fills the slot tables and returns the sizes of both buffers. Entries without a slot stay -1.
 
-    `embedded` has the microbatch that is embedded before the first row, then those after each row, -1 for none.
+    `embedded` is the microbatch that is embedded before the first row, then at the end of each row, -1 for none.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     inputs, cotangents = [_Slots() for _ in range(stages)], [_Slots() for _ in range(stages)]
@@ -214,25 +215,26 @@ def _assign_slots(
                 tables["receive_cotangent_slot"][row, place] = cotangents[place].take(arrived)
         if embedded[row + 1] >= 0:
             tables["embed_slot"][row, 0] = inputs[0].take(Action("F", embedded[row + 1]))
-    assert not any(slots.of for slots in inputs + cotangents), "every slot is given back"
+    assert not any(slots.of for slots in inputs + cotangents), "every slot is free after the last row"
     return max(slots.size for slots in inputs), max(slots.size for slots in cotangents)
 
 
 def segments(program: Program) -> tuple[Segment, ...]:
-    """Returns the rows as loops, so that a body is compiled once however many rows it runs.
+    """Returns the rows as loops, so that compile time does not grow with the number of rows.
 
-    Rows are told apart by kind and by the head, which costs matrix products and runs in no row that does not need it.
-    The embedding and its backward are look-ups: a body has them if one of its rows does, and its other rows mask them.
+    Rows of one loop have the same kind, and all of them or none have a head: its matrix products run in no other row.
+    Embedding and its backward pass are cheap look-ups: a body has them if one of its rows does, and other rows mask
+    them.
 
     Returns:
       Segments whose rows, in order, are exactly the program's rows.
     """
     heads = program.head_microbatch >= 0
     letters = ["F" if kind == "F" else "H" if head else "B" for kind, head in zip(program.kinds, heads, strict=True)]
-    # Two passes: first runs of a row or of a pair of rows, then repeats of such runs (microbatches in groups).
+    # Two passes: repeats of a row or of a pair of rows, then repeats of groups of those (interleaved schedules).
     runs = [(tuple(body), count) for body, count in _repeats(letters, max_period=2)]
     groups = min((_repeats(some, max_period=len(some)) for some in (runs, _cut(runs))), key=_num_bodies)
-    found, start = list[Segment](), 0
+    result, start = list[Segment](), 0
     for group, repeats in groups:
         inner, offset, length = list[Segment](), start, sum(len(run) * times for run, times in group)
         for run, times in group:
@@ -240,12 +242,12 @@ def segments(program: Program) -> tuple[Segment, ...]:
             inner.append(Segment(body, times))
             offset += len(run) * times
         start += length * repeats
-        found += inner if repeats == 1 else [Segment(tuple(inner), repeats)]
-    return tuple(found)
+        result += inner if repeats == 1 else [Segment(tuple(inner), repeats)]
+    return tuple(result)
 
 
 def _signature(program: Program, first: int, step: int, times: int, outer_step: int, outer_times: int) -> Signature:
-    """Returns what the body needs that runs rows first + i step + j outer_step, for i < times and j < outer_times."""
+    """Returns the body of rows first + i step + j outer_step, for i < times and j < outer_times."""
     rows = [first + i * step + j * outer_step for j in range(outer_times) for i in range(times)]
     flags = program.embed_microbatch, program.head_microbatch, program.embed_backward_microbatch
     embed, head, embed_backward = (bool((flag[rows] >= 0).any()) for flag in flags)
@@ -254,28 +256,31 @@ def _signature(program: Program, first: int, step: int, times: int, outer_step: 
 
 
 def _cut(runs: list[Run]) -> list[Run]:
-    """Cuts what is over off the first and the last run of each body, so that the rest may be like those between."""
+    """Splits the first and the last run of each body where they are longer than its shortest run.
+
+    The parts of equal length may then repeat as a group: F x 3, (F B) x 4, ... becomes F x 1, F x 2, (F B) x 4, ...
+    """
     least = {body: min(count for other, count in runs if other == body) for body, _ in runs}
     first = {body: index for index, (body, _) in reversed(list(enumerate(runs)))}
     last = {body: index for index, (body, _) in enumerate(runs)}
-    found = list[Run]()
+    result = list[Run]()
     for index, (body, count) in enumerate(runs):
         counts = [count]
         if count > least[body] and index == first[body]:
             counts = [count - least[body], least[body]]
         elif count > least[body] and index == last[body]:
             counts = [least[body], count - least[body]]
-        found += [(body, part) for part in counts]
-    return found
+        result += [(body, part) for part in counts]
+    return result
 
 
 def _num_bodies(groups: list[tuple[list[Run], int]]) -> int:
-    """Returns how many row bodies are compiled."""
+    """Returns the number of row bodies that are compiled."""
     return sum(len(body) for group, _ in groups for body, _ in group)
 
 
 def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
-    """Splits a list into (part, count) so that the parts, each counted once, hold as few rows as possible.
+    """Splits a list into (part, count), each part repeated count times, with as few rows in all parts as possible.
 
     Dynamic programming from the end: best[i] is the cheapest split of items[i:].
     """
@@ -287,14 +292,14 @@ def _repeats(items: list, max_period: int) -> list[tuple[list, int]]:
             part, cost, end = items[start : start + period], sum(bodies[start : start + period]), start
             while items[end : end + period] == part:
                 end += period
-                # Several rows that stand together only once are no loop, and joined they would hide from the next pass.
+                # Several rows that occur once are no loop; as one part, the second pass could not match them singly.
                 if period == 1 or end - start > period:
                     choices.append((cost + best[end][0], start - end, period))
         cheapest, rows, period = min(choices)
         best[start] = (cheapest, period, -rows // period)
-    found, start = list[tuple[list, int]](), 0
+    result, start = list[tuple[list, int]](), 0
     while start < len(items):
         _, period, count = best[start]
-        found.append((items[start : start + period], count))
+        result.append((items[start : start + period], count))
         start += period * count
-    return found
+    return result

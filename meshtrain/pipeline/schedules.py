@@ -1,8 +1,7 @@
 """In what order the stages run, as plain tables: one row after another, one cell a stage. No JAX.
 
-A stage holds `num_chunks` chunks of layers. Chunk c of stage s is the *virtual stage* v = c * num_stages + s: a
-microbatch passes the virtual stages in order, and the way from the last stage back to the first leads into the next
-chunk.
+A stage holds `num_chunks` chunks of layers. Chunk c of stage s is the *virtual stage* v = c * num_stages + s. A
+microbatch passes the virtual stages in order, so it goes from the last stage back to the first with the next chunk.
 
 Letters: S stages, M microbatches, V chunks a stage; s a stage, m a microbatch, c a chunk, u a unit (a microbatch in one
 chunk).
@@ -64,12 +63,12 @@ def describe(action: Action | None, num_chunks: int = 1) -> str:
 
 
 def is_split(schedule: Schedule) -> bool:
-    """Returns whether the backward stands in two halves: B for the input's gradient, W for the weights'."""
+    """Returns whether the backward is split into B, the gradient of the input, and W, the gradient of the weights."""
     return any(action is not None and action.kind == "W" for row in schedule.rows for action in row)
 
 
 def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[tuple[int, Action]]:
-    """Returns the (stage, action) pairs that must be finished before `action` may start on `stage`.
+    """Returns the (stage, action) pairs that have to end before `action` starts on `stage`.
 
     With v the virtual stage: F(m, v) needs F(m, v-1); B(m, v) needs F(m, v) and B(m, v+1); W(m, v) needs B(m, v).
     """
@@ -174,7 +173,7 @@ def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: i
 
 
 def _backward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
-    """The mirror of a forward row: the last stage begins, and the last chunk comes first."""
+    """A forward row with stages and chunks reversed: the last stage starts, with its last chunk."""
     forward = _forward_row(row, num_stages, num_microbatches, num_chunks)
     return tuple(
         None if action is None else Action("B", action.microbatch, num_chunks - 1 - action.chunk)
@@ -196,11 +195,13 @@ def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]
 
 
 def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Rows of one kind, each backward row as soon as it is legal; with one chunk this is 1f1b.
+    """Rows of one kind, each backward row as early as its dependencies allow; with one chunk this is 1f1b.
 
-    A group's first S backward rows begin in the last virtual stage, and need forward row V S - 1 and one more each;
-    the rows after them, of earlier chunks, need no other. So S forward rows, S pairs, S (V - 1) backward rows make a
-    group, all groups alike. Bubble (S-1)/(V M + S-1), and V S + S - 1 - 2 s units in flight on stage s, at most V M.
+    Groups have S microbatches. The first S backward rows of a group start in the last virtual stage: the first of them
+    needs forward row V S - 1 of the group, each later one needs one forward row more. The other backward rows, of
+    earlier chunks, need no further forward rows. A group is therefore S forward rows, S pairs of a forward and a
+    backward row, and S (V - 1) backward rows. Bubble (S-1)/(V M + S-1); V S + S - 1 - 2 s units in flight on stage s,
+    at most V M.
     """
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
     group, rows, done = num_chunks * num_stages, list[Row](), 0
@@ -212,7 +213,7 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
 
 
 def _classic_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """The textbook's 1F1B (Narayanan et al. 2019): rows mix kinds, S - s microbatches in flight on stage s."""
+    """1F1B as published (Narayanan et al. 2019): rows mix kinds, S - s microbatches in flight on stage s."""
     orders = []
     for stage in range(num_stages):
         order, ahead = (
@@ -227,10 +228,11 @@ def _classic_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> li
 
 
 def _zero_bubble_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """1F1B with the weight gradients split off and put where stages would idle (ZB-H1 of Qi et al. 2023).
+    """1F1B with weight gradients as actions of their own, which fill idle cells (ZB-H1 of Qi et al. 2023).
 
-    Stage s runs its weight gradients s microbatches behind its input gradients, so that every stage holds S
-    microbatches and the last stages answer early. Bubble (S-1)/(3M+S-1) at forward = input gradient = weight gradient.
+    Stage s computes its weight gradients s microbatches after its input gradients, so that each stage has S
+    microbatches in flight and input gradients of late stages come early. Bubble (S-1)/(3M+S-1) if forward, input
+    gradient and weight gradient take equally long.
     """
     orders = []
     for stage in range(num_stages):
@@ -245,14 +247,11 @@ def _zero_bubble_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> 
 
 
 def in_rows(orders: list[list[Action]], num_chunks: int = 1) -> list[Row]:
-    """Lays out each stage's order of actions in rows: every action in the first row that its dependencies allow.
+    """Returns rows that keep each stage's order of actions, each action as early as its dependencies allow.
 
     Args:
       orders: for each stage, its actions in order.
       num_chunks: chunks of layers on each stage.
-
-    Returns:
-      The rows; every dependency of an action stands in an earlier row than the action.
     """
     num_stages, row_of, rows = len(orders), dict[tuple[int, Action], int](), list[Row]()
     done = [0] * num_stages

@@ -1,9 +1,9 @@
-"""What a stage of the pipeline does with its own share, inside `jax.shard_map` over the pipeline axis.
+"""Operations of one stage on its own shards, inside a manual region over the pipeline axis.
 
 M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, K: layers each.
 
-Layer storage is [V K S, ...] in layer order where V is 1, else [V, K S, ...] with the second dim over the stages: stage
-s then holds in chunk c the layers (c S + s) K ... (c S + s) K + K - 1, and layer order is cut, not changed.
+Layers are stored as [K S, ...] where V is 1, else as [V, K S, ...], with the dim of size K S sharded over the stages.
+Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ MANUAL = frozenset({PIPELINE})
 
 
 def take(x: jax.Array, index: jax.Array, dim: int = 0) -> jax.Array:
-    """Returns x[index] along a dim. Indices are never negative here, and saying so halves what there is to compile."""
+    """Returns x[index] along a dim. Without negative indices the compiled program is half as long."""
     return jax.lax.dynamic_index_in_dim(x, index, dim, keepdims=False, allow_negative_indices=False)
 
 
 def microbatch(batch: Batch, index: jax.Array) -> Batch:
-    """Returns one of the microbatches in [b, M, ...]; `index` may differ between stages, and is held to 0 .. M - 1."""
+    """Returns a microbatch [b, ...] of [b, M, ...]. `index` may differ between stages; it is clamped to 0 .. M - 1."""
     return jax.tree.map(lambda x: take(x, index, dim=1), batch)
 
 
@@ -36,7 +36,7 @@ def num_microbatches(batch: Batch) -> int:
 
 
 def split_layers(stages: Stages, params: Params) -> tuple[Params, Params]:
-    """Returns (the layers as they meet activations, everything else)."""
+    """Returns (the layers in their compute dtypes, if the model casts them once a step; all other parameters)."""
     layers, outer = params["layers"], {name: value for name, value in params.items() if name != "layers"}
     return stages.cast(layers) if stages.cast else layers, outer
 
@@ -49,12 +49,12 @@ def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
 
 
 def place(chunk: jax.Array, index: Any, num_chunks: int) -> tuple[Any, ...]:
-    """Returns where one of this stage's layers is stored, in the leading dims."""
+    """Returns the leading indices of one of this stage's layers in storage."""
     return (index,) if num_chunks == 1 else (chunk, index)
 
 
 def layer_at(layers: Params, place: tuple[jax.Array, ...]) -> Params:
-    """Returns the weights of one layer, each leaf [1, ...], read where they lie: a whole chunk would be a copy."""
+    """Returns the weights of one layer, each leaf [1, ...]. Slicing a whole chunk first would copy it."""
 
     def one(leaf: jax.Array) -> jax.Array:
         start, sizes = _slice_at(leaf, place)
@@ -108,11 +108,11 @@ def _are_float32_scalars(tree: Any) -> bool:
 
 
 def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: jax.Array) -> Params:
-    """Adds the gradients of one layer, each leaf [1, ...], to the accumulators of all layers of this stage.
+    """Returns the accumulators of all layers of this stage, with the gradients of one layer added where `active`.
 
     Args:
       total: each leaf [K, ...], or [V, K, ...] where there are chunks.
-      part: what is added; left out, whatever is in it, where `active` is false.
+      part: each leaf [1, ...]; it may hold infinities and NaN where `active` is false.
       place: index of the layer, or (chunk, index).
       active: bool scalar.
     """
