@@ -25,7 +25,7 @@ Change = dict[str, Any]
 
 def with_change(config: Config, change: Change) -> Config:
     """Returns a configuration with some dotted keys changed."""
-    changed: Config = construct(Config(), flatten(dataclasses.asdict(config)) | change)
+    changed: Config = construct(config, flatten(dataclasses.asdict(config)) | change)
     return changed
 
 

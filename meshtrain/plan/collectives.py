@@ -195,6 +195,11 @@ def _called(line: Instruction) -> Iterable[str]:
     return (name.strip(" %") for group in CALLED.findall(line.rest) for name in group.split(","))
 
 
+def sent_along(rows: Iterable[Traffic], axes: str) -> float:
+    """Returns the bytes on the wire along one axis alone, or along axes joined by `+` and each of them."""
+    return sum(row.wire_bytes for row in rows if set(row.axis.split("+")) <= set(axes.split("+")))
+
+
 def traffic(found: Iterable[Collective]) -> list[Traffic]:
     """Sums collectives up by axes and kind; the most bytes on the wire come first."""
     groups: dict[tuple[str, str], list[Collective]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.layout.axes import DATA
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.plan.collectives import Traffic
+from meshtrain.plan.collectives import Traffic, sent_along
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
 from meshtrain.plan.minimum import idle_share
@@ -61,10 +61,10 @@ def findings(
     """
     found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages)]
     idle = idle_share(compiled.assembly)
-    storage_axes = compiled.assembly.rules.storage_axes
     for axis, least in minimum.items():
         # A pipeline's idle rows send along the axes inside a stage as well; replicas reduce once, after all rows.
-        bound = least if axis == DATA and axis not in storage_axes else least / (1 - idle)
+        reduces_once = axis == DATA and DATA not in compiled.assembly.rules.storage_axes
+        bound = least if reduces_once else least / (1 - idle)
         found += _traffic(axis, bound, executor_bytes if axis == "pipeline" else None, rows)
     found += _attention(compiled, cluster)
     if added_share is not None and added_share > ADDED:
@@ -127,8 +127,8 @@ def _messages(messages: Sequence[str]) -> list[Finding]:
 
 
 def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traffic]) -> list[Finding]:
-    mine = [row for row in rows if axis in row.axis.split("+")]
-    sent = sum(row.wire_bytes for row in mine if row.axis == axis)
+    mine = [row for row in rows if set(axis.split("+")) & set(row.axis.split("+"))]
+    sent = sent_along(rows, axis)
     found = []
     bound = max(least, formula or 0.0)
     if sent > FAR_ABOVE_MINIMUM * bound and sent - bound > MATTERS_BYTES:

@@ -5,7 +5,8 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
     data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step. Of weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
-    fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers, and one scatter of the gradients
+    fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers, and one scatter of the gradients.
+              Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product
     tensor    2 (n - 1) / n of A, M times: 4 a layer (5 where the forward is computed again), one for the
               look-up and one for the head
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
@@ -15,6 +16,7 @@ The last two are of a transformer, and need a task that states its width (and fo
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,8 +49,8 @@ class Sizes:
       num_microbatches: M.
       activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype; 0: unknown.
       residual_bytes: R, the same between layers, where sequence parallelism splits the sequence over tensor.
-      stored_bytes: storage axis -> bytes of the weights split over it, gathered, in the compute dtype.
-      trained_bytes: the same of those that have gradients.
+      gather_bytes: what a device sends to gather all weights once over the axes that store them, in the compute dtype.
+      scatter_bytes: the same for a scatter of the gradients of those that are trained.
       reduced_bytes: of the gradients that replicas all-reduce over data, in the dtype in which they cross it.
       scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise.
       updated_bytes: of the parameters of those, which are gathered over data after the update.
@@ -58,8 +60,8 @@ class Sizes:
     num_microbatches: int
     activation_bytes: float
     residual_bytes: float
-    stored_bytes: dict[str, float]
-    trained_bytes: dict[str, float]
+    gather_bytes: float
+    scatter_bytes: float
     reduced_bytes: float
     scattered_bytes: float
     updated_bytes: float
@@ -81,8 +83,8 @@ def sizes(assembly: Assembly) -> Sizes:
         num_microbatches=parts,
         activation_bytes=activations,
         residual_bytes=activations / (shape[TENSOR] if config.layout.sequence_parallel else 1),
-        stored_bytes={axis: _gathered(parameters, axis) * itemsize for axis in assembly.rules.storage_axes},
-        trained_bytes={axis: _gathered(trained, axis) * itemsize for axis in assembly.rules.storage_axes},
+        gather_bytes=_missing(parameters, assembly.rules.storage_axes) * itemsize,
+        scatter_bytes=_missing(trained, assembly.rules.storage_axes) * itemsize,
         reduced_bytes=reduced * wire_itemsize,
         scattered_bytes=scattered * wire_itemsize,
         updated_bytes=scattered * jnp.dtype(param_dtype(config.precision)).itemsize,
@@ -103,26 +105,34 @@ def _reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
     return reduced, scattered
 
 
-def _gathered(tree: Any, axis: str) -> float:
-    """Elements on one device of the weights that an axis splits, once they are gathered over it."""
-    split = [leaf for leaf in jax.tree.leaves(tree) if axis in axes_in(leaf.sharding.spec)]
-    shards = (math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.sharding.mesh.shape[axis] for leaf in split)
-    return float(sum(shards))
+def _missing(tree: Any, storage_axes: Sequence[str]) -> int:
+    """Returns the elements that one device lacks of its weights, the shards that the others of its group store."""
+    missing = 0
+    for leaf in jax.tree.leaves(tree):
+        num_shards = num_parts(
+            [axis for axis in axes_in(leaf.sharding.spec) if axis in storage_axes], leaf.sharding.mesh.shape
+        )
+        missing += math.prod(leaf.sharding.shard_shape(leaf.shape)) * (num_shards - 1)
+    return missing
 
 
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
-    """Returns the least bytes on the wire for each axis larger than 1 of which it is known, in mesh order."""
+    """Returns the least bytes on the wire for each axis larger than 1 of which it is known, in mesh order.
+
+    Several axes that store weights are one entry, joined by `+`: the partitioner gathers over them together.
+    """
     shape, size = dict(assembly.mesh.shape), sizes(assembly)
+    larger = [axis for axis in AXES if shape[axis] > 1]
+    storing = [axis for axis in larger if axis in assembly.rules.storage_axes]
     least: dict[str, float] = {}
-    for axis in AXES:
-        if shape[axis] == 1:
-            continue
+    for axis in larger:
         share = (shape[axis] - 1) / shape[axis]
-        stores = axis in assembly.rules.storage_axes
-        if stores or axis == DATA:
-            each = GATHERS * size.stored_bytes[axis] + SCATTERS * size.trained_bytes[axis] if stores else 0.0
-            once = _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
-            least[axis] = share * (size.num_microbatches * each + once)
+        replicated = share * _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
+        if storing and axis == storing[0]:
+            each = GATHERS * size.gather_bytes + SCATTERS * size.scatter_bytes
+            least["+".join(storing)] = size.num_microbatches * each + replicated
+        elif axis == DATA:
+            least[axis] = replicated
         elif axis == TENSOR and assembly.task.width and assembly.task.num_layers:
             least[axis] = 2 * share * _reductions(assembly, size) * size.num_microbatches * size.activation_bytes
         elif axis == PIPELINE and assembly.task.width:

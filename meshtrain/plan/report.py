@@ -5,6 +5,7 @@ from typing import Any
 
 from meshtrain.launch.compiler import options_of
 from meshtrain.layout.mesh import describe
+from meshtrain.plan import collectives
 from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.planner import Plan
 from meshtrain.words.tables import aligned, format_bytes
@@ -109,8 +110,8 @@ def _communication(plan: Plan) -> str:
 
 
 def sent_along(plan: Plan, axis: str) -> float:
-    """Returns the bytes on the wire along one axis alone."""
-    return sum(row.wire_bytes for row in plan.traffic if row.axis == axis)
+    """Returns the bytes on the wire along an entry of `Plan.minimum`."""
+    return collectives.sent_along(plan.traffic, axis)
 
 
 def _compute(plan: Plan) -> str:

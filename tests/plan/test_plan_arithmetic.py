@@ -8,8 +8,9 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
+from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan import findings, hlo, memory, minimum, timing, topology
-from meshtrain.plan.collectives import Traffic
+from meshtrain.plan.collectives import Traffic, sent_along
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
 
@@ -95,7 +96,21 @@ def test_with_fsdp_level_three_stores_weights_over_both_axes(small):
     norms = 5 * 64  # whole over fsdp, split over data
     matrices = assembly.task.num_parameters - norms
     found = minimum.wire_bytes_minimum(assembly)
-    assert found == {"data": 1 / 2 * 3 * 4 * (matrices / 4 + norms), "fsdp": 3 / 4 * 3 * 4 * matrices / 2}
+    assert found == {"data+fsdp": 3 * 4 * (7 / 8 * matrices + 1 / 2 * norms)}
+
+
+def test_a_frozen_weight_is_gathered_and_its_gradient_not_sent(small):
+    frozen = assembled(small({"fsdp": 8}, optimizer=OptimizerOptions(trainable="mlp/")))
+    matrices = frozen.task.num_parameters - 5 * 64
+    trained = 2 * 3 * 64 * 128
+    assert minimum.wire_bytes_minimum(frozen) == {"fsdp": 7 / 8 * 4 * (2 * matrices + trained)}
+    frozen = assembled(small({"data": 8}, optimizer=OptimizerOptions(trainable="mlp/")))
+    assert minimum.wire_bytes_minimum(frozen) == {"data": 2 * 7 / 8 * 4 * trained}
+
+
+def test_what_is_sent_along_joined_axes_counts_each_of_them():
+    rows = [row("data", 1.0), row("fsdp", 2.0), row("data+fsdp", 4.0), row("data+tensor", 8.0)]
+    assert [sent_along(rows, axes) for axes in ("data", "data+fsdp", "tensor")] == [1.0, 7.0, 0.0]
 
 
 @pytest.mark.parametrize(("policy", "reductions"), [("none", 4), ("full", 5)])

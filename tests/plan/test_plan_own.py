@@ -1,0 +1,43 @@
+"""Plans for a task of one's own, which has no option of the decoder and states little about itself."""
+
+import dataclasses
+
+import pytest
+
+from docs import own_model
+from meshtrain.config import resolve
+from meshtrain.plan import candidates, changes, report, search
+from meshtrain.plan.findings import _attention
+from tests.plan.test_plan_candidates import cluster_of, shapes
+
+
+@pytest.fixture(scope="module")
+def own():
+    given = own_model.get_config()
+    given.data.source, given.batch_size, given.sequence_length = "synthetic", 16, 16
+    return resolve(given)
+
+
+def test_a_step_is_planned_from_the_command_line_s_configuration(plan, own):
+    made = plan("cpu:8", dataclasses.replace(own, zero=dataclasses.replace(own.zero, level=3)))
+    size = 4 * (384 * 64 + 8 * 64 * 256 + 256 * 64)
+    assert made.memory.parameters_bytes == made.memory.gradients_bytes == size // 8
+    assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
+    # Level 3: every matrix is split over data and fsdp besides tensor. Without num_layers, tensor's least is not known.
+    assert made.minimum == {"data+fsdp": 3 * 3 / 4 * size / 2}
+    assert made.model_flops is made.mfu is None
+    text = report.text(made)
+    assert "172,032 parameters; 16 sequences of 16 tokens a step, 256 tokens" in text
+    assert report.to_json(made)["wire_bytes_minimum"] == made.minimum
+    assert _attention(made.compiled, cluster_of("h100", 1, 8)) == []
+
+
+def test_a_search_has_the_meshes_that_its_own_weights_fit(own):
+    found = candidates.candidates(own, cluster_of("h100", 1, 8), only_mesh=False)
+    assert {"fsdp": 8} in shapes(found)
+    assert {"data": 2, "fsdp": 2, "tensor": 2} in shapes(found)
+    assert not any("pipeline" in shape for shape in shapes(found))  # it has no stages
+    assert {type(changes.with_change(own, one.change).model) for one in found} == {own_model.Options}
+    assert all(search.describe(one) for one in found)
+    odd = dataclasses.replace(own, model=own_model.Options(width=60))
+    assert {"fsdp": 8} not in shapes(candidates.candidates(odd, cluster_of("h100", 1, 8), only_mesh=False))
