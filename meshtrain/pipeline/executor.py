@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.trees import select
+from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
@@ -33,8 +33,8 @@ class Carry(NamedTuple):
     leaving: Any  # the latest cotangent of the first layer's input, floating leaves; zeros on stages other than 0
     sums: Loss  # loss, weight, metrics of the head; the same on every stage
     layer_sums: LayerSums  # of this stage's layers
-    layers: Params  # float32 gradients of this stage's layers
-    outer: Params  # float32 gradients of all other parameters, of this stage's shard where they are sharded
+    layers: Params  # float32 gradients of this stage's trained layers
+    outer: Params  # float32 gradients of all other trained parameters, of this stage's shard where they are sharded
 
 
 class Cell(NamedTuple):
@@ -79,7 +79,7 @@ def gradients(
     rng: jax.Array,
     seed: jax.Array | float = 1.0,
 ) -> Sums:
-    """Returns the sums and gradients of a whole batch.
+    """Returns the sums of a whole batch, and the gradients of the parameters where `replicas.trained` is true.
 
     Args:
       stages: the model, cut.
@@ -102,8 +102,7 @@ def gradients(
             carry, row = run_segment(rows, segment, carry, row)
         carry = rows.embed_backward(carry, jnp.int32(program.last_microbatch))
         layer_sums = jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), carry.layer_sums)
-        trained, _ = select({"layers": carry.layers, **carry.outer}, replicas.trained)
-        return with_layer_sums(carry.sums, layer_sums), trained
+        return with_layer_sums(carry.sums, layer_sums), {"layers": carry.layers, **carry.outer}
 
     compute, key_data = replicas.data_parallel(on_stage, MANUAL), jax.random.key_data(rng)
     (loss, weight, metrics), reduced = compute(params, batch, key_data, jnp.float32(seed))
@@ -145,8 +144,11 @@ class Rows:
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
         self.layers, self.outer = ring.split_layers(stages, params)
-        self.stored_layers = replicas.stored["layers"]
-        self.stored_outer = {name: replicas.stored[name] for name in self.outer}
+        mask = jax.tree.map(lambda _: True, params) if replicas.trained is None else replicas.trained
+        self.layer_mask = mask["layers"]
+        self.trained_outer, self.frozen_outer = select(self.outer, {name: mask[name] for name in self.outer})
+        self.stored_layers = replicas.trained_stored["layers"]
+        self.stored_outer = {name: replicas.trained_stored[name] for name in self.outer}
         self.num_stages, self.num_chunks = program.schedule.num_stages, program.schedule.num_chunks
         self.stage = jax.lax.axis_index(PIPELINE)
         self.indices = jnp.arange(stages.num_layers // (self.num_stages * self.num_chunks))
@@ -171,9 +173,9 @@ class Rows:
             cotangents=jax.tree.map(lambda x: jnp.zeros((num_cotangent_slots, *x.shape), x.dtype), cotangent),
             leaving=cotangent,
             sums=ring.zeros_like(jax.eval_shape(self.head, self.outer, x, jnp.int32(0))),
-            layer_sums=ring.zeros_like(inspect(layer, self.layer(first_cell, 0), x)),
-            layers=self.replicas.zeros(self.layers, self.stored_layers),
-            outer=self.replicas.zeros(self.outer, self.stored_outer),
+            layer_sums=ring.zeros_like(inspect(layer, self.layer(first_cell, 0), x, self.layer_mask)),
+            layers=self.replicas.zeros(select(self.layers, self.layer_mask)[0], self.stored_layers),
+            outer=self.replicas.zeros(self.trained_outer, self.stored_outer),
         )
 
     def embed(self, outer: Params, m: jax.Array) -> Any:
@@ -199,7 +201,7 @@ class Rows:
 
         def one(x: Any, index: jax.Array) -> tuple[Any, tuple[LayerSums, Pullback]]:
             layer = lambda weights, x: self.run_layers(weights, x, cell, index)  # noqa: E731
-            y, sums, pullback = layer_vjp(layer, self.layer(cell, index), x)
+            y, sums, pullback = layer_vjp(layer, self.layer(cell, index), x, self.layer_mask)
             return y, (sums, pullback)
 
         y, (sums, pullbacks) = jax.lax.scan(one, x, self.indices)
@@ -258,11 +260,11 @@ class Rows:
         is_last = (self.stage == self.num_stages - 1) & (cell.chunk == self.num_chunks - 1) & cell.active
         final = ring.from_stage(y, is_last)
 
-        def total(outer: Params, final: Any) -> tuple[jax.Array, Any]:
-            loss, weight, metrics = self.head(outer, final, m)
+        def total(trained: Params, final: Any) -> tuple[jax.Array, Any]:
+            loss, weight, metrics = self.head(merged(trained, self.frozen_outer), final, m)
             return loss, (loss, weight, metrics)
 
-        _, pull, sums = jax.vjp(total, self.outer, final, has_aux=True)
+        _, pull, sums = jax.vjp(total, self.trained_outer, final, has_aux=True)
         outer, final_cotangent = pull(self.seed)
         outer = self.replicas.part(outer, self.stored_outer)
         carry = carry._replace(
@@ -279,7 +281,8 @@ class Rows:
 
     def embed_backward(self, carry: Carry, m: jax.Array) -> Carry:
         """Adds the embedding's gradient of microbatch `m`, whose cotangent stage 0 holds; nothing for m < 0."""
-        x, pull = jax.vjp(lambda outer: self.embed(outer, jnp.maximum(m, 0)), self.outer)
+        embed = lambda trained: self.embed(merged(trained, self.frozen_outer), jnp.maximum(m, 0))  # noqa: E731
+        x, pull = jax.vjp(embed, self.trained_outer)
         (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))
         return carry._replace(outer=ring.add_if(m >= 0, carry.outer, self.replicas.part(outer, self.stored_outer)))
 

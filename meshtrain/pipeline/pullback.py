@@ -10,27 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import LayerSums, Params
 
 # (weights, activations) -> (activations, sums), see `Stages.repeated`.
 Layer = Callable[[Params, Any], tuple[Any, LayerSums]]
-# (weights, cotangent of the output's floating leaves, cotangent of the loss) -> (gradients of the weights, cotangent
-# of the input's floating leaves).
+# (weights, cotangent of the output's floating leaves, cotangent of the loss) -> (gradients of the trained weights,
+# cotangent of the input's floating leaves).
 Pullback = Callable[[Params, Any, jax.Array], tuple[Params, Any]]
 
 
-def layer_vjp(layer: Layer, weights: Params, x: Any) -> tuple[Any, LayerSums, Pullback]:
-    """Returns the output of a layer, its sums, and its backward pass.
+def layer_vjp(layer: Layer, weights: Params, x: Any, mask: Any = None) -> tuple[Any, LayerSums, Pullback]:
+    """Returns the output of a layer, its sums, and its backward pass, with gradients where the mask is true (None: everywhere).
 
     The backward pass is a pytree of residuals, so that `jax.lax.scan` can stack it. It takes the weights as an
-    argument: as residuals, a scan would stack a copy of them.
+    argument, trained and frozen: as residuals, a scan would stack a copy of them.
     """
+    trained, frozen = select(weights, mask)
 
-    def differentiable(weights: Params, x: Any) -> tuple[tuple[Any, Any], Any]:
-        y, sums = layer(weights, x)
+    def differentiable(trained: Params, x: Any) -> tuple[tuple[Any, Any], Any]:
+        y, sums = layer(merged(trained, frozen), x)
         return ((y, None), None) if sums is None else ((y, sums[0]), sums[1])
 
-    (y, loss), pull, metrics = jax.vjp(differentiable, weights, x, has_aux=True)
+    (y, loss), pull, metrics = jax.vjp(differentiable, trained, x, has_aux=True)
     output = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), y)
     leaves, structure = jax.tree.leaves(pull), jax.tree.structure(pull)
     places = indices_of_weights(leaves, weights)

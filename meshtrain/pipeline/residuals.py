@@ -20,14 +20,14 @@ from meshtrain.words.tables import format_bytes
 WARN_ABOVE = 0.05
 
 
-def inspect(layer: Layer, weights: Params, x: Any) -> LayerSums:
+def inspect(layer: Layer, weights: Params, x: Any, mask: Any = None) -> LayerSums:
     """Returns the abstract sums of a layer; warns where its backward pass saves copies of more than 5 % of its weights.
 
-    The layer is traced once for both.
+    The layer is traced once for both. `mask` is that of `layer_vjp`.
     """
 
     def outputs(weights: Params, x: Any) -> tuple[list[jax.Array], LayerSums]:
-        _, sums, pullback = layer_vjp(layer, weights, x)
+        _, sums, pullback = layer_vjp(layer, weights, x, mask)
         return jax.tree.leaves(pullback), sums
 
     closed, (residuals, sums) = jax.make_jaxpr(outputs, return_shape=True)(weights, x)

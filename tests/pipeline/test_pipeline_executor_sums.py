@@ -154,13 +154,13 @@ def test_the_auxiliary_loss_is_no_trifle():
 right_vjp, right_add_if = executor.layer_vjp, ring.add_if
 
 
-def counted_twice(layer, weights, x):
-    y, sums, pullback = right_vjp(layer, weights, x)
+def counted_twice(layer, weights, x, mask):
+    y, sums, pullback = right_vjp(layer, weights, x, mask)
     return y, jax.tree.map(lambda leaf: 2 * leaf, sums), pullback
 
 
-def without_its_cotangent(layer, weights, x):
-    return right_vjp(lambda weights, x: stopped(layer(weights, x)), weights, x)
+def without_its_cotangent(layer, weights, x, mask):
+    return right_vjp(lambda weights, x: stopped(layer(weights, x)), weights, x, mask)
 
 
 def stopped(output):
@@ -168,8 +168,8 @@ def stopped(output):
     return y, (jax.lax.stop_gradient(loss), metrics)
 
 
-def not_scaled(layer, weights, x):
-    y, sums, pullback = right_vjp(layer, weights, x)
+def not_scaled(layer, weights, x, mask):
+    y, sums, pullback = right_vjp(layer, weights, x, mask)
     return y, sums, jax.tree_util.Partial(lambda pull, weights, dy, seed: pull(weights, dy, seed / SEED), pullback)
 
 

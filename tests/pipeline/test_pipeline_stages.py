@@ -17,13 +17,14 @@ NUM_STAGES, TENSOR = 2, 2
 SHAPE = {"data": 1, "pipeline": NUM_STAGES, "fsdp": 1, "tensor": TENSOR}
 
 
-def config(num_chunks):
+def config(num_chunks, trainable=""):
     given = default()
     given.mesh.pipeline, given.mesh.tensor = NUM_STAGES, TENSOR
     given.precision.policy = "bfloat16"
     given.model.num_layers = 2 * NUM_STAGES * num_chunks
     given.model.embed_dim, given.model.mlp_dim, given.model.num_heads, given.model.num_kv_heads = 48, 80, 4, 4
     given.batch_size, given.sequence_length, given.pipeline.num_microbatches = 4, 16, 4
+    given.optimizer.trainable = trainable
     if num_chunks > 1:
         given.pipeline.schedule, given.pipeline.num_chunks = "interleaved_1f1b", num_chunks
     return resolve(given, reads_data=False)
@@ -46,9 +47,9 @@ def equations(jaxpr, in_loop=False):
 
 
 @functools.cache
-def traced(num_chunks):
+def traced(num_chunks, trainable=""):
     """Returns the equations of the step, and the sizes of the matrices of a layer."""
-    assembly = assemble(config(num_chunks), SHAPE, jax.devices()[: NUM_STAGES * TENSOR])
+    assembly = assemble(config(num_chunks, trainable), SHAPE, jax.devices()[: NUM_STAGES * TENSOR])
     step = assembly.train_step.trace(assembly.state, assembly.batch).jaxpr
     leaves, layers = jax.tree.leaves(assembly.state.params["layers"]), assembly.config.model.num_layers
     sizes = {leaf.size // layers for leaf in leaves if leaf.size // layers > assembly.config.model.embed_dim}
@@ -65,9 +66,9 @@ def stacked(equation):
     return [one.aval.size for one, every in pairs if every.aval.ndim > one.aval.ndim]
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_no_loop_keeps_weights(num_chunks):
-    found, sizes = traced(num_chunks)
+@pytest.mark.parametrize("num_chunks, trainable", [(1, ""), (2, ""), (1, "attention")])
+def test_no_loop_keeps_weights(num_chunks, trainable):
+    found, sizes = traced(num_chunks, trainable)
     kept = [size for equation, _ in found for size in stacked(equation)]
     assert kept
     assert not sizes & set(kept)
