@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from meshtrain.launch.starting import stops_at_signals
 from meshtrain.words import flags
 from meshtrain.words.errors import run
 
@@ -23,13 +24,15 @@ def main(argv: Sequence[str]) -> int:
         add_help=False,
     )
     arguments = flags.arguments(argv, extra)
-    # The one place with imports at run time: JAX and its company take longer to load than `--help` may take to answer.
-    config = importlib.import_module("meshtrain.config.config")
-    found = flags.unwritable(arguments.workdir)
-    if arguments.config is None:
-        found.append("--config: got nothing; allowed: a file with get_config(); nearest: --config=configs/3d.py")
-    configuration = config.configure(arguments, found)
-    importlib.import_module("meshtrain.training").train(configuration, arguments.workdir, begun_seconds=begun_seconds)
+    with stops_at_signals():
+        # The one place with imports at run time: JAX takes longer to load than `--help` may take to answer.
+        config = importlib.import_module("meshtrain.config.config")
+        found = flags.unwritable(arguments.workdir)
+        if arguments.config is None:
+            found.append("--config: got nothing; allowed: a file with get_config(); nearest: --config=configs/3d.py")
+        configuration = config.configure(arguments, found)
+        train = importlib.import_module("meshtrain.training").train
+        train(configuration, arguments.workdir, begun_seconds=begun_seconds)
     return 0
 
 

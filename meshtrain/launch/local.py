@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO
 
+from meshtrain.launch.starting import STOPPING, heeded
+from meshtrain.launch.terminal import drop_output, on_terminal
 from meshtrain.words.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
 
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
@@ -29,7 +31,6 @@ _SAVING_SECONDS = 60.0  # after one has saved and left, for the others to do the
 _POLL_SECONDS = 0.05
 _NUM_LAST_WORDS = 5
 _PR_SET_PDEATHSIG = 1
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +111,17 @@ def run(job: Job, num_restarts: int = 0) -> int:
         signal to this process are no reason to.
     """
     workers: Workers | None = None
-    arrived: list[int] = []
+    arrived, descriptors = list[int](), on_terminal()
     code = EXIT_START_AGAIN  # of a run that a signal has ended before it began
 
     def pass_on(number: int, frame: object) -> None:
         arrived.append(number)
+        if number == signal.SIGHUP:
+            drop_output(descriptors)
         if workers:
             workers.send(number)
 
-    for passed_on in _PASSED_ON:
+    for passed_on in heeded():
         signal.signal(passed_on, pass_on)
     for number in range(num_restarts + 1):
         with _held_back():
@@ -194,17 +197,17 @@ def _prepared() -> None:
     """What a process does before it becomes its program."""
     # Where we are killed there is nobody left to end it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
     """Lets signals wait until all processes are there to get them, each once: a second SIGINT would end a save."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.deque[str]) -> None:

@@ -6,15 +6,17 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
 
 from meshtrain.config.between_runs import difference
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
+from meshtrain.launch.starting import undone
 from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.store.checkpoint import CHECKPOINTS
 from meshtrain.words import flags
@@ -81,6 +83,7 @@ def locked(run: pathlib.Path) -> Iterator[None]:
     """Keeps the folder for this run's processes for as long as the block lasts; process 0 holds it for all.
 
     The system lets go of the lock of a process that ends, however it ends: a file that was left behind locks nothing.
+    Where the block fails before the first step of a new run, the folder is as it was before.
 
     Raises:
       UserError: another run has it (who, where, since when), or it cannot be written.
@@ -89,9 +92,12 @@ def locked(run: pathlib.Path) -> Iterator[None]:
         problems = list[str]()
         if peers.is_main_process():
             try:
+                is_new = not (run / CONFIG_FILE).exists()
+                made = [folder for folder in (run, *run.parents) if not folder.exists()]
                 run.mkdir(parents=True, exist_ok=True)
-                file = held.enter_context((run / LOCK_FILE).open("a+", encoding="utf-8"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file = _lock(run / LOCK_FILE, held)
+                if is_new:
+                    held.enter_context(undone(lambda: _remove_beginning(run, made)))
                 since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
@@ -104,6 +110,39 @@ def locked(run: pathlib.Path) -> Iterator[None]:
         if problems := peers.share_problems("lock", problems):
             raise UserError(*problems)
         yield
+
+
+def _lock(path: pathlib.Path, held: contextlib.ExitStack) -> TextIO:
+    """Opens and locks a file, for as long as `held` is open.
+
+    Raises:
+      BlockingIOError: another process has locked it.
+    """
+    while True:
+        file = held.enter_context(path.open("a+", encoding="utf-8"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Else another process has removed the file between the two calls, and the next one would lock a new one.
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            return file
+
+
+def _remove_beginning(run: pathlib.Path, made: Sequence[pathlib.Path]) -> None:
+    """Removes the files of a run that has neither logged nor saved a step; leaves any other run alone.
+
+    Args:
+      run: its folder.
+      made: the folders that were made for it, the run's own first; those that are empty afterwards go as well.
+    """
+    metrics, checkpoints = run / METRICS_FILE, run / CHECKPOINTS
+    if (metrics.exists() and metrics.stat().st_size) or (checkpoints.exists() and any(checkpoints.iterdir())):
+        return
+    for name in _FOLDERS:
+        shutil.rmtree(run / name, ignore_errors=True)
+    for name in _FILES:
+        (run / name).unlink(missing_ok=True)
+    for folder in made:
+        with contextlib.suppress(OSError):  # something else stands in it
+            folder.rmdir()
 
 
 def begun_seconds(run: pathlib.Path, own_seconds: float, logged_seconds: float, *, writes: bool) -> float:

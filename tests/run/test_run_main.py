@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -169,6 +170,34 @@ def test_sigterm_saves_and_the_same_command_goes_on(command, tmp_path):
             assert f"step {int(saved[-1]) + 1:>6}/100000" in "".join(said)
         saved.append(line.split("step ")[1].split()[0])
     assert int(saved[1]) > int(saved[0])
+
+
+def test_ctrl_c_during_the_start_ends_at_once_and_leaves_nothing(command, tmp_path):
+    words = command(tmp_path / "runs" / "new")
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshtrain.main", *words],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in process.stdout:
+            if line.startswith("mesh"):
+                break
+        while not (tmp_path / "runs" / "new" / "checkpoints").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)  # initial weights and the step are being compiled
+        output, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, output) == (75, ""), error
+    assert error.splitlines() == [
+        "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again"
+    ]
+    assert not (tmp_path / "runs").exists()
 
 
 def test_from_a_notebook(config_file, straight, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import json
 import time
 
+import pytest
+
 from meshtrain.run import workdir
 
 
@@ -24,3 +26,55 @@ def test_time_between_two_processes_counts(tmp_path):
 def test_a_clock_that_was_set_back_does_not_make_the_run_younger(tmp_path):
     (tmp_path / "corpus.json").write_text(json.dumps({"begun_seconds": time.time() + 1000}))
     assert begun(tmp_path, logged_seconds=50.0) == 50.0
+
+
+def start(run, *files):
+    """Begins a run that fails, after it has made some files and its folder of checkpoints."""
+
+    def begin():
+        with workdir.locked(run):
+            (run / "checkpoints").mkdir(exist_ok=True)
+            for name in files:
+                (run / name).write_text("{}")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        begin()
+
+
+def test_a_start_that_fails_before_its_first_step_leaves_nothing(tmp_path):
+    start(tmp_path / "runs" / "new", "config.json", "layout.txt", "corpus.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_somebody_elses_stays(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    start(tmp_path, "config.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_that_has_logged_or_saved_a_step_stays(tmp_path):
+    start(tmp_path / "logged", "config.json", "metrics.jsonl")
+    start(tmp_path / "saved", "checkpoints/4")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").touch()
+    start(tmp_path / "old")
+    for name in ("logged", "saved", "old"):
+        assert (tmp_path / name / ".lock").exists()
+        assert (tmp_path / name / "checkpoints").exists()
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    """Another start fails, and removes its files, between our opening the lock and our locking it."""
+    flock, calls = workdir.fcntl.flock, []
+
+    def removed_first(file, how):
+        calls.append(how)
+        if len(calls) == 1:
+            (tmp_path / "run" / ".lock").unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(workdir.fcntl, "flock", removed_first)
+    with workdir.locked(tmp_path / "run"):
+        assert (tmp_path / "run" / ".lock").read_text().startswith("process ")
+    assert len(calls) == 2

@@ -1,0 +1,123 @@
+"""Signals before the first step, and a terminal that goes away."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain.launch import starting
+
+ROOT = pathlib.Path(__file__).parents[2]
+# As a compiler does, PBKDF2 keeps the main thread in C, where no handler in Python runs, and lets other threads run.
+BUSY = """
+import hashlib, pathlib, sys
+from meshtrain.launch import starting
+with starting.stops_at_signals(), starting.undone(pathlib.Path(sys.argv[1]).unlink):
+    if sys.argv[2] == "over":
+        starting.over()
+    print("started", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
+
+def stopped(tmp_path, number, moment="starting", **options):
+    """Returns (exit code, what it printed on standard error) of a busy process that got a signal."""
+    (tmp_path / "litter").touch()
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUSY, str(tmp_path / "litter"), moment],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    try:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        return process.wait(timeout=60), process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_busy_start_at_once_and_undoes_what_it_made(tmp_path, number):
+    code, said = stopped(tmp_path, number)
+    assert code == 75
+    assert said == (
+        "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
+    )
+    assert not (tmp_path / "litter").exists()
+
+
+def test_once_steps_begin_signals_are_left_to_others(tmp_path):
+    assert stopped(tmp_path, signal.SIGTERM, "over") == (-signal.SIGTERM, "")
+    assert (tmp_path / "litter").exists()
+
+
+def test_handlers_and_descriptor_are_what_they_were_afterwards():
+    before = [signal.getsignal(number) for number in starting.STOPPING], len(os.listdir("/proc/self/fd"))
+    with starting.stops_at_signals():
+        assert signal.getsignal(signal.SIGINT) != before[0][0]
+    assert ([signal.getsignal(number) for number in starting.STOPPING], len(os.listdir("/proc/self/fd"))) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with starting.stops_at_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_block_that_fails_is_undone_and_one_that_ends_is_not():
+    did = []
+    with starting.undone(lambda: did.append("ended")):
+        pass
+    with contextlib.suppress(ZeroDivisionError), starting.undone(lambda: did.append("failed")):
+        raise ZeroDivisionError
+    assert did == ["failed"]
+
+
+TALKS = """
+import fcntl, pathlib, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal belongs to this session, which gets SIGHUP when it goes
+from meshtrain.launch.signals import interruptions
+with interruptions() as interrupted:
+    step = 0
+    print("started", flush=True)
+    while not interrupted(step):
+        step += 1
+        time.sleep(0.01)
+    for _ in range(100):
+        print("a line that nobody can read any more", flush=True)
+    print("nor this one", file=sys.stderr, flush=True)
+    pathlib.Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_terminal_that_goes_away_does_not_keep_a_run_from_saving(tmp_path):
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", TALKS, str(tmp_path / "checkpoint")],
+        cwd=ROOT,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    try:
+        assert b"started" in os.read(master, 100)
+        os.close(master)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "checkpoint").read_text() == "saved"
