@@ -1,7 +1,7 @@
-"""What a model gets to see of the mesh: where activations and weights at work live, while a function is traced.
+"""Sharding constraints and manual regions for models, which see the mesh through a `Placement` only.
 
-Inside a `jax.shard_map` with manual axes shapes are local along those, and the partitioner neither sees such an axis
-nor may be told about it: each function here leaves the axes that are manual where it is called out by itself.
+Inside a `jax.shard_map` shapes are local along its manual axes, and constraints for the partitioner must not name them.
+Each function here drops the axes that are manual where it is called.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from meshtrain.layout.rules import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where things live, and a way to write out what happens on each shard.
+    """The shardings of activations and of gathered weights, and manual regions.
 
     Attributes:
-      rules: the table; None means one device, where everything lives.
+      rules: the table; None means one device without shardings.
       mesh: the mesh; None as well then.
-      keeps_gathered: whether a weight gathered for the forward pass is kept for the backward pass; otherwise it is
-        gathered again, whatever else is kept.
+      keeps_gathered: whether a weight that the forward pass gathered is a residual of the backward pass; otherwise the
+        backward pass gathers it again, under every policy of `remat`.
     """
 
     rules: Rules | None
@@ -32,32 +32,32 @@ class Placement:
 
     @classmethod
     def nowhere(cls) -> "Placement":
-        """Returns a placement that leaves everything as it is, for one device."""
+        """Returns the placement of one device: each function is the identity."""
         return cls(None, None)
 
     def activation(self, x: jax.Array, names: Names) -> jax.Array:
-        """Returns `x` held to where the rules put an activation; `names` has a logical axis or None for each dim.
+        """Returns `x` constrained to its sharding by the rules; `names` has a logical axis or None for each dim.
 
         Raises:
           UserError: see `partition.problems`.
         """
-        return self._hold(x, self.activation_spec(x.shape, names))
+        return self._constrained(x, self.activation_spec(x.shape, names))
 
     def weight(self, w: jax.Array, names: Names) -> jax.Array:
-        """Returns `w`, a weight about to compute (cast already), gathered over the axes that split it for storage only.
+        """Returns `w`, a weight in its compute dtype, gathered over the axes that split it for storage only.
 
-        Without this the partitioner is free to leave the weight in pieces and to move activations instead, which is
-        more. Where no axis splits weights for storage only there is nothing to gather, and `w` itself comes back.
-        `names` has a logical axis or None for each dim.
+        Without this constraint the partitioner may leave the weight sharded and move activations instead, which are
+        more bytes. Returns `w` itself where no axis splits weights for storage only. `names` has a logical axis or None
+        for each dim.
 
         Raises:
           UserError: see `partition.problems`.
         """
-        wanted = self.weight_spec(w.shape, names)
-        return self._hold(w, wanted) if self.gathers_weights else w
+        spec_of_weight = self.weight_spec(w.shape, names)
+        return self._constrained(w, spec_of_weight) if self.gathers_weights else w
 
     def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
-        """Returns where the rules put an activation.
+        """Returns the spec of an activation by the rules, without the axes that are manual here.
 
         Raises:
           UserError: see `partition.problems`.
@@ -67,7 +67,7 @@ class Placement:
         return spec(f"activation {tuple(names)}", shape, names, self.rules.activations, _sizes_here(self.mesh))
 
     def weight_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
-        """Returns where the rules put a weight at work.
+        """Returns the spec of a gathered weight by the rules, without the axes that are manual here.
 
         Raises:
           UserError: see `partition.problems`.
@@ -78,39 +78,45 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """The platform of the devices, which may be those of a cluster that is not there: `cpu`, `tpu`, `gpu`, ..."""
+        """The platform of the mesh's devices (`cpu`, `tpu`, `gpu`, ...), also of a cluster that is only described."""
         platform: str = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
         return platform
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether weights are gathered at all: a storage axis is larger than 1 and not manual here."""
+        """Whether `weight` gathers: a storage axis is larger than 1 and not manual here."""
         if self.rules is None or self.mesh is None:
             return False
         return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
 
     def is_gather(self, primitive: Any, params: Mapping[str, Any]) -> bool:
-        """Returns whether an operation in a traced function is `weight` at work, for a `jax.checkpoint` policy.
+        """Returns whether an operation in a traced function is a gather by `weight`, for a `jax.checkpoint` policy.
 
-        It is told from `activation` by its spec: batches are split over the storage axes, gathered weights are not.
+        Its spec distinguishes it from `activation`: batches are split over the storage axes, gathered weights are not.
         """
         if self.rules is None or primitive.name != "sharding_constraint" or not self.gathers_weights:
             return False
         return not set(axes_in(params["sharding"].spec)) & set(self.rules.storage_axes)
 
     def size(self, axes: Sequence[str]) -> int:
-        """Returns the number of shards that mesh axes make together."""
+        """Returns the product of the sizes of mesh axes."""
         return 1 if self.mesh is None else num_parts(axes, self.mesh.shape)
 
     def on_shards(
-        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *, is_opaque: bool = False
+        self,
+        function: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        *,
+        axes: frozenset[str] | None = None,
+        is_opaque: bool = False,
     ) -> Callable[..., Any]:
-        """Returns `function` run on each device's shards, every axis manual; see `on_shards` below."""
+        """Returns `function` run on each device's shards; see `on_shards` below. The function itself on one device."""
         if self.mesh is None:
             return function
-        return on_shards(self.mesh, function, in_specs, out_specs, is_opaque=is_opaque)
+        return on_shards(self.mesh, function, in_specs, out_specs, axes=axes, is_opaque=is_opaque)
 
-    def _hold(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
+    def _constrained(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
         # PartitionSpec() means replicated, not unconstrained, so it is applied too. One device needs no constraint.
         if self.mesh is None or not _is_split_here(self.mesh):
             return x
@@ -144,6 +150,7 @@ def on_shards(
       is_opaque: the function brings a partitioning rule of its own (a library's kernel), which has to see all axes as
         manual, those of size 1 too. Otherwise these are left to the partitioner, which compiles faster.
     """
+    assert axes is None or axes <= set(mesh.axis_names), f"no such axes of the mesh: {axes}"
     partitioned = _automatic(mesh)
     entered = partitioned if axes is None else partitioned & axes
     splits = mesh.size > 1 and (is_opaque or _is_split_here(mesh))
@@ -160,7 +167,7 @@ def on_shards(
 
 
 def manual_specs(specs: Any, axes: frozenset[str]) -> Any:
-    """Returns each spec with only the manual mesh axes in it, as `jax.shard_map` wants them.
+    """Returns each spec with the manual mesh axes only, as `jax.shard_map` requires.
 
     Args:
       specs: a tree of `PartitionSpec`.

@@ -25,14 +25,14 @@ Compute = Callable[..., tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """How replicas work together on gradients.
+    """How gradients are added up over microbatches and reduced over the replicas of the data axis.
 
     Attributes:
       mesh: the mesh.
       stored: a tree of `Stored` like the parameters.
-      level: of ZeRO (`zero.py`). Under 3 weights are split over the data axis, which then stays with the partitioner.
-      is_manual: whether replicas add up by themselves; otherwise the data axis stays with the partitioner too.
-      wire_dtype: of gradients as they cross the data axis; they are added up in float32 before.
+      level: of ZeRO (`zero.py`). At level 3 weights are sharded over data, which is then left to the partitioner.
+      is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
+      wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
       trained: a tree of bool like the parameters, which of them have gradients; None: all of them.
     """
 
@@ -45,7 +45,7 @@ class Replicas:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The manual axes: data, or none."""
+        """The axes that are manual while gradients are computed: data, or none."""
         is_manual = self.is_manual and self.mesh.shape[DATA] > 1 and self.level < MAX_LEVEL
         return frozenset({DATA}) if is_manual else frozenset()
 
@@ -63,15 +63,15 @@ class Replicas:
         """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
 
         Args:
-          compute: (parameters, batch, and arrays that are the same everywhere) -> (sums, gradients): any tree, and the
-            one that `zeros` and `part` made for `trained_stored`. It sees its shards along the manual axes.
+          compute: (parameters, batch, further arrays that are replicated) -> (sums, gradients): any tree of scalars,
+            and the tree that `zeros` and `part` make for `trained_stored`. Its arrays are local along the manual axes.
           manual: axes that are manual besides data.
         """
         axes = self.axes | manual
         if not axes:
             return compute
-        parameters, whole = self.specs, PartitionSpec()
-        shard = PartitionSpec(DATA) if self.axes else whole
+        parameters, replicated = self.specs, PartitionSpec()
+        batch_spec = PartitionSpec(DATA) if self.axes else replicated
         of_gradients = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
 
         def on_replica(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
@@ -82,15 +82,15 @@ class Replicas:
             return sums, gradients
 
         def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
-            in_specs = (parameters, shard, *(whole for _ in others))
-            out_specs = (whole, self._with_replicas(of_gradients) if self.axes else of_gradients)
+            in_specs = (parameters, batch_spec, *(replicated for _ in others))
+            out_specs = (replicated, self._with_replicas(of_gradients) if self.axes else of_gradients)
             sums, gradients = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes)(params, batch, *others)
             return sums, self._reduced(gradients) if self.axes else gradients
 
         return run
 
     def zeros(self, params: Any, stored: Any) -> Any:
-        """Returns float32 zeros to which `part`s of these parameters' gradients are added."""
+        """Returns float32 zeros for the sums of these parameters' gradients, as `part` returns its addends."""
 
         def empty(leaf: jax.Array, weight: Stored) -> jax.Array:
             shape = list(leaf.shape)
@@ -140,7 +140,7 @@ class Replicas:
         return bool(self.axes) and weight.gradient != weight.parameter
 
     def _scattered(self, x: jax.Array, dim: int) -> jax.Array:
-        """Sums over replicas; each gets its part of a dim counted from the end, or all of it where that is 0."""
+        """Reduce-scatters over data along a dim counted from the end, or all-reduces where that is 0."""
         sent = x.astype(self.wire_dtype)
         if dim == 0:
             return jax.lax.psum(sent, DATA).astype(jnp.float32)
@@ -150,7 +150,7 @@ class Replicas:
         return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs, is_leaf=_is_spec)
 
     def _reduced(self, gradients: Any) -> Any:
-        """Sums [replicas, ...] over replicas; each gets all of a leaf or, from level 1 on, its shard."""
+        """Reduces gradients [1, ...] of each replica over data: all-reduced, from level 1 on reduce-scattered."""
         stored = self.trained_stored
 
         def reduce(leaf: jax.Array, weight: Stored) -> jax.Array:

@@ -90,6 +90,12 @@ def test_an_axis_that_is_manual_already_is_neither_entered_nor_named():
     assert jax.jit(region)(jnp.ones(4)).tolist() == [0, 0, 2, 2]
 
 
+def test_an_axis_that_the_mesh_lacks_is_no_axis_to_enter():
+    mesh = mesh_of(with_groups=False, data=2, fsdp=2)
+    with pytest.raises(AssertionError, match="no such axes of the mesh"):
+        on_shards(mesh, lambda x: x, PartitionSpec(), PartitionSpec(), axes=frozenset({GROUP}))
+
+
 def test_entering_with_the_concrete_mesh_is_noticed(monkeypatch):
     monkeypatch.setattr(placement, "_mesh_here", lambda mesh: mesh)
     with pytest.raises(ValueError, match="mesh"):
