@@ -13,10 +13,10 @@ import numpy as np
 from meshtrain.data.packing import Examples, TokenStream, pack
 from meshtrain.data.sources import DataOptions, check, is_own
 from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES, SyntheticExamples
-from meshtrain.data.text import find_files, read_documents, share, some, standard_library
+from meshtrain.data.text import find_files, read_documents, share, standard_library, tokens_as_text
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer
-from meshtrain.words.errors import UserError
+from meshtrain.words.errors import Problems, UserError
 from meshtrain.words.options import problems as option_problems
 
 # Fewer documents than this are split at one place instead of by hash: hashes would hit the share badly or not at all.
@@ -98,16 +98,16 @@ def _documents(options: DataOptions) -> list[tuple[str, str]]:
     """Returns (what decides its split, text) of each document of a text source."""
     if options.source == "python":
         return standard_library()
-    files, problems = find_files(options.path)
+    files, found = find_files(options.path)
+    problems = Problems(found or tokens_as_text(files))
     documents: list[tuple[str, str]] = []
-    for path in files if not problems else []:
-        try:
-            # By its content, a document stays in its split when its file is renamed, and so does its copy.
-            documents += [(text, text) for text, _ in read_documents(path, options.text_field)]
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*some(problems))
+    for path in files if not problems.count else []:
+        # By its content, a document stays in its split when its file is renamed, and so does its copy.
+        documents += [(text, text) for text, _ in read_documents(path, options.text_field, problems)]
+        if problems.is_enough():
+            break
+    if problems.count:
+        raise UserError(*problems.lines())
     return documents
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from meshtrain.data.text import find_files, read_documents
+from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import TokenFile, sidecar_path
 from meshtrain.data.tokenize import Tokenizer, open_tokenizer
 from meshtrain.words import flags
-from meshtrain.words.errors import UserError, run
+from meshtrain.words.errors import Problems, UserError, run
 from meshtrain.words.files import replacing, write_whole
 from meshtrain.words.paths import expanded, standing
 
@@ -25,16 +26,27 @@ _GROUP_BYTES = 1 << 22
 
 
 def _groups(files: Sequence[Path], text_field: str) -> Iterator[tuple[list[str], int]]:
-    """Yields documents a few MiB at a time, and how many bytes of the files they took."""
+    """Yields documents a few MiB at a time, and how many bytes of the files they took.
+
+    Raises:
+      UserError: what cannot be read, all of it: after the first such line nothing is yielded, and all is read.
+    """
     texts: list[str] = []
     num_bytes = 0
+    problems = Problems()
     for path in files:
-        for text, taken_bytes in read_documents(path, text_field):
+        if problems.is_enough():
+            break
+        for text, taken_bytes in read_documents(path, text_field, problems):
+            if problems.count:
+                continue
             texts.append(text)
             num_bytes += taken_bytes
             if num_bytes >= _GROUP_BYTES:
                 yield texts, num_bytes
                 texts, num_bytes = [], 0
+    if problems.count:
+        raise UserError(*problems.lines())
     if texts:
         yield texts, num_bytes
 
@@ -119,6 +131,7 @@ def prepare(
     copied = out_path.with_name(out_path.name + ".tokenizer.json")
     targets = [out_path, sidecar_path(out_path), copied][: 2 if tokenizer == "bytes" else 3]
     files, problems = find_files(path)
+    problems = problems or Problems(tokens_as_text(files)).lines()
     if problems := problems + _output_problems(targets, files, overwrite):
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)
@@ -147,6 +160,13 @@ def prepare(
     return described
 
 
+def _as_flags(problem: str) -> str:
+    """Returns a problem of the data with this program's flags in the place of the configuration's fields."""
+    problem = problem.replace("data.source=tokens", "train on it with data.source=tokens")
+    problem = problem.replace("nearest: data.source=python", "nearest: --path='*.txt'")
+    return re.sub(r"\bdata\.(path|text_field|tokenizer|end_token)\b", r"--\1", problem)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Parses the command line, prepares, and says what was written."""
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
@@ -157,7 +177,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--text_field", default="text", help="the field of a .jsonl line that holds the document")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     given = parser.parse_args(arguments)
-    described = prepare(**vars(given))
+    try:
+        described = prepare(**vars(given))
+    except UserError as error:
+        raise UserError(*map(_as_flags, error.problems)) from error
     print(
         f"{given.output}: {described.num_tokens:,} tokens of {described.num_documents:,} documents, {described.dtype}, "
         f"vocabulary {described.vocab_size:,}"

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.data.text import find_files, some
+from meshtrain.data.text import find_files, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenize import file_problems
 from meshtrain.words import named
-from meshtrain.words.errors import UserError, unknown
+from meshtrain.words.errors import Problems, UserError, unknown
 from meshtrain.words.options import option
 
 SOURCES = ("python", "text", "tokens", "synthetic")
@@ -96,8 +96,9 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
     if options.source in ("text", "tokens"):
         files, found = find_files(options.path)
         problems += found
-        if options.source == "tokens" and not found:
-            problems += some(_sidecar_problems(files))
+        if not found:
+            wrong = _sidecar_problems(files) if options.source == "tokens" else tokens_as_text(files)
+            problems += Problems(wrong).lines()
     return problems
 
 

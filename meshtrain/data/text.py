@@ -5,14 +5,14 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from meshtrain.words.errors import UserError, nearest
+from meshtrain.words.errors import Problems, UserError, nearest
 from meshtrain.words.paths import is_utf8, standing
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-_MOST_PROBLEMS = 10
+_ZEROS_IN = 1 << 16  # bytes of a file's beginning in which zero bytes are looked for
 
 
 def standard_library() -> list[tuple[str, str]]:
@@ -106,7 +106,7 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
         for path in files
         if not _can_read(path)
     ]
-    return list(files), some(problems)
+    return list(files), Problems(problems).lines()
 
 
 def _can_read(path: Path) -> bool:
@@ -118,11 +118,31 @@ def _can_read(path: Path) -> bool:
     return True
 
 
-def some(problems: list[str]) -> list[str]:
-    """Returns the first few problems, and how many more there are."""
-    if len(problems) <= _MOST_PROBLEMS:
-        return problems
-    return problems[:_MOST_PROBLEMS] + [f"... and {len(problems) - _MOST_PROBLEMS} more like these"]
+def tokens_as_text(files: Iterable[Path]) -> list[str]:
+    """Returns one line for each file that holds prepared tokens, to be called where text is to be read.
+
+    A token file is known by its description beside it, or by zero bytes: the bytes of small ids are legal UTF-8, and a
+    model would learn from them without a word.
+    """
+    found = []
+    for path in files:
+        sidecar = path.with_name(f"{path.name}.json")
+        if path.suffix == ".bin" and standing(sidecar) == "a file":
+            got = f"which holds tokens, as '{sidecar.name}' beside it says"
+        elif _has_zeros(path):
+            got = "which has zero bytes, as token files have and text has not"
+        else:
+            continue
+        found.append(f"data.path: got '{path}', {got}; allowed: text in UTF-8; nearest: data.source=tokens")
+    return found
+
+
+def _has_zeros(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" in file.read(_ZEROS_IN)
+    except OSError:  # said elsewhere
+        return False
 
 
 def _field(texts: list[str]) -> str:
@@ -154,37 +174,44 @@ def _line_text(line: bytes, where: str, text_field: str) -> str:
     return text
 
 
-def read_documents(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
+def read_documents(path: Path, text_field: str, problems: Problems) -> Iterator[tuple[str, int]]:
     """Yields the documents of one file: each line of a .jsonl, or the whole of any other file.
 
     Args:
       path: the file; what is not .jsonl is read whole.
       text_field: the field of a .jsonl line that holds the document.
+      problems: gets a line where the file cannot be read or is not UTF-8, and for each line that holds no document;
+        reading goes on after it, until there are enough of them.
 
     Yields:
       The text, and how many bytes of the file it took.
-
-    Raises:
-      UserError: the file cannot be read, is not UTF-8, or a line does not hold a document.
     """
     try:
         if path.suffix == ".jsonl":
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    if line.strip():
+                    if not line.strip():
+                        continue
+                    try:
                         yield _line_text(line, f"{path}, line {number}", text_field), len(line)
+                    except UserError as error:
+                        problems.add(str(error))
+                        if problems.is_enough():
+                            return
             return
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(
+        problems.add(
             f"data.path: '{path}' cannot be read ({error.strerror or error}); allowed: readable files{_beside(path)}"
-        ) from error
+        )
+        return
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        near = "data.source=tokens for a prepared file" if path.suffix == ".bin" else f"iconv -t UTF-8 '{path}'"
-        raise UserError(
+        near = "data.source=tokens" if path.suffix == ".bin" else f"iconv -t UTF-8 '{path}'"
+        problems.add(
             f"data.path: '{path}' is not UTF-8 text (byte {error.start} is {content[error.start]:#04x}); "
             f"allowed: text in UTF-8; nearest: {near}"
-        ) from error
+        )
+        return
     yield text, len(content)

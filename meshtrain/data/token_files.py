@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.text import some
 from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, file_tokenizer
-from meshtrain.words.errors import UserError, unknown
+from meshtrain.words.errors import Problems, UserError, unknown
 from meshtrain.words.paths import standing
 
 DTYPES = ("uint16", "uint32")
@@ -188,7 +187,7 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
         digest.update(file_digest.encode())
         problems += [problem] if problem else []
     if problems:
-        raise UserError(*some(problems))
+        raise UserError(*Problems(problems).lines())
     arrays = [
         np.memmap(path, np.dtype(one.dtype).newbyteorder("<"), "r") for path, one in zip(files, described, strict=True)
     ]

@@ -19,6 +19,8 @@ EXIT_START_AGAIN = 75  # EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
 
 _LAST_WORDS_SECONDS = 1.0
+_MOST_LINES = 10  # of problems that many inputs share
+_ENOUGH = 1000  # such problems: whatever reads on would find more of them
 _LONG = re.compile(r"\S{400,}")  # no path that anybody reads, but a file's content
 
 
@@ -28,6 +30,39 @@ class UserError(ValueError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class Problems:
+    """What is wrong with many inputs, such as the lines of files: the first few as lines, the others counted.
+
+    Attributes:
+      count: how many problems there are.
+    """
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        """Starts with these problems."""
+        self.count = 0
+        self._first: list[str] = []
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: str) -> None:
+        """Counts a problem, and keeps its line if it is one of the first."""
+        self.count += 1
+        if len(self._first) < _MOST_LINES:
+            self._first.append(line)
+
+    def is_enough(self) -> bool:
+        """Returns whether there are so many that looking for more is a waste of time."""
+        return self.count >= _ENOUGH
+
+    def lines(self) -> list[str]:
+        """Returns a line for each of the first problems, and one that counts the others."""
+        num_more = self.count - len(self._first)
+        if not num_more:
+            return list(self._first)
+        more = f"at least {num_more}" if self.is_enough() else f"{num_more}"
+        return [*self._first, f"... and {more} more like these"]
 
 
 class TrainingStopped(Exception):
@@ -54,7 +89,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 def unknown(what: str, got: str, allowed: Sequence[str]) -> str:
     """Returns the one line for a name that is not in a list of names."""
-    names = ", ".join(name or "''" for name in allowed)
+    names = ", ".join(name or "''" for name in allowed) or "none"
     return f"{what}: got '{got}'; allowed: {names}{nearest(got, allowed)}"
 
 

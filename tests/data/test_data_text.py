@@ -1,0 +1,91 @@
+"""Text with mistakes: every bad line and every bad file is reported, counted, and in the words of the program."""
+
+import numpy as np
+import pytest
+
+from meshtrain.data.corpus import open_corpus
+from meshtrain.data.prepare import main, prepare
+from meshtrain.data.sources import DataOptions, check
+from meshtrain.words.errors import Problems, UserError, unknown
+
+
+def opened(path, **changes):
+    options = DataOptions(source="text", path=str(path), validation_fraction=0, **changes)
+    return open_corpus(options, sequence_length=4, vocab_size=257, seed=0)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Good and bad, side by side: three files in one glob."""
+    lines = ['{"text": "good"}', "not json", '{"texts": "other field"}', "", '{"text": "good again"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "c.txt").write_text("as it should be")
+    return tmp_path
+
+
+def test_all_bad_lines_and_files_are_reported_at_once(mixed):
+    with pytest.raises(UserError) as in_training:
+        opened(f"{mixed}/*")
+    with pytest.raises(UserError) as in_preparing:
+        prepare(f"{mixed}/*", str(mixed / "out.bin"))
+    wanted = ["a.jsonl, line 2 is no JSON", "holds no text in", "b.txt' is not UTF-8"]
+    for caught in (in_training, in_preparing):
+        assert len(caught.value.problems) == len(wanted)
+        for line, words in zip(caught.value.problems, wanted, strict=True):
+            assert words in line
+    assert sorted(path.name for path in mixed.iterdir()) == ["a.jsonl", "b.txt", "c.txt"], "nothing is written"
+
+
+def test_many_are_counted_and_reading_stops_where_more_would_tell_nothing_new(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("no\n" * 50 + '{"text": "good"}\n')
+    with pytest.raises(UserError) as caught:
+        opened(path)
+    assert len(caught.value.problems) == 11
+    assert caught.value.problems[-1] == "... and 40 more like these"
+    problems = Problems()
+    for number in range(2000):
+        if problems.is_enough():
+            break
+        problems.add(f"line {number}")
+    assert problems.count == 1000
+    assert problems.lines()[-1] == "... and at least 990 more like these"
+
+
+def test_tokens_are_not_read_as_text(tmp_path):
+    """Small ids are legal UTF-8: a model would learn from every second byte being zero."""
+    (tmp_path / "a.txt").write_text("plain text " * 20)
+    prepare(str(tmp_path / "a.txt"), str(tmp_path / "a.bin"))
+    (tmp_path / "bare.dat").write_bytes(np.arange(1, 100, dtype="<u2").tobytes())
+    for name, words in (("a.bin", "which holds tokens, as 'a.bin.json'"), ("bare.dat", "which has zero bytes")):
+        path = tmp_path / name
+        [line] = check(DataOptions(source="text", path=str(path)))
+        assert words in line
+        assert "nearest: data.source=tokens" in line
+        with pytest.raises(UserError, match=r"nearest: data.source=tokens"):
+            opened(path)
+        with pytest.raises(UserError, match=words):
+            prepare(str(path), str(tmp_path / "out.bin"))
+    assert check(DataOptions(source="tokens", path=str(tmp_path / "a.bin"))) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--path=DIR/a.jsonl", "--text_field=body"], "--text_field: got 'body', .*; nearest: --text_field=text"),
+        (["--path=DIR/nowhere.txt"], "--path: got '.*nowhere.txt', which does not exist"),
+        (["--path="], r"--path: got ''; .*; nearest: --path='\*.txt'"),
+        (["--path=DIR/a.jsonl", "--tokenizer=DIR/nowhere.json"], "--tokenizer: got '.*nowhere.json', which does not"),
+    ],
+)
+def test_prepare_speaks_of_its_own_flags(tmp_path, words, said):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n')
+    words = [word.replace("DIR", str(tmp_path)) for word in [*words, "--output=DIR/out.bin"]]
+    with pytest.raises(UserError, match=f"^{said}") as caught:
+        main(words)
+    assert "data." not in str(caught.value)
+
+
+def test_a_list_of_nothing_says_so():
+    assert unknown("end token", "x", []) == "end token: got 'x'; allowed: none"
