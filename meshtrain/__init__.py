@@ -2,6 +2,7 @@
 
 import meshtrain
 
+meshtrain.simulate(8)  # on a machine without accelerators: eight devices that the CPU simulates
 config = meshtrain.default()
 config.mesh.data = 2
 meshtrain.train(config, "runs/mine")
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshtrain.config import default as default
     from meshtrain.config import resolve as resolve
+    from meshtrain.launch.distributed import simulate as simulate
     from meshtrain.training import Result as Result
     from meshtrain.training import train as train
 
@@ -21,6 +23,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "default": "meshtrain.config",
     "resolve": "meshtrain.config",
+    "simulate": "meshtrain.launch.distributed",
     "Result": "meshtrain.training",
     "train": "meshtrain.training",
 }

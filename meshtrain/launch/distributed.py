@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from meshtrain.launch import peers
 from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError
 
@@ -48,10 +49,12 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
     """
     _choose_platform()
     how = processes(os.environ)
-    # Before the processes meet: what is wrong in one must not leave the others waiting.
-    num_processes = how["num_processes"] if how and "num_processes" in how else 1
-    num_devices = devices_each(num_devices_needed, num_processes, is_open)
-    if how is not None and not jax.distributed.is_initialized():
+    if how is not None and "num_processes" not in how:
+        _meet(how)  # only the cluster knows how many there are
+        how = {**how, "num_processes": peers.num_connected()}
+    # Before the processes meet, where that is known: what is wrong in one must not leave the others waiting.
+    num_devices = devices_each(num_devices_needed, how["num_processes"] if how else 1, is_open)
+    if how is not None:
         _meet(how)
     if num_devices_needed is not None or _setting("jax_num_cpu_devices") < 1:
         _simulate(num_devices)
@@ -62,6 +65,37 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
         num_devices_needed = None if fills_up else min(num_devices_needed, len(found))
     devices, said = choose(found, num_devices_needed, jax.process_count())
     return devices, [*lines, *_about_cpu(devices), *said]
+
+
+def simulate(num_devices: int) -> None:
+    """Makes JAX run on this many simulated CPU devices: for notebooks and scripts, before anything else uses JAX.
+
+        import meshtrain
+        meshtrain.simulate(8)
+
+    `train` asks for as many as its mesh needs, but only the first mesh of a Python process can: JAX counts its devices
+    once. Calling it again with the same number is fine.
+
+    Args:
+      num_devices: how many; the largest mesh that is to be trained on here.
+
+    Raises:
+      UserError: JAX has started with another number, or the number is not one that JAX starts with.
+    """
+    if not 1 <= num_devices <= _MAX_SIMULATED:
+        near = min(max(num_devices, 1), _MAX_SIMULATED)
+        raise UserError(f"simulate: got {num_devices}; allowed: 1 to {_MAX_SIMULATED} devices; nearest: {near}")
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:
+        found = jax.devices()
+        if (len(found), found[0].platform) == (num_devices, "cpu"):
+            return
+        raise UserError(
+            f"simulate: got {num_devices} devices, and JAX has started with {len(found)} x {found[0].platform}; "
+            f"allowed: before anything uses JAX; nearest: restart Python, and call simulate({num_devices}) first"
+        ) from None
 
 
 def processes(environ: Mapping[str, str]) -> dict[str, Any] | None:
@@ -143,8 +177,7 @@ def choose(
 def _nearest_fix(found: Sequence[jax.Device], num_devices_needed: int) -> str:
     if found[0].platform == "cpu":
         # Only possible where JAX was in use before: too late to simulate more.
-        setting = f'jax.config.update("jax_num_cpu_devices", {num_devices_needed})'
-        return f"restart Python, and before anything uses JAX call this program or {setting}"
+        return f"restart Python, and before anything uses JAX call meshtrain.simulate({num_devices_needed})"
     return f"one axis of -1, or JAX_PLATFORMS=cpu, which simulates {num_devices_needed}"
 
 
@@ -243,6 +276,9 @@ def _installed(package: str) -> bool:
 
 
 def _meet(how: Mapping[str, Any]) -> None:
+    """Connects this process with the others, unless it is connected already."""
+    if jax.distributed.is_initialized():
+        return
     try:
         jax.distributed.initialize(**how)
     except (RuntimeError, ValueError) as error:

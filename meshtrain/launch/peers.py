@@ -65,6 +65,11 @@ def gathered(name: str, value: Any) -> list[Any]:
     return list(_wait_for(f"{room}/all", 0))
 
 
+def num_connected() -> int:
+    """Returns how many processes have met, without asking for devices: `count` would start JAX's backends."""
+    return int(distributed.global_state.num_processes)
+
+
 def num_machines() -> int:
     """Returns on how many machines, by their host names, the processes run. All of them call it."""
     return len(set(gathered("machine", socket.gethostname())))

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshtrain.launch import distributed
+from meshtrain.launch import distributed, peers
 from meshtrain.words.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +146,7 @@ class Card:
 
 
 def test_too_few_devices_are_refused_with_a_way_out():
-    with pytest.raises(UserError, match=r'got 16 devices; .* 8 CPU .*jax_num_cpu_devices", 16'):
+    with pytest.raises(UserError, match=r"got 16 devices; .* 8 CPU .*meshtrain\.simulate\(16\)"):
         distributed.choose(jax.devices(), 16, 1)
     with pytest.raises(UserError, match=r"got 16 devices; .* at most the 4 NVIDIA H100 GPU .*JAX_PLATFORMS=cpu"):
         distributed.choose([Card()] * 4, 16, 1)
@@ -185,6 +185,48 @@ run(lambda: start(7) and 1)
     assert errors.startswith("meshtrain: error: mesh: got 7 devices; allowed: at most the 6 CPU devices")
     assert len(errors.splitlines()) == 1
     assert list((tmp_path / ".cache/meshtrain/jax").glob("jit_*"))
+
+
+def test_processes_that_are_counted_only_when_they_meet_share_the_devices(monkeypatch):
+    """Kubernetes and Cloud TPU: a host of 512 asked for the simulated devices of all of them."""
+    met, asked = [], []
+
+    def stop(num_devices):
+        asked.append(num_devices)
+        raise InterruptedError
+
+    monkeypatch.setattr(distributed, "processes", lambda environ: {"cluster_detection_method": "k8s"})
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **how: met.append(how))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: bool(met))
+    monkeypatch.setattr(peers.distributed.global_state, "num_processes", 512)
+    monkeypatch.setattr(distributed, "_simulate", stop)
+    with pytest.raises(InterruptedError):
+        distributed.start(4096)
+    assert met == [{"cluster_detection_method": "k8s"}]
+    assert asked == [8]
+
+
+def test_a_notebook_reserves_its_devices_in_one_call():
+    code = """
+import meshtrain
+meshtrain.simulate(4)
+meshtrain.simulate(3)  # nothing has started yet
+assert len(jax.devices()) == 3 and jax.devices()[0].platform == "cpu"
+meshtrain.simulate(3)
+assert len(start(2)[0]) == 2
+run(lambda: meshtrain.simulate(4))
+"""
+    _, errors = finish(launch(code, CUDA_VISIBLE_DEVICES=""), code=2)
+    assert errors == (
+        "meshtrain: error: simulate: got 4 devices, and JAX has started with 3 x cpu; allowed: before anything uses "
+        "JAX; nearest: restart Python, and call simulate(4) first\n"
+    )
+
+
+@pytest.mark.parametrize(("number", "near"), [(0, 1), (-3, 1), (10**6, 2048)])
+def test_a_number_of_devices_that_jax_does_not_start_with_is_refused(number, near):
+    with pytest.raises(UserError, match=rf"^simulate: got {number}; allowed: 1 to 2048 devices; nearest: {near}$"):
+        distributed.simulate(number)
 
 
 def test_start_takes_what_a_notebook_has_and_goes_on_without_a_cache(tmp_path):
