@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from meshtrain.config.config import Config, parse
+from meshtrain.config.config import Config, defaults_of, parse
 from meshtrain.words import flags
 from meshtrain.words.errors import run
 from meshtrain.words.tables import aligned
@@ -15,8 +15,9 @@ from meshtrain.words.tables import aligned
 def table(config: Config) -> str:
     """Returns a line for each field: key, type, default, one line of text; and its value where that differs."""
     values = flags.flatten(dataclasses.asdict(config))
+    defaults = dataclasses.replace(defaults_of(config), task=Config.task)
     rows = []
-    for key, entry in flags.schema(Config()).items():
+    for key, entry in flags.schema(defaults).items():
         text = entry.text
         if not all(choice in text for choice in entry.choices):
             text += f" ({', '.join(entry.choices)})"

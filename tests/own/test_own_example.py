@@ -7,19 +7,30 @@ import sys
 
 import pytest
 
-from meshtrain.training import train
+from meshtrain import explain, generate
+from meshtrain.config import __main__ as fields
+from meshtrain.main import main
+from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "own_model.py"
-MOST_LINES = 70
+CONFIG = ["--config=docs/own_model.py", "--config.observe.progress=no"]
+MOST_LINES = 75
 
 
-@pytest.fixture
-def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    import own_model
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run that the command line has trained."""
+    folder = tmp_path_factory.mktemp("own") / "run"
+    changes = {"num_steps": 30, "log_every": 1, "num_eval_batches": 1, "learning_rate.peak": 1e-2, "sample_tokens": 0}
+    words = [f"--config.{key}={value}" for key, value in changes.items()]
+    assert main([*CONFIG, f"--workdir={folder}", "--config.learning_rate.warmup_steps=3", *words]) == 0
+    return folder
 
-    return own_model
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
 
 
 def test_example_is_short():
@@ -31,24 +42,34 @@ def test_readme_shows_the_example_as_it_runs():
     assert block in (ROOT / "README.md").read_text(encoding="utf-8"), "README.md: put docs/own_model.py there, verbatim"
 
 
-def test_example_trains_on_three_axes(example, tmp_path, monkeypatch):
-    given = {
-        "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
-        "num_steps": 30,
-        "log_every": 1,
-        "num_eval_batches": 1,
-        "learning_rate": {"peak": 1e-2, "warmup_steps": 3},
-        "observe": {"progress": False},
-    }
-    monkeypatch.chdir(ROOT)
-    result = train(given, tmp_path, example.eight_bytes)
-    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_the_command_line_trains_it_on_three_axes(run):
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in logged if "loss" in line]
     assert losses[0] > 5.0, "the first loss is that of guessing"
     assert losses[-1] < 3.5
-    assert result.assembly.task.num_parameters == 384 * 64 + 8 * 64 * 256 + 256 * 64
-    table = result.state.params["table"]
-    assert table.addressable_shards[0].data.shape == (384 // 2, 64 // 2)
+    [table] = [line for line in (run / "layout.txt").read_text().splitlines() if line.startswith("params/table ")]
+    assert " ".join(table.split()) == "params/table 384 x 64 float32 vocab embed tensor fsdp 24 KiB"
+    config = json.loads((run / "config.json").read_text())
+    assert (config["task"], config["model"]) == ("docs.own_model:eight_bytes", {"width": 64, "hidden": 256})
+
+
+def test_the_command_line_goes_on_from_its_weights(run, capsys):
+    assert generate.main([f"--workdir={run}", "--num-tokens=3", "--prompt=import ", "--temperature=0"]) == 0
+    assert capsys.readouterr().out.startswith("import ")
+    with pytest.raises(UserError, match=r"another run: model\.width: was 64, now 32"):
+        main([*CONFIG, f"--workdir={run}", "--config.num_steps=31", "--config.model.width=32"])
+
+
+def test_the_command_line_explains_it_and_lists_its_options(capsys):
+    assert explain.main([*CONFIG, "--config.model.hidden=512"]) == 0
+    said = capsys.readouterr().out
+    assert f"parameters   {384 * 64 + 8 * 64 * 512 + 512 * 64:,} without padding" in said
+    assert fields.main([*CONFIG, "--config.model.width=96"]) == 0
+    lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if line.startswith(("model.", "task "))]
+    assert lines[0][:3] == ["task", "str", '"decoder"']
+    assert lines[1:] == [["model.width", "int", "64", "96"], ["model.hidden", "int", "256", "inner"]]
+    with pytest.raises(UserError, match=r"model\.widht: unknown key; .* did you mean 'model\.width'\?"):
+        explain.main([*CONFIG, "--config.model.widht=3"])
 
 
 @pytest.mark.slow
