@@ -26,7 +26,7 @@ from meshtrain.models.task import Batch, Params, token_batch
 from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run, warn
-from meshtrain.words.paths import is_utf8, standing
+from meshtrain.words.paths import is_utf8, what_is_at
 
 MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
 MAX_TOKENS = 1_000_000
@@ -133,7 +133,7 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
       UserError: all of them.
     """
     own = arguments.workdir / CONFIG_FILE
-    if standing(own) != "a file":
+    if what_is_at(own) != "a file":
         return configure(arguments, also, reads_data=False)
     if arguments.config is not None and arguments.workdir != flags.default_workdir(arguments.config):
         warn(f"--config={arguments.config} is not read: {own} describes the weights; --config.GROUP.FIELD changes it")

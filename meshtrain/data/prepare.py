@@ -19,7 +19,7 @@ from meshtrain.data.tokenize import Tokenizer, open_tokenizer
 from meshtrain.words import flags
 from meshtrain.words.errors import Problems, UserError, run
 from meshtrain.words.files import replacing, write_whole
-from meshtrain.words.paths import expanded, standing
+from meshtrain.words.paths import expanded, what_is_at
 
 # Large enough to keep the tokenizer's threads busy, small enough to see the bar move.
 _GROUP_BYTES = 1 << 22
@@ -74,7 +74,7 @@ def _json(described: TokenFile) -> bytes:
 def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: bool) -> list[str]:
     """Returns one line for each reason not to write `targets`, the token file first, from `files`."""
     problems, out_path = [], targets[0]
-    stands = {target: what for target in targets if (what := standing(target)) != "nothing there"}
+    stands = {target: what for target in targets if (what := what_is_at(target)) != "nothing there"}
     for target, what in stands.items():
         # Replacing a link, a pipe or a device by a file would take it away from others.
         if what != "a file" or os.path.islink(target):
@@ -83,12 +83,12 @@ def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: 
             problems.append(f"--output: got '{target}', {got}; allowed: a new name, or a file; nearest: {near}")
     if stands and not overwrite and not problems:
         problems.append(f"--output: '{next(iter(stands))}' is there already; allowed: a new name; nearest: --overwrite")
-    if standing(out_path.parent) != "a folder":
+    if what_is_at(out_path.parent) != "a folder":
         problems.append(
             f"--output: got '{out_path}', but the folder '{out_path.parent}' does not exist; nearest: create it; "
             "allowed: a file in a folder that does"
         )
-    if standing(out_path) == "a file" and any(one.samefile(out_path) for one in files):
+    if what_is_at(out_path) == "a file" and any(one.samefile(out_path) for one in files):
         problems.append(f"--output: '{out_path}' is also read as text; allowed: another name; nearest: {out_path}.bin")
     return problems
 

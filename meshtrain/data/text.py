@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from meshtrain.words.errors import Problems, UserError, nearest
-from meshtrain.words.paths import is_utf8, standing
+from meshtrain.words.paths import is_utf8, what_is_at
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _ZEROS_IN = 1 << 16  # bytes of a file's beginning in which zero bytes are looked for
@@ -54,10 +54,10 @@ def share(key: str) -> float:
 def _beside(path: Path) -> str:
     """Returns the near miss among the files that stand where `path` was looked for, or else what stands there."""
     folder = path.parent
-    while standing(folder) != "a folder" and folder != folder.parent:
+    while what_is_at(folder) != "a folder" and folder != folder.parent:
         folder = folder.parent
     try:
-        names = sorted(name for name in os.listdir(folder) if standing(folder / name) == "a file")
+        names = sorted(name for name in os.listdir(folder) if what_is_at(folder / name) == "a file")
     except OSError:  # a folder that may not be read
         names = []
     near = nearest(path.name, names) if folder == path.parent else f"; the folder '{path.parent}' does not exist"
@@ -79,7 +79,7 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
     if not items:
         problems.append("data.path: got ''; allowed: files or globs, comma separated; nearest: data.source=python")
     for item in items:
-        path, what = Path(item), standing(item)
+        path, what = Path(item), what_is_at(item)
         if what == "a file":
             files[path] = None
             if not path.stat().st_size:
@@ -91,7 +91,7 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
             problems.append(f"data.path: got '{item}', a folder; allowed: files or globs; nearest: '{path}/*'")
         elif what == "nothing there" and glob.has_magic(item):
             found = [Path(name) for name in sorted(glob.glob(item, recursive=True))]
-            full = [one for one in found if standing(one) == "a file" and one.stat().st_size]
+            full = [one for one in found if what_is_at(one) == "a file" and one.stat().st_size]
             files.update(dict.fromkeys(full))
             if not full:
                 said = f"only folders or empty files ({len(found)})" if found else "nothing"
@@ -127,7 +127,7 @@ def tokens_as_text(files: Iterable[Path]) -> list[str]:
     found = []
     for path in files:
         sidecar = path.with_name(f"{path.name}.json")
-        if path.suffix == ".bin" and standing(sidecar) == "a file":
+        if path.suffix == ".bin" and what_is_at(sidecar) == "a file":
             got = f"which holds tokens, as '{sidecar.name}' beside it says"
         elif _has_zeros(path):
             got = "which has zero bytes, as token files have and text has not"

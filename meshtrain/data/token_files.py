@@ -10,7 +10,7 @@ import numpy as np
 
 from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, file_tokenizer
 from meshtrain.words.errors import Problems, UserError, unknown
-from meshtrain.words.paths import standing
+from meshtrain.words.paths import what_is_at
 
 DTYPES = ("uint16", "uint32")
 
@@ -59,7 +59,7 @@ def read_sidecar(path: Path) -> TokenFile:
     sidecar = sidecar_path(path)
     wanted = {field.name: field.type for field in dataclasses.fields(TokenFile)}
     try:
-        if (what := standing(sidecar)) not in ("a file", "nothing there"):
+        if (what := what_is_at(sidecar)) not in ("a file", "nothing there"):
             raise OSError(None, what)  # not opened: reading a pipe would wait for ever
         found = json.loads(sidecar.read_text(encoding="utf-8"))
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.words.errors import UserError, nearest, unknown
-from meshtrain.words.paths import standing
+from meshtrain.words.paths import what_is_at
 
 NUM_BYTES = 256
 
@@ -78,7 +78,7 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 def file_problems(path: str) -> list[str]:
     """Returns one line where no tokenizer.json can be read, before anything is opened: a pipe would keep us waiting."""
-    what = standing(path)
+    what = what_is_at(path)
     if what == "a file":
         return []
     said = "which does not exist" if what == "nothing there" else what

@@ -19,6 +19,7 @@ from meshtrain.words.errors import LostPeer, UserError
 
 _PATIENCE_SECONDS = 600  # for the slowest to come along: one of them may be reading a large file
 _ROOM = "meshtrain"
+FINISHED = "finished"  # instead of a heartbeat
 _num_calls: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _beats = itertools.count()
@@ -120,17 +121,17 @@ def share_problems(name: str, problems: Sequence[str]) -> list[str]:
 
 
 def beat(step: int) -> None:
-    """Leaves a sign of life: the step that this process has completed. A word of farewell is `part`."""
+    """Publishes a heartbeat of this process: the step that it has completed; see `say_finished` for the last one."""
     _service().key_value_set(f"{_ROOM}/beat/{index()}", f"{step} {next(_beats)}", allow_overwrite=True)
 
 
-def part() -> None:
-    """Says that this process ends as it should, so that nobody misses it."""
-    _service().key_value_set(f"{_ROOM}/beat/{index()}", "parted", allow_overwrite=True)
+def say_finished() -> None:
+    """Tells the other processes that this one ends as it should: they no longer expect a heartbeat of it."""
+    _service().key_value_set(f"{_ROOM}/beat/{index()}", FINISHED, allow_overwrite=True)
 
 
 def signs_of_life() -> dict[int, str]:
-    """Returns the last sign of each process that gave one; two that are equal are one sign."""
+    """Returns the last heartbeat of each process that gave one, or FINISHED. Two that are equal are one heartbeat."""
     found = _service().key_value_dir_get(f"{_ROOM}/beat/")
     return {int(key.rpartition("/")[2]): value for key, value in found}
 

@@ -61,7 +61,7 @@ class Watchdog:
         """
         self._limit_seconds = limit_seconds
         self._now = now
-        self._end = end or _bite
+        self._end = end or _end_process
         self._lost_seconds = lost_seconds or float(os.environ.get(LOST_SECONDS) or _DEFAULT_LOST_SECONDS)
         self._durations: collections.deque[float] = collections.deque(maxlen=_NUM_STEPS_REMEMBERED)
         self._step = 0
@@ -127,7 +127,7 @@ class Watchdog:
             return {}
         if now - self._answered_seconds > self._lost_seconds:
             return {0: now - self._answered_seconds}  # it keeps the signs of all, and does not answer
-        silent = {process: now - seen for process, (sign, seen) in self._signs.items() if sign != "parted"}
+        silent = {process: now - seen for process, (sign, seen) in self._signs.items() if sign != peers.FINISHED}
         return {process: seconds for process, seconds in silent.items() if seconds > self._lost_seconds}
 
     def note(self, signs: Mapping[int, str]) -> None:
@@ -160,7 +160,7 @@ class Watchdog:
             self._signs = {process: (sign, seen + absent) for process, (sign, seen) in self._signs.items()}
 
     def _behind(self) -> str:
-        steps = {process: int(sign.split()[0]) for process, (sign, _) in self._signs.items() if sign != "parted"}
+        steps = {process: int(sign.split()[0]) for process, (sign, _) in self._signs.items() if sign != peers.FINISHED}
         if not steps:
             return ""
         least = min(steps.values())
@@ -180,9 +180,9 @@ class Watchdog:
                 peers.beat(self._step)
                 self.note(peers.signs_of_life())
         with contextlib.suppress(RuntimeError):
-            peers.part()
+            peers.say_finished()
 
 
-def _bite(reason: str) -> None:
+def _end_process(reason: str) -> None:
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     leave_at_once(EXIT_LOST_PEER, f"meshtrain: hang: {reason}; {_ADVICE}")

@@ -16,7 +16,7 @@ import re
 
 from meshtrain.pipeline.schedules import Action, PipelineOptions, Row, Schedule, build, describe
 from meshtrain.words.errors import UserError
-from meshtrain.words.paths import standing
+from meshtrain.words.paths import what_is_at
 
 _CSV = "allowed: a CSV file in UTF-8; nearest: what python -m meshtrain pipeline --csv prints"
 _WHY = {"nothing there": "No such file or directory", "a folder": "Is a directory"}
@@ -80,7 +80,7 @@ def read_table(path: str) -> Schedule:
       UserError: the file cannot be read, is empty, or is malformed; the line names line and column, counted from 1.
     """
     try:
-        if (what := standing(path)) != "a file":
+        if (what := what_is_at(path)) != "a file":
             raise OSError(None, _WHY[what] if what in _WHY else what)  # not opened: a pipe would keep us waiting
         if os.stat(path).st_size > _MOST_BYTES:
             raise OSError(None, f"{os.stat(path).st_size} bytes are more than the {_MOST_BYTES} of a large table")

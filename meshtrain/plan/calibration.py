@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 
 from meshtrain.words.errors import UserError
-from meshtrain.words.paths import expanded, standing
+from meshtrain.words.paths import expanded, what_is_at
 
 ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25; nearest: --calibrate=1.25"
 
@@ -31,7 +31,7 @@ def measured_seconds(given: str) -> float | None:
 
 
 def _from_log(path: Path) -> float:
-    if (what := standing(path)) != "a file":
+    if (what := what_is_at(path)) != "a file":
         raise UserError(f"--calibrate: '{path}' is not a file but {what}; allowed: {ALLOWED}")
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

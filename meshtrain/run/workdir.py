@@ -22,7 +22,7 @@ from meshtrain.store.checkpoint import CHECKPOINTS
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
 from meshtrain.words.files import write_whole
-from meshtrain.words.paths import standing
+from meshtrain.words.paths import what_is_at
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
@@ -57,7 +57,7 @@ def _out_of_place(run: pathlib.Path) -> list[str]:
     found = []
     for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
         path = run / name
-        what = standing(path)
+        what = what_is_at(path)
         if what == wanted and not _can_write(path):
             what = f"{wanted} that this user may not read and write"
         if what not in (wanted, "nothing there"):

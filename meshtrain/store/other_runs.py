@@ -8,7 +8,7 @@ from meshtrain.launch import peers
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.manager import STATE
 from meshtrain.words.errors import UserError, warn
-from meshtrain.words.paths import expanded, standing
+from meshtrain.words.paths import expanded, what_is_at
 
 
 def restore_params(directory: str | Path, abstract_params: Any) -> Any:
@@ -45,12 +45,12 @@ def find(directory: str | Path) -> Checkpoints:
       UserError: there is no such directory, or no complete checkpoint in it; says what is there.
     """
     given = expanded(directory).absolute()
-    if (what := standing(given)) != "a folder":
+    if (what := what_is_at(given)) != "a folder":
         raise UserError(
             f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'; nearest: "
             "the --workdir of a run that has saved"
         )
-    inner = given / CHECKPOINTS if standing(given / CHECKPOINTS) == "a folder" else given
+    inner = given / CHECKPOINTS if what_is_at(given / CHECKPOINTS) == "a folder" else given
     try:
         os.scandir(inner).close()
     except OSError as error:

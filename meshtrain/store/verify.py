@@ -8,7 +8,7 @@ from meshtrain.store import integrity, keeping
 from meshtrain.store.checkpoint import CHECKPOINTS
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
-from meshtrain.words.paths import expanded, standing
+from meshtrain.words.paths import expanded, what_is_at
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("directory", type=Path, help="a workdir, its checkpoints, or one of them")
     given = expanded(parser.parse_args(argv).directory).absolute()
-    what = standing(given)
+    what = what_is_at(given)
     found = checkpoints_in(given) if what == "a folder" else []
     if not found:
         got = "no checkpoint in it" if what == "a folder" else what

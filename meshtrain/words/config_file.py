@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshtrain.words.errors import UserError, nearest
-from meshtrain.words.paths import standing
+from meshtrain.words.paths import what_is_at
 
 _NEAREST = "; nearest: configs/3d.py, which runs"
 _MOST_LISTED = 20  # files of a folder
@@ -24,7 +24,7 @@ def load(path: str, keys: Sequence[str]) -> Any:
     Raises:
       UserError: no such file, not Python, no `get_config`, or an error inside; one line with the file's line number.
     """
-    if (what := standing(path)) != "a file":
+    if (what := what_is_at(path)) != "a file":
         raise UserError(_no_file(path, what))
     # Not imported: a name such as 3d.py is no module's name, and no __pycache__ should appear beside it.
     module: dict[str, Any] = {"__name__": pathlib.Path(path).stem, "__file__": path}
@@ -50,8 +50,8 @@ def load(path: str, keys: Sequence[str]) -> Any:
 def _no_file(path: str, what: str) -> str:
     folder = pathlib.Path(path).parent
     others = []
-    if standing(folder) == "a folder":
-        others = [str(other) for other in sorted(folder.glob("*.py")) if standing(other) == "a file"]
+    if what_is_at(folder) == "a folder":
+        others = [str(other) for other in sorted(folder.glob("*.py")) if what_is_at(other) == "a file"]
     listed = f"; in that folder: {', '.join(others[:_MOST_LISTED])}" if others else ""
     said = {"nothing there": "does not exist", "a folder": "is not a file but a folder"}
     got = said[what] if what in said else f"cannot be read: {what}"

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from meshtrain.words.errors import UserError, nearest, unknown
-from meshtrain.words.paths import expanded, is_utf8, standing
+from meshtrain.words.paths import expanded, is_utf8, what_is_at
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -279,7 +279,7 @@ def unwritable(workdir: pathlib.Path) -> list[str]:
     near = "nearest: runs/NAME"
     if workdir.parts[:1] and workdir.parts[0].startswith("~"):
         return [f"--workdir: got '{workdir}', and there is no such home; allowed: a folder that can be written; {near}"]
-    while (what := standing(existing)) == "nothing there" and existing != existing.parent:
+    while (what := what_is_at(existing)) == "nothing there" and existing != existing.parent:
         existing = existing.parent
     if what != "a folder":
         return [

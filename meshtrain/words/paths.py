@@ -12,7 +12,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def standing(path: str | os.PathLike[str]) -> str:
+def what_is_at(path: str | os.PathLike[str]) -> str:
     """Returns in words what stands at a path: `a file`, `a folder`, `nothing there`, or why that cannot be told.
 
     Not Path.is_file and its kin: before Python 3.14 they raise where a name is too long, and they take a loop of links
@@ -43,11 +43,11 @@ def refuse_target(flag: str, path: str, example: str) -> None:
       UserError: its folder is not there, or something other than a file stands there.
     """
     folder = Path(path).absolute().parent
-    if standing(folder) != "a folder":
+    if what_is_at(folder) != "a folder":
         raise UserError(
             f"{flag}: got '{path}', whose folder does not exist; allowed: a file in one that does; nearest: {example}"
         )
-    what = standing(path)
+    what = what_is_at(path)
     if what not in ("a file", "nothing there"):
         raise UserError(f"{flag}: got '{path}', {what}; allowed: a file's name; nearest: {example}")
     if not os.access(path if what == "a file" else folder, os.W_OK):

@@ -72,11 +72,11 @@ def test_evaluations_and_saves_have_half_an_hour(clock):
         assert "(allowed: 1800)" in after(dog, clock, 1900)
 
 
-def test_a_process_without_a_sign_of_life_is_lost_and_one_that_has_parted_is_not(clock):
+def test_a_process_without_a_sign_of_life_is_lost_and_one_that_has_finished_is_not(clock):
     dog = watchdog(clock, num_processes=3)
     for second in range(30):
         clock.seconds += 1
-        dog.note({0: f"4 {second}", 1: "3 0", 2: "parted"})
+        dog.note({0: f"4 {second}", 1: "3 0", 2: peers.FINISHED})
         if found := dog.look():
             break
     assert found == "process 1 has given no sign of life for 21 s"
@@ -143,7 +143,7 @@ peers.beat(5)
 peers.gathered("both have", None)
 assert {process: sign.split()[0] for process, sign in peers.signs_of_life().items()} == {0: "5", 1: "5"}
 peers.gathered("both have looked", None)
-peers.part()
+peers.say_finished()
 errors.run(lambda: peers.refuse_differences("start", {"x": peers.index()}))
 """
 
