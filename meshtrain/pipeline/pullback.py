@@ -23,8 +23,9 @@ Pullback = Callable[[Params, Any, jax.Array], tuple[Params, Any]]
 def layer_vjp(layer: Layer, weights: Params, x: Any, mask: Any = None) -> tuple[Any, LayerSums, Pullback]:
     """Returns the output of a layer, its sums, and its backward pass.
 
-    It computes gradients of the weights for which the mask is true (None: of all). It is a pytree of residuals, so that `jax.lax.scan` can stack it. It takes the weights as an
-    argument, trained and frozen: as residuals, a scan would stack a copy of them.
+    The backward pass computes gradients of the weights where the mask is true (None: of all). It is a pytree of
+    residuals, so that `jax.lax.scan` can stack it, and takes all weights as an argument: as residuals, the scan would
+    stack a copy of them.
     """
     trained, frozen = select(weights, mask)
 

@@ -74,7 +74,9 @@ def test_weights_that_are_not_recognized_are_reported(capsys, monkeypatch):
 
 
 def layer_of_decoder(dtype, policy="none", **options):
-    shape = DecoderOptions(num_layers=1, embed_dim=32, mlp_dim=48, num_heads=2, num_kv_heads=2, **options)
+    shape = DecoderOptions(
+        num_layers=1, embed_dim=32, mlp_dim=48, num_heads=2, num_kv_heads=2, vocab_size=16, **options
+    )
     task = decoder(shape, batch_size=2, sequence_length=8, dtype=dtype, remat=RematOptions(policy))
     ints = jnp.zeros((2, 8), jnp.int32)
     batch = dict.fromkeys(("positions", "segment_ids"), ints) | {"sequence_index": jnp.arange(2)}
