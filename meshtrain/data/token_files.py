@@ -75,16 +75,18 @@ def read_sidecar(path: Path) -> TokenFile:
     if described.dtype not in DTYPES:
         raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES) + "; nearest: prepare it again")
     bounds = {"vocab_size": 1, "num_tokens": 0, "num_documents": 0, "end_id": -1}
-    low = [name for name, least in bounds.items() if getattr(described, name) < least]
+    wrong = [name for name, least in bounds.items() if getattr(described, name) < least]
     if described.end_id >= described.vocab_size:
-        low.append("end_id")
+        wrong.append("end_id")
+    if described.vocab_size > np.iinfo(described.dtype).max + 1:  # ids that this dtype cannot hold
+        wrong.append("vocab_size")
     if (
-        low
+        wrong
         or not described.tokenizer
         or Path(described.tokenizer).name != described.tokenizer
         or "\0" in described.tokenizer
     ):
-        got = ", ".join(f"{name} {getattr(described, name)}" for name in low) or f"tokenizer '{described.tokenizer}'"
+        got = ", ".join(f"{name} {getattr(described, name)}" for name in wrong) or f"tokenizer '{described.tokenizer}'"
         raise UserError(f"data.path: '{sidecar}' says {got}; {_WRITTEN}")
     expected_bytes = described.num_tokens * np.dtype(described.dtype).itemsize
     if path.stat().st_size != expected_bytes:

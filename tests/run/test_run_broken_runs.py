@@ -144,7 +144,7 @@ def place_cases():
                 small(folder)
                 return words(odd_things(folder)[what])
 
-            name = module if module != "pipeline" else "pipeline.__main__"
+            name = f"{module}.__main__" if module in ("pipeline", "config") else module
             yield Case(f"{module}: {what}", asked, module=f"meshtrain.{name}")
 
 
@@ -198,7 +198,7 @@ PROGRAMS = {
         ["--promt=x"], ["--workdir=words.txt"], ["--config.seed=-1", "--num-tokens=0"],
     ],
     "explain": [["x"], ["--draw"], ["--draw=nowhere/x.png"], ["--draw=x.zzz"], ["--draw=pipe"], ["--drw=x"]],
-    "config": [["x"], ["--zz"], ["--config.seed=x"], ["--config.sed=1"]],
+    "config.__main__": [["x"], ["--zz"], ["--config.seed=x"], ["--config.sed=1"]],
     "data.prepare": [
         [], ["--path=words.txt"], ["--output=out.bin"], ["--path=words.txt", "--output="], ["--path=", "--output=a"],
         ["--path=words.txt", "--output=."], ["--path=words.txt", "--output=nowhere/a"],
