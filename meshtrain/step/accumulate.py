@@ -1,4 +1,4 @@
-"""Gradients of a sum over microbatches, added up in float32.
+"""Gradients summed over microbatches, in float32.
 
 B: sequences in the global batch, M: microbatches, b = B / M.
 """
@@ -14,7 +14,8 @@ from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, Loss, Params, Sums
 
-# (params, batch, rng, seed) -> sums, the gradients times the seed: float32 scalar, see `loss_scale.py`.
+# (params, batch, rng, seed) -> sums over the batch. The seed, a float32 scalar, multiplies the gradients: it is the
+# cotangent of the loss, see `loss_scale.seed`.
 Gradients = Callable[[Params, Batch, jax.Array, jax.Array], Sums]
 
 
@@ -44,7 +45,7 @@ def cut(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -
 
 
 def split(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Returns the microbatches of `cut`, each entry [M, b, ...]: a copy, as `jax.lax.scan` wants it."""
+    """Returns a copy of the microbatches of `cut`, each entry [M, b, ...] for `jax.lax.scan`."""
     microbatches = cut(batch, num_microbatches, placement, axes)
     return {name: placement.activation(x.swapaxes(0, 1), (None, *axes[name])) for name, x in microbatches.items()}
 
@@ -56,7 +57,17 @@ def accumulated(
     replicas: Replicas,
     axes: Axes,
 ) -> Gradients:
-    """Returns the function that gives the sums and gradients of a whole batch, one microbatch at a time."""
+    """Returns the function that computes the sums and gradients of a batch, one microbatch after the other.
+
+    Gradients are a tree like the parameters, float32, with None for frozen ones (`replicas.trained`).
+
+    Args:
+      loss: (params, microbatch, rng, train) -> sums.
+      num_microbatches: M.
+      placement: places the microbatches.
+      replicas: reduces the gradients over the data axis.
+      axes: the logical axes of each entry of the batch.
+    """
 
     def one(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
         trained, frozen = select(params, replicas.trained)
@@ -97,7 +108,7 @@ def accumulated(
 def summed(
     loss: Callable[[Params, Batch, jax.Array, bool], Loss], num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
-    """Returns the function that gives the sums of a whole batch without gradients, one microbatch at a time."""
+    """Returns the function that computes the sums of a batch without gradients, one microbatch after the other."""
 
     def one(params: Params, batch: Batch, rng: jax.Array) -> Loss:
         return loss(params, batch, rng, False)

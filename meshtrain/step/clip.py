@@ -1,4 +1,4 @@
-"""Clipping by the norm over all gradients (Pascanu et al. 2013)."""
+"""Clipping by the global norm of the gradients (Pascanu et al. 2013)."""
 
 from typing import Any
 
@@ -16,12 +16,15 @@ def square_sums(gradients: Any) -> jax.Array:
 
 
 def clip(gradients: Any, norm: jax.Array, max_norm: float) -> Any:
-    """Scales all gradients by min(1, max_norm / norm).
+    """Returns the gradients times min(1, max_norm / norm).
+
+    >>> clip({"a": jnp.float32([3.0, 4.0])}, jnp.float32(5.0), 1.0)["a"]
+    Array([0.6, 0.8], dtype=float32)
 
     Args:
       gradients: a tree of float32 arrays.
       norm: their global norm, a float32 scalar.
-      max_norm: 0 leaves them alone.
+      max_norm: the largest norm; 0 means no clipping.
     """
     if max_norm == 0.0:
         return gradients

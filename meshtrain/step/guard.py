@@ -1,7 +1,7 @@
-"""A step whose loss or gradients are no numbers leaves no trace in weights and moments; it is counted, and named.
+"""A step whose loss or gradients are not finite is skipped: weights and moments stay, and the step is counted.
 
-Everything here is part of the one jitted step: no value travels to the host, and every process and mesh comes to the
-same decision, since all of them judge the same global sums.
+All of this is part of the jitted step, without a transfer to the host. Every process decides alike, because the
+decision depends on global sums alone.
 """
 
 import dataclasses
@@ -16,22 +16,22 @@ from meshtrain.words.options import option
 
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 
-# Names among a step's metrics that steer the loop and are not worth a log line.
+# Metrics of a step that the loop reads and does not log.
 IN_A_ROW, FIRST_NOT_FINITE = "skipped_in_a_row", "first_not_finite"
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardOptions:
-    """When a step is left out, and when leaving out no longer helps."""
+    """When a step is skipped, and how many may be skipped in a row."""
 
     max_skipped_in_a_row: int = option(
         5,
-        "steps in a row that may be skipped because loss or gradients are no numbers; one more ends the run",
+        "steps in a row that may be skipped because loss or gradients are not finite; one more ends the run",
         minimum=0,
     )
     spike_factor: float = option(
         0.0,
-        f"skips a step too whose gradient norm is above so many medians of the last {NUM_NORMS}; 0: never",
+        f"skip a step whose gradient norm is above this many medians of the last {NUM_NORMS} norms; 0: never",
         minimum=0.0,
     )
 
@@ -39,12 +39,12 @@ class GuardOptions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """What the guard remembers.
+    """The guard's part of the training state.
 
     Attributes:
       total: int32 scalar, steps skipped since the run began.
-      in_a_row: int32 scalar, those since the last good step that a smaller loss scale could not have saved.
-      norms: float32 [NUM_NORMS], the last finite gradient norms, oldest first; 0 where there were none yet.
+      in_a_row: int32 scalar, steps skipped since the last good one, without those that a loss scale too large explains.
+      norms: float32 [NUM_NORMS], the last finite gradient norms, oldest first; 0 in the places not filled yet.
     """
 
     total: jax.Array
@@ -53,36 +53,37 @@ class Skipped:
 
 
 def none_skipped() -> Skipped:
-    """Returns the memory of a run that has not begun."""
+    """Returns the guard's state before the first step."""
     return Skipped(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros(NUM_NORMS, jnp.float32))
 
 
 def is_good(options: GuardOptions, skipped: Skipped, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Returns whether a step may change the weights, a bool scalar.
 
-    The spike rule waits until it has seen NUM_NORMS norms. It compares with every finite norm, of skipped steps too:
-    gradients that stay larger are the new median after a while, or end the run before.
+    The spike rule starts after NUM_NORMS norms. Its median includes the finite norms of skipped steps, so gradients
+    that stay larger either move the median or end the run.
 
     Args:
       options: the rules.
-      skipped: what happened before.
+      skipped: the guard's state before the step.
       loss: float32 scalar.
-      norm: float32 scalar, the norm over all gradients before clipping, unscaled.
+      norm: float32 scalar, the global norm of the gradients before clipping, without the loss scale.
     """
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
     if options.spike_factor == 0.0:
         return good
-    has_seen_enough = jnp.min(skipped.norms) > 0
-    return good & ~(has_seen_enough & (norm > options.spike_factor * jnp.median(skipped.norms)))
+    is_full = jnp.min(skipped.norms) > 0
+    return good & ~(is_full & (norm > options.spike_factor * jnp.median(skipped.norms)))
 
 
 def after(skipped: Skipped, good: jax.Array, excused: jax.Array, norm: jax.Array) -> Skipped:
-    """Returns the memory after a step.
+    """Returns the guard's state after a step.
 
     Args:
-      skipped: the memory before it.
+      skipped: the state before it.
       good: bool scalar, from `is_good`.
-      excused: bool scalar, true where the loss scale may be to blame and has become smaller.
+      excused: bool scalar, whether the loss scale may have caused the overflow and has room to shrink; see
+        `loss_scale.after`.
       norm: float32 scalar.
     """
     in_a_row = jnp.where(good, 0, skipped.in_a_row + jnp.where(excused, 0, 1))
@@ -90,31 +91,31 @@ def after(skipped: Skipped, good: jax.Array, excused: jax.Array, norm: jax.Array
     return Skipped(skipped.total + jnp.where(good, 0, 1), in_a_row, jnp.where(jnp.isfinite(norm), later, skipped.norms))
 
 
-def chosen(good: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the new tree after a good step and the old one, bit for bit, after another."""
+def where_good(good: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the new tree after a good step, else the old one, bitwise."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
 
 def first_not_finite(loss: jax.Array, square_sums: jax.Array) -> jax.Array:
-    """Returns which value of a step is no number, an int32 scalar; -1 where all are.
+    """Returns the number of the first value of a step that is not finite, an int32 scalar; -1 if all are finite.
 
     Args:
       loss: float32 scalar, number 0.
-      square_sums: float32 [leaves], the sum of squares of each gradient; leaf n is number n + 1.
+      square_sums: float32 [leaves], the sum of squares of each parameter's gradient; leaf n is number n + 1.
     """
     wrong = ~jnp.isfinite(jnp.concatenate([loss[None], square_sums]))
     return jnp.where(jnp.any(wrong), jnp.argmax(wrong), -1).astype(jnp.int32)
 
 
 def name_of_first(params: Any, number: int) -> str:
-    """Returns the name of the first array that is not finite, found out once training has stopped.
+    """Returns the name of the first array that is not finite: a weight, the loss, or a gradient, in this order.
 
-    A weight comes first, if one was read from elsewhere and is no number itself; then the loss, which only a forward
-    pass through finite weights can have spoiled; then the gradients.
+    It runs once, after training has stopped. A weight that is not finite was loaded so: the guard skips updates that
+    are not.
 
     Args:
-      params: the parameters, on any mesh; every process calls this together.
-      number: what `first_not_finite` said.
+      params: the parameters, on any mesh; all processes call this together.
+      number: the result of `first_not_finite`.
     """
     paths = [path for path, _ in leaves_with_paths(params)]
     are_finite = jax.jit(lambda leaves: [jnp.all(jnp.isfinite(leaf)) for leaf in leaves])(jax.tree.leaves(params))

@@ -1,9 +1,9 @@
-"""Loss scaling: small gradients of a 16-bit float are kept from becoming 0 by making all of them larger for a while.
+"""Loss scaling: keeps small gradients in float16 from underflowing to 0.
 
-The loss is multiplied before the backward pass and the float32 gradient sums are divided after it (Micikevicius et al.
-2018, section 3.2). Scales are powers of two, so that nothing but the exponent of a number changes, and nothing at all
-where it fits in both. The dynamic rule is the one of Apex and Megatron-LM: try a larger scale every so often, and go
-back when something overflows.
+The loss is multiplied by the scale before the backward pass, and the float32 gradient sums are divided by it after
+(Micikevicius et al. 2018, section 3.2). Scales are powers of two: they change exponents alone, so results are bitwise
+the same where nothing underflows or overflows. The dynamic rule is that of Apex and Megatron-LM: the scale doubles
+after a number of good steps, and halves after an overflow.
 """
 
 import dataclasses
@@ -19,12 +19,14 @@ MINIMUM, MAXIMUM = 1.0, 2.0**32
 
 @dataclasses.dataclass(frozen=True)
 class LossScaleOptions:
-    """By how much the loss is multiplied."""
+    """The factor of the loss in the backward pass."""
 
     mode: str = option("auto", "auto: dynamic where float16 computes, else none", choices=("auto", "none", "dynamic"))
-    initial: float = option(65536.0, "scale of the mean loss that the run begins with, a power of two", minimum=MINIMUM)
+    initial: float = option(65536.0, "scale of the mean loss at the start of the run, a power of two", minimum=MINIMUM)
     growth_steps: int = option(2000, "good steps in a row after which the scale doubles", minimum=1)
-    hysteresis: int = option(2, "overflows since it last doubled from which on each one halves the scale", minimum=1)
+    hysteresis: int = option(
+        2, "number of the overflow since the scale last doubled that is the first to halve it", minimum=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Scaling:
 
     Attributes:
       options: the rule.
-      num_targets: targets in a microbatch, of which the loss is a sum: the scale is that of their mean, as nearly as
-        powers of two allow, so that it does not depend on how much is summed up.
+      num_targets: targets in a microbatch. The task's loss is their sum, and the scale is relative to their mean, up to
+        a power of two, so that it does not depend on the size of a microbatch.
     """
 
     options: LossScaleOptions
@@ -44,12 +46,12 @@ class Scaling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """What the rule remembers.
+    """The loss scale's part of the training state.
 
     Attributes:
-      scale: float32 scalar, a power of two; 1 where nothing is scaled.
-      num_good: int32 scalar, good steps since the scale last changed or something overflowed.
-      tolerance: int32 scalar, overflows that may still pass before one halves the scale.
+      scale: float32 scalar, a power of two; 1 without loss scaling.
+      num_good: int32 scalar, good steps since the last change of the scale or the last overflow.
+      tolerance: int32 scalar, hysteresis minus the overflows since the scale last doubled, at least 0.
     """
 
     scale: jax.Array
@@ -75,19 +77,19 @@ def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[str]:
 
 
 def scaling(options: LossScaleOptions, num_targets: int, *, computes_in_float16: bool) -> Scaling | None:
-    """Returns how a run scales its loss, None where it does not.
+    """Returns how a run scales its loss, None for no scaling.
 
     Args:
       options: checked.
       num_targets: targets in a microbatch.
-      computes_in_float16: what "auto" goes by.
+      computes_in_float16: whether "auto" means dynamic.
     """
     is_on = computes_in_float16 if options.mode == "auto" else options.mode == "dynamic"
     return Scaling(options, num_targets) if is_on else None
 
 
 def first_scale(scaling: Scaling | None) -> LossScale:
-    """Returns what the rule knows before the first step."""
+    """Returns the state before the first step."""
     zero = jnp.zeros((), jnp.int32)
     if scaling is None:
         return LossScale(jnp.ones((), jnp.float32), zero, zero)
@@ -96,24 +98,24 @@ def first_scale(scaling: Scaling | None) -> LossScale:
 
 
 def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
-    """Returns what a microbatch's sum of losses is multiplied by before its gradient: float32 scalar, power of two.
+    """Returns the factor of a microbatch's sum of losses in the backward pass: float32 scalar, a power of two.
 
-    Without scaling it is a 1 that the compiler does not know: another program would round differently here and there,
-    and scaling is to change nothing but exponents.
+    Without scaling it is `state.scale`, a 1 that the compiler cannot fold: the program, and with it the rounding, is
+    the same with and without scaling.
     """
     return state.scale if scaling is None else state.scale * 2.0 ** -math.floor(math.log2(scaling.num_targets))
 
 
 def after(scaling: Scaling | None, state: LossScale, loss: jax.Array, norm: jax.Array) -> tuple[LossScale, jax.Array]:
-    """Returns what the rule knows after a step, and whether the scale may be all that was wrong with it, a bool scalar.
+    """Returns the state after a step, and whether the step overflowed with a scale that can shrink, a bool scalar.
 
-    A loss that is no number comes from the forward pass, which knows no scale: the scale stays.
+    A loss that is not finite comes from the forward pass, in which there is no scale: the scale stays.
 
     Args:
-      scaling: the rule; None leaves everything as it is.
-      state: what it knew before.
+      scaling: the rule; None returns the state unchanged.
+      state: the state before the step.
       loss: float32 scalar.
-      norm: float32 scalar, of all gradients.
+      norm: float32 scalar, the global norm of the gradients.
     """
     if scaling is None:
         return state, jnp.zeros((), jnp.bool)

@@ -1,4 +1,4 @@
-"""In which dtype what is kept, computed and sent. Moments, gradient sums, softmax, norms and losses stay float32."""
+"""Dtypes of parameters, computation and reductions. Moments, gradient sums, softmax, norms and losses are float32."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.floa
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionOptions:
-    """Four dtypes, by one name or each by its own."""
+    """Four dtypes: all by `policy`, or each by its own option."""
 
     policy: str = option(
         "float32",
@@ -22,7 +22,7 @@ class PrecisionOptions:
         choices=tuple(_DTYPES),
     )
     param_dtype: str = option(
-        "auto", "of parameters as they are kept and updated; auto: float32", choices=("auto", "float32", "bfloat16")
+        "auto", "of parameters as they are stored and updated; auto: float32", choices=("auto", "float32", "bfloat16")
     )
     compute_dtype: str = option(
         "auto", "of activations and cast weights; auto: the policy's", choices=("auto", *_DTYPES)
@@ -38,30 +38,30 @@ class PrecisionOptions:
 
 
 def param_dtype(options: PrecisionOptions) -> DTypeLike:
-    """Returns the dtype that parameters are kept in."""
+    """Returns the dtype in which parameters are stored."""
     return _DTYPES["float32" if options.param_dtype == "auto" else options.param_dtype]
 
 
 def compute_name(options: PrecisionOptions) -> str:
-    """Returns the name of the dtype that activations have."""
+    """Returns the name of the dtype of activations."""
     return options.policy if options.compute_dtype == "auto" else options.compute_dtype
 
 
 def compute_dtype(options: PrecisionOptions) -> DTypeLike:
-    """Returns the dtype of activations and of the weights that meet them."""
+    """Returns the dtype of activations, and of weights when they are multiplied with them."""
     return _DTYPES[compute_name(options)]
 
 
 def reduce_dtype(options: PrecisionOptions) -> DTypeLike:
-    """Returns the dtype in which gradients cross the network."""
+    """Returns the dtype of gradients in collectives over data."""
     return _DTYPES["float32" if options.reduce_dtype == "auto" else options.reduce_dtype]
 
 
 def output_dtype(options: PrecisionOptions) -> DTypeLike:
-    """Returns the dtype of logits as the head makes them."""
+    """Returns the dtype of the head's logits."""
     return _DTYPES[options.policy if options.output_dtype == "auto" else options.output_dtype]
 
 
 def cast(tree: Any, dtype: DTypeLike) -> Any:
-    """Returns a tree of arrays with each floating-point leaf in this dtype; leaves that have it stay what they are."""
+    """Returns a tree of arrays with each floating-point leaf cast to this dtype."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

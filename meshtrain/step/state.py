@@ -1,4 +1,4 @@
-"""What a step takes and gives back: everything that a run must keep to go on."""
+"""The training state: everything that a step reads and writes, and that a checkpoint saves."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,8 @@ class TrainState:
       params: nested dict of arrays, trained and frozen, float32 unless `precision.param_dtype` says otherwise.
       opt_state: the optimizer's state, as optax made it for the trained parameters in float32.
       rng: uint32 key data; step n draws from this key with n folded in.
-      skipped: which steps changed nothing, and what the guard knows of those before.
-      loss_scale: by how much the loss is multiplied for the backward pass, and since when.
+      skipped: the guard's counts of skipped steps and the last gradient norms.
+      loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
     """
 
     step: jax.Array
@@ -56,7 +56,7 @@ def init_state(
       params: initial parameters.
       transformation: the optimizer.
       rng: a typed key.
-      scaling: how the loss is scaled, if it is.
+      scaling: how the loss is scaled; None: not at all.
       mask: tree of bool, which parameters are trained; None: all of them.
     """
     trained, _ = select(params, mask)
@@ -108,10 +108,10 @@ def axes_of_leaves(state: Any, of_fields: Mapping[str, Sequence[Axes]]) -> list[
 
 
 def step_key(state: TrainState) -> jax.Array:
-    """Returns the typed key of the state's step."""
+    """Returns the typed key of the step that follows this state."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
 
 def num_updates(state: TrainState) -> jax.Array:
-    """Returns how often the weights have changed, an int32 scalar: the count that learning rates are a function of."""
+    """Returns the number of updates done, an int32 scalar, skipped steps left out: the count of the learning rate."""
     return state.step - state.skipped.total

@@ -1,4 +1,4 @@
-"""One step: sums and gradients of the batch, a look at them, clipping, the optimizer, the new state."""
+"""One step: sums and gradients of the batch, the guard's checks, clipping, the optimizer, the new state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,21 +39,22 @@ def train_step(
 ) -> TrainStep:
     """Returns the step that trains: (state, batch) -> (state, metrics).
 
-    A step that the guard refuses moves on the step number (and with it data and random numbers) and nothing else.
+    A step that the guard skips advances the step number (and with it data and random numbers) and changes no weight.
 
     Args:
       gradients: (params, batch, rng, seed) -> sums over the batch; the gradients of trained weights, times the seed.
-      transformation: the optimizer, fed with the gradient of the mean loss.
-      learning_rate: update count -> learning rate, for the log only; the optimizer has its own.
-      clip_norm: the largest gradient norm that passes, 0 for no clipping.
-      guard_options: which steps are refused.
-      scaling: by how much the loss is multiplied before the backward pass; None: not at all.
-      fetch: (optimizer's state, gradient norm) -> that state on the devices, once the norm is known.
-      mask: tree of bool, which parameters are trained; None: all of them. The others are in the new state as they were.
+      transformation: the optimizer. Its gradients are those of the mean loss.
+      learning_rate: number of updates -> learning rate, for the metrics; the optimizer has its own.
+      clip_norm: the largest global norm of the gradients, 0 for no clipping.
+      guard_options: which steps are skipped.
+      scaling: how the loss is scaled for the backward pass; None: not at all.
+      fetch: (optimizer's state, gradient norm) -> that state in device memory. The norm is an argument so that the copy
+        starts only after the backward pass.
+      mask: tree of bool, which parameters are trained; None: all of them. The others are the same in the new state.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
-    step, if there is one), the task's own, and the guard's two for the loop.
+    step, with scaling), the task's own, and two of the guard for the loop.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -69,10 +70,12 @@ def train_step(
         good = guard.is_good(guard_options, state.skipped, loss, norm)
         new_scale, is_excused = loss_scale.after(scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
-        wide = cast(trained, jnp.float32)
+        float32_params = cast(trained, jnp.float32)
         before = fetch(state.opt_state, norm)
-        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), before, wide)
-        updated = jax.tree.map(lambda new, old: new.astype(old.dtype), optax.apply_updates(wide, updates), trained)
+        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), before, float32_params)
+        updated = jax.tree.map(
+            lambda new, old: new.astype(old.dtype), optax.apply_updates(float32_params, updates), trained
+        )
         metrics = {name: value / weight for name, value in sums.metrics.items()}
         metrics |= {
             "loss": loss,
@@ -85,15 +88,15 @@ def train_step(
         }
         if scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale
-        params = merged(guard.chosen(good, updated, trained), frozen)
-        opt_state = guard.chosen(good, opt_state, before)
+        params = merged(guard.where_good(good, updated, trained), frozen)
+        opt_state = guard.where_good(good, opt_state, before)
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale), metrics
 
     return step
 
 
 def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:
-    """Returns the step that evaluates: (params, batch) -> sums `loss`, `weight` and the task's own, to be added up."""
+    """Returns the step that evaluates: (params, batch) -> the sums `loss` and `weight`, and those of the task."""
 
     def step(params: Params, batch: Batch) -> Metrics:
         value, weight, metrics = loss(params, with_sequence_index(batch), jax.random.key(0))
