@@ -19,9 +19,9 @@ def interruptions() -> Iterator[Callable[[int], bool]]:
     So no step is cut in two. A second SIGINT ends at once. SIGHUP means that the terminal is gone: what would be
     printed on it is dropped from then on, since a failed write would end the run before its save.
     """
-    starting.over()
     arrived: list[int] = []
     is_alone = jax.process_count() == 1
+    starting.over(() if is_alone else (signal.SIGTERM,))
     descriptors = on_terminal()
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from meshtrain.words.errors import EXIT_START_AGAIN
@@ -18,7 +18,7 @@ from meshtrain.words.errors import EXIT_START_AGAIN
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAID = b"meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
 _undo: list[Callable[[], None]] = []
-_end: list[Callable[[], None]] = []  # of the block that is open, at most one
+_end: list[Callable[[Collection[int]], None]] = []  # of the block that is open, at most one
 
 
 def heeded() -> list[signal.Signals]:
@@ -41,10 +41,10 @@ def stops_at_signals() -> Iterator[None]:
     thread = threading.Thread(target=_wait, args=(reading, terminal, frozenset(handlers)), daemon=True, name="starting")
     thread.start()
 
-    def end() -> None:
+    def end(taken: Collection[int]) -> None:
         signal.set_wakeup_fd(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number in handlers.keys() - set(taken):
+            signal.signal(number, handlers[number])
         os.write(writing, b"\0")  # no signal has this number: the thread ends
         thread.join()
         for descriptor in (reading, writing, terminal):
@@ -57,10 +57,14 @@ def stops_at_signals() -> Iterator[None]:
         over()
 
 
-def over() -> None:
-    """Leaves signals to others: steps begin, and what they have done is to be saved. A second time is fine."""
+def over(taken: Collection[int] = ()) -> None:
+    """Leaves signals to others: steps begin, and what they have done is to be saved. A second time is fine.
+
+    Args:
+      taken: signals that C code has set a handler of its own for meanwhile, which Python does not know: it stays.
+    """
     while _end:
-        _end.pop()()
+        _end.pop()(taken)
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ errors.run(lambda: peers.refuse_differences("start", {"x": peers.index()}))
 
 def test_an_error_of_ours_ends_all_at_once_though_others_wait_for_its_farewell():
     code = (
-        "from meshtrain import errors\nfrom meshtrain.launch import distributed, peers\ndistributed.start(2)\n"
+        "from meshtrain.words import errors\nfrom meshtrain.launch import distributed, peers\ndistributed.start(2)\n"
         "errors.run(lambda: peers.gathered('a', None) if peers.index() else 1 / 0)"
     )
     command = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c", code]

@@ -127,7 +127,8 @@ def test_a_signal_to_one_worker_stops_all_after_the_same_step_and_saves(launched
 
 def test_processes_started_for_different_things_are_refused_alike(command, tmp_path):
     words = [command(tmp_path / "run", "mesh.data=2", f"seed={seed}") for seed in (1, 2)]
-    code = f"import os, sys; from meshtrain import errors, main; words = {words!r}[int(os.environ['JAX_PROCESS_ID'])]"
+    own = f"words = {words!r}[int(os.environ['JAX_PROCESS_ID'])]"
+    code = f"import os, sys; from meshtrain import main; from meshtrain.words import errors; {own}"
     launch = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
