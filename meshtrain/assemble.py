@@ -17,7 +17,7 @@ from meshtrain.config.tasks import MakeTask, find
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
 from meshtrain.launch.hardware import peak_flops_per_second
-from meshtrain.layout import offload, partition, zero
+from meshtrain.layout import fit, offload, partition, zero
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.partition import Names
@@ -124,6 +124,8 @@ def assemble(
 
     params, axes = abstract_params(task, num_chunks, mesh.size)
     trained = trained_mask(config.optimizer.trainable, params)
+    if found := fit.problems(params, axes, rules, mesh.shape, level, trained=trained):
+        raise UserError(*found)
     specs = stored_tree(params, axes, rules, mesh.shape, level)
     replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -81,7 +81,7 @@ def train(
     if isinstance(make_data, Rules):
         raise UserError("make_data: got Rules; allowed: a function config -> Data; nearest: train(..., rules=rules)")
     source = {"data.source": named.name_of(make_data)} if make_data else {}
-    config = resolve(config, source, make_task=make_task, reads_data=make_data is None)
+    config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
     run = expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
@@ -89,7 +89,7 @@ def train(
     with Watchdog(config.watchdog_seconds) as watchdog:
         start.refuse_unequal_processes(config, run)
         shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-        problems = check(config, shape, make_task) + start.check(config, run, start.saved_step(run))
+        problems = check(config, shape, make_task, rules) + start.check(config, run, start.saved_step(run))
         if problems := peers.share_problems("configuration", problems):
             raise UserError(*problems)
         with show("data") as say:

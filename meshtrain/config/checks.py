@@ -1,22 +1,26 @@
-"""What has to divide what: checks across the rooms' options. Each gives lines of got / allowed / nearest fix.
+"""What has to divide what: checks across the rooms' options. Each returns lines of got / allowed / nearest fix.
 
-Sizes of the mesh come as {axis: size}. Where one is not known yet, 1 stands for it: that asks for less, never for
-something else.
+Sizes of the mesh come as {axis: size}. An axis of unknown size is passed as 1, which can only weaken a check.
 """
 
-import math
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
+from meshtrain.layout import fit, zero
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.optim.trainable import trained_mask
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions, compute_name
+from meshtrain.words.errors import UserError
+from meshtrain.words.numbers import nearest_divisor, nearest_multiple
 
 
 def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -29,7 +33,6 @@ def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     return [
         *model(config.model, config.precision, config.sequence_length),
         *vocabulary(config.model, config.data),
-        *model_on_mesh(config.model, mesh_shape),
         *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"]),
     ]
 
@@ -85,32 +88,6 @@ def scaling(options: LossScaleOptions, precision: PrecisionOptions) -> list[str]
     return loss_scale.check(options, computes_in_float16=compute_name(precision) == "float16")
 
 
-def model_on_mesh(options: DecoderOptions, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each dim of the weights that the mesh cannot split evenly."""
-    found = []
-    split = {"tensor": ("num_heads", "num_kv_heads", "mlp_dim", "embed_dim"), "fsdp": ("embed_dim",)}
-    for axis, names in split.items():
-        size = mesh_shape[axis]
-        dims = {name: getattr(options, name) for name in names}
-        # One size of the axis that mends every line at once.
-        legal = nearest_divisor(math.gcd(*dims.values()), size)
-        found += [
-            f"model.{name}: got {dim}; allowed: a multiple of mesh.{axis} = {size}; "
-            f"nearest: {nearest_multiple(dim, size)}, or mesh.{axis}={legal}"
-            for name, dim in dims.items()
-            if dim % size
-        ]
-    tensor, pipeline = mesh_shape["tensor"], mesh_shape["pipeline"]
-    parts = tensor * pipeline
-    if options.padded_vocab_size % parts:
-        found.append(
-            f"model.vocab_multiple: got {options.vocab_multiple}, which pads the vocabulary to "
-            f"{options.padded_vocab_size}; allowed: a padded vocabulary divisible by {parts} = mesh.tensor {tensor} x "
-            f"mesh.pipeline {pipeline}; nearest: {nearest_multiple(options.vocab_multiple, parts)}"
-        )
-    return found
-
-
 def vocabulary(options: DecoderOptions, data: DataOptions) -> list[str]:
     """Returns one line where the byte tokenizer has more tokens than the model; others are known once data are read."""
     if data.source not in ("python", "text") or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
@@ -141,25 +118,59 @@ def batch(batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_micr
     ]
 
 
-def sequence_on_mesh(sequence_length: int, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line where sequence parallelism cannot split the sequence over the tensor axis."""
-    tensor = mesh_shape["tensor"]
-    if sequence_length % tensor == 0:
-        return []
-    return [
-        f"sequence_length: got {sequence_length}; allowed with layout.sequence_parallel: a multiple of mesh.tensor = "
-        f"{tensor}; nearest: {nearest_multiple(sequence_length, tensor)}"
-    ]
+def sequence(sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each rule that splits the sequence of an activation into unequal shards.
+
+    Args:
+      sequence_length: in tokens.
+      rules: the axes that split `sequence`, and between layers `residual_sequence`, count.
+      mesh_shape: the size of each mesh axis.
+    """
+    found = []
+    for name in ("sequence", "residual_sequence"):
+        axes = rules.activations[name] if name in rules.activations else ()
+        parts = num_parts(axes, mesh_shape)
+        if sequence_length % parts:
+            over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
+            found.append(
+                f"sequence_length: got {sequence_length}; allowed: a multiple of {parts}, as rule '{name}' splits it "
+                f"over {over}; nearest: {nearest_multiple(sequence_length, parts)}"
+            )
+    return found
 
 
-def nearest_multiple(number: int, divisor: int) -> int:
-    """Returns the multiple of `divisor` (at least `divisor`) that is nearest to `number`; of two the larger."""
-    return divisor * max(1, (2 * number + divisor) // (2 * divisor))
+def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: Any, rules: Rules) -> list[str]:
+    """Returns one line for each reason why a task's weights cannot be stored on a mesh of these sizes.
 
+    Dims of layers are left out: the pipeline's check knows about chunks.
 
-def nearest_divisor(number: int, size: int) -> int:
-    """Returns the divisor of `number` that is nearest to `size`; of two the larger."""
-    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
-    return min(
-        small + [number // candidate for candidate in small], key=lambda candidate: (abs(candidate - size), -candidate)
+    Args:
+      config: what is told; the options in `config.model` that are sizes of dims are named in the lines.
+      mesh_shape: the size of each mesh axis.
+      params: abstract parameters in layer order.
+      axes: their logical axes.
+      rules: the table, with the storage axes of the ZeRO level.
+    """
+    try:
+        trained = trained_mask(config.optimizer.trainable, params)
+    except UserError as error:
+        return list(error.problems)
+    return fit.problems(
+        params,
+        axes,
+        rules,
+        mesh_shape,
+        min(config.zero.effective_level, zero.MAX_LEVEL),
+        options=sizes_of_dims(config.model),
+        trained=trained,
+        elsewhere=("layers",),
     )
+
+
+def sizes_of_dims(options: Any) -> dict[str, tuple[str, int]]:
+    """Returns logical axis -> (key, value) for each of a task's options that is the size of a dim of weights."""
+    return {
+        field.metadata["dim"]: (f"model.{field.name}", getattr(options, field.name))
+        for field in dataclasses.fields(options)
+        if field.metadata and field.metadata["dim"]
+    }

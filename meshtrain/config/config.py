@@ -14,6 +14,7 @@ files that edit the defaults:
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data import sources
 from meshtrain.layout import mesh, zero
-from meshtrain.layout.rules import default_rules
+from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.task import Task
 from meshtrain.observe import profiler
@@ -66,6 +67,7 @@ def resolve(
     also: Sequence[str] = (),
     *,
     make_task: MakeTask | None = None,
+    rules: Rules | None = None,
     reads_data: bool = True,
 ) -> Config:
     """Returns the configuration with every value checked, as far as that goes without knowing the devices.
@@ -83,6 +85,7 @@ def resolve(
       also: problems found elsewhere, to be reported together with those found here.
       make_task: a task function of the caller's in the place of the one that `task` names. Where it has no `options`,
         `model` is what the configuration's own task says, and nothing about it is checked.
+      rules: logical axis -> mesh axes for the task's weights; None: the built-in table.
       reads_data: whether the data have to be here; a plan for another cluster does without.
 
     Raises:
@@ -107,7 +110,7 @@ def resolve(
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
         *checks.scaling(mended.loss_scale, mended.precision),
-        *_on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function),
+        *_on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules),
     ]
     found += [line for line in across if not any(key in line for key in faulty)]
     if found or also:
@@ -115,7 +118,9 @@ def resolve(
     return mended
 
 
-def check(config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None) -> list[str]:
+def check(
+    config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
+) -> list[str]:
     """Returns one line for each way in which a configuration does not fit a mesh of these sizes.
 
     `resolve` asks with what it knows (1 for an axis of -1); whoever knows the devices asks again before compiling.
@@ -124,23 +129,34 @@ def check(config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | N
       config: resolved.
       mesh_shape: the size of each axis.
       make_task: as `resolve` was given it.
+      rules: likewise.
     """
-    return _on_mesh(config, mesh_shape, make_task or tasks.find(config.task))
+    return _on_mesh(config, mesh_shape, make_task or tasks.find(config.task), rules)
 
 
-def _on_mesh(config: Config, mesh_shape: Mapping[str, int], function: MakeTask | None) -> list[str]:
+def _on_mesh(
+    config: Config, mesh_shape: Mapping[str, int], function: MakeTask | None, rules: Rules | None
+) -> list[str]:
     """Returns what `check` does; without a task function nothing that depends on the task."""
-    rules = default_rules(config.layout)
+    rules = zero.rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     found = checks.batch(config.batch_size, rules, mesh_shape, num_microbatches(config, mesh_shape))
+    found += checks.sequence(config.sequence_length, rules, mesh_shape)
     found += zero.problems(config.zero, config.mesh.data, config.mesh.fsdp)
-    if config.layout.sequence_parallel:
-        found += checks.sequence_on_mesh(config.sequence_length, mesh_shape)
     if function is None:
         return found
     own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
-    if not own and mesh_shape["pipeline"] > 1:
-        own = _in_stages(config, mesh_shape, tasks.abstract_task(config, function))
-    return found + own
+    found += own
+    if math.prod(mesh_shape.values()) == 1:
+        return found
+    try:
+        if mesh_shape["pipeline"] > 1:
+            found += _in_stages(config, mesh_shape, tasks.abstract_task(config, function))
+        params, axes = tasks.abstract_weights(config, function)
+    except Exception:
+        if own:
+            return found  # options that contradict each other need not describe any weights
+        raise
+    return found + checks.weights(config, mesh_shape, params, axes, rules)
 
 
 def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> list[str]:

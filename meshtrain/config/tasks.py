@@ -6,6 +6,7 @@ stands under `config.model`; each field is an `option(default, text)`. It may ha
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from meshtrain.layout.placement import Placement
 from meshtrain.models import decoder_task
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.task import Task
+from meshtrain.step.placed import named_params
 from meshtrain.step.precision import compute_dtype, output_dtype
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
@@ -123,3 +125,26 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
       UserError: see `find`.
     """
     return (make_task or find(config.task))(config, Placement.nowhere())
+
+
+def abstract_weights(config: Config, make_task: MakeTask) -> tuple[Any, Any]:
+    """Returns the abstract parameters of a configuration's task in layer order, and their logical axes.
+
+    It touches no device. Those of built-in tasks are traced once: the planner asks for many meshes.
+
+    Args:
+      config: resolved.
+      make_task: the task function.
+    """
+    if make_task not in TASKS.values():
+        return named_params(abstract_task(config, make_task).init)
+    # What shapes depend on: a mesh and how a step is computed change no weight.
+    alone = Config(
+        task=config.task, model=config.model, batch_size=config.batch_size, sequence_length=config.sequence_length
+    )
+    return _built_in_weights(alone, make_task)
+
+
+@functools.lru_cache(maxsize=8)
+def _built_in_weights(config: Config, make_task: MakeTask) -> tuple[Any, Any]:
+    return named_params(abstract_task(config, make_task).init)

@@ -21,7 +21,7 @@ STACKED = ("chunks", "layers")
 
 
 def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each reason why an array cannot live where the rules put it; none if it can.
+    """Returns one line for each reason why an array cannot be split as the rules say; none if it can.
 
     Args:
       path: what the array is called in the lines.
@@ -29,6 +29,24 @@ def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh
       names: a logical axis for each dim; None keeps the dim whole.
       column: logical axis -> mesh axes: one column of the rules.
       mesh_shape: the size of each mesh axis.
+    """
+    found = name_problems(path, shape, names, column, mesh_shape)
+    if len(names) != len(shape):
+        return found
+    where = f"{path}: shape {tuple(shape)}"
+    for dim in uneven_dims(shape, names, column, mesh_shape):
+        name = names[dim]
+        assert name is not None
+        found.append(_uneven(f"{where}: dim {dim}", shape[dim], name, column[name], mesh_shape))
+    return found
+
+
+def name_problems(
+    path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
+) -> list[str]:
+    """Returns one line for each name that is unknown, missing or too many, or splits by an axis that is taken.
+
+    For the arguments see `problems`.
     """
     where = f"{path}: shape {tuple(shape)}"
     if len(names) != len(shape):
@@ -39,7 +57,7 @@ def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh
         ]
     found = []
     taken: dict[str, int] = {}
-    for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
+    for dim, name in enumerate(names):
         if name is None:
             continue
         if name not in column:
@@ -54,9 +72,16 @@ def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh
                     f"nearest: {freed}"
                 )
             taken.setdefault(axis, dim)
-        if size % num_parts(column[name], mesh_shape):
-            found.append(_uneven(f"{where}: dim {dim}", size, name, column[name], mesh_shape))
     return found
+
+
+def uneven_dims(shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> list[int]:
+    """Returns the dims of an array that their mesh axes do not divide; unknown names are passed over."""
+    return [
+        dim
+        for dim, (size, name) in enumerate(zip(shape, names, strict=True))
+        if name is not None and name in column and size % num_parts(column[name], mesh_shape)
+    ]
 
 
 def num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:

@@ -14,10 +14,8 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.partition import STACKED, Names, axes_of_dims, is_names, num_parts, spec, spec_of_dims
-from meshtrain.layout.partition import problems as array_problems
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.words.errors import UserError, nearest
 
 # The level from which on the data axis splits an array.
 MOMENTS_LEVEL, GRADIENTS_LEVEL, PARAMETERS_LEVEL = 1, 2, 3
@@ -106,51 +104,10 @@ def stored_tree(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping
       level: of ZeRO.
 
     Raises:
-      UserError: see `problems`.
+      UserError: the first weight that cannot be split so; `fit.problems` finds all.
     """
-    if found := problems(abstract, axes_tree, rules, mesh_shape):
-        raise UserError(*found)
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     leaves = [
         stored(leaf.shape, axes[path], rules, mesh_shape, level, path) for path, leaf in leaves_with_paths(abstract)
     ]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-
-
-def problems(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each reason why a tree of weights cannot be stored as the rules say.
-
-    These are: an array without logical axes, axes without an array, a user's rule that matches no array, and
-    everything that `partition.problems` finds in an array. For the arguments see `stored_tree`.
-    """
-    arrays = dict(leaves_with_paths(abstract))
-    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
-    found = []
-    for path, array in arrays.items():
-        names = axes[path] if path in axes else None
-        if not is_names(names):
-            said = "has no logical axes" if names is None else f"got logical axes {names!r}"
-            replicated = (None,) * len(array.shape)
-            found.append(
-                f"{path}: shape {tuple(array.shape)}: {said}; allowed: a tuple with a name or None for each dim; "
-                f"nearest: {replicated} (replicated on each device)"
-            )
-        else:
-            found += array_problems(path, array.shape, names, rules.parameters, mesh_shape)
-    found += [
-        f"{path}: got logical axes {names}, but there is no such array; allowed: paths of arrays{nearest(path, arrays)}"
-        for path, names in axes.items()
-        if path not in arrays and names != ()
-    ]
-    used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
-    return found + _unmatched(rules, used, mesh_shape)
-
-
-def _unmatched(rules: Rules, used: set[str], mesh_shape: Mapping[str, int]) -> list[str]:
-    """A user's rule that matches no weight is a misspelt name: the weight it was meant for is replicated."""
-    return [
-        f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
-        f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
-        for name in rules.own
-        if rules.parameters[name] and name not in used
-    ]

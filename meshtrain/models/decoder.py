@@ -36,15 +36,19 @@ class DecoderOptions:
     """The shape of the model."""
 
     num_layers: int = option(4, "transformer layers", minimum=1, maximum=100_000)
-    embed_dim: int = option(128, "width of the residual stream", minimum=1)
-    mlp_dim: int = option(512, "inner width of the mlp", minimum=1)
-    num_heads: int = option(4, "query heads", minimum=1)
-    num_kv_heads: int = option(4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1)
+    embed_dim: int = option(128, "width of the residual stream", minimum=1, dim="embed")
+    mlp_dim: int = option(512, "inner width of the mlp", minimum=1, dim="mlp")
+    num_heads: int = option(4, "query heads", minimum=1, dim="heads")
+    num_kv_heads: int = option(
+        4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1, dim="kv_heads"
+    )
     head_dim: int = option(0, "width of a head; 0 means embed_dim / num_heads", minimum=0)
     vocab_size: int = option(
         0, "tokens in the vocabulary, without padding; 0: as many as the data's tokenizer has (bytes: 257)", minimum=0
     )
-    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this, without probability", minimum=1)
+    vocab_multiple: int = option(
+        128, "the vocabulary is padded to a multiple of this, without probability", minimum=1, dim="vocab"
+    )
     dropout_rate: float = option(0.0, "probability of zero, on embeddings and on what each block adds", minimum=0.0)
     positions: str = option("rotary", "how positions are told", choices=("rotary", "learned"))
     max_positions: int = option(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from meshtrain.layout.placement import Placement
+from meshtrain.words.numbers import nearest_divisor
 from meshtrain.words.options import option
 
 # Names that mark activations for policies: a layer's input, and what attention makes before its output projection.
@@ -95,10 +96,7 @@ def check(options: RematOptions, num_layers: int, num_stages: int) -> list[str]:
             "of a stage computes all of its layers again; nearest: remat.every=1"
         ]
     if num_layers % options.every:
-        near = min(
-            (n for n in range(1, num_layers + 1) if num_layers % n == 0),
-            key=lambda divisor: abs(divisor - options.every),
-        )
+        near = nearest_divisor(num_layers, options.every)
         return [
             f"remat.every: got {options.every}; allowed: a divisor of model.num_layers = {num_layers}; nearest: {near}"
         ]

@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from meshtrain.config.checks import nearest_divisor
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.layout.axes import AXES, DATA, model_axes, partitioned_axes
@@ -16,6 +15,7 @@ from meshtrain.plan.changes import SPLITS_SUMS, Change, with_change, with_level
 from meshtrain.plan.guess import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
 from meshtrain.plan.topology import Cluster
 from meshtrain.words.errors import UserError
+from meshtrain.words.numbers import nearest_divisor
 
 MODEST = 1.15  # guesses above this share of the capacity are not compiled
 MICROBATCHES_A_STAGE = (2, 4, 8)

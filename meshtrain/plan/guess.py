@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from meshtrain.config.config import Config, num_microbatches
 from meshtrain.config.tasks import abstract_task
 from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
+from meshtrain.layout import fit
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.partition import is_names, num_parts
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.rules import default_rules
-from meshtrain.layout.stored import problems, stored
+from meshtrain.layout.stored import stored
 from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.layout.zero import rules_of_level
 from meshtrain.models.task import Task
@@ -86,7 +87,7 @@ def _zeros(tree: Any) -> Any:
 
 def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[str]:
     """Returns one line for each weight that the rules cannot place on a mesh."""
-    return problems(weights.params, weights.axes, default_rules(config.layout), shape)
+    return fit.problems(weights.params, weights.axes, default_rules(config.layout), shape, level=0)
 
 
 def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:

@@ -26,17 +26,27 @@ from meshtrain.step.state import REPLICATED_FIELDS, TrainState
 from meshtrain.words.errors import UserError
 
 
-def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any, Any]:
-    """Returns abstract parameters as they are stored, and their logical axes; a bare leaf has none (None)."""
-    boxed = jax.eval_shape(task.init, jax.random.key(0))
+def named_params(init: Callable[[jax.Array], Any], *, on_one_device: bool = False) -> tuple[Any, Any]:
+    """Returns abstract parameters in layer order, and their logical axes; touches no device.
+
+    Args:
+      init: rng -> parameters; a leaf may be boxed with its logical axes.
+      on_one_device: a leaf without a box then has a None for each dim; otherwise it has no axes (None).
+    """
+    boxed = jax.eval_shape(lambda: init(jax.random.key(0)))
     is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
 
     def names(leaf: Any) -> Names | None:
         if is_box(leaf):
             return tuple(leaf.names)
-        return (None,) * leaf.ndim if num_devices == 1 else None
+        return (None,) * leaf.ndim if on_one_device else None
 
-    params, axes = meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
+    return meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
+
+
+def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any, Any]:
+    """Returns abstract parameters as they are stored, and their logical axes; see `named_params`."""
+    params, axes = named_params(task.init, on_one_device=num_devices == 1)
     if num_chunks > 1:
         chunked = lambda leaf: chunks.chunked_names(leaf, num_chunks)  # noqa: E731
         axes = {**axes, "layers": jax.tree.map(chunked, axes["layers"], is_leaf=partition.is_names)}

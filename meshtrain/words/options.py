@@ -18,6 +18,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     only_for: Mapping[str, Sequence[str]] | None = None,
+    dim: str = "",
 ) -> Any:
     """Returns a dataclass field with its default, one line of text, and what is allowed.
 
@@ -28,6 +29,8 @@ def option(
       minimum: the smallest legal number.
       maximum: the largest; None for the largest that the arrays of the run can hold.
       only_for: other field of the same class -> its values with which this one is read; None: this one is always read.
+      dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
+        this option. Empty: none.
     """
     if maximum is None and type(default) in MOST:
         maximum = MOST[type(default)]
@@ -37,6 +40,7 @@ def option(
         "minimum": minimum,
         "maximum": maximum,
         "only_for": dict(only_for or {}),
+        "dim": dim,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -10,6 +10,7 @@ from meshtrain.config import __main__ as fields
 from meshtrain.config.between_runs import difference, from_json
 from meshtrain.config.config import Config, check, default, parse, resolve, to_json
 from meshtrain.main import main
+from meshtrain.models.task import Task
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
 
@@ -73,7 +74,6 @@ MISTAKES = [
     (["mesh.data=-3"], "mesh.data", "nearest: -1"),
     (["mesh.tensor=2", "model.num_kv_heads=1"], "model.num_kv_heads", "nearest: 2, or mesh.tensor=1"),
     (["mesh.tensor=4", "model.mlp_dim=510"], "model.mlp_dim", "nearest: 512, or mesh.tensor=2"),
-    (["mesh.tensor=4", "model.embed_dim=130", "model.head_dim=32"], "model.embed_dim", "nearest: 132, or"),
     (["mesh.fsdp=16", "model.embed_dim=120", "batch_size=16"], "model.embed_dim", "nearest: 128, or mesh.fsdp=15"),
     (["mesh.pipeline=3"], "model.num_layers", "nearest: 3"),
     (["mesh.data=3"], "batch_size", "nearest: 33"),
@@ -113,6 +113,9 @@ MISTAKES = [
      "model.vocab_multiple", "nearest: 280"),
     (["layout.sequence_parallel=true", "mesh.tensor=4", "sequence_length=126"], "sequence_length", "nearest: 128"),
     (["zero.level=4"], "zero.level", "nearest: 3"),
+    (["zero.level=1", "mesh.data=3", "batch_size=33"], "mesh.data", "nearest: mesh.data=4"),
+    (["zero.strategy=full_shard", "mesh.data=3", "batch_size=33"], "mesh.data", "level 3, and 3 divides no dim of"),
+    (["optimizer.trainable=quary", "mesh.data=2"], "optimizer.trainable", "nearest: 'layers/attention/query'"),
     (["zero.level=-1"], "zero.level", "nearest: 0"),
     (["zero.strategy=fullshard"], "zero.strategy", "did you mean 'full_shard'?"),
     (["zero.level=1", "zero.strategy=full_shard"], "zero.level", "nearest: zero.level=0"),
@@ -133,8 +136,10 @@ def test_each_mistake_is_one_line_with_its_fix(texts, key, fix):
 def test_heads_that_do_not_split_are_named_with_one_size_of_the_axis_that_mends_all():
     lines = problems(["mesh.tensor=8", "model.num_heads=12", "model.num_kv_heads=6", "model.embed_dim=192"])
     assert lines == [
-        "model.num_heads: got 12; allowed: a multiple of mesh.tensor = 8; nearest: 16, or mesh.tensor=2",
-        "model.num_kv_heads: got 6; allowed: a multiple of mesh.tensor = 8; nearest: 8, or mesh.tensor=2",
+        "model.num_kv_heads: got 6 for dim 'kv_heads' of layers/attention/key and 1 more; allowed: a multiple of 8, as "
+        "it is split over mesh.tensor = 8; nearest: 8, or mesh.tensor=2",
+        "model.num_heads: got 12 for dim 'heads' of layers/attention/output and 1 more; allowed: a multiple of 8, as "
+        "it is split over mesh.tensor = 8; nearest: 16, or mesh.tensor=2",
     ]
 
 
@@ -147,10 +152,19 @@ def test_heads_that_do_not_split_are_named_with_one_size_of_the_axis_that_mends_
         ["model.attention=cudnn", "precision.policy=bfloat16"],
         ["model.head_dim=50", "model.embed_dim=130"],
         ["data.source=synthetic", "model.vocab_size=10"],
+        ["mesh.tensor=4", "model.embed_dim=130", "model.head_dim=32"],  # no rule splits embed over tensor
     ],
 )
 def test_what_looks_odd_and_is_legal(texts):
     assert problems(texts) == []
+
+
+def test_weights_on_a_mesh_are_checked_beside_other_mistakes_of_the_model():
+    found = problems(["model.vocab_size=256", "model.mlp_dim=510", "mesh.tensor=4"])
+    assert [line.partition(":")[0] for line in found] == ["model.vocab_size", "model.mlp_dim"]
+    # Options that contradict each other describe no weights.
+    found = problems(["model.num_heads=6", "model.embed_dim=192", "model.mlp_dim=510", "mesh.tensor=4"])
+    assert [line.partition(":")[0] for line in found] == ["model.num_kv_heads"]
 
 
 def test_an_open_axis_is_checked_once_its_size_is_known():
@@ -164,7 +178,7 @@ def test_an_open_axis_is_checked_once_its_size_is_known():
 def test_a_model_of_ones_own_is_not_measured_by_the_decoders_options():
     texts = ["mesh.tensor=8", "model.num_heads=3", "batch_size=8"]
     assert problems(texts)
-    own = lambda config, placement: None  # noqa: E731
+    own = lambda config, placement: Task(lambda rng: {}, len, {})  # noqa: E731
     assert problems(texts, make_task=own) == []
     assert problems(["mesh.data=3"], make_task=own)
 
@@ -275,14 +289,15 @@ def test_the_programs_exit_with_2_and_one_line_for_each_problem():
     lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert not done.stdout
-    assert len(lines) == 5
+    assert len(lines) == 4
     assert all(line.startswith("meshtrain: error: ") for line in lines)
 
 
-def test_the_table_touches_no_device():
+def test_checks_of_weights_touch_no_device():
     # JAX refuses another number of CPU devices once it has looked for them.
     code = (
-        "import jax\nfrom meshtrain.config.__main__ import main\nmain([])\njax.config.update('jax_num_cpu_devices', 3)"
+        "import jax\nfrom meshtrain.config.__main__ import main\nmain(['--config.mesh.tensor=2'])\n"
+        "jax.config.update('jax_num_cpu_devices', 3)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ class Bare:
     width: int = 8
 
 def task(config, placement):
-    return Task(dict, len, token_batch(config.batch_size, config.sequence_length), width=config.model.width)
+    return Task(lambda rng: {}, len, token_batch(config.batch_size, config.sequence_length), width=config.model.width)
 
 task.options = Options
 task.check = lambda config, shape: ["model.width: got 7; nearest: 8"] * (config.model.width == 7)

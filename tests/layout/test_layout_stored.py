@@ -1,4 +1,4 @@
-"""Where stored arrays live at every ZeRO level, and what is said where the rules cannot be followed."""
+"""Where stored arrays live at every ZeRO level."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.layout.stored import stored, stored_tree
-from meshtrain.words.errors import UserError
 
 RULES = default_rules(LayoutOptions())
 
@@ -21,12 +20,6 @@ def sizes(**axes):
 
 def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def lines(tree, axes, rules=RULES, mesh=None):
-    with pytest.raises(UserError) as error:
-        stored_tree(tree, axes, rules, mesh or sizes(pipeline=2, fsdp=2, tensor=2), 0)
-    return list(error.value.problems)
 
 
 class Moments(NamedTuple):
@@ -72,65 +65,3 @@ def test_a_tree_keeps_its_structure():
     assert jax.tree.structure(specs) == jax.tree.structure(tree)
     assert specs[0].first["up"].parameter == PartitionSpec(None, "fsdp", "tensor")
     assert specs[1][0]["scale"].parameter == specs[0].count.parameter == PartitionSpec()
-
-
-def test_a_size_that_does_not_divide_names_path_shape_rule_axis_and_the_nearest():
-    (line,) = lines({"mlp": {"up": array(8, 101)}}, {"mlp": {"up": ("embed", "mlp")}}, mesh=sizes(tensor=8))
-    assert line == (
-        "mlp/up: shape (8, 101): dim 1 has size 101, and rule 'mlp' splits it over tensor (size 8); "
-        "allowed: multiples of 8; nearest: 104, or tensor=1"
-    )
-    (line,) = lines({"kv": array(8, 2, 4)}, {"kv": ("embed", "kv_heads", "head_dim")}, mesh=sizes(tensor=8))
-    assert "nearest: 8, or tensor=2" in line
-    (line,) = lines({"table": array(6, 8)}, {"table": ("vocab", "embed")})
-    assert "over pipeline (size 2) x tensor (size 2); allowed: multiples of 4" in line
-    assert "or pipeline x tensor = 3" in line
-
-
-def test_an_unknown_name_gets_the_nearest():
-    (line,) = lines({"w": array(8, 8)}, {"w": ("embd", None)})
-    assert line.startswith("w: shape (8, 8): logical axis of dim 0: got 'embd'; allowed: batch, ")
-    assert line.endswith("did you mean 'embed'?")
-
-
-def test_one_mesh_axis_for_two_dims_is_refused_on_every_mesh():
-    for mesh in (sizes(), sizes(fsdp=8)):
-        (line,) = lines({"w": array(8, 8)}, {"w": ("embed", "embed")}, mesh=mesh)
-        assert f"mesh axis 'fsdp' (size {mesh['fsdp']}) would split both dim 0 'embed' and dim 1 'embed'" in line
-        assert line.endswith("nearest: ('embed', None)")
-    (line,) = lines({"w": array(8, 8)}, {"w": ("mlp", "heads")})
-    assert "dim 0 'mlp' and dim 1 'heads'" in line
-
-
-def test_a_rank_that_differs_is_refused():
-    assert "nearest: ('embed', None)" in lines({"w": array(8, 8)}, {"w": ("embed",)})[0]
-    assert "nearest: ('embed',)" in lines({"w": array(8)}, {"w": ("embed", "mlp")})[0]
-    assert "for 0 dims" in lines({"w": array()}, {"w": ("embed",)})[0]
-
-
-@pytest.mark.parametrize("axes", [{}, {"w": None}, {"w": "embed"}])
-def test_an_array_without_a_tuple_of_axes_is_refused(axes):
-    (line,) = lines({"w": array(8, 8)}, axes)
-    assert line.startswith("w: shape (8, 8): ")
-    assert "nearest: (None, None)" in line
-
-
-def test_axes_without_an_array_are_refused():
-    (line,) = lines({"kernel": array(8)}, {"kernel": ("embed",), "kernal": ("embed",)})
-    assert line.startswith("kernal: got logical axes ('embed',), but there is no such array")
-    assert "did you mean 'kernel'" in line
-
-
-def test_a_users_rule_has_to_match_an_array():
-    rules = extend(RULES, Rule("expert", ("tensor",)), Rule("frames", (), ("data",)))
-    tree, names = {"w": array(8, 8)}, {"w": ("embed", "mlp")}
-    (line,) = lines(tree, names, rules)
-    assert line == "rule 'expert' -> tensor (size 2): matches no array; allowed: embed, mlp"
-    specs = stored_tree({"w": array(8)}, {"w": ("expert",)}, rules, sizes(tensor=8), 0)
-    assert specs["w"].parameter == PartitionSpec("tensor")
-
-
-def test_all_problems_of_a_tree_come_together():
-    tree = {"a": array(3, 8), "b": array(8), "c": array(8)}
-    found = lines(tree, {"a": ("mlp", "hed"), "b": ("embed", None)})
-    assert [line.split(":")[0] for line in found] == ["a", "a", "b", "c"]
