@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.config.config import CONFIG_FILE, Config, built
-from meshtrain.config.tasks import find
+from meshtrain.config.tasks import TASKS, find
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
 
@@ -70,7 +70,9 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     found = []
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
-        if was != now and not is_free(key):
+        # An option of one's own is not the decoder's of the same name, which may change.
+        is_own = key.startswith("model.") and task not in TASKS
+        if was != now and (is_own or not is_free(key)):
             found.append(f"{key}: was {was}, now {now}")
     return found
 

@@ -224,6 +224,8 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
                 f"Task.batch['{name}']: got the name of the entry that the step adds; allowed: any other; nearest: "
                 f"'{name}s'"
             )
+    if not task.unit.isidentifier():
+        problems.append(f"Task.unit: got '{task.unit}'; allowed: a word that names a value; nearest: images")
     if not found:
         problems.append("Task.batch: got no entry; allowed: at least one; nearest: token_batch(B, T)")
     if problems:

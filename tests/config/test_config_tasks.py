@@ -25,6 +25,7 @@ class Options:
     width: int = option(8, "width", minimum=1)
     num_layers: int = option(2, "layers", minimum=1)
     kind: str = option("plain", "a choice", choices=("plain", "other"))
+    attention: str = option("auto", "the decoder's option of this name may change on resume, this one may not")
 
 @dataclasses.dataclass
 class Thawed:
@@ -100,7 +101,7 @@ def test_a_task_that_cannot_be_found_is_one_line(name, said, fix):
 
 def test_a_named_task_has_its_own_options():
     given = default(task=OWN)
-    assert sorted(given.model) == ["kind", "num_layers", "width"]
+    assert sorted(given.model) == ["attention", "kind", "num_layers", "width"]
     given.model.num_layers = 4  # the decoder's default, and chosen here
     config = resolve(given, {"model.width": "16"})
     assert (config.task, config.model.width, config.model.num_layers) == (OWN, 16, 4)
@@ -162,6 +163,8 @@ def test_a_run_of_another_task_is_another_run():
     assert difference(new, new) == []
     assert f'task: was "decoder", now "{OWN}"' in difference(old, new)
     wider = json.loads(to_json(resolve({"task": OWN, "model": {"width": 16}})))
+    narrow = json.loads(to_json(resolve({"task": OWN, "model": {"attention": "narrow"}})))
+    assert difference(new, narrow) == ['model.attention: was "auto", now "narrow"']
     del new["model"]["width"]
     assert difference(new, wider) == ["model.width: was 8, now 16"]
     before_tasks = json.loads(to_json(Config()))

@@ -79,5 +79,7 @@ def test_entries_that_are_no_batch_are_refused_together():
     named = [line.partition(":")[0] for line in caught.value.problems]
     assert named == [f"Task.batch['{name}']" for name in ("short", "axes", "first", SEQUENCE_INDEX)]
     assert caught.value.problems[0].endswith("nearest: Entry((4, 8), int32, ('batch', 'sequence'))")
+    with pytest.raises(UserError, match=r"Task\.unit: got 'two words'; .* nearest: images"):
+        entries(task(unit="two words"), 4)
     with pytest.raises(UserError, match=r"Task\.batch: got no entry"):
         entries(dataclasses.replace(task(), batch={}), 4)

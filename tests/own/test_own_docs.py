@@ -18,7 +18,8 @@ def axes_of(cell: str) -> tuple[str, ...]:
 
 
 def test_table_of_logical_axes_is_that_of_the_rules():
-    lines = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+    table = PAGE.partition("| logical axis |")[2].splitlines()
+    lines = [line.strip("|").split("|") for line in table if line.startswith("| `")]
     written = {name: (axes_of(c[1]), axes_of(c[2])) for c in lines for name in re.findall(r"`(\w+)`", c[0])}
     rules = {rule.name: (rule.parameters, rule.activations) for rule in default_rules(LayoutOptions()).entries}
     assert written == {name: axes for name, axes in rules.items() if name != "residual_sequence"}
@@ -27,7 +28,7 @@ def test_table_of_logical_axes_is_that_of_the_rules():
 def test_block_with_rules_of_ones_own_runs():
     block = re.search(r"```python\n(from meshtrain\.layout.*?)```", PAGE, re.DOTALL).group(1)
     given = {}
-    names = {"train": lambda *a: given.update(rules=a[3]), "config": None, "directory": None, "make_task": None}
+    names = {"train": lambda *_, rules: given.update(rules=rules), "config": None, "directory": None, "make_task": None}
     exec(compile(block, "docs/own_model.md", "exec"), names)
     assert given["rules"].own == ("expert", "rows")
 

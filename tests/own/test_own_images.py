@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 from flax.linen import LogicallyPartitioned
 
+from meshtrain import explain, generate
 from meshtrain.assemble import assemble
 from meshtrain.config.config import resolve
+from meshtrain.config.tasks import abstract_task, find
+from meshtrain.data.corpus import tokenizer_for
 from meshtrain.data.own import Data
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.models.task import Entry, Task
+from meshtrain.run.opened import open_data
 from meshtrain.training import train
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import option
@@ -193,6 +197,49 @@ def test_data_for_other_tasks_and_options_for_other_data_are_refused(tmp_path):
         train({**GIVEN, "data": {"path": "x.bin"}}, tmp_path, classifier, images)
     with pytest.raises(UserError, match=r"make_data: got Rules; .* nearest: train\(\.\.\., rules=rules\)"):
         train(GIVEN, tmp_path, classifier, default_rules(LayoutOptions()))
+
+
+NAMED = {**GIVEN, "task": f"{__name__}:classifier", "data": {"source": f"{__name__}:images"}}
+
+
+def test_task_and_data_go_by_name():
+    config = resolve(NAMED)
+    assert find(config.task) is classifier
+    data = open_data(config, abstract_task(config))
+    assert (len(data.train), len(data.validation), data.summary) == (22, 10, "22 + 10 examples")
+    assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices()[:1])
+    said = explain.text(assembly)
+    assert "8 examples of images [4, 2, 3] float32, labels [] int32, weights [] float32; 8 images" in said
+    [line] = generate.problems_of_task(assembly)
+    assert line.startswith("task: got one without logits")
+    with pytest.raises(UserError, match=r"data\.source: got '.*:images', which brings no tokenizer; .*source=python"):
+        tokenizer_for(config.data, vocab_size=3)
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("nowhere_at_all:images", r"there is no module 'nowhere_at_all'"),
+        (f"{__name__}:imges", r"has no 'imges'; allowed: python, .* did you mean 'images'\?"),
+        (f"{__name__}:CLASSES", r"no function but int"),
+        ("pyton", r"allowed: python, text, tokens, synthetic, package\.module:function; did you mean 'python'\?"),
+        ("zzz", r"synthetic, package\.module:function; nearest: 'python', the default"),
+    ],
+)
+def test_data_that_cannot_be_found_are_one_line(source, said):
+    with pytest.raises(UserError, match=rf"^data\.source: got '{source}'.*{said}") as caught:
+        resolve({**NAMED, "data": {"source": source}})
+    assert len(caught.value.problems) == 1
+
+
+def test_a_batch_that_a_prompt_does_not_fill_generates_nothing():
+    def drawn(config, placement):
+        task = classifier(config, placement)
+        return dataclasses.replace(task, logits=lambda params, batch: batch["images"])
+
+    assembly = assemble(resolve(NAMED), dict.fromkeys(AXES, 1), jax.devices()[:1], drawn)
+    [line] = generate.problems_of_task(assembly)
+    assert line.startswith("task: got a batch of images, labels, weights; allowed for generate: 'tokens'")
 
 
 def test_another_fingerprint_is_another_run(on_one_device):
