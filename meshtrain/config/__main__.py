@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from meshtrain.config.config import Config, defaults_of, parse
@@ -11,28 +13,44 @@ from meshtrain.words import flags
 from meshtrain.words.errors import run
 from meshtrain.words.tables import aligned
 
+WIDTH = 120  # characters in a line, where no terminal says how many it has
+LEAST_TEXT = 30  # characters for the meanings, however narrow the terminal
 
-def table(config: Config) -> str:
-    """Returns a line for each field: key, type, default, one line of text; and its value where that differs."""
+
+def table(config: Config, width: int) -> str:
+    """Returns a row for each field: key, type, default, meaning; and its value where that differs.
+
+    Args:
+      config: the configuration.
+      width: characters in a line; longer meanings go on in lines of their own below.
+    """
     values = flags.flatten(dataclasses.asdict(config))
     defaults = dataclasses.replace(defaults_of(config), task=Config.task)
     rows = []
     for key, entry in flags.schema(defaults).items():
         text = entry.text
         if not all(choice in text for choice in entry.choices):
-            text += f" ({', '.join(entry.choices)})"
+            text += f" ({', '.join(choice for choice in entry.choices if choice)})"
         value = "" if values[key] == entry.default else json.dumps(values[key])
         rows.append((key, entry.kind.__name__, json.dumps(entry.default), value, text))
     header = ("field", "type", "default", "here", "meaning")
     shown = [i for i in range(len(header)) if header[i] != "here" or any(row[i] for row in rows)]
-    return aligned([[row[i] for i in shown] for row in rows], [header[i] for i in shown])
+    room = width - sum(max(len(row[i]) for row in (header, *rows)) + 2 for i in shown[:-1])
+    lines = []
+    for row in rows:
+        first, *more = textwrap.wrap(row[-1], max(room, LEAST_TEXT))
+        lines.append([*(row[i] for i in shown[:-1]), first])
+        lines += [[*("" for _ in shown[:-1]), text] for text in more]
+    return aligned(lines, [header[i] for i in shown])
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints every field of the configuration that the arguments name, or of the default one."""
     extra = argparse.ArgumentParser(prog="python -m meshtrain config", description=main.__doc__, add_help=False)
-    config, _ = parse(argv, extra, reads_data=False)
-    print(table(config))
+    config, arguments = parse(argv, extra, reads_data=False)
+    if arguments.config is None and not arguments.overrides:
+        config = Config()  # as declared: nothing is taken from the data, or from anywhere
+    print(table(config, shutil.get_terminal_size((WIDTH, 0)).columns))
     return 0
 
 

@@ -265,15 +265,24 @@ def test_every_field_has_a_text_and_a_plain_type():
         assert "\n" not in entry.text, key
 
 
-def test_the_table_of_fields(capsys):
+def test_the_table_of_fields(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert fields.main(["--config.mesh.data=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["field", "type", "default", "here", "meaning"]
-    assert len(lines) == 2 + len(flags.schema(Config()))
+    assert [line.split()[0] for line in lines[2:] if line[0] != " "] == list(flags.schema(Config()))
+    assert max(map(len, lines)) <= 120
     [line] = [line for line in lines if line.startswith("mesh.data")]
     assert line.split()[:4] == ["mesh.data", "int", "1", "2"]
     [line] = [line for line in lines if line.startswith("model.norm ")]
     assert "rmsnorm, layernorm" in line
+    monkeypatch.setenv("COLUMNS", "90")  # a narrower terminal
+    fields.main([])
+    narrow = capsys.readouterr().out.splitlines()
+    assert narrow[0].split() == ["field", "type", "default", "meaning"], "nothing was chosen"
+    assert max(map(len, narrow)) <= 90
+    texts = " ".join(line.split("  ")[-1].strip() for line in narrow)
+    assert "overflows since it last doubled from which on each one halves the scale" in texts
 
 
 def test_main_refuses_before_it_starts(tmp_path):
