@@ -9,7 +9,7 @@ from meshtrain.plan import planner
 from meshtrain.plan.candidates import Candidate, candidates
 from meshtrain.plan.changes import arguments, with_change
 from meshtrain.plan.planner import Plan
-from meshtrain.plan.report import VERDICTS
+from meshtrain.plan.report import UNKNOWN, VERDICTS
 from meshtrain.plan.report import to_json as plan_json
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.topology import Cluster
@@ -104,6 +104,10 @@ def describe(one: Candidate) -> str:
     return ", ".join([mesh, *rest])
 
 
+def _memory(plan: Plan) -> str:
+    return VERDICTS[plan.memory.fits] if plan.memory.capacity_bytes is not None else UNKNOWN
+
+
 def text(found: Found) -> str:
     """Returns the table, and the winner's arguments to copy."""
     rows = []
@@ -112,7 +116,7 @@ def text(found: Found) -> str:
         rows.append(
             (
                 describe(one),
-                VERDICTS[plan.memory.fits],
+                _memory(plan),
                 format_bytes(stats.peak_bytes) if stats else "-",
                 f"{timing.low_seconds:.3g} to {timing.high_seconds:.3g} s" if timing else "-",
                 f"{plan.mfu[0]:.0%} to {plan.mfu[1]:.0%}" if plan.mfu else "-",
@@ -128,7 +132,7 @@ def text(found: Found) -> str:
     lines += [f"refused      {describe(one)}: {why}" for one, why in found.refused]
     best, plan = found.ranked[0]
     if plan.memory.fits is not False:
-        lines += ["", f"the first, which {VERDICTS[plan.memory.fits]}:", f"  {arguments(best.change)}"]
+        lines += ["", f"the first, memory {_memory(plan)}:", f"  {arguments(best.change)}"]
     else:
         lines += ["", "none of them fits"]
     return "\n".join(lines)

@@ -19,12 +19,14 @@ from meshtrain.config.config import Config, resolve
 from meshtrain.launch import compiler
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import LayoutOptions
+from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import attention, changes, hlo, planner, report, topology
 from meshtrain.plan import compile as compiling
 from meshtrain.plan.collectives import collectives, traffic
 from meshtrain.step.precision import PrecisionOptions
+from tests.plan.conftest import config as small
 from tests.plan.conftest import planned
 
 pytestmark = pytest.mark.gpu_compiler
@@ -117,6 +119,24 @@ def test_the_pipeline_sends_what_the_executors_formula_says(config):
 def test_arguments_are_what_shardings_say(name):
     memory = planned("h100:1x8", NAMED[name]).memory
     assert memory.compiler.arguments_bytes == pytest.approx(memory.arguments_expected_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "level", "ratio"),
+    [
+        ({"data": 8}, 1, 1.0),
+        ({"data": 8}, 2, 1.0),
+        ({"data": 8}, 3, 0.954),  # the embedding table needs one gather only
+        # Data and fsdp split two dims of a weight: its gradient is all-reduced where one axis reduce-scatters it.
+        ({"data": 2, "fsdp": 4}, 3, 1.31),
+    ],
+    ids=str,
+)
+def test_each_zero_level_sends_the_least(mesh, level, ratio):
+    plan = planned("h100:1x8", small(mesh, zero=ZeroOptions(level), precision=PrecisionOptions("bfloat16")))
+    ((axis, least),) = [(axis, least) for axis, least in plan.minimum.items() if "data" in axis]
+    assert report.sent_along(plan, axis) / least == pytest.approx(ratio, abs=0.003)
+    assert plan.memory.compiler.arguments_bytes == pytest.approx(plan.memory.arguments_expected_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tensor", "data"])
