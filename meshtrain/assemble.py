@@ -185,8 +185,11 @@ def assemble(
 
 
 def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[str]:
-    asked = ["offload.moments=True"] * config.offload.moments
-    asked += ["remat.policy=offload"] * (config.remat.policy == "offload")
+    asked = []
+    if config.offload.moments:
+        asked.append("offload.moments=True")
+    if config.remat.policy == "offload":
+        asked.append("remat.policy=offload")
     return [line for what in asked for line in offload.problems(what, devices)]
 
 

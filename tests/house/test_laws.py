@@ -278,5 +278,11 @@ def test_a_configuration_has_a_title_page(path):
     assert not long_files(path)
 
 
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", index, re.MULTILINE)) == pages
+
+
 def test_there_are_configurations():
     assert CONFIGS
