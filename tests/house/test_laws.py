@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from meshtrain.layout.axes import AXES, batch_axes
+
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "meshtrain").rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -36,6 +38,9 @@ TOP_LEVEL = {
     "tests",
 }
 PICTURES = "docs"  # the only place of files that are not text
+BATCH = batch_axes()
+# The table of rules says which axes split which dim, and is where a list of them belongs.
+AXES_LISTED = {"meshtrain/layout/rules.py": {"('pipeline', 'tensor')"}}
 FORBIDDEN_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 CODE_IN_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 TITLE_PAGE = ("Purpose:", "Parameters:", "Expected:", "Time:", "Hardware:", "Command:")
@@ -183,7 +188,33 @@ def executing_data(path: pathlib.Path) -> list[str]:
     return [f"{line}: {what}: data must not be able to run code" for line, what in found]
 
 
-LAWS = [executing_data, long_files, long_functions, hidden_imports, second_defaults, undocumented, stubs, odd_options]
+def listed_axes(path: pathlib.Path) -> list[str]:
+    """Lists of axes of the mesh, and products of their sizes, that should ask `layout/axes.py` for a role."""
+    found, allowed = [], AXES_LISTED[name_of(path)] if name_of(path) in AXES_LISTED else set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            named = [part.value for part in node.elts if isinstance(part, ast.Constant) and part.value in AXES]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            named = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and part.value in BATCH]
+            named += [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr in BATCH]
+        else:
+            continue
+        if len(set(named)) > 1 and ast.unparse(node) not in allowed:
+            found.append(f"{node.lineno}: {ast.unparse(node)}: the axes of a role are what layout/axes.py says")
+    return found
+
+
+LAWS = [
+    executing_data,
+    long_files,
+    long_functions,
+    hidden_imports,
+    second_defaults,
+    undocumented,
+    stubs,
+    odd_options,
+    listed_axes,
+]
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -218,6 +249,10 @@ def test_the_package_keeps_the_law(law):
         (odd_options, "class AOptions:\n    size: list = option(1, 'text')\n"),
         (odd_options, "class AOptions:\n    size: int = option(1, '')\n"),
         (odd_options, "class AOptions:\n    size: int = option(1, 'two\\nlines')\n"),
+        (listed_axes, "order = ('data', 'pipeline', 'fsdp', 'tensor')\n"),
+        (listed_axes, "split = ['fsdp', size, 'data']\n"),
+        (listed_axes, "shards = shape['data'] * parts * shape['fsdp']\n"),
+        (listed_axes, "shards = config.mesh.data * config.mesh.fsdp\n"),
     ],
 )
 def test_breaking_the_law_is_noticed(law, text, tmp_path, monkeypatch):
@@ -228,6 +263,9 @@ def test_breaking_the_law_is_noticed(law, text, tmp_path, monkeypatch):
 
 
 def test_exceptions_to_the_laws_are_still_needed_by_files_that_are_there():
+    for name, listed in AXES_LISTED.items():
+        written = {ast.unparse(node) for node in ast.walk(parsed(ROOT / name)) if isinstance(node, ast.Tuple)}
+        assert listed <= written
     names = {name_of(path) for path in PACKAGE}
     assert set(LONGER_FUNCTIONS) <= names
     assert names >= LAZY_IMPORTERS
