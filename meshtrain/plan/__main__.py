@@ -1,4 +1,4 @@
-"""Compiles the real step for a cluster that is not there, and says what it needs.
+"""Compiles the step that trains for a cluster that need not exist, and reports its memory, traffic and modelled time.
 
 python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 [--json=FILE] [--html=FILE] [--search[=mesh]]
 """
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Plans, and prints the report."""
     given = flags.arguments(argv, arguments())
     if given.search:
-        # Whatever mesh the file says: it is the one thing that is not asked for.
+        # The search replaces the mesh, so a mesh that does not fit the cluster is no problem.
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
     config = configure(given, reads_data=False)
     if not given.cluster:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         if path := getattr(given, name):
             refuse_target(f"--{name}", path, f"plan.{name}")
     measured = calibration.measured_seconds(given.calibrate)
-    # A program out of the cache comes without the compiler's warnings.
+    # A cached program has no compiler warnings, which the report needs.
     jax.config.update("jax_enable_compilation_cache", False)
     cluster = topology.open_cluster(given.cluster)
     if given.search:
@@ -85,7 +85,7 @@ def searched(config: Config, cluster: topology.Cluster, given: argparse.Namespac
 
 
 def write(given: argparse.Namespace, content: object, make_page: object) -> None:
-    """Writes the files that were asked for, whole or not at all."""
+    """Writes the files of `--json` and `--html`; each appears complete or not at all."""
     texts = {given.json: json.dumps(content, indent=2) + "\n"} if given.json else {}
     if given.html:
         assert callable(make_page)

@@ -1,4 +1,4 @@
-"""What a measured run says about a step's time: its metrics.jsonl, or the seconds themselves."""
+"""The seconds of a measured step, for calibration: from a run's metrics.jsonl, or given as a number."""
 
 import json
 import statistics

@@ -30,13 +30,13 @@ def with_change(config: Config, change: Change) -> Config:
 
 
 def with_level(config: Config, level: int) -> Change:
-    """Returns the change to a ZeRO level; a strategy, which would contradict it, is taken back."""
+    """Returns the change to a ZeRO level; it unsets a strategy, which would contradict the level."""
     strategy = {"zero.strategy": ""} if config.zero.strategy else {}
     return {"zero.level": level, **strategy}
 
 
 def arguments(change: Change) -> str:
-    """Returns a change as words for the command line."""
+    """Returns a change as command-line arguments."""
     words = {True: "true", False: "false"}
     return " ".join(
         f"--config.{key}={words[value] if isinstance(value, bool) else value}" for key, value in change.items()
@@ -74,7 +74,7 @@ def candidates(config: Config, shape: dict[str, int]) -> Iterator[Change]:
 
 
 def tried(config: Config, shape: dict[str, int]) -> Iterator[Change]:
-    """Yields each change alone, then those that keep the mesh together."""
+    """Yields each change alone, then all that keep the mesh combined."""
     together: Change = {}
     for change in candidates(config, shape):
         yield change

@@ -1,4 +1,4 @@
-"""What a compiled program sends: each collective with its bytes, its mesh axes, and what hides it. No JAX.
+"""The collectives of a compiled program: bytes, mesh axes, and whether matrix products overlap them. No JAX.
 
 Wire bytes are what one device sends in a ring of n: (n - 1) / n of the whole for a gather, a scatter or an all-to-all,
 twice that for an all-reduce (Patarasu and Yuan 2009), all of it for a permute.
@@ -164,7 +164,7 @@ def _between(body: Sequence[Instruction], start: int) -> Sequence[Instruction]:
 
 
 def _asynchronous_bodies(program: Program) -> dict[str, bool]:
-    """Returns computation -> whether products hide it, for those that an `async-start` runs."""
+    """Returns, for each computation that an `async-start` runs, whether matrix products overlap it."""
     products = _with_products(program)
     found: dict[str, bool] = {}
     for body in program.computations.values():

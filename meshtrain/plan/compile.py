@@ -1,4 +1,4 @@
-"""The step that trains, compiled for a cluster: the program as text, its memory by the compiler, what it warned of."""
+"""Compiles the step that trains for a cluster: program text, the compiler's account of memory, and its warnings."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Bytes of one device, by the compiler's own account."""
+    """Bytes of one device, as the compiler's memory analysis reports them."""
 
     arguments_bytes: int
     temporary_bytes: int
@@ -110,7 +110,7 @@ def _places_for_others(file: str, function: str) -> bool:
 
 def _statistics(stats: Any) -> Statistics:
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
-    # The peak counts what is alive together; where a compiler does not tell, everything is.
+    # The peak is of what is alive at one time; without one from the compiler, all buffers count as alive at once.
     together = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     together += stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Statistics(

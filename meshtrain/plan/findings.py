@@ -1,4 +1,4 @@
-"""What a plan's reader should know: compiler warnings that matter, and numbers far from where they could be."""
+"""Advice on a plan: compiler warnings that matter, and numbers far from their optimum."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from meshtrain.plan.topology import Cluster
 from meshtrain.words.tables import format_bytes
 
 FAR_ABOVE_MINIMUM = 1.2
-MATTERS_BYTES = 100e6  # below this nobody waits
+MATTERS_BYTES = 100e6  # traffic below this costs no noticeable time
 MATTERS_SHARE = 0.1  # of all that is sent
 LITTLE_OVERLAP = 0.5
 ADDED = 0.02
@@ -29,7 +29,7 @@ SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found, and what to change."""
+    """An observation, and the change that helps."""
 
     what: str
     change: str
@@ -48,7 +48,7 @@ def findings(
     executor_bytes: float | None,
     added_share: float | None,
 ) -> list[Finding]:
-    """Returns what is worth knowing about a plan, memory first.
+    """Returns the findings of a plan, memory first.
 
     Args:
       compiled: the step.
@@ -168,7 +168,7 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
     if compiled.attention != "xla" or cluster.platform == "cpu" or config.sequence_length < 2048:
         return []
     if not isinstance(model, DecoderOptions):
-        return []  # of another model's attention nothing is known
+        return []  # other tasks have no options of attention to advise on
     reason, change = "no fused kernel takes these heads or dtypes", "16-bit precision, heads of 64 or 128"
     if cluster.platform == "tpu":
         reason, change = "JAX's kernel was not asked for, or is not for these shapes", f"model.attention=auto, {SPLASH}"

@@ -1,4 +1,4 @@
-"""Which devices talk to each other: replica groups in their four syntaxes, and the mesh axes they run along. No JAX.
+"""Which devices communicate: replica groups in their four syntaxes, and the mesh axes they run along. No JAX.
 
     {{0,1},{2,3}}                            written out; {} is all devices together
     [4,2]<=[8]                               numbers in order, four groups of two
@@ -70,7 +70,7 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
         if not found:
             raise ValueError(f"unknown order of devices: {device_ids}")
         order = order.reshape(_numbers(found[1])).transpose(_numbers(found[2])).reshape(-1)
-    # An axis may be named in parts: it is cut into (before, part, after), and only the part is gone along.
+    # An axis may be named in parts: it is cut into (before, part, after), and groups run along the part only.
     shape, chosen = list[int](), list[int]()
     wanted = {name: (before, size) for name, before, size in PART.findall(axes)}
     for name, size in sizes.items():
@@ -105,7 +105,7 @@ def axes_of(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> str:
 
 
 def axes_of_pairs(pairs: np.ndarray, mesh_shape: Mapping[str, int]) -> str:
-    """Returns the mesh axes along which a permute sends, joined by `+`; empty where everything stays where it is.
+    """Returns the mesh axes along which a permute sends, joined by `+`; empty where no device sends to another.
 
     Args:
       pairs: [G, 2], source and target.

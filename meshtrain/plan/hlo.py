@@ -1,4 +1,4 @@
-"""Reads what a compiler made of a program: scheduled HLO as text, with how often each part of it runs. No JAX.
+"""Parses scheduled HLO text, and counts how often each computation runs in one step. No JAX.
 
 The compilers' own cost analysis counts the body of a loop once; here it counts as often as it runs. The text of GPU
 programs says how often (known_trip_count); for others the bound, the start and the step of each loop are looked up.
@@ -24,7 +24,7 @@ TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
 SECTIONS = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# Through these a number reaches a loop's condition unchanged.
+# These operations pass on a number unchanged; a loop counter may go through them.
 TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "copy-done", "copy-start")
 
 IsHelper = Callable[[str, str], bool]
@@ -55,7 +55,7 @@ class Instruction:
 
     @property
     def attributes(self) -> str:
-        """What follows the operands."""
+        """The text after the operands."""
         return self.rest[_closing(self.rest) + 1 :]
 
     def attribute(self, name: str) -> str | None:
@@ -222,7 +222,7 @@ def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int
 
 
 def _closing(text: str) -> int:
-    """Returns where the parenthesis closes that stands open before the text."""
+    """Returns the index of the parenthesis that closes the one opened before the text."""
     depth = 1
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1

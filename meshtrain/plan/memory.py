@@ -11,10 +11,10 @@ from meshtrain.plan.shapes import num_bytes, parts
 from meshtrain.plan.topology import Cluster
 from meshtrain.step.held import bytes_of_device, held
 
-# Which matrix product kernels are taken is decided on the GPU: their workspaces and the layouts that they ask for move
-# temporaries either way. A TPU program's memory is final.
+# A GPU chooses kernels of matrix products at run time; their workspaces and layouts make temporaries larger or smaller.
+# A TPU program's memory is final.
 TEMPORARY_UNCERTAINTY = {"cuda": 0.10, "tpu": 0.0, "cpu": 0.0}
-# What is no new array: views, bookkeeping, and what is updated in place.
+# Operations that allocate no array: views, bookkeeping, and updates in place.
 NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant", "call", "conditional",
              "dynamic-update-slice", "opt-barrier", "iota")  # fmt: skip
 NUM_BUFFERS_SHOWN = 8
@@ -66,7 +66,7 @@ class Memory:
 
     @property
     def margin_bytes(self) -> int | None:
-        """What is left of the capacity at the peak; below 0 where it does not fit."""
+        """Capacity less peak; negative where the step does not fit."""
         if self.compiler is None or self.capacity_bytes is None:
             return None
         return self.capacity_bytes - self.compiler.peak_bytes

@@ -1,4 +1,4 @@
-"""A plan or a search as one HTML page that needs nothing else: charts drawn as SVG, and the text of the report."""
+"""A plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
 
 import html
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A configuration and a cluster -> everything that is known about a step of it, without running one."""
+"""Plans one step: compiles a configuration for a cluster and collects memory, traffic, work, time and findings."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from meshtrain.words.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step would need; everything a device.
+    """What a step needs; all numbers are of one device.
 
     Attributes:
       cluster: what it was compiled for.
@@ -32,7 +32,7 @@ class Plan:
       work: FLOPs of the compiled program; None where there is none.
       model_flops: (causal, full), None for a model of one's own that does not say.
       timing: modelled seconds; None for CPUs and where there is no program.
-      findings: what a reader should know and do, the gravest first.
+      findings: advice, the most severe first.
     """
 
     cluster: Cluster
@@ -97,7 +97,7 @@ def plan(
     assumptions: Assumptions,
     measured_seconds: float | None = None,
 ) -> Plan:
-    """Compiles a step and reads everything off it.
+    """Compiles a step and returns its plan.
 
     Args:
       config: checked against `shape`.

@@ -1,4 +1,4 @@
-"""Ranks the ways to run a configuration on a cluster: pruned by arithmetic, the best guesses compiled."""
+"""Ranks the ways to run a configuration on a cluster: guesses prune them, and the best guesses are compiled."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ MAX_SECONDS = 240.0
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
       cluster: where.
@@ -60,7 +60,7 @@ def search(config: Config, cluster: Cluster, *, only_mesh: bool) -> Found:
     chosen = diverse(found)
     for number, one in enumerate(chosen, 1):
         elapsed = time.perf_counter() - start
-        if plans and elapsed * number / (number - 1) > MAX_SECONDS:  # the next one would end too late
+        if plans and elapsed * number / (number - 1) > MAX_SECONDS:  # the next would exceed the time limit
             break
         what = f"{number} of {len(chosen)}: {describe(one)}"
         try:

@@ -25,7 +25,7 @@ SLICES = ("dynamic-slice", "slice", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """What the model takes for granted; printed with every number that it gives.
+    """The assumptions of the model, which every report prints.
 
     Attributes:
       product_efficiency: share of the peak that matrix products reach.
@@ -45,7 +45,7 @@ class Assumptions:
     high: float = 1.35
 
     def lines(self) -> list[str]:
-        """Returns them as text, a line each."""
+        """Returns one line of text for each assumption."""
         return [
             f"matrix products at {self.product_efficiency:.0%} of the peak, attention kernels at "
             f"{self.attention_efficiency:.0%}",
@@ -108,7 +108,7 @@ def _bandwidth(assembly: Assembly, cluster: Cluster, accelerator: Accelerator, a
 
 
 class Streams:
-    """Walks through a program. Seconds of a computation are worked out once, however often it runs."""
+    """Simulates the two streams of a program. The seconds of a computation are computed once and reused."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Streams:
         speeds: Mapping[str, float],
         assumptions: Assumptions,
     ) -> None:
-        """Keeps what prices are made of; `speeds` has bytes a second for each axis in `found`."""
+        """Stores the inputs of the model; `speeds` has bytes a second for the axes of each collective in `found`."""
         self.program, self.accelerator, self.assumptions = program, accelerator, assumptions
         self.transfers = {one.name: self._transfer(one, speeds[one.axes]) for one in found}
         self.seconds: dict[str, tuple[float, float, float]] = {}

@@ -1,4 +1,4 @@
-"""`h100:8x8`, `v5e:16x16`, `cpu:8` -> devices to compile for; none of them has to be there.
+"""`h100:8x8`, `v5e:16x16`, `cpu:8` -> devices to compile for; none of them has to exist.
 
 GPUs are described to the compiler by a file each in `targets/`; TPUs are known to libtpu by name; CPUs are simulated.
 """
@@ -78,11 +78,11 @@ def open_cluster(text: str) -> Cluster:
       UserError: an unknown name, a compiler that is not installed, a torus that no TPU has.
     """
     name, sizes = parse(text)
-    # Planning needs no accelerator, and a machine that has one may be busy with it.
+    # Planning needs no accelerator; one that is here may be in use by a run.
     if jax.config.values["jax_platforms"] != "cpu":
         jax.config.update("jax_platforms", "cpu")
     if name == "cpu":
-        with captured():  # as below
+        with captured():  # see `_described`
             devices, _ = distributed.start(sizes[0])
         return Cluster(text, "cpu", devices, 1, None)
     if name in GPUS:
@@ -93,9 +93,9 @@ def open_cluster(text: str) -> Cluster:
         gpus = _described(text, platform="cuda", target_config=target, topology=topology)
         return Cluster(text, "cuda", gpus, sizes[0], find(gpus[0].device_kind), _capability(target))
     _require(text, "libtpu", "plan-tpu")
-    # No chip is touched: a training run, or another plan, may use the library at the same time.
+    # The compiler opens no chip, so it may share the library with a training run or another plan.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # A v4 has two cores, which are one device where it trains, but two to the compiler if it is not told.
+    # A v4 has two cores. Training sees one device; the compiler sees two unless it is given this name.
     kind = {"chip_config_name": "megacore"} if name == "v4" else {}
     chips = _described(text, platform="tpu", topology_name=f"{name}:{'x'.join(map(str, sizes))}", **kind)
     num_hosts = len({chip.process_index for chip in chips})
@@ -104,8 +104,8 @@ def open_cluster(text: str) -> Cluster:
 
 def _described(text: str, **description: str) -> Sequence[Any]:
     try:
-        with captured():  # without an accelerator each compiler complains, at length, that it finds none
-            jax.devices()  # now, rather than at the first array: the other compilers are loaded then
+        with captured():  # without an accelerator each compiler prints long warnings
+            jax.devices()  # loads the plugins here, so that their warnings are captured
             devices: Sequence[Any] = topologies.get_topology_desc(**description).devices
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]

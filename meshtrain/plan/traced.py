@@ -1,4 +1,4 @@
-"""FLOPs of matrix products as traced, before any compiler: what the compiled program is compared with.
+"""FLOPs of matrix products in the traced step, with which those of the compiled program are compared.
 
 A device's share of what is left to the partitioner is the whole divided by those axes; inside `jax.shard_map` shapes
 are a device's own along the manual axes.
@@ -36,7 +36,7 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if not equation.outvars:
-            # JAX 0.10 leaves a kernel whose saved results make it needless; every compiler drops it.
+            # JAX 0.10 keeps a kernel whose results are saved already; every compiler removes it.
             continue
         if name == "dot_general":
             total += _product(equation) / share
