@@ -88,7 +88,10 @@ def _outputs(equation: Any, marks: list[bool]) -> list[bool]:
         return [any(marks)] * len(equation.outvars)
     if equation.primitive.name != "scan":
         return depends(inner[0], marks, on_constants=False)
-    start, num_carry = equation.params["num_consts"], equation.params["num_carry"]
+    # Versions of JAX name the counts differently; what is stacked has one dim less inside.
+    num_stacked = sum(x.aval.ndim < y.aval.ndim for x, y in zip(inner[0].invars, equation.invars, strict=True))
+    num_carry = sum(x.aval.ndim == y.aval.ndim for x, y in zip(inner[0].outvars, equation.outvars, strict=True))
+    start = len(marks) - num_stacked - num_carry
     while True:  # what one turn marks in the carry, the next turn reads
         outputs = depends(inner[0], marks, on_constants=False)
         before = marks[start : start + num_carry]

@@ -73,6 +73,17 @@ def test_weights_that_are_not_recognized_are_reported(capsys, monkeypatch):
     assert "float32[1, 8, 8]" in warning(in_a_loop, capsys)
 
 
+def test_a_loop_passes_on_in_its_next_turn_what_it_read_in_this_one():
+    def shifted(a, b):
+        turn = lambda carry, x: ((x, carry[0], carry[2]), carry[1])  # noqa: E731
+        (_, _, same), stacked = jax.lax.scan(turn, (a, a, a), b)
+        return same, stacked
+
+    jaxpr = jax.make_jaxpr(shifted)(jnp.zeros(()), jnp.zeros(4)).jaxpr
+    assert residuals.depends(jaxpr, [True, False], on_constants=False) == [True, True]
+    assert residuals.depends(jaxpr, [False, True], on_constants=False) == [False, True]
+
+
 def layer_of_decoder(dtype, policy="none", **options):
     shape = DecoderOptions(
         num_layers=1, embed_dim=32, mlp_dim=48, num_heads=2, num_kv_heads=2, vocab_size=16, **options
