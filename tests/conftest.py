@@ -3,7 +3,8 @@
 import collections
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import jax
@@ -120,3 +121,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"{sum(folders.values()):8.1f}  all; over two cores {sum(folders.values()) / 2:.0f}")
     for name, spent in sorted(files.items(), key=lambda pair: -pair[1])[:25]:
         terminalreporter.write_line(f"{spent:8.1f}  {name}")
+
+
+def _carried(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    for equation in jaxpr.eqns:
+        bodies = [
+            getattr(one, "jaxpr", one)
+            for value in equation.params.values()
+            for one in (value if isinstance(value, tuple | list) else [value])
+            if hasattr(one, "eqns") or hasattr(one, "jaxpr")
+        ]
+        if equation.primitive.name == "scan":
+            # What is stacked has one dim less inside. Versions of JAX name the counts differently.
+            pairs = zip(bodies[0].outvars, equation.outvars, strict=True)
+            yield from (after.aval.shape for one, after in pairs if one.aval.ndim == after.aval.ndim)
+        for body in bodies:
+            yield from _carried(body)
+
+
+@pytest.fixture(scope="session")
+def carried_shapes() -> Callable[[Any], set[tuple[int, ...]]]:
+    """A function (assembly) -> the shapes that the loops of its traced step carry from round to round."""
+
+    def shapes(assembly: Any) -> set[tuple[int, ...]]:
+        return set(_carried(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr))
+
+    return shapes

@@ -139,21 +139,10 @@ def test_clipping_and_the_loss_scale_go_by_the_trained_gradients():
         assert_near(gradients_of(state)[name], full[name] * (0.01 / norm))
 
 
-def scan_carries(jaxpr):
-    """The shapes that the loops of a traced function carry from round to round."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            yield from (out.aval.shape for out in equation.outvars[: equation.params["num_carry"]])
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from scan_carries(getattr(inner, "jaxpr", inner))
-
-
 @pytest.mark.parametrize("config, trained", [(CONFIG, WEIGHTS.keys()), (FREEZING, TRAINED)], ids=["all", "half"])
-def test_frozen_weights_have_neither_sums_of_gradients_nor_moments(config, trained):
+def test_frozen_weights_have_neither_sums_of_gradients_nor_moments(config, trained, carried_shapes):
     assembly = assembled(config)
-    carried = set(scan_carries(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr))
+    carried = carried_shapes(assembly)
     assert {name for name, (shape, _) in WEIGHTS.items() if shape in carried} == set(trained)
     moments = {path.split("/")[-1] for path, leaf in leaves_with_paths(assembly.state.opt_state) if leaf.ndim}
     assert moments == set(trained)

@@ -87,22 +87,10 @@ def test_frozen_weights_stay_and_trained_ones_get_the_gradients_of_a_full_run():
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
-def carried(jaxpr):
-    """Yields the shapes that the loops of a traced function carry from round to round."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            yield from (out.aval.shape for out in equation.outvars[: equation.params["num_carry"]])
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from carried(getattr(inner, "jaxpr", inner))
-
-
 @pytest.mark.parametrize("trainable", ["", "mlp|embedding", "attention/|head/kernel"])
-def test_rows_carry_sums_of_gradients_of_trained_weights_alone(trainable):
+def test_rows_carry_sums_of_gradients_of_trained_weights_alone(trainable, carried_shapes):
     assembly = assembled(freezing(CONFIG, trainable), pipeline=NUM_STAGES)
-    step = assembly.train_step.trace(assembly.state, assembly.batch).jaxpr
-    shapes = set(carried(step.jaxpr))
+    shapes = carried_shapes(assembly)
     trained, frozen = (
         {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(part) if leaf.ndim > 1 and leaf.size > 100}
         for part in select(assembly.state.params, assembly.replicas.trained)
