@@ -133,7 +133,7 @@ def test_weights_of_another_model(refused, stopped, tmp_path):
     "words, lines",
     [
         (["--num-tokens=0", "--temperature=-1", "--prompt="], ["--num-tokens", "--temperature", "--prompt"]),
-        (["--config.mesh.tensor=3", "--num-tokens=0"], ["--num-tokens", "model.num_heads", "model.num_kv_heads"]),
+        (["--config.mesh.tensor=3", "--num-tokens=0"], ["--num-tokens", "model.num_kv_heads", "model.num_heads"]),
         (["--promt=x"], ["arguments"]),
         (["--num-tokens=many"], ["--num-tokens"]),
     ],
