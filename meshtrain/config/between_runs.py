@@ -16,8 +16,9 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "mesh", "zero", "offload", "layout", "pipeline",
     ),
     "what is kept or computed again, and by which kernel: the same function": ("remat", "model.attention"),
-    # Dropout's masks follow a sequence's index in the global batch, and a loss scale is that of the mean loss: neither
-    # sees how the batch is cut. Like the mesh and pipeline.num_microbatches, it changes the order of a sum.
+    # Dropout is keyed by a sequence's index in the global batch, and the loss scale is that of the mean loss: neither
+    # depends on the cut. What changes is the order of a sum, as on another mesh or in another number of microbatches.
+    # An auxiliary loss that is no sum over sequences depends on both.
     "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),
     "where data are read from and how fast: the fingerprint of their ids and their split is compared instead": (
         "data.source", "data.path", "data.text_field", "data.tokenizer", "data.end_token", "data.validation_fraction",

@@ -13,8 +13,7 @@ class CompilerOption:
       name: as XLA knows it.
       value: typed; XLA refuses the text of it.
       reason: what it is for, in one line.
-      before: the jaxlib from which on it is left out, as XLA does not know it any more, aborts, or nobody has tried; ""
-        for none.
+      before: the first jaxlib version without this option (removed, crashing, or untested); "" for none.
     """
 
     name: str

@@ -1,8 +1,7 @@
-"""Several processes on this machine, started, watched and ended together.
+"""Starts several processes on this machine, forwards signals to them, and ends all when one of them fails.
 
-Each gets its number and the address to meet at through the environment (see `distributed`). Their lines appear with
-the process' number before them; signals are passed on; where one fails, the others are ended, and its code is ours.
-Needs no JAX.
+Each process gets its index and the coordinator's address through the environment (see `distributed`). Its output
+lines are printed with its index in front. The exit code is that of the first process that failed. Needs no JAX.
 """
 
 import collections
@@ -24,10 +23,11 @@ from meshtrain.launch.starting import STOPPING, heeded
 from meshtrain.launch.terminal import drop_output, on_terminal
 from meshtrain.words.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
 
+# A save that failed (EXIT_NOT_SAVED) is not among them: the disk may have room again when the run repeats its last steps.
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
-LOST_SECONDS = "15"  # on one machine no network excuses a process that gives no sign of life
-_GRACE_SECONDS = 2.0  # after one has failed, for the others to say why they cannot go on
-_SAVING_SECONDS = 60.0  # after one has saved and left, for the others to do the same
+LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since no network can delay them here
+_GRACE_SECONDS = 2.0  # after one process has failed: time for the others to print their own reason
+_SAVING_SECONDS = 60.0  # after one process has saved and ended: time for the others to do the same
 _POLL_SECONDS = 0.05
 _NUM_LAST_WORDS = 5
 _PR_SET_PDEATHSIG = 1
@@ -68,13 +68,13 @@ class Workers:
             thread.start()
 
     def send(self, number: int) -> None:
-        """Passes a signal on to all that are left."""
+        """Sends a signal to every process that is still running."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def wait(self) -> tuple[int, int]:
-        """Returns (index, exit code) of the first that failed, or (0, 0); nobody is left afterwards."""
+        """Waits until all processes have ended; returns (index, exit code) of the first that failed, or (0, 0)."""
         first = None
         while first is None and any(process.poll() is None for process in self.processes):
             first = self._first_failure()
@@ -89,7 +89,7 @@ class Workers:
     def _first_failure(self) -> tuple[int, int] | None:
         codes = [(index, process.poll()) for index, process in enumerate(self.processes)]
         failed = [(index, _exit_code(code)) for index, code in codes if code]
-        # Who has lost another is not the one that failed first, where both are seen at once.
+        # A process that ends because it lost another one is not the first that failed.
         return min(failed, key=lambda pair: pair[1] == EXIT_LOST_PEER, default=None)
 
     def _end(self, patience_seconds: float) -> None:
@@ -112,7 +112,7 @@ def run(job: Job, num_restarts: int = 0) -> int:
     """
     workers: Workers | None = None
     arrived, descriptors = list[int](), on_terminal()
-    code = EXIT_START_AGAIN  # of a run that a signal has ended before it began
+    code = EXIT_START_AGAIN  # if a signal arrives before the first process is started
 
     def pass_on(number: int, frame: object) -> None:
         arrived.append(number)
@@ -194,15 +194,18 @@ def _start(job: Job, index: int, address: str) -> subprocess.Popen[str]:
 
 
 def _prepared() -> None:
-    """What a process does before it becomes its program."""
-    # Where we are killed there is nobody left to end it.
+    """Runs in the child process before it becomes its program."""
+    # If the launcher is killed, the kernel kills the child: nothing else would end it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
-    """Lets signals wait until all processes are there to get them, each once: a second SIGINT would end a save."""
+    """Blocks signals until all processes are started, so that each of them gets each signal once.
+
+    A process that got the same SIGINT twice would end without a save.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the processes of one run tell each other beside their arrays.
+"""Small messages between the processes of a run, through the key-value store of JAX's coordination service.
 
-JAX's coordination service keeps keys and values for all of them, but has no public way to it: this is the one place
-that reaches for it (a test tells when it has moved). A process that is alone gets its own words back.
+JAX has no public interface to that store: this file is the only one that uses the private one, and a test notices when
+it moves. With a single process every function returns that process' own message.
 """
 
 import collections
@@ -17,7 +17,7 @@ from jax._src import distributed
 
 from meshtrain.words.errors import LostPeer, UserError
 
-_PATIENCE_SECONDS = 600  # for the slowest to come along: one of them may be reading a large file
+_PATIENCE_SECONDS = 600  # wait for the slowest process: it may be reading a large file
 _ROOM = "meshtrain"
 FINISHED = "finished"  # instead of a heartbeat
 _num_calls: collections.Counter[str] = collections.Counter()
@@ -44,14 +44,14 @@ def count() -> int:
 
 
 def gathered(name: str, value: Any) -> list[Any]:
-    """Returns what each process has to say, in their order. All of them call it, with the same names in the same order.
+    """Returns the values of all processes, by process index. All processes call it, with the same names in one order.
 
     Args:
-      name: what it is about.
-      value: anything that JSON holds.
+      name: of the message.
+      value: of this process; anything that JSON holds.
 
     Raises:
-      LostPeer: one of them does not answer.
+      LostPeer: a process does not answer.
     """
     if count() == 1:
         return [value]
@@ -60,7 +60,7 @@ def gathered(name: str, value: Any) -> list[Any]:
         room = f"{_ROOM}/{name}/{_num_calls[name]}"
     service = _service()
     service.key_value_set(f"{room}/{index()}", json.dumps(value))
-    # One reads them all and the others read one: a line for each process, not one for each pair.
+    # Process 0 reads all values and publishes one list: 2 n messages instead of n^2.
     if is_main_process():
         service.key_value_set(f"{room}/all", json.dumps([_wait_for(f"{room}/{i}", i) for i in range(count())]))
     return list(_wait_for(f"{room}/all", 0))
@@ -77,14 +77,14 @@ def num_machines() -> int:
 
 
 def refuse_differences(what: str, facts: Mapping[str, Any]) -> None:
-    """Compares what must be the same in all processes, on all of them together.
+    """Compares values that have to be equal in all processes. All processes call it.
 
     Args:
-      what: the facts are about.
+      what: the values describe.
       facts: name -> anything that JSON holds.
 
     Raises:
-      UserError: one of them has other facts than process 0; the same lines in each process.
+      UserError: a process differs from process 0; every process raises the same lines.
     """
     problems = differences(what, gathered(what, dict(facts)))
     if problems:
@@ -111,11 +111,11 @@ def differences(what: str, facts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def share_problems(name: str, problems: Sequence[str]) -> list[str]:
-    """Returns the problems of all processes, each once: a mistake that one process sees must not leave others waiting.
+    """Returns the problems of all processes, without duplicates, so that all of them stop when one of them has to.
 
     Args:
-      name: what was looked at.
-      problems: what this process has found.
+      name: of the check.
+      problems: those of this process.
     """
     return list(dict.fromkeys(line for lines in gathered(name, list(problems)) for line in lines))
 

@@ -1,4 +1,4 @@
-"""What compilers write to standard error, kept from the terminal and given to whoever wants to read it."""
+"""Captures what C++ code (compilers, device plugins) writes to standard error."""
 
 import contextlib
 import os
@@ -7,15 +7,15 @@ import sys
 import threading
 from collections.abc import Iterator
 
-# How a compiler says that it is about to abort the process: nobody could tell what it said afterwards.
+# The line with which a compiler announces that it aborts the process: it has to reach the terminal before that.
 FATAL = re.compile(r"[FE]\d{4} .*Check fail|F\d{4} ")
 
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[str]]:
-    """Keeps what C++ writes to standard error from the terminal, and gives its lines once the block is over.
+    """Captures file descriptor 2 during the block; the list that it yields holds the lines once the block has ended.
 
-    What announces that the process is about to be aborted is passed on at once, with all that follows it.
+    A line that matches FATAL, and every line after it, is also written to the terminal at once.
     """
     lines: list[str] = []
     sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""No silent hang: a thread that ends the process, with a reason, where steps or other processes stay away.
+"""A thread that ends the process, with a reason, when no step completes or another process is lost.
 
-Each process has one. It leaves a sign of life every second, and looks at everybody else's:
+Each process has one. It publishes a heartbeat every second and reads those of the others:
 
-    no step for `watchdog_seconds`         all stacks are printed, the processes that are behind are named: exit code 4
-    no sign of a process for LOST_SECONDS  that process is named: exit code 4
+    no step for `watchdog_seconds`             all stacks and the slowest processes are printed: exit code 4
+    no heartbeat of a process for LOST_SECONDS that process is named: exit code 4
 """
 
 import collections
@@ -24,21 +24,21 @@ import jax
 from meshtrain.launch import peers
 from meshtrain.words.errors import EXIT_LOST_PEER, leave_at_once
 
-LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # in the environment: how long a process may be without a sign of life
+LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # in the environment: longest time without a heartbeat of a process, in seconds
 _DEFAULT_LOST_SECONDS = 60.0
 _LEAST_SECONDS = 60.0
 _MEDIANS = 10
 _PATIENT_SECONDS = 1800.0
 _POLL_SECONDS = 1.0
 _ADVICE = "started again, the run goes on from its last checkpoint"
-_ABSENT_SECONDS = 10.0  # between two looks of ours
+_ABSENT_SECONDS = 10.0  # between two checks: longer means that this process itself was stopped (SIGSTOP, suspend)
 _NUM_STEPS_REMEMBERED = 64
 
 
 class Watchdog:
-    """Watches over a run, between `with` and its end.
+    """Checks the run once a second while its `with` block is open.
 
-    `completed` tells it of each step, and `patient` stands around evaluations and saves.
+    Call `completed` after each step, and put evaluations and saves into `patient`.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Watchdog:
         lost_seconds: float | None = None,
         num_processes: int | None = None,
     ) -> None:
-        """Makes a watchdog, which sleeps until it is entered.
+        """Makes a watchdog; its threads start with the `with` block.
 
         Args:
           limit_seconds: the longest time between two steps; 0: ten times the median step, 60 at least.
           now: a monotonic time in seconds.
-          end: what to do about a reason; prints stacks and reason, and ends the process with code 4, if None.
-          lost_seconds: how long a process may be without a sign of life; what the environment says, if None.
+          end: called with the reason; None prints stacks and reason and ends the process with code 4.
+          lost_seconds: longest time without a heartbeat of a process, in seconds; what the environment says, if None.
           num_processes: how many there are; asks JAX, if None.
         """
         self._limit_seconds = limit_seconds
@@ -65,7 +65,7 @@ class Watchdog:
         self._lost_seconds = lost_seconds or float(os.environ.get(LOST_SECONDS) or _DEFAULT_LOST_SECONDS)
         self._durations: collections.deque[float] = collections.deque(maxlen=_NUM_STEPS_REMEMBERED)
         self._step = 0
-        self._is_starting = True  # until the first step is done: nobody knows how long a compiler may take
+        self._is_starting = True  # until the first step has completed: compiling may take any time
         self._is_patient = False
         self._last_seconds = now()
         self._signs: dict[int, tuple[str, float]] = {}
@@ -77,7 +77,7 @@ class Watchdog:
         self._last_seconds = self._answered_seconds = self._looked_seconds = self._now()
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         if self._num_processes > 1:
-            threading.Thread(target=self._exchange, daemon=True, name="signs of life").start()
+            threading.Thread(target=self._exchange, daemon=True, name="heartbeats").start()
         return self
 
     def __exit__(
@@ -85,17 +85,17 @@ class Watchdog:
     ) -> None:
         self._is_over.set()
         if kind is not None and issubclass(kind, jax.errors.JaxRuntimeError) and self._num_processes > 1:
-            # A collective whose other side is gone, and farewells would wait for it.
+            # A collective failed because another process is gone; a regular exit would wait for that process.
             leave_at_once(
                 EXIT_LOST_PEER, f"meshtrain: lost: a process is gone: {str(error).splitlines()[0]}; {_ADVICE}"
             )
 
     def completed(self, step: int, seconds: float | None) -> None:
-        """Notes that a step's result is there.
+        """Records that a step has completed.
 
         Args:
           step: its number.
-          seconds: what it took; None where that is not a step's usual time (the first one compiles).
+          seconds: its duration; None for a step that is not typical (the first one may compile).
         """
         self._step, self._last_seconds, self._is_starting = step, self._now(), False
         if seconds is not None:
@@ -103,7 +103,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """Allows half an hour for its block: evaluations, saves and what they compile are no steps."""
+        """Allows half an hour for its block: an evaluation or a save, including what it compiles."""
         before, self._is_patient = self._is_patient, True
         try:
             yield
@@ -111,7 +111,7 @@ class Watchdog:
             self._last_seconds, self._is_patient = self._now(), before
 
     def limit_seconds(self) -> float:
-        """Returns how long there may be no step now."""
+        """Returns the longest time without a step that is allowed at the moment."""
         if self._is_starting:
             return math.inf
         if self._is_patient:
@@ -121,25 +121,25 @@ class Watchdog:
         return max(_LEAST_SECONDS, _MEDIANS * statistics.median(self._durations or [0.0]))
 
     def lost(self) -> dict[int, float]:
-        """Returns {process: seconds without a sign of life} of those that have been silent for too long."""
+        """Returns {process: seconds without a heartbeat} for the processes beyond `lost_seconds`."""
         now = self._now()
         if self._num_processes == 1:
             return {}
         if now - self._answered_seconds > self._lost_seconds:
-            return {0: now - self._answered_seconds}  # it keeps the signs of all, and does not answer
+            return {0: now - self._answered_seconds}  # process 0 stores the heartbeats of all, and does not answer
         silent = {process: now - seen for process, (sign, seen) in self._signs.items() if sign != peers.FINISHED}
         return {process: seconds for process, seconds in silent.items() if seconds > self._lost_seconds}
 
     def note(self, signs: Mapping[int, str]) -> None:
-        """Notes the signs of life of all processes, as they are now."""
+        """Records the newest heartbeats, {process: heartbeat}, and when each of them changed."""
         self._answered_seconds = self._now()
         for process, sign in signs.items():
             if process not in self._signs or self._signs[process][0] != sign:
                 self._signs[process] = (sign, self._answered_seconds)
 
     def look(self) -> str:
-        """Returns why the process must not go on, or an empty string."""
-        self._forgive_own_absence()
+        """Returns why the process has to end, or an empty string."""
+        self._discount_own_absence()
         if lost := self.lost():
             process, seconds = min(lost.items())
             return f"process {process} has given no sign of life for {seconds:.0f} s"
@@ -150,8 +150,8 @@ class Watchdog:
             f"no step for {waited:.0f} s after step {self._step} (allowed: {self.limit_seconds():.0f}){self._behind()}"
         )
 
-    def _forgive_own_absence(self) -> None:
-        # Who was stopped and let go on has not seen the others' signs, nor had time for a step.
+    def _discount_own_absence(self) -> None:
+        # A process that was stopped for a while saw no heartbeats and could not complete a step.
         now = self._now()
         absent, self._looked_seconds = now - self._looked_seconds, now
         if absent > _ABSENT_SECONDS:
@@ -174,9 +174,9 @@ class Watchdog:
                 return
 
     def _exchange(self) -> None:
-        # A thread of its own: it stands still where process 0 does, and the other one has to notice.
+        # In a thread of its own: these calls block when process 0 does, and `_watch` has to notice that.
         while not self._is_over.wait(_POLL_SECONDS):
-            with contextlib.suppress(RuntimeError):  # JAX's, where process 0 is gone
+            with contextlib.suppress(RuntimeError):  # raised by JAX when process 0 is gone
                 peers.beat(self._step)
                 self.note(peers.signs_of_life())
         with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's wall time, from its very beginning and over all restarts, that went into its steps."""
+"""Goodput: the share of a run's wall time, from its first start and over all restarts, that its steps took."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ class Done:
 
 
 class Goodput:
-    """Adds up the seconds of steps whose results the run has kept."""
+    """Adds up the durations of the steps that are part of the run: steps that a restart repeats count once."""
 
     def __init__(
         self, begun_seconds: float, done: Done | None = None, *, now: Callable[[], float] = time.monotonic

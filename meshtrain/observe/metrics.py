@@ -1,4 +1,4 @@
-"""How long steps take, told honestly, and what their numbers say.
+"""Times of steps under asynchronous dispatch, throughput and MFU, and the log line.
 
 A step has ended when its result is there, not when it was dispatched. Waiting for each step at once would leave the
 device idle while the host prepares the next one; so the clock waits for the step *before the last*:
@@ -50,9 +50,9 @@ class StepClock:
         for done in clock.drain():
             ...
 
-    One step stays in flight, except that the first is waited for at once: its time (compile and first execution) is
-    told apart, and that the run has begun is news. Completions are seen when the loop comes by, so where data is the
-    bottleneck a single step's time may belong to its neighbour; sums and means are exact.
+    One step stays in flight. Only the first step is awaited at once: its time is reported separately, and the first log
+    line appears early. Completions are noticed when the loop calls: if data is the bottleneck, some of one step's time
+    may be counted for its neighbour; sums and means are exact.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StepClock:
             self._waited_seconds += self._now() - start_seconds
 
     def dispatched(self, step: int, result: Any) -> list[CompletedStep]:
-        """Notes that a step was dispatched and waits for the one before it.
+        """Records that a step was dispatched, and waits for the one before it.
 
         Args:
           step: the step's number.
@@ -101,9 +101,9 @@ class StepClock:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Keeps the time of its block (an evaluation, say) out of every step's. Call `drain` before it.
+        """Excludes the time of its block (an evaluation, a save) from every step's. Call `drain` before it.
 
-        A step left in flight would run on within the block, and its time could not be told.
+        A step in flight would run during the block, and its time could not be measured.
         """
         assert not self._in_flight, "drain the clock before pausing it"
         start_seconds, waited_seconds = self._now(), self._waited_seconds

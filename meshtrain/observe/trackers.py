@@ -1,7 +1,7 @@
-"""Where the numbers of a run are kept: `metrics.jsonl` and TensorBoard.
+"""Writes the metrics of a run: `metrics.jsonl` and TensorBoard.
 
-A tracker has `write(step, values)` and `close()`. Trouble with the disk while a run is under way is said once, loudly,
-and does not end the run. Only process 0 should make trackers: processes would write over each other.
+A tracker has `write(step, values)` and `close()`. A disk error during the run is one warning and does not end the run.
+Only process 0 makes trackers: processes would overwrite each other's files.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
 
 @dataclasses.dataclass(frozen=True)
 class ObserveOptions:
-    """What a run shows and keeps besides its log lines and `metrics.jsonl`."""
+    """Output of a run besides its log lines and `metrics.jsonl`."""
 
     progress: bool = option(True, "draw a progress bar (process 0, on a terminal only)")
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")

@@ -1,4 +1,4 @@
-"""What a run saves, how good a save is, and where to go back to when training stops itself."""
+"""Saves of a run: what goes into them, their metric, and the checkpoint to return to after a failure."""
 
 import contextlib
 import json
@@ -22,9 +22,9 @@ from meshtrain.words.errors import SaveFailed, warn
 def save(
     assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus | Data, step: int, state: TrainState
 ) -> dict[str, float]:
-    """Starts to save a step; returns what to log of it, once the state's buffers may be overwritten.
+    """Starts to save a step, and returns values to log as soon as the state's buffers may be donated.
 
-    A save that fails is said aloud and does not end the run: the next one may find a disk with room again.
+    A save that fails is a warning and does not end the run: there may be space on the disk at the next one.
     """
     start_seconds = time.perf_counter()
     extra = {
@@ -63,14 +63,14 @@ def finish(checkpoints: Checkpoints) -> None:
 
 
 def rate(assembly: Assembly, checkpoints: Checkpoints, step: int, values: Mapping[str, float]) -> None:
-    """Notes what an evaluation says of the save of a step, where good saves are to stay."""
+    """Records an evaluation's metric for the checkpoint of a step, if `checkpoint.keep_best` asks for it."""
     options = assembly.config.checkpoint
     if options.keep_best and options.best_metric in values and peers.is_main_process():
         checkpoints.rate(step, values[options.best_metric])
 
 
 def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int) -> str:
-    """Returns what first was no number in steps that went wrong, and where the run can be taken up again.
+    """Returns the name of the first array that was not finite, and the checkpoint that the run can resume from.
 
     Args:
       checkpoints: the run's own.

@@ -1,4 +1,4 @@
-"""Where a run starts from: its own newest checkpoint, another run's weights, or initial weights."""
+"""The state that a run starts from: its own newest checkpoint, another run's weights, or initial weights."""
 
 import dataclasses
 import importlib.metadata
@@ -25,7 +25,7 @@ _RATE_TOLERANCE = 0.01  # relative: a learning rate that changes by less is not 
 
 
 def saved_step(run: Path) -> int:
-    """Returns the newest step that a run has saved completely, 0 where there is none."""
+    """Returns the step of a run's newest complete checkpoint, 0 if there is none."""
     try:
         with find(run / CHECKPOINTS) as checkpoints:
             return checkpoints.latest_step() or 0
@@ -34,12 +34,12 @@ def saved_step(run: Path) -> int:
 
 
 def check(config: Config, run: Path, start_step: int) -> list[str]:
-    """Returns one line for each reason why a run cannot begin or go on in its folder; reads no array, writes nothing.
+    """Returns one line for each reason why a run cannot begin or resume in its folder; reads no array, writes nothing.
 
     Args:
-      config: what the run is told.
-      run: its folder, there or not.
-      start_step: what `saved_step` found. From 1 on the run has weights of its own, and `init_from` is history.
+      config: of the run.
+      run: its folder; it need not exist.
+      start_step: from `saved_step`. From 1 on the run has weights of its own, and `init_from` is not read.
     """
     found = workdir.check(run, config) or trackers.check(run)
     if start_step > config.num_steps:
@@ -56,7 +56,7 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
 
 
 def refuse_unequal_processes(config: Config, run: Path) -> None:
-    """Refuses processes that were started for different things, before they wait for each other in vain.
+    """Compares versions and configuration of all processes: different ones would deadlock in their first collective.
 
     Raises:
       UserError: the first difference of each; the same lines in all processes.
@@ -67,10 +67,10 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
 
 
 def refuse_other_weights(assembly: Assembly, run: Path) -> None:
-    """Compares the weights that a new run would begin with to its own, by their shapes, before anything is written.
+    """Compares shapes and dtypes of `init_from`'s weights with those of this model, before anything is written.
 
     Raises:
-      UserError: those of `init_from` are another model's.
+      UserError: they differ.
     """
     if assembly.config.init_from and not saved_step(run):
         with find(assembly.config.init_from) as checkpoints:
@@ -80,12 +80,12 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
 
 
 def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainState, int, dict[str, float]]:
-    """Returns the newest saved state that is whole, its step, and what to log of it.
+    """Returns the newest undamaged saved state, its step, and values to log about the restore.
 
-    Where nothing was saved, these are step 0 and initial weights, or those of `init_from`.
+    If nothing was saved: the initial state, or one with the weights of `init_from`, and step 0.
 
     Raises:
-      UserError: the checkpoint is another model's; or none is as it was written.
+      UserError: the checkpoint is another model's; or all checkpoints are damaged.
     """
     start_seconds = time.perf_counter()
     step, damaged = checkpoints.newest_whole()

@@ -1,4 +1,4 @@
-"""What a run says when it is done."""
+"""The summary that a run prints at its end."""
 
 import functools
 import math

@@ -80,10 +80,10 @@ def _can_write(path: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def locked(run: pathlib.Path) -> Iterator[None]:
-    """Keeps the folder for this run's processes for as long as the block lasts; process 0 holds it for all.
+    """Locks the folder against other runs during the block; process 0 holds the lock for all processes.
 
-    The system lets go of the lock of a process that ends, however it ends: a file that was left behind locks nothing.
-    Where the block fails before the first step of a new run, the folder is as it was before.
+    The system releases the lock of a process that ends, however it ends: a file `.lock` that was left behind locks
+    nothing. If the block fails before the first step of a new run, its files are removed again.
 
     Raises:
       UserError: another run has it (who, where, since when), or it cannot be written.
@@ -163,11 +163,11 @@ def begun_seconds(run: pathlib.Path, own_seconds: float, logged_seconds: float, 
 
 
 def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, writes: bool) -> None:
-    """Writes down what the run is, once nothing speaks against it any more.
+    """Writes config.json, layout.txt and corpus.json, after all checks have passed.
 
     Args:
-      run: the folder, made where it is missing.
-      config: what the run is told.
+      run: the folder, created if it is missing.
+      config: of the run.
       fingerprint: the hash of its data.
       layout: a line for each array.
       writes: whether this process is the one that writes (process 0).
@@ -190,7 +190,7 @@ def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, 
 
 
 def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
-    """Compares the data at hand with those that the run has learned from.
+    """Compares the fingerprint of the data with the one in corpus.json.
 
     Raises:
       UserError: the folder holds a run on other data.
@@ -205,12 +205,12 @@ def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
 
 
 def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bool) -> Any:
-    """Returns a fact about the run's data that is computed once and then stands in corpus.json.
+    """Returns an entry of corpus.json; computes and writes it if it is not there yet.
 
     Args:
       run: the run's folder.
-      name: of the fact.
-      compute: what finds it where it is not known.
+      name: of the entry.
+      compute: () -> its value.
       writes: whether this process is the one that writes (process 0).
     """
     facts = _facts(run)
@@ -222,7 +222,7 @@ def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bo
 
 
 def _facts(run: pathlib.Path) -> dict[str, Any]:
-    """Returns what is known of the run's data."""
+    """Returns the entries of corpus.json, after a check of their types."""
     facts = _read_json(run / CORPUS_FILE)
     kinds: dict[str, Any] = {"fingerprint": str, "begun_seconds": (int, float)}
     for name, kind in kinds.items():

@@ -4,8 +4,8 @@ On disk (Orbax, one directory a step, OCDBT format)::
 
     <workdir>/checkpoints/<step>/state/   every array of the training state, whole and in its global shape
                                  extra/   one JSON object: data position, configuration, corpus, versions
-                                 manifest.json   checksums, written last: without it a save is not whole
-    <workdir>/damaged/<step>/             what was found not to be as it was written
+                                 manifest.json   checksums, written last: without it a checkpoint is incomplete
+    <workdir>/damaged/<step>/             a checkpoint whose checksums did not match
 
 Arrays are stored under the path of their leaf (`params/layers/attention/query`), never under the Python class that
 held them, so neither a mesh nor a container type has to be the same when they are read again.
@@ -49,8 +49,8 @@ class Checkpoints:
 
     Args:
       directory: where the steps stand, one directory each; made absolute, and created where `options` is given.
-      options: how many saves stay. None only reads: nothing is created, cleaned up or deleted, which is what a
-        second program needs that looks at a run while it trains.
+      options: which checkpoints are kept. None opens the folder for reading: nothing is created or deleted, so that
+        another program can read a run's checkpoints while it trains.
 
     Raises:
       UserError: the directory cannot be created.
@@ -72,7 +72,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Where a process is gone, the save in flight will never be complete.
+        # If another process is gone, the save in flight cannot complete: do not wait for it.
         if kind is None or not issubclass(kind, jax.errors.JaxRuntimeError):
             self.close()
 
@@ -120,17 +120,17 @@ class Checkpoints:
         return True
 
     def rate(self, step: int, value: float) -> None:
-        """Notes how good a save is, for `CheckpointOptions.keep_best`. One process calls it."""
+        """Records the metric of a step's checkpoint, for `CheckpointOptions.keep_best`. One process calls it."""
         keeping.write_ratings(self.directory, keeping.read_ratings(self.directory) | {step: value})
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """Returns the newest step whose files are as they were written, and a line for each newer one that is not.
+        """Returns the newest step with matching checksums, and a line for each newer one that is damaged.
 
-        All processes call it together, and each reads its share of the files. Where the run writes, what is damaged is
-        set aside. The step is None where no save was ever finished.
+        All processes call it together; each reads a part of the files. With `options`, damaged checkpoints are moved
+        to the folder `damaged`. The step is None if no save was ever completed.
 
         Raises:
-          UserError: saves were finished, and none of them is whole any more; nothing is moved then.
+          UserError: there are completed checkpoints and all of them are damaged; none is moved then.
         """
         self.wait()
         damaged, whole = dict[int, str](), None

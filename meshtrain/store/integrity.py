@@ -1,10 +1,10 @@
-"""Whether a checkpoint is whole: SHA-256 of each of its files, in a manifest that is written last.
+"""Checksums of checkpoints: SHA-256 of each file, in a manifest that is written last.
 
     <step>/manifest.json        {"sha256": of what follows, "files": {name: {"bytes": ..., "sha256": ...}}}
-    <step>/manifest.<i>.part    what process i found of its own files, until process 0 has put the parts together
+    <step>/manifest.<i>.part    checksums of the files of process i, until process 0 has merged the parts
 
-Storage does not notice a flipped byte, and the libraries that read checkpoints would hand it on as a weight. A
-checkpoint without a manifest was never finished. Nothing here knows arrays: a folder holds files.
+Neither the storage nor Orbax notices a flipped byte: it would be read as a weight. A checkpoint without a manifest
+was never completed. This file knows folders and files, and no arrays.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ def is_sealed(directory: Path) -> bool:
 
 
 def seal(directory: Path, index: int, num_processes: int, is_cancelled: Callable[[], bool]) -> bool:
-    """Waits until a checkpoint is committed, adds up its files, and writes the manifest once all processes have.
+    """Waits until a checkpoint is committed, computes checksums, and writes the manifest when all processes have.
 
     Args:
       directory: the checkpoint's final folder, which appears, whole, when it is committed.
-      index: of this process, which reads the files that it has written; process 0 also those that belong to nobody.
-      num_processes: how many share the work, and the file system.
-      is_cancelled: asked while waiting; true once the save has failed.
+      index: of this process. It reads the files that it has written; process 0 reads the shared ones as well.
+      num_processes: number of processes; they share the file system.
+      is_cancelled: polled while waiting; true once the save has failed.
 
     Returns:
       Whether there is a manifest now.
@@ -74,12 +74,12 @@ def checksums(directory: Path, is_wanted: Callable[[str], bool]) -> Files:
 
 
 def damage(directory: Path, index: int = 0, num_processes: int = 1) -> list[str]:
-    """Returns one line for each file that is not as it was written; an empty list for a checkpoint that is whole.
+    """Returns one line for each file whose size or checksum differs; an empty list for an undamaged checkpoint.
 
     Args:
       directory: the checkpoint's folder.
-      index: of this process, which reads its share of the files only.
-      num_processes: how many share the work.
+      index: of this process, which reads every `num_processes`-th file.
+      num_processes: number of processes that call it together.
     """
     try:
         expected = _read(directory / MANIFEST)
@@ -113,7 +113,7 @@ def _sha256(path: Path) -> str:
 
 
 def _owner(name: str, num_processes: int) -> int:
-    """Returns the process that adds up a file: the one in whose folder it lies, and 0 where that is nobody's."""
+    """Returns the process that computes a file's checksum: the one whose folder holds it, 0 for shared files."""
     found = [part.removeprefix(_OWN) for part in name.split("/") if part.startswith(_OWN)]
     index = int(found[0]) if found and found[0].isdecimal() else 0
     return index if index < num_processes else 0

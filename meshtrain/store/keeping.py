@@ -1,4 +1,4 @@
-"""Which saves stay: the last few, every so many steps, and the best; the newest always."""
+"""Which checkpoints are kept: the newest few, multiples of a number of steps, and the best. The rest is deleted."""
 
 import dataclasses
 import itertools
@@ -11,14 +11,14 @@ from meshtrain.store.integrity import is_sealed
 from meshtrain.words.files import write_whole
 from meshtrain.words.options import option
 
-DAMAGED = "damaged"  # beside the checkpoints: saves that are not as they were written
-HALF_WRITTEN = ".orbax-checkpoint-tmp"  # in the name of what Orbax has not finished, and of what is being deleted
-RATINGS = "ratings.json"  # beside the steps: {step: what the metric was}
+DAMAGED = "damaged"  # folder beside the checkpoints, for those whose checksums do not match
+HALF_WRITTEN = ".orbax-checkpoint-tmp"  # part of the name of a folder that is being written or deleted
+RATINGS = "ratings.json"  # beside the steps: {step: value of the metric}
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOptions:
-    """When the state is saved and which saves stay."""
+    """When the state is saved and which checkpoints are kept."""
 
     every: int = option(0, "steps between saves; 0: only after the last step, which is always saved", minimum=0)
     keep_last: int = option(3, "number of newest saves that stay, older ones are deleted", minimum=1)
@@ -28,12 +28,12 @@ class CheckpointOptions:
 
 
 def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Mapping[int, float]) -> set[int]:
-    """Returns the steps that stay.
+    """Returns the steps that are kept.
 
     Args:
-      steps: those that are whole.
-      options: what stays.
-      ratings: step -> value of `options.best_metric`; a step without one is nobody's best.
+      steps: those with a complete checkpoint.
+      options: which of them to keep.
+      ratings: step -> value of `options.best_metric`; a step without a value is never among the best.
     """
     ordered = sorted(steps)
     stay = set(ordered[-options.keep_last :])
@@ -44,7 +44,7 @@ def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Mapping[int,
 
 
 def read_ratings(directory: Path) -> dict[int, float]:
-    """Returns what is known of the saves in a folder; nothing where the file is missing or damaged."""
+    """Returns {step: metric} of the checkpoints in a folder; empty where the file is missing or damaged."""
     try:
         content = json.loads((directory / RATINGS).read_text(encoding="utf-8"))
         return {int(step): float(value) for step, value in content.items()}
@@ -53,7 +53,7 @@ def read_ratings(directory: Path) -> dict[int, float]:
 
 
 def write_ratings(directory: Path, ratings: Mapping[int, float]) -> None:
-    """Writes what is known of the saves in a folder, whole or not at all.
+    """Replaces the file of {step: metric} in a folder of checkpoints.
 
     Raises:
       OSError: it cannot be written.
@@ -62,14 +62,14 @@ def write_ratings(directory: Path, ratings: Mapping[int, float]) -> None:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Returns the steps that a folder holds, whole or not, oldest first."""
+    """Returns the steps of the checkpoints in a folder, complete or not, oldest first."""
     if not directory.is_dir():
         return []
     return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal() and entry.is_dir())
 
 
 def prune(directory: Path, options: CheckpointOptions) -> None:
-    """Deletes the saves that need not stay. What a kill leaves of one has a name that the next run sweeps away.
+    """Deletes the checkpoints that are not kept. Each is renamed first: `sweep` deletes what a kill leaves of it.
 
     Raises:
       OSError: one cannot be deleted.
@@ -82,7 +82,7 @@ def prune(directory: Path, options: CheckpointOptions) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Deletes what is half-written or half-deleted, as far as that is possible: threads may still be writing to it."""
+    """Deletes half-written and half-deleted checkpoints. Files that a thread is still writing may remain."""
     if directory.is_dir():
         for entry in directory.iterdir():
             if HALF_WRITTEN in entry.name:
@@ -90,7 +90,7 @@ def sweep(directory: Path) -> None:
 
 
 def set_aside(directory: Path, step: int) -> Path:
-    """Moves a save out of the way, to where somebody may look at it, and returns where it is now."""
+    """Moves a checkpoint into the folder `damaged`, for inspection, and returns its new path."""
     aside = directory.parent / DAMAGED
     aside.mkdir(exist_ok=True)
     names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
