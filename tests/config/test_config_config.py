@@ -4,15 +4,19 @@ import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
+from flax.linen import LogicallyPartitioned
 
 from meshtrain.config import __main__ as fields
 from meshtrain.config.between_runs import difference, from_json
 from meshtrain.config.config import Config, check, default, parse, resolve, to_json
+from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.main import main
 from meshtrain.models.task import Task
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
+from meshtrain.words.options import option
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -165,6 +169,35 @@ def test_weights_on_a_mesh_are_checked_beside_other_mistakes_of_the_model():
     # Options that contradict each other describe no weights.
     found = problems(["model.num_heads=6", "model.embed_dim=192", "model.mlp_dim=510", "mesh.tensor=4"])
     assert [line.partition(":")[0] for line in found] == ["model.num_kv_heads"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnOptions:
+    """Options of a task of one's own, of which one is the size of a dim."""
+
+    groups: int = option(6, "groups of heads", dim="heads")
+
+
+def own_task(config, placement):
+    init = lambda rng: {"w": LogicallyPartitioned(jnp.zeros((2 * config.model.groups, 8)), ("heads", "embed"))}  # noqa: E731
+    return Task(init, len, {})
+
+
+own_task.options = OwnOptions
+
+
+def test_weights_of_a_task_of_ones_own_are_checked_under_rules_of_ones_own():
+    (line,) = problems(["mesh.tensor=8"], make_task=own_task)
+    assert line == (
+        "model.groups: got 6, which makes 12, for dim 'heads' of w; allowed: a multiple of 8, as it is split over "
+        "mesh.tensor = 8; nearest: 8, or mesh.tensor=6"
+    )
+    rules = extend(default_rules(LayoutOptions()), Rule("heads"))
+    assert problems(["mesh.tensor=8"], make_task=own_task, rules=rules) == []
+    config = resolve({"mesh": {"tensor": -1}}, make_task=own_task)
+    shape = {"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 8}
+    assert check(config, shape, own_task) == [line]
+    assert check(config, shape, own_task, rules) == []
 
 
 def test_an_open_axis_is_checked_once_its_size_is_known():
