@@ -82,8 +82,13 @@ def vocabulary_of(options: DataOptions) -> int:
     """Returns the number of tokens that a source can hold; 257, that of bytes, for synthetic data, which takes any.
 
     Raises:
-      UserError: the tokenizer or the description of the tokens is missing or wrong.
+      UserError: the tokenizer or the description of the tokens is missing or wrong; or the data are the user's own.
     """
+    if is_own(options):
+        raise UserError(
+            f"model.vocab_size: got 0 with data.source={options.source}, which brings no tokenizer; allowed: a number "
+            "above each token id; nearest: model.vocab_size=257"
+        )
     if options.source == "synthetic":
         return byte_tokenizer().vocab_size
     if options.source == "tokens":

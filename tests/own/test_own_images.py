@@ -242,6 +242,15 @@ def test_a_batch_that_a_prompt_does_not_fill_generates_nothing():
     assert line.startswith("task: got a batch of images, labels, weights; allowed for generate: 'tokens'")
 
 
+def test_a_decoder_on_data_of_ones_own_has_to_be_told_its_vocabulary():
+    source = {"source": f"{__name__}:images"}
+    with pytest.raises(UserError, match=r"^model\.vocab_size: got 0 with data\.source=.*, which brings no tokenizer"):
+        resolve({"data": source})
+    with pytest.raises(UserError, match=r"^model\.vocab_size: got 0.* which brings no tokenizer.*; allowed: a number"):
+        resolve({"data": source}, reads_data=False)
+    assert resolve({"data": source, "model": {"vocab_size": 300}}).model.vocab_size == 300
+
+
 def test_another_fingerprint_is_another_run(on_one_device):
     def others(config):
         return dataclasses.replace(images(config), fingerprint="others")
