@@ -12,12 +12,15 @@ from meshtrain.words.errors import run
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains what the arguments say, or goes on with it where the workdir holds a run, and returns the exit code.
+    """Trains a configuration, or resumes the run in the workdir, and returns the exit code.
+
+    Args:
+      argv: the words after the command.
 
     Raises:
-      UserError: whatever is wrong with arguments, configuration and workdir, all of it together.
+      UserError: all problems of arguments, configuration and workdir.
     """
-    begun_seconds = time.monotonic()  # before JAX is imported: goodput counts that as well
+    begun_seconds = time.monotonic()  # goodput counts the import of JAX, too
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain train",
         description="Trains a transformer on a mesh. Run again with the same workdir, it goes on where it stopped.",
@@ -25,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = flags.arguments(argv, extra)
     with stops_at_signals():
-        # The one place with imports at run time: JAX takes longer to load than `--help` may take to answer.
+        # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
         config = importlib.import_module("meshtrain.config.config")
         found = flags.unwritable(arguments.workdir)
         if arguments.config is None:

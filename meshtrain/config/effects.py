@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.config.config import Config
+from meshtrain.data.sources import is_own
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step import loss_scale
 from meshtrain.step.precision import compute_name
@@ -26,7 +27,8 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     found: dict[str, str] = {}
     for field in dataclasses.fields(config):
         room = getattr(config, field.name)
-        if dataclasses.is_dataclass(room):
+        # A source of the user's own is given the whole configuration, and may read any of the data's options.
+        if dataclasses.is_dataclass(room) and not (field.name == "data" and is_own(config.data)):
             found |= words.idle(room, field.name)
     if mesh_shape["pipeline"] == 1:
         found |= _changed(config.pipeline, "pipeline", "mesh.pipeline=1")

@@ -1,4 +1,4 @@
-"""What a model that sees one token reaches: the loss that training has to get under.
+"""The loss of a smoothed bigram model: a baseline that a trained model should beat.
 
 Shapes: V vocabulary.
 """
@@ -12,13 +12,13 @@ from meshtrain.data.packing import Examples, TokenPairs
 
 LARGEST_VOCAB = 512
 
-# Synthetic data has no end worth waiting for; this many tokens settle V * V counts.
+# Synthetic data is practically endless: this many chunks are enough for V x V counts.
 _MOST_TRAIN_CHUNKS = 1 << 12
 _STRENGTHS = tuple(2.0**power for power in range(-6, 13))
 
 
 def _count(pairs: TokenPairs) -> np.ndarray | None:
-    """Returns how often each token follows each, float64 [512, 512], or None where an id is beyond."""
+    """Returns how often each token follows each other one, float64 [512, 512]; None if an id is above 511."""
     counts = np.zeros(LARGEST_VOCAB * LARGEST_VOCAB)
     for tokens, targets in pairs:
         if max(tokens.max(initial=0), targets.max(initial=0)) >= LARGEST_VOCAB:
@@ -45,7 +45,7 @@ def _probabilities(counts: np.ndarray, strength: float) -> np.ndarray:
 
 
 def _strength(counts: np.ndarray) -> float:
-    """Returns the smoothing under which each training pair is likeliest once it is itself left out of the counts."""
+    """Returns the smoothing of the largest leave-one-out likelihood of the training pairs."""
     seen = counts > 0
     unigram = (counts.sum(0) + 1) / (counts.sum() + len(counts))
     rest, follows = counts - 1, np.maximum(counts.sum(1, keepdims=True) - 1, 0)
@@ -60,7 +60,7 @@ def _strength(counts: np.ndarray) -> float:
 def bigram_loss(train: Examples, validation: Examples, *, indices: Iterable[int] | None = None) -> float | None:
     """Returns the validation loss of a smoothed bigram model, in nats per token.
 
-    It is fitted to every training token, smoothing included, and scored on the tokens that the model is scored on.
+    Counts and smoothing are fitted to the training tokens. The loss is over the same tokens as an evaluation's.
 
     Args:
       train: examples to count in.
@@ -68,13 +68,13 @@ def bigram_loss(train: Examples, validation: Examples, *, indices: Iterable[int]
       indices: which validation examples; None is all.
 
     Returns:
-      The mean over the positions with weight 1; None beyond 512 ids, or where nothing is scored.
+      The mean over the positions with weight 1; None for more than 512 ids, or without any such position.
     """
     counts = _count(itertools.islice(train.pairs(), _MOST_TRAIN_CHUNKS))
     asked = _count(validation.pairs() if indices is None else _scored(validation, indices))
     if counts is None or asked is None or not counts.sum() or not asked.sum():
         return None
-    # Ids that occur nowhere must not take a share of the smoothing.
+    # Smoothing must give no probability to ids that never occur.
     size = int(np.flatnonzero((counts + asked).sum(0) + (counts + asked).sum(1)).max()) + 1
     counts, asked = counts[:size, :size], asked[:size, :size]
     log_probabilities = np.log(_probabilities(counts, _strength(counts)))

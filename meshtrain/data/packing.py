@@ -1,4 +1,4 @@
-"""Token streams cut or packed into examples of one length, each found by its number alone.
+"""Token streams cut or packed into examples of one length, with random access by number.
 
 Shapes: T sequence_length, N tokens of a stream, P pieces of documents, R rows.
 
@@ -33,7 +33,7 @@ class Examples(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TokenStream:
-    """Tokens end to end over one or more 1-D arrays, which may be memory-mapped: only what is read is loaded.
+    """The concatenation of one or more 1-D arrays of tokens; memory-mapped arrays are loaded only where they are read.
 
     Attributes:
       parts: unsigned integer arrays, in order.
@@ -85,10 +85,10 @@ class TokenStream:
 
 @dataclasses.dataclass(frozen=True)
 class StreamExamples:
-    """Example i is the window of tokens i*T .. i*T+T. What is left behind the last whole window is not used.
+    """Example i is the window of tokens i*T .. i*T+T. The tokens after the last whole window are not used.
 
-    A document that began in an earlier window goes on as a segment of its own, from position 0. The end token is a
-    target; what follows it belongs to another document and does not count.
+    A document that began in an earlier window continues as a new segment, from position 0. The end token is a target;
+    its own target belongs to another document and has weight 0.
     """
 
     stream: TokenStream
@@ -170,13 +170,13 @@ class FirstFitExamples:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Puts each piece into the oldest open row that has room for it; opening one closes the fullest.
+    """Assigns each piece to the oldest open row with room for it; where there is none, a new row replaces the fullest.
 
-    With a bounded number of open rows the time is linear in the pieces and 64 rows fill about nine tenths.
+    At most 64 rows are open, so that the time is linear in the number of pieces; rows are then about 90 % full.
 
     Args:
       lengths: int [P], each 1 .. capacity.
-      capacity: T, how much a row holds.
+      capacity: T, tokens in a row.
 
     Returns:
       int64 [P]: the row of each piece; rows are numbered in the order in which they were opened.
@@ -190,7 +190,7 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     for piece in needs_search:
         slot = int(np.argmax(room >= lengths[piece]))
         if room[slot] < lengths[piece]:
-            # Oldest first: the fullest leaves its place to the rows behind it, and the new one comes last.
+            # Slots are ordered by age: those behind the fullest move up, and the new row takes the last one.
             fullest = int(np.argmin(room))
             room[fullest:-1], row_of_slot[fullest:-1] = room[fullest + 1 :], row_of_slot[fullest + 1 :]
             slot = _NUM_OPEN_ROWS - 1

@@ -21,7 +21,7 @@ from meshtrain.words.errors import Problems, UserError, run
 from meshtrain.words.files import replacing, write_whole
 from meshtrain.words.paths import expanded, what_is_at
 
-# Large enough to keep the tokenizer's threads busy, small enough to see the bar move.
+# Bytes of text tokenized at a time: enough for the tokenizer's threads, few enough for a bar that moves.
 _GROUP_BYTES = 1 << 22
 
 
@@ -111,7 +111,7 @@ def prepare(
 ) -> TokenFile:
     """Writes OUTPUT (ids, uint16 or uint32) and OUTPUT.json (what they are); a tokenizer.json is copied beside them.
 
-    The description comes last: without it the file is not taken for a whole one.
+    The description is written last: a token file without one is refused.
 
     Args:
       path: files or globs, comma separated.
@@ -168,7 +168,7 @@ def _as_flags(problem: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, prepares, and says what was written."""
+    """Parses the command line, writes the token file, and prints what it holds."""
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
     parser.add_argument("--path", required=True, help="files or globs, comma separated: .txt, .py, .jsonl")
     parser.add_argument("--output", required=True, help="the .bin file to write")

@@ -1,4 +1,4 @@
-"""What can be read: the options of the data, and what is wrong with them before anything is read."""
+"""The options of the data, and the problems with them that show before anything is read."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -53,7 +53,12 @@ def is_own(options: DataOptions) -> bool:
 
 
 def unread(options: DataOptions) -> list[str]:
-    """Returns one line for each input that the user names and this source would not read."""
+    """Returns one line for each input that the user names and this source would not read.
+
+    Nothing is known of a source of one's own: its function is given the whole configuration.
+    """
+    if is_own(options):
+        return []
     found = []
     if options.source not in ("text", "tokens") and options.path:
         found.append(

@@ -1,4 +1,4 @@
-"""Examples that cost nothing to make and can be learned: counting up by a fixed step, with some noise.
+"""Synthetic examples that a model can learn: sequences that count up by a fixed step, with noise.
 
 Shapes: T sequence_length.
 """
@@ -20,14 +20,14 @@ _NOISE = 0.1
 class SyntheticExamples:
     """Example i counts up by a step of 1 .. 4, from a random start, modulo the vocabulary.
 
-    One token in ten is replaced by a random one, so that a perfect model still has a loss. The step is the sequence's
-    own: to predict the next token a model has to look at two, which a bigram model cannot.
+    One token in ten is replaced by a random one, so that a perfect model still has a loss. Each sequence has its own
+    step: a model has to look at two tokens to predict the next one, which a bigram model cannot.
 
     Attributes:
-      num_examples: how many there are.
+      num_examples: number of examples.
       sequence_length: T.
       vocab_size: ids are below it.
-      seed: with `split`, what the examples depend on.
+      seed: the examples depend on it and on `split`.
       split: 0 for training, 1 for validation.
     """
 

@@ -44,15 +44,15 @@ def standard_library() -> list[tuple[str, str]]:
 
 
 def share(key: str) -> float:
-    """Returns a number in [0, 1) that depends on nothing but `key`: which documents are kept for validation.
+    """Returns a number in [0, 1) that is a hash of `key`: documents below `validation_fraction` are for validation.
 
-    The prefix was chosen so that of the standard library's files no single large one fills the validation split.
+    The prefix is such that no single large file of the standard library fills the validation split.
     """
     return int.from_bytes(hashlib.sha256(f"validation {key}".encode()).digest()[:8]) / 2**64
 
 
 def _beside(path: Path) -> str:
-    """Returns the near miss among the files that stand where `path` was looked for, or else what stands there."""
+    """Returns a hint at the file in the folder of `path` with the closest name, else at the folder that exists."""
     folder = path.parent
     while what_is_at(folder) != "a folder" and folder != folder.parent:
         folder = folder.parent
@@ -65,13 +65,13 @@ def _beside(path: Path) -> str:
 
 
 def find_files(paths: str) -> tuple[list[Path], list[str]]:
-    """Finds the files of `data.path`, reading none of them.
+    """Returns the files of `data.path`; none of them is read.
 
     Args:
       paths: files or globs (`**` for any depth), comma separated.
 
     Returns:
-      The files in order, each once, and one line for each problem. In a glob, files of size 0 are passed over.
+      The files in order, without duplicates, and one line for each problem. Globs skip empty files.
     """
     files: dict[Path, None] = {}
     problems = []
@@ -110,7 +110,7 @@ def find_files(paths: str) -> tuple[list[Path], list[str]]:
 
 
 def _can_read(path: Path) -> bool:
-    # Tried, not asked: `os.access` answers for the user who logged in, not for the one whose rights the process has.
+    # A real attempt: `os.access` answers for the real user, and the process may run with the rights of another.
     try:
         path.open("rb").close()
     except OSError:
@@ -165,7 +165,7 @@ def _line_text(line: bytes, where: str, text_field: str) -> str:
             f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts) or _field(texts)}"
         )
     text = str(fields[text_field])
-    # JSON can escape half of a surrogate pair, which is no character and has no bytes in UTF-8.
+    # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
     if not text.isascii() and not is_utf8(text):
         raise UserError(
             f"data.path: {where} escapes half of a surrogate pair; allowed: whole characters; "

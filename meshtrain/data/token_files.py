@@ -1,4 +1,4 @@
-"""Prepared token files: NAME.bin holds ids and nothing else, NAME.bin.json says what they are."""
+"""Prepared token files: NAME.bin holds token ids only, NAME.bin.json describes them."""
 
 import dataclasses
 import hashlib
@@ -22,14 +22,14 @@ _NUM_SAMPLED_CHUNKS = 64
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """What NAME.bin.json says about NAME.bin.
+    """The description of NAME.bin that NAME.bin.json holds.
 
     Attributes:
       dtype: `uint16` or `uint32`, little-endian.
       vocab_size: one more than the largest id that the tokenizer can write.
-      num_tokens: how many ids the file holds.
-      num_documents: how many documents they are.
-      end_id: the id that ends each document; -1 where nothing does.
+      num_tokens: number of ids in the file.
+      num_documents: number of documents.
+      end_id: the id that ends each document; -1 for none.
       tokenizer: `bytes`, or the name of a tokenizer.json beside the file.
       tokenizer_sha256: of that tokenizer.json; `` for bytes.
       end_token: the option data.end_token under which it was prepared.
@@ -46,7 +46,7 @@ class TokenFile:
 
 
 def sidecar_path(path: Path) -> Path:
-    """Returns where the description of the token file `path` stands."""
+    """Returns the path of the description of the token file `path`."""
     return path.with_name(path.name + ".json")
 
 
@@ -54,13 +54,13 @@ def read_sidecar(path: Path) -> TokenFile:
     """Reads the description of the token file `path` and checks the file's size against it.
 
     Raises:
-      UserError: there is none, it is not one, or the file has another size than it says.
+      UserError: the description is missing or malformed, or the file has another size.
     """
     sidecar = sidecar_path(path)
     wanted = {field.name: field.type for field in dataclasses.fields(TokenFile)}
     try:
         if (what := what_is_at(sidecar)) not in ("a file", "nothing there"):
-            raise OSError(None, what)  # not opened: reading a pipe would wait for ever
+            raise OSError(None, what)  # not opened: reading a pipe would block
         found = json.loads(sidecar.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
@@ -110,9 +110,9 @@ def _chunks(path: Path, dtype: str) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, str]:
-    """Reads a token file once, in chunks: its digest, and the first id that does not fit.
+    """Reads a token file once, in chunks, and returns its digest and its first id outside the vocabulary.
 
-    Files beyond 4 GiB are sampled: a change or a bad id elsewhere in them is not seen here.
+    Files above 4 GiB are sampled: a change or a bad id between the samples goes unnoticed.
 
     Args:
       path: the token file.

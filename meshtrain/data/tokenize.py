@@ -51,7 +51,7 @@ def byte_tokenizer() -> Tokenizer:
         return list(text.encode())
 
     def decode(ids: Iterable[int]) -> str:
-        # A model may emit half a character: show that it did instead of failing.
+        # A model may emit an incomplete character, which is shown as a replacement character.
         return bytes(int(i) for i in ids if 0 <= i < NUM_BYTES).decode(errors="replace")
 
     return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_documents, encode, decode)
@@ -77,7 +77,7 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def file_problems(path: str) -> list[str]:
-    """Returns one line where no tokenizer.json can be read, before anything is opened: a pipe would keep us waiting."""
+    """Returns one line if the path is no file. Nothing is opened, since opening a pipe would block."""
     what = what_is_at(path)
     if what == "a file":
         return []
@@ -114,7 +114,7 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
             f"data.tokenizer: got '{path}', which is no tokenizer.json ({error}); allowed: what Tokenizer.save writes; "
             "nearest: bytes"
         ) from error
-    # A document is tokenised whole: a length limit or padding stored in the file is for other uses.
+    # Documents are tokenized whole: truncation and padding stored in the file do not apply.
     loaded.no_truncation()
     loaded.no_padding()
     vocab = loaded.get_vocab(with_added_tokens=True)

@@ -1,1 +1,1 @@
-"""WHAT does a user say? Command lines, typed options, paths and configuration files, and the answers. No JAX."""
+"""WHAT does a user say? Command lines, typed options, paths, configuration files, errors and tables. No JAX."""

@@ -1,4 +1,4 @@
-"""A configuration's Python file: run, and asked for what its `get_config()` returns."""
+"""Runs a configuration's Python file and returns what its `get_config()` returns."""
 
 import inspect
 import pathlib
@@ -19,14 +19,14 @@ def load(path: str, keys: Sequence[str]) -> Any:
 
     Args:
       path: a Python file.
-      keys: the dotted keys of the configuration, for the near-miss of a group or a field that is misspelt.
+      keys: the dotted keys of the configuration, to suggest one for a misspelt name.
 
     Raises:
-      UserError: no such file, not Python, no `get_config`, or an error inside; one line with the file's line number.
+      UserError: one line: no such file, not Python, no `get_config`, or an exception in it with its line number.
     """
     if (what := what_is_at(path)) != "a file":
         raise UserError(_no_file(path, what))
-    # Not imported: a name such as 3d.py is no module's name, and no __pycache__ should appear beside it.
+    # Compiled rather than imported: 3d.py is no legal module name, and an import would write a __pycache__.
     module: dict[str, Any] = {"__name__": pathlib.Path(path).stem, "__file__": path}
     try:
         exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
@@ -35,7 +35,7 @@ def load(path: str, keys: Sequence[str]) -> Any:
             raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{near}")
         given = module["get_config"]()
         if inspect.iscoroutine(given):
-            given.close()  # or Python warns, on the terminal, that nobody waited for it
+            given.close()  # an unawaited coroutine prints a warning
         return given
     except (UserError, KeyboardInterrupt):
         raise
@@ -43,7 +43,7 @@ def load(path: str, keys: Sequence[str]) -> Any:
         line = f":{error.lineno}" if error.lineno else ""
         said = f"{path}{line}: {type(error).__name__}: {error.msg}"
         raise UserError(f"{said}; allowed: Python in UTF-8{_NEAREST}") from error
-    except BaseException as error:  # SystemExit too: a file that ends the program is no configuration
+    except BaseException as error:  # SystemExit too: a configuration file must not end the program
         raise UserError(_inside(path, error, keys)) from error
 
 

@@ -20,12 +20,12 @@ EXIT_INTERRUPTED = 130
 
 _LAST_WORDS_SECONDS = 1.0
 _MOST_LINES = 10  # of problems that many inputs share
-_ENOUGH = 1000  # such problems: whatever reads on would find more of them
-_LONG = re.compile(r"\S{400,}")  # no path that anybody reads, but a file's content
+_ENOUGH = 1000  # such problems: reading on would only find more of them
+_LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a name
 
 
 class UserError(ValueError):
-    """What a user can mend. Each problem is one line: what it got, what is allowed, the nearest fix."""
+    """A mistake that the user can fix. Each problem is one line: the value given, what is allowed, the nearest fix."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -33,31 +33,31 @@ class UserError(ValueError):
 
 
 class Problems:
-    """What is wrong with many inputs, such as the lines of files: the first few as lines, the others counted.
+    """Problems of many inputs, such as the lines of files: the first ten are stored, all of them are counted.
 
     Attributes:
-      count: how many problems there are.
+      count: number of problems.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
-        """Starts with these problems."""
+        """Starts with a line for each of these problems."""
         self.count = 0
         self._first: list[str] = []
         for line in lines:
             self.add(line)
 
     def add(self, line: str) -> None:
-        """Counts a problem, and keeps its line if it is one of the first."""
+        """Counts a problem, and stores its line if it is one of the first ten."""
         self.count += 1
         if len(self._first) < _MOST_LINES:
             self._first.append(line)
 
     def is_enough(self) -> bool:
-        """Returns whether there are so many that looking for more is a waste of time."""
+        """Returns whether to stop reading: 1,000 problems have been found."""
         return self.count >= _ENOUGH
 
     def lines(self) -> list[str]:
-        """Returns a line for each of the first problems, and one that counts the others."""
+        """Returns a line for each stored problem, and one with the number of the others."""
         num_more = self.count - len(self._first)
         if not num_more:
             return list(self._first)
@@ -78,7 +78,7 @@ class SaveFailed(Exception):
 
 
 class LostPeer(Exception):
-    """Another process of the run is gone or stands still: exit code 4."""
+    """Another process of the run has ended or hangs: exit code 4."""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -88,19 +88,29 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def unknown(what: str, got: str, allowed: Sequence[str]) -> str:
-    """Returns the one line for a name that is not in a list of names."""
+    """Returns the line for an unknown name: what it is for, the name, the list of legal names, the closest of them.
+
+    >>> unknown("mesh", "tensr", ["data", "tensor"])
+    "mesh: got 'tensr'; allowed: data, tensor; did you mean 'tensor'?"
+    """
     names = ", ".join(name or "''" for name in allowed) or "none"
     return f"{what}: got '{got}'; allowed: {names}{nearest(got, allowed)}"
 
 
 def one_line(problem: str) -> str:
-    """Returns a problem as a terminal can show it: one line, nothing that cannot be printed, no endless word."""
+    """Returns a problem as one printable line: line breaks become blanks, words above 400 characters are shortened."""
     words = _LONG.sub(lambda word: f"{word[0][:150]}...{word[0][-50:]}", " ".join(problem.split()))
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in words)
 
 
 def run(entry: Callable[[], int | None]) -> NoReturn:
-    """Runs a program to its exit code. A UserError becomes one line a problem; our own bugs keep their traceback."""
+    """Runs a program and exits with its code; prints one line for each problem of a UserError.
+
+    An exception that is a bug of ours keeps its traceback.
+
+    Args:
+      entry: the program, without arguments; it returns its exit code or None for 0.
+    """
     try:
         code = entry() or EXIT_FINISHED
     except UserError as error:
@@ -126,7 +136,7 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
         raise
     if code not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
         sys.stderr.flush()
-        # Where process 0 goes, JAX aborts the others, which may be about to say the same.
+        # When process 0 ends, JAX aborts the others: they get time to print the same error.
         time.sleep(_LAST_WORDS_SECONDS)
         leave_at_once(code)
     sys.stdout.flush()
@@ -134,17 +144,17 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
 
 
 def _others_may_wait() -> bool:
-    """Returns whether this is one of several processes: JAX's farewell would wait for those that wait for this one."""
+    """Returns whether this is one of several processes: JAX's shutdown barrier would wait for all of them."""
     return "jax" in sys.modules and bool(sys.modules["jax"].distributed.is_initialized())
 
 
 def warn(line: str) -> None:
-    """Says on standard error what a user should know and need not act upon at once."""
+    """Prints a warning on standard error."""
     print(f"meshtrain: WARNING: {line}", file=sys.stderr, flush=True)
 
 
 def leave_at_once(code: int, message: str = "") -> NoReturn:
-    """Ends the process without its farewells, which would wait for threads and for processes that do not answer."""
+    """Ends the process at once: exit handlers would wait for threads, and JAX's for processes that do not answer."""
     if message:
         print(message, file=sys.stderr)
     sys.stdout.flush()

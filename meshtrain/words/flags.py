@@ -1,8 +1,7 @@
-"""From words to values: the command line, and typed fields with every problem collected.
+"""The command line, and the conversion of values to the types of their fields, with all problems collected.
 
-ml_collections by itself stops at the first wrong flag, so the overrides are read here: `--config.group.field=value`.
-This file knows dataclasses of options in general and none of them in particular; it imports nothing heavy, so that
-`--help` answers at once.
+ml_collections stops at the first wrong flag, so overrides (`--config.group.field=value`) are parsed here. This module
+works on any dataclass of options. It imports nothing that is slow to load, so that `--help` is quick.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from meshtrain.words.paths import expanded, is_utf8, what_is_at
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_DEEPEST = 20  # groups in groups: a mapping that holds itself has no end
+_DEEPEST = 20  # nested groups: a mapping that contains itself would never end
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
 `python -m meshtrain config` lists the fields with their types, defaults and meanings.
@@ -32,7 +31,7 @@ Any field of the configuration can be set on the command line: --config.mesh.ten
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One field of a configuration: what `python -m meshtrain config` prints and what a value is checked against."""
+    """One field of a configuration: its type, default, meaning, and legal names."""
 
     kind: type
     default: Any
@@ -41,10 +40,10 @@ class Entry:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes are a user's like any other: argparse prints its usage and exits by itself."""
+    """An argument parser that raises UserError, where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        """Turns a sentence of argparse's into a line that says what is allowed."""
+        """Raises UserError with argparse's message and what is allowed."""
         words = [word for action in self._actions for word in action.option_strings]
         named = re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message)
         action = next((one for one in self._actions if named and named[1] in one.option_strings), None)
@@ -55,27 +54,28 @@ class Parser(argparse.ArgumentParser):
         raise UserError(said if "allowed: " in said else f"{said}; allowed: {', '.join(words)}; nearest: {near}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Returns the namespace; a word that nobody declared gets a line with the nearest that somebody did."""
-        found, strangers = self.parse_known_args(args, namespace)
-        if strangers:
-            raise UserError(*strange(strangers, [word for action in self._actions for word in action.option_strings]))
-        return found
+        """Returns the parsed arguments. Raises UserError for an unknown argument, with the closest known one."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            known = [word for action in self._actions for word in action.option_strings]
+            raise UserError(*unknown_arguments(rest, known))
+        return parsed
 
 
 def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    """Reads the command line of an entry point; `--help` prints and leaves here.
+    """Parses the command line of a command. `--help` prints the usage and exits.
 
     Args:
-      argv: the words after the program's name.
-      extra: the entry point's own arguments, its `prog` and its description; None for none.
+      argv: the words after the command.
+      extra: the command's own arguments, its `prog` and its description; None for none.
 
     Returns:
-      A namespace with `config` (the file or None), `workdir` (a Path; runs/NAME_OF_THE_CONFIG where none is given),
-      `overrides` (dotted key -> text; of two for one key the later), `problems` (a line for each unknown argument, to
-      be reported with the configuration's), and what `extra` declares.
+      A namespace with `config` (the file or None), `workdir` (a Path; runs/NAME_OF_THE_CONFIG by default), `overrides`
+      (dotted key -> text; the last one wins), `problems` (a line for each unknown argument, to be reported together
+      with those of the configuration), and the arguments of `extra`.
 
     Raises:
-      UserError: a declared argument without its value, or with a wrong one.
+      UserError: a known argument with a wrong value, or without one.
     """
     rest, overrides, problems = _split(argv)
     parser = Parser(
@@ -90,10 +90,10 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     parser.add_argument("--config", metavar="FILE", help="a Python file with get_config(), such as configs/3d.py")
     parser.add_argument("--workdir", metavar="DIR", help="where the run lives (default: runs/ and the config's name)")
     parser.add_argument("--config.GROUP.FIELD", dest="_", metavar="VALUE", help="sets one field of the configuration")
-    namespace, strangers = parser.parse_known_args(rest)
+    namespace, unknown_words = parser.parse_known_args(rest)
     del namespace._
     allowed = [word for action in parser._actions for word in action.option_strings if "." not in word]
-    problems += strange(strangers, allowed)
+    problems += unknown_arguments(unknown_words, allowed)
     default = default_workdir(namespace.config)
     if namespace.workdir == "" or not is_utf8(namespace.workdir or ""):
         problems.append(f"--workdir: got '{namespace.workdir}'; allowed: a folder's path in UTF-8; nearest: {default}")
@@ -108,7 +108,7 @@ def default_workdir(config: str | None) -> pathlib.Path:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Returns (what is not an override, dotted key -> text, problems)."""
+    """Returns (the words that are no overrides, dotted key -> text, problems)."""
     rest: list[str] = []
     overrides: dict[str, str] = {}
     problems: list[str] = []
@@ -128,13 +128,13 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
     return rest, overrides, problems
 
 
-def strange(words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Returns one line for each word that no program declares; of a flag and what follows it, for the flag alone."""
+def unknown_arguments(words: Sequence[str], allowed: Sequence[str]) -> list[str]:
+    """Returns one line for each unknown flag; for each word where none of them is a flag."""
     flags = [word for word in words if word.startswith("-")]
-    return [_strange(word, allowed) for word in flags or words]
+    return [_unknown_argument(word, allowed) for word in flags or words]
 
 
-def _strange(word: str, allowed: Sequence[str]) -> str:
+def _unknown_argument(word: str, allowed: Sequence[str]) -> str:
     name = word.partition("=")[0]
     if name.startswith("--") and "." in name:
         return f"arguments: got '{word}'; allowed: {', '.join(allowed)}; did you mean '--config.{word[2:]}'?"
@@ -157,7 +157,13 @@ def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns dotted key -> value for a nested mapping; an empty mapping below the top, or one far below, stays."""
+    """Returns dotted key -> value for a nested mapping.
+
+    An empty mapping inside another stays a value, and so does one below 20 levels.
+
+    >>> flatten({"seed": 1, "mesh": {"data": 2, "fsdp": 4}})
+    {'seed': 1, 'mesh.data': 2, 'mesh.fsdp': 4}
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -169,16 +175,16 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 def collect(
     entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Brings values to their fields' types.
+    """Converts values to the types of their fields.
 
     Args:
-      entries: what `schema` says.
+      entries: from `schema`.
       given: dotted key -> value from Python or JSON.
-      texts: dotted key -> text from the command line; goes before `given`.
+      texts: dotted key -> text from the command line; takes precedence over `given`.
 
     Returns:
-      dotted key -> value for every entry (where what is said is wrong, the next best: `given`, the default), and one
-      line for each unknown key and each value of a wrong type.
+      dotted key -> value for every entry, and one line for each unknown key and each value of a wrong type. A wrong
+      text is replaced by the value of `given`, and a wrong value by the default.
     """
     values, problems = {key: entry.default for key, entry in entries.items()}, []
     words: dict[str, Any] = {**given, **texts}
@@ -198,10 +204,18 @@ def collect(
 
 
 def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
-    """Returns `value` as int, float, bool or str; `is_text`: as written on a command line (1_000, 1e3, true).
+    """Returns a value as int, float, bool or str.
+
+    >>> typed("1e3", int, is_text=True), typed("yes", bool, is_text=True)
+    (1000, True)
+
+    Args:
+      value: from Python or JSON, or from a command line.
+      kind: the wanted type.
+      is_text: whether the value was written on a command line: 1_000, 1e3, true.
 
     Raises:
-      ValueError: `got ...; allowed: ...` where the value is not of that kind.
+      ValueError: `got ...; allowed: ...`: the value is not of that type.
     """
     if kind is str and isinstance(value, str):
         if is_utf8(value) and "\0" not in value:
@@ -222,19 +236,19 @@ def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
         if number == int(number):
             return int(number)
     near = f"; nearest: {round(number)}" if kind is int and number is not None and math.isfinite(number) else ""
-    got = f"'{value}'" if is_text else f"{_said(value)} ({type(value).__name__})"
+    got = f"'{value}'" if is_text else f"{_shown(value)} ({type(value).__name__})"
     raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){near}")
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # noqa: BLE001  whatever a configuration brings along
+    except Exception:  # noqa: BLE001  a __repr__ of the user's may raise anything
         return "something that cannot be shown"
 
 
 def _number(text: str) -> int | float | None:
-    # int first: a large whole number would lose digits on its way through float.
+    # int first: float would round a large whole number.
     for kind in (int, float):
         try:
             return kind(text)
@@ -249,7 +263,7 @@ def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
     if key in groups:
         fields = [name for name in entries if name.startswith(f"{key}.")]
         return (
-            f"{key}: got {_said(value)}; allowed: a value for one of its fields: {', '.join(fields)}; "
+            f"{key}: got {_shown(value)}; allowed: a value for one of its fields: {', '.join(fields)}; "
             f"nearest: {fields[0]}={entries[fields[0]].default}"
         )
     if top in entries:
@@ -274,7 +288,7 @@ def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def unwritable(workdir: pathlib.Path) -> list[str]:
-    """Returns one line where `workdir` cannot be made or written, and leaves nothing behind."""
+    """Returns one line if `workdir` cannot be created or written. It creates nothing that stays."""
     existing = workdir.absolute()
     near = "nearest: runs/NAME"
     if workdir.parts[:1] and workdir.parts[0].startswith("~"):
@@ -287,7 +301,7 @@ def unwritable(workdir: pathlib.Path) -> list[str]:
             f"written; {near}"
         ]
     try:
-        # Tried, not asked: permission bits say nothing to root, nor on a file system mounted read-only.
+        # A real attempt: permission bits do not tell for root, nor on a read-only file system.
         with tempfile.TemporaryDirectory(dir=existing, prefix=".meshtrain-"):
             return []
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How a room declares its options: frozen dataclasses whose fields carry one line of text and their bounds."""
+"""Declaration of options: fields of frozen dataclasses with one line of text and their bounds."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from meshtrain.words.errors import unknown
 
-# Counts end up in int32 arrays and numbers in float32 ones: beyond, they would be others, or none.
+# Options end up in int32 and float32 arrays: larger values would overflow there.
 MOST = {int: 2**31 - 1, float: 3.4e38}
 
 
@@ -20,14 +20,14 @@ def option(
     only_for: Mapping[str, Sequence[str]] | None = None,
     dim: str = "",
 ) -> Any:
-    """Returns a dataclass field with its default, one line of text, and what is allowed.
+    """Returns a dataclass field with its default, one line of text, and its bounds.
 
     Args:
-      default: the value where nothing is said; its type (or the annotation's) is the option's type.
+      default: the value used when none is given.
       text: one line for `python -m meshtrain config`, with the unit where there is one.
-      choices: the legal names, where the option is one of a list.
+      choices: the legal names, for an option that is one of a list.
       minimum: the smallest legal number.
-      maximum: the largest; None for the largest that the arrays of the run can hold.
+      maximum: the largest legal number; None for the largest int32 or float32.
       only_for: other field of the same class -> its values with which this one is read; None: this one is always read.
       dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
         this option. Empty: none.

@@ -1,4 +1,4 @@
-"""Paths as users write them. Asking about one never fails, and never opens what could keep a reader waiting."""
+"""Paths as users write them. These functions raise no OSError, and open no pipe, which would block."""
 
 import os
 import stat
@@ -8,15 +8,18 @@ from meshtrain.words.errors import UserError
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Returns the path with `~` and `~name` replaced; as it is where there is no such home."""
+    """Returns the path with `~` and `~name` expanded; unchanged if there is no such user."""
     return Path(os.path.expanduser(path))
 
 
 def what_is_at(path: str | os.PathLike[str]) -> str:
-    """Returns in words what stands at a path: `a file`, `a folder`, `nothing there`, or why that cannot be told.
+    """Returns in words what a path leads to: `a file`, `a folder`, `nothing there`, or the operating system's error.
 
-    Not Path.is_file and its kin: before Python 3.14 they raise where a name is too long, and they take a loop of links
-    for an empty place.
+    Path.is_file and its kin raise for a name that is too long before Python 3.14, and report a loop of links as
+    nothing there.
+
+    >>> what_is_at("/"), what_is_at("/no/such/path")
+    ('a folder', 'nothing there')
     """
     try:
         mode = os.stat(path).st_mode
@@ -32,15 +35,15 @@ def what_is_at(path: str | os.PathLike[str]) -> str:
 
 
 def refuse_target(flag: str, path: str, example: str) -> None:
-    """Looks before the work whether its result can be written.
+    """Checks, before the work begins, that a file can be written.
 
     Args:
-      flag: that names the file.
-      path: of the file, there or not.
-      example: a name that would do.
+      flag: the argument that names the file, for the error.
+      path: the file; it need not exist.
+      example: a legal name, for the error.
 
     Raises:
-      UserError: its folder is not there, or something other than a file stands there.
+      UserError: the folder does not exist, the path is no file, or this user may not write it.
     """
     folder = Path(path).absolute().parent
     if what_is_at(folder) != "a folder":
@@ -58,5 +61,5 @@ def refuse_target(flag: str, path: str, example: str) -> None:
 
 
 def is_utf8(text: str) -> bool:
-    """Returns whether a text can be written to a file: not so a name whose bytes were no UTF-8."""
+    """Returns whether a text can be encoded as UTF-8: Python reads other bytes of a name as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -83,6 +83,11 @@ def test_options_without_effect_are_listed_with_the_reason_and_stay_legal(overri
     assert in_use == {}
 
 
+def test_a_source_of_ones_own_may_read_anything():
+    own = ["data.source=tests.own.test_own_images:images", "data.path=a.h5", "data.tokenizer=t.json"]
+    assert without_effect(*own, "data.text_field=body", "model.vocab_size=9") == {}
+
+
 def test_the_table_shows_what_was_set_and_why_it_does_nothing():
     sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
     shown = effects.text(resolve(default(), {"pipeline.num_microbatches": "16"}), sizes)

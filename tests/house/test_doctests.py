@@ -21,6 +21,9 @@ MODULES = (
     "optim.trainable",
     "pipeline.check",
     "pipeline.schedules",
+    "words.errors",
+    "words.flags",
+    "words.paths",
     "words.tables",
 )
 

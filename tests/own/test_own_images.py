@@ -190,11 +190,9 @@ def test_zeros_that_a_loss_would_count_are_refused(tmp_path):
         train(GIVEN, tmp_path, without_weights, images)
 
 
-def test_data_for_other_tasks_and_options_for_other_data_are_refused(tmp_path):
+def test_data_for_other_tasks_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"data\.source=python, an example: got no entry 'images'"):
         train(GIVEN, tmp_path, classifier)
-    with pytest.raises(UserError, match=r"data\.path: got 'x\.bin' with data\.source=.*:images, which reads no files"):
-        train({**GIVEN, "data": {"path": "x.bin"}}, tmp_path, classifier, images)
     with pytest.raises(UserError, match=r"make_data: got Rules; .* nearest: train\(\.\.\., rules=rules\)"):
         train(GIVEN, tmp_path, classifier, default_rules(LayoutOptions()))
 
