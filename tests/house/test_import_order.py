@@ -6,8 +6,6 @@ import subprocess
 import sys
 import tomllib
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[2]
 WITHOUT_JAX = {
     "meshtrain.launch.hardware",
@@ -17,6 +15,7 @@ WITHOUT_JAX = {
     "meshtrain.words",
 }
 WITHOUT_MESH = {"meshtrain.loop", "meshtrain.models"}
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
 def lint(root: pathlib.Path) -> subprocess.CompletedProcess[str]:
@@ -24,11 +23,14 @@ def lint(root: pathlib.Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, "--no-cache", "--no-logo"], cwd=root, capture_output=True, text=True)
 
 
-@pytest.fixture
-def copy(tmp_path: pathlib.Path) -> pathlib.Path:
-    shutil.copytree(ROOT / "meshtrain", tmp_path / "meshtrain", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    return tmp_path
+FAULTS = [
+    ("models/task.py", "import meshtrain.pipeline", "- meshtrain.models.task -> meshtrain.pipeline (l."),
+    ("data/sources.py", "from meshtrain.models import task", "- meshtrain.data.sources -> meshtrain.models.task (l."),
+    ("nook.py", "", "- meshtrain.nook\n"),  # a room that nobody placed
+    ("layout/axes.py", "from meshtrain.layout import mesh", "- .mesh -> .axes (1 import)"),
+    ("pipeline/schedules.py", "import jax", "meshtrain.pipeline.schedules -> jax (l."),
+    ("models/layers.py", "from meshtrain.layout import mesh", "meshtrain.models.layers -> meshtrain.layout.mesh (l."),
+]
 
 
 def test_the_contracts_hold():
@@ -36,29 +38,23 @@ def test_the_contracts_hold():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "line", "contract"),
-    [
-        ("models/task.py", "import meshtrain.pipeline", "Each room imports only from what stands before it"),
-        ("data/sources.py", "from meshtrain.models import task", "Each room imports only from what stands before it"),
-        ("nook.py", "", "Each room imports only from what stands before it"),  # a room that nobody placed
-        ("layout/axes.py", "from meshtrain.layout import mesh", "No cycles, inside the rooms either"),
-        ("pipeline/schedules.py", "import jax", "Tables and text need no JAX"),
-        ("models/layers.py", "from meshtrain.layout import mesh", "Models and the loop never see a mesh"),
-    ],
-)
-def test_an_import_out_of_order_is_noticed(copy, module, line, contract):
-    with open(copy / "meshtrain" / module, "a") as file:
-        file.write(f"\n{line}\n")
-    done = lint(copy)
+def test_imports_out_of_order_are_noticed(tmp_path):
+    """All faults in one copy: each contract is broken, and each import is named."""
+    shutil.copytree(ROOT / "meshtrain", tmp_path / "meshtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for module, line, _ in FAULTS:
+        with open(tmp_path / "meshtrain" / module, "a") as file:
+            file.write(f"\n{line}\n")
+    done = lint(tmp_path)
     assert done.returncode == 1
-    assert f"{contract} BROKEN" in done.stdout
+    unnoticed = [contract["name"] for contract in CONTRACTS if f"{contract['name']} BROKEN" not in done.stdout]
+    assert not unnoticed, done.stdout
+    assert [said for _, _, said in FAULTS if said not in done.stdout] == [], done.stdout
 
 
 def test_the_contracts_name_the_modules_they_are_meant_for():
     """import-linter refuses a contract on a module that is not there, so each joins when its file comes."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    sources = {contract["id"]: set(contract.get("source_modules", ())) for contract in contracts}
+    sources = {contract["id"]: set(contract.get("source_modules", ())) for contract in CONTRACTS}
 
     def present(modules: set[str]) -> set[str]:
         paths = {module: ROOT.joinpath(*module.split(".")) for module in modules}

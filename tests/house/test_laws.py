@@ -1,6 +1,7 @@
 """The laws of the house, read off the source: sizes, names, hidden imports, docstrings, options, title pages."""
 
 import ast
+import dataclasses
 import pathlib
 import re
 import subprocess
@@ -8,10 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES, batch_axes
 
 ROOT = pathlib.Path(__file__).parents[2]
-PACKAGE = sorted((ROOT / "meshtrain").rglob("*.py"))
+PACKAGE_FOLDER = ROOT / "meshtrain"
+PACKAGE = sorted(PACKAGE_FOLDER.rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
 FILE_LINES = 400
@@ -25,6 +28,10 @@ LAZY_IMPORTERS = {
     "meshtrain/words/named.py",
 }
 CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written
+# Who reads the configuration: rooms and files; all others are given what they need.
+READS_CONFIGURATION = {"config", "plan", "run"}
+READS_CONFIGURATION |= {f"{name}.py" for name in ("__init__", "assemble", "explain", "generate", "main", "training")}
+FIELDS = {field.name for field in dataclasses.fields(Config)}
 TOP_LEVEL = {
     ".ci",
     ".gitignore",
@@ -204,8 +211,28 @@ def listed_axes(path: pathlib.Path) -> list[str]:
     return found
 
 
+def configuration_read_elsewhere(path: pathlib.Path) -> list[str]:
+    """Imports of the room `config`, and fields of something called `config`, outside of the files that may."""
+    if path.relative_to(PACKAGE_FOLDER).parts[0] in READS_CONFIGURATION:
+        return []
+    found = []
+    for node in ast.walk(parsed(path)):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr in FIELDS:
+            holder = ast.unparse(node.value).rpartition(".")[2]
+            found += [f"{node.lineno}: {ast.unparse(node)}"] if holder == "config" else []
+        if any(f"{module}.".startswith("meshtrain.config.") for module in modules):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
 LAWS = [
     executing_data,
+    configuration_read_elsewhere,
     long_files,
     long_functions,
     hidden_imports,
@@ -227,6 +254,11 @@ def test_the_package_keeps_the_law(law):
 @pytest.mark.parametrize(
     ("law", "text"),
     [
+        (configuration_read_elsewhere, "from meshtrain.config.config import Config\n"),
+        (configuration_read_elsewhere, "from meshtrain import config\n"),
+        (configuration_read_elsewhere, "import meshtrain.config.config\n"),
+        (configuration_read_elsewhere, "def f(config):\n    return config.seed\n"),
+        (configuration_read_elsewhere, "def f(assembly):\n    return assembly.config.model.embed_dim\n"),
         (executing_data, "import pickle\n"),
         (executing_data, "from joblib import load\n"),
         (executing_data, "exec('1')\n"),
@@ -257,6 +289,7 @@ def test_the_package_keeps_the_law(law):
 )
 def test_breaking_the_law_is_noticed(law, text, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "PACKAGE_FOLDER", tmp_path)
     path = tmp_path / "sample.py"
     path.write_text(text)
     assert law(path)
@@ -267,6 +300,7 @@ def test_exceptions_to_the_laws_are_still_needed_by_files_that_are_there():
         written = {ast.unparse(node) for node in ast.walk(parsed(ROOT / name)) if isinstance(node, ast.Tuple)}
         assert listed <= written
     names = {name_of(path) for path in PACKAGE}
+    assert {path.relative_to(PACKAGE_FOLDER).parts[0] for path in PACKAGE} >= READS_CONFIGURATION
     assert set(LONGER_FUNCTIONS) <= names
     assert names >= LAZY_IMPORTERS
 

@@ -27,11 +27,7 @@ CONFIG = Config(
     model=DecoderOptions(num_layers=4, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=100),
     pipeline=PipelineOptions("interleaved_1f1b", num_microbatches=2, num_chunks=2),
 )
-MESHES = [
-    pytest.param({}, marks=pytest.mark.slow),
-    {"data": 2, "fsdp": 2},
-    pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
-]
+MESHES = [{}, {"data": 2, "fsdp": 2}, {"data": 2, "pipeline": 2}]
 
 
 def assembled(on_host, mesh, level=0):
@@ -54,15 +50,22 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh) or "one")
 def test_moments_are_on_the_host_and_no_number_changes(mesh):
     ours, other = steps(assembled(True, mesh), 3), steps(assembled(False, mesh), 3)
     assert kinds(ours.opt_state) == {"pinned_host"}
     assert kinds(ours.params) | kinds(other) <= {"device", None}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(other))
-    # What a checkpoint is given, too.
-    kept = assembled(True, mesh).to_kept(ours)
-    assert kinds(kept.opt_state) == {"pinned_host"}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh) or "one")
+def test_moments_live_on_the_host_in_the_run_and_in_its_checkpoints(mesh):
+    assembly = assembled(True, mesh)
+    for state in (assembly.state, assembly.kept_state):
+        assert kinds(state.opt_state) == {"pinned_host"}
+        assert kinds(state.params) <= {"device", None}
+    assert kinds(assembled(False, mesh).state) <= {"device", None}
 
 
 def test_shards_of_moments_are_on_the_host():
@@ -74,7 +77,8 @@ def test_shards_of_moments_are_on_the_host():
 
 def test_a_checkpoint_goes_from_the_host_to_the_device_and_back(tmp_path):
     mesh = {"data": 2, "fsdp": 2}
-    state = steps(assembled(True, mesh), 1)
+    state = assembled(True, mesh).init(jax.random.key_data(jax.random.key(0)))
+    assert kinds(state.opt_state) == {"pinned_host"}
     with Checkpoints(tmp_path, CheckpointOptions()) as checkpoints:
         checkpoints.save(1, state, {})
         for on_host, kind in ((True, {"pinned_host"}), (False, {"device", None})):

@@ -84,9 +84,9 @@ def test_documents_may_be_let_see_each_other():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_padding_of_the_vocabulary_never_gets_probability(dtype):
     task = task_of(LLAMA, dtype=dtype)
-    params = meta.unbox(task.init(jax.random.key(0)))
+    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
     params["head"]["kernel"] = params["head"]["kernel"].at[:, 11:].set(1e3)
-    got = task.logits(params, batch())
+    got = jax.jit(task.logits)(params, batch())
     assert got.shape == (BATCH_SIZE, SEQUENCE_LENGTH, 16)
     assert got.dtype == jnp.float32
     assert np.all(got[..., 11:] == -np.inf)
@@ -101,30 +101,22 @@ def test_padded_vocabulary(size, multiple, padded):
 
 
 @functools.cache
-def gradients(policy):
-    """(loss, gradients, operations) with dropout on."""
+def operations(policy):
+    """The traced gradients as text, dropout on. That no policy changes a number stands in tests/parity."""
     task = task_of(dataclasses.replace(LLAMA, dropout_rate=0.3), remat=RematOptions(policy))
-    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
+    params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
     example, rng = batch(), jax.random.key(1)
-    step = jax.jit(jax.value_and_grad(lambda params: task.loss(params, example, rng, True)[0])).trace(params)
-    return *step.lower().compile()(params), str(step.jaxpr)
-
-
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
-def test_rematerialization_changes_no_number(policy):
-    (loss, got, _), (expected_loss, expected, _) = gradients(policy), gradients("none")
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()), got, expected)
+    return str(jax.make_jaxpr(jax.value_and_grad(lambda params: task.loss(params, example, rng, True)[0]))(params))
 
 
 def test_policies_compute_again_what_they_say():
-    num_matmuls = {policy: gradients(policy)[2].count("dot_general[") for policy in POLICIES}
+    num_matmuls = {policy: operations(policy).count("dot_general[") for policy in POLICIES}
     # In each layer: q, k, v, output, up, gate, down have no batch dims; scores and what they weigh have.
     assert num_matmuls["dots"] - num_matmuls["none"] in (1, 2)
     assert num_matmuls["full"] - num_matmuls["dots"] >= 5
     assert num_matmuls["offload"] == num_matmuls["full"]
-    assert "MemorySpace.Host" in gradients("offload")[2]
-    assert "MemorySpace.Host" not in gradients("full")[2]
+    assert "MemorySpace.Host" in operations("offload")
+    assert "MemorySpace.Host" not in operations("full")
 
 
 SIZES = {

@@ -11,6 +11,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
+from tests.quick import QUICK
 
 NUM_LAYERS, EMBED, MLP = 8, 128, 512
 # Few tokens and wide weights: what is kept of activations is little beside one layer's weights.
@@ -28,14 +29,14 @@ WEIGHTS_BYTES = 4 * NUM_LAYERS * (4 * EMBED * EMBED + 3 * EMBED * MLP)
 def temporary_bytes(zero, policy, mesh):
     config = dataclasses.replace(CONFIG, zero=zero, remat=RematOptions(policy))
     assembly = assemble(config, dict.fromkeys(AXES, 1) | mesh, jax.devices())
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize(
     "policy, mesh",
     [
-        ("none", {"data": 8}),
+        pytest.param("none", {"data": 8}, marks=pytest.mark.slow),
         pytest.param("dots", {"data": 8}, marks=pytest.mark.slow),
         ("none", {"fsdp": 8}),
     ],

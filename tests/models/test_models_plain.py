@@ -52,7 +52,7 @@ def batch_of(options):
 
 def filled(task):
     """Weights far from their initial values: a bias of 0, a scale of 1 or flat attention would hide what is wrong."""
-    params = meta.unbox(task.init(jax.random.key(0)))
+    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     moved = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
@@ -95,6 +95,7 @@ def test_loss_and_gradients_in_float32(family):
     assert not idle, "a weight without a gradient compares nothing"
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_in_bfloat16():
     got, expected = both("llama", jnp.bfloat16)
     assert got[0].dtype == jnp.float32
@@ -106,6 +107,7 @@ def test_loss_and_gradients_in_bfloat16():
         assert np.linalg.norm(mine - true) <= 1.5 * np.linalg.norm(theirs - true) + 1e-3 * np.linalg.norm(true)
 
 
+@pytest.mark.slow
 def test_benchmark_compares_two_steps_that_do_the_same():
     config, batch = config_of(GPT2), batch_of(GPT2)
     steps, states = step_benchmark.compiled_steps(config, jax.devices()[0], batch)

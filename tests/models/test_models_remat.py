@@ -15,6 +15,7 @@ from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
+from tests.quick import QUICK
 
 NUM_LAYERS, BATCH, LENGTH, EMBED, MLP = 4, 8, 128, 64, 512
 CONFIG = Config(
@@ -39,7 +40,8 @@ def assembled(options, **axes):
 @functools.cache
 def temporary_bytes(options):
     assembly = assembled(options)
-    return assembly.train_step.lower(assembly.state, assembly.batch).compile().memory_analysis().temp_size_in_bytes
+    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def num_products(options):
@@ -69,7 +71,7 @@ def test_each_policy_keeps_less_and_computes_more_than_the_one_before():
     assert again == [2, 7, 8]
 
 
-@pytest.mark.parametrize("policy", ["full", "save_attention"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("save_attention", marks=pytest.mark.slow)])
 def test_every_second_layer_costs_half(policy):
     each, half, none = RematOptions(policy), RematOptions(policy, every=2), RematOptions("none")
     products = [num_products(options) for options in (none, half, each)]
@@ -94,21 +96,19 @@ def step(options, **axes):
     return jax.device_get((state.params, metrics["loss"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, axes",
     [
         (RematOptions("save_attention"), {}),
-        (RematOptions("full", every=2), {}),
-        pytest.param(
-            RematOptions("save_attention", every=4), {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow
-        ),
+        (RematOptions("save_attention", every=4), {"data": 2, "fsdp": 2, "tensor": 2}),
         (RematOptions("dots", every=2), {"fsdp": 4}),
-        (RematOptions("offload"), {}),
-        pytest.param(RematOptions("offload", every=2), {"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
+        (RematOptions("offload", every=2), {"data": 2, "fsdp": 2}),
     ],
     ids=str,
 )
 def test_no_number_changes(options, axes):
+    """Of each policy the fast tests show this in tests/parity."""
     (params, loss), (expected, expected_loss) = step(options, **axes), step(RematOptions("none"))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected)

@@ -21,6 +21,7 @@ from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.pipeline.schedules import PipelineOptions
 from tests.parity.comparison import Leaves, Trained
+from tests.quick import QUICK
 
 NUM_STEPS = 4
 BATCH_SIZE, SEQUENCE_LENGTH = 16, 32
@@ -93,16 +94,16 @@ def example_batches(num_steps: int = NUM_STEPS) -> list[dict[str, np.ndarray]]:
 
 def by_path(tree: Any) -> Leaves:
     """{path: host array} of a tree."""
-    return {path: np.asarray(jax.device_get(leaf)) for path, leaf in leaves_with_paths(tree)}
+    return {path: np.asarray(leaf) for path, leaf in leaves_with_paths(jax.device_get(tree))}
 
 
 def first_moments(opt_state: Any) -> Leaves:
     """{path below the moments: host array} of what an optimizer's state holds of the first gradients."""
     found = {}
-    for path, leaf in leaves_with_paths(opt_state):
+    for path, leaf in leaves_with_paths(jax.device_get(opt_state)):
         parts = path.split("/")
         if places := [number for number, part in enumerate(parts) if part in FIRST_MOMENTS]:
-            found["/".join(parts[places[-1] + 1 :])] = np.asarray(jax.device_get(leaf))
+            found["/".join(parts[places[-1] + 1 :])] = np.asarray(leaf)
     return found
 
 
@@ -112,10 +113,11 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
     assembly = assemble(config, shape, jax.devices()[:num_devices])
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     initial = by_path(assembly.to_kept(state).params)
+    step = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
     losses, norms, gradients = [], [], {}
     for batch in example_batches(config.num_steps):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
-        state, metrics = assembly.train_step(state, placed)
+        state, metrics = step(state, placed)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
         gradients = gradients or first_moments(assembly.to_kept(state).opt_state)
@@ -132,7 +134,7 @@ def reference_functions(model: DecoderOptions) -> tuple[Any, Any]:
         loss, weight, _ = task.loss(params, batch, rng, True)
         return loss / weight
 
-    return jax.jit(task.init), jax.jit(jax.value_and_grad(mean_loss))
+    return jax.jit(task.init), jax.jit(jax.value_and_grad(mean_loss), compiler_options=QUICK)
 
 
 def reference(config: Config) -> Trained:
@@ -150,7 +152,7 @@ def reference(config: Config) -> Trained:
     )
     transformation = optimizer(config.optimizer, rates, jax.tree.map(lambda box: box.names, boxed, is_leaf=is_box))
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def update(gradients: Any, opt_state: Any, params: Any) -> Any:
         norm, limit = optax.tree.norm(gradients), config.optimizer.clip_norm
         clipped = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, limit / norm) if limit else leaf, gradients)

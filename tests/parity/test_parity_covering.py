@@ -10,6 +10,7 @@ import pytest
 
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.offload import OffloadOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import MAX_LEVEL, STRATEGIES, ZeroOptions
 from meshtrain.models.remat import RematOptions
@@ -37,6 +38,7 @@ class Run:
     remat_every: int = 1
     accumulation: int = 1
     sequence_parallel: bool = False
+    moments_on_host: bool = False
 
     def __str__(self) -> str:
         mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh.items()) or "one"
@@ -57,6 +59,7 @@ class Run:
             remat=RematOptions(self.remat, self.remat_every),
             accumulation_steps=self.accumulation,
             layout=LayoutOptions(sequence_parallel=self.sequence_parallel),
+            offload=OffloadOptions(moments=self.moments_on_host),
         )
 
 
@@ -67,7 +70,7 @@ RUNS = [
     Run(GPT, {"data": 2, "tensor": 4}, "sgd", zero=3, accumulation=2),
     Run(LLAMA, {"fsdp": 4, "tensor": 2}, "muon", remat="save_attention", sequence_parallel=True),
     Run(GPT, {"data": 2, "fsdp": 2, "tensor": 2}, "adamw", 0.3, zero="hybrid_shard", remat="dots", accumulation=2),
-    Run(LLAMA, {"data": 4}, zero="shard_grad_op", remat="full"),
+    Run(LLAMA, {"data": 4}, zero="shard_grad_op", remat="full", moments_on_host=True),
     Run(LLAMA, {"tensor": 2, "pipeline": 4}, "adamw", schedule="1f1b", accumulation=2, sequence_parallel=True),
     Run(LLAMA, {"data": 2, "pipeline": 4}, schedule="interleaved_1f1b", zero=2),
     Run(GPT, {"fsdp": 2, "tensor": 2, "pipeline": 2}, clip_norm=0.3, schedule="gpipe", remat="full"),
@@ -125,7 +128,7 @@ def test_the_table_has_each_value_of_each_other_option():
     assert values("remat") == choices(RematOptions, "policy")
     assert values("remat_every") > {1}
     assert values("accumulation") >= {1, 2, 4}
-    assert values("sequence_parallel") == {False, True}
+    assert values("sequence_parallel") == values("moments_on_host") == {False, True}
     assert len(values("clip_norm")) > 1
 
 

@@ -26,6 +26,7 @@ from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.schedules import Action, Schedule, build
 from tests.parity.comparison import SCALAR_BOUND, assert_gradients
+from tests.quick import QUICK
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY = 4, 2, 3, 4, 12
 
@@ -99,8 +100,9 @@ def reference(num_layers, num_microbatches):
     return Sums(loss, weight, {"sequences": jnp.float32(NUM_SEQUENCES * num_microbatches)}, gradients)
 
 
-def mesh_of(num_stages):
-    return make_mesh(dict.fromkeys(AXES, 1) | {"pipeline": num_stages}, jax.devices()[:num_stages])
+def mesh_of(num_stages, num_replicas=1):
+    sizes = dict.fromkeys(AXES, 1) | {"pipeline": num_stages, "data": num_replicas}
+    return make_mesh(sizes, jax.devices()[: num_stages * num_replicas])
 
 
 def compute_on(mesh, schedule, params):
@@ -116,13 +118,14 @@ def compute_on(mesh, schedule, params):
     return functools.partial(executor.gradients, model(num_layers), executable(schedule), Replicas(mesh, stored))
 
 
-def run(schedule):
+def run(schedule, num_replicas=1, options=QUICK):
     """Returns what the executor makes of two layers a chunk, gradients in layer order."""
     num_layers = 2 * schedule.num_stages * schedule.num_chunks
     params = parameters(num_layers)
     params["layers"] = chunks.chunked(params["layers"], schedule.num_chunks)
-    compute = compute_on(mesh_of(schedule.num_stages), schedule, params)
-    sums = jax.device_get(jax.jit(compute)(params, batch_of(schedule.num_microbatches), jax.random.key(3)))
+    compute = compute_on(mesh_of(schedule.num_stages, num_replicas), schedule, params)
+    run_once = jax.jit(compute, compiler_options=options)
+    sums = jax.device_get(run_once(params, batch_of(schedule.num_microbatches), jax.random.key(3)))
     in_order = jax.tree.map(lambda leaf: leaf.reshape(num_layers, *leaf.shape[-1:]), sums.gradients["layers"]["scale"])
     kernel = sums.gradients["layers"]["kernel"].reshape(num_layers, WIDTH, WIDTH)
     return sums._replace(gradients={**sums.gradients, "layers": {"kernel": kernel, "scale": in_order}})
@@ -187,6 +190,11 @@ def test_sums_and_gradients_are_those_of_one_device(schedule):
     assert_right(run(schedule), schedule)
 
 
+def test_replicas_of_a_pipeline_sum_their_gradients():
+    schedule = schedule_of("1f1b", 2, 3)
+    assert_right(run(schedule, num_replicas=2), schedule)
+
+
 def test_a_pipeline_inside_an_outer_region_computes_the_same():
     """Two groups, each with the same batch and a pipeline of its own: both get what one device gets."""
     schedule, sizes = schedule_of("1f1b", 2), {"group": 2, "data": 1, "pipeline": 2, "fsdp": 1, "tensor": 1}
@@ -199,7 +207,7 @@ def test_a_pipeline_inside_an_outer_region_computes_the_same():
 
     whole, groups = PartitionSpec(), PartitionSpec("group")
     region = on_shards(mesh, in_group, (whole, whole), groups, axes=frozenset({"group"}))
-    both = jax.device_get(jax.jit(region)(parameters(4), batch_of(NUM_MICROBATCHES)))
+    both = jax.device_get(jax.jit(region, compiler_options=QUICK)(parameters(4), batch_of(NUM_MICROBATCHES)))
     for group in range(2):
         assert_right(jax.tree.map(lambda leaf, group=group: leaf[group], both), schedule)
 
@@ -219,13 +227,18 @@ def poison(monkeypatch, garbage):
 
 
 @pytest.mark.parametrize(
-    "name, num_chunks, garbage", [("gpipe", 1, np.inf), ("1f1b", 1, np.nan), ("interleaved_1f1b", 2, np.nan)]
+    "name, num_chunks, garbage",
+    [
+        pytest.param("gpipe", 1, np.inf, marks=pytest.mark.slow),
+        ("1f1b", 1, np.inf),
+        ("interleaved_1f1b", 2, np.nan),
+    ],
 )
 def test_garbage_on_idle_stages_changes_no_bit(name, num_chunks, garbage, monkeypatch):
     schedule = schedule_of(name, num_chunks=num_chunks)
-    clean = run(schedule)
+    clean = run(schedule, options=None)  # bits of two programs: see QUICK
     poison(monkeypatch, garbage)
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(schedule), clean)))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(schedule, options=None), clean)))
 
 
 def multiplied_mask(total, part, place, active):
@@ -265,6 +278,7 @@ BREAKS = {
     "layers counted from each stage's first": (ring, "first_layer", lambda *_: 0),
     "activations stay where they are": (ring, "to_next", lambda x, _: x),
     "cotangents stay where they are": (ring, "to_previous", lambda x, _: x),
+    "replicas keep their gradients to themselves": (Replicas, "_scattered", lambda self, x, dim: x),
     "a dropped spec": (placement_room, "manual_specs", without_manual_axes),
 }  # fmt: skip
 
@@ -276,7 +290,8 @@ def test_what_is_broken_is_noticed(broken, monkeypatch):
     if broken == "the mask multiplies":
         poison(monkeypatch, np.inf)
     monkeypatch.setattr(*BREAKS[broken])
-    sums = run(schedule)  # a break that cannot be traced shows nothing: it has to run, and to be wrong
+    num_replicas = 2 if broken.startswith("replicas") else 1
+    sums = run(schedule, num_replicas)  # a break that cannot be traced shows nothing: it has to run, and to be wrong
     with pytest.raises(AssertionError, match=r"Not equal to tolerance|^gradient: "):
         assert_right(sums, schedule)
 

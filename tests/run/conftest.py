@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from meshtrain import training
+from meshtrain import assemble, training
 from meshtrain.main import main
 from meshtrain.words.errors import Interrupted
+from tests.quick import QUICK
 
 NUM_STEPS, STOPPED_AT = 10, 5
 
@@ -30,6 +31,7 @@ def get_config():
     config.log_every = 1
     config.eval_every = 4
     config.num_eval_batches = 2
+    config.sample_tokens = 0
     config.model.num_layers = 4
     config.model.embed_dim = 32
     config.model.mlp_dim = 64
@@ -92,13 +94,24 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
 
     def trained(directory: pathlib.Path, *changes: str) -> Ran:
         kept: list[Any] = []
-        with patched("train", lambda original: lambda *given, **named: kept.append(original(*given, **named))):
-            output = io.StringIO()
-            with contextlib.redirect_stdout(output):
-                assert main(command(directory, *changes)) == 0
+        output = io.StringIO()
+        remember = patched("train", lambda original: lambda *given, **named: kept.append(original(*given, **named)))
+        with quick_steps(), remember, contextlib.redirect_stdout(output):
+            assert main(command(directory, *changes)) == 0
         return Ran(kept[0], output.getvalue(), directory)
 
     return trained
+
+
+@contextlib.contextmanager
+def quick_steps() -> Iterator[None]:
+    """Compiles steps in less time; see `QUICK`: what is compared bit by bit here is made by one program."""
+    original = assemble.compiler_options
+    assemble.compiler_options = lambda device_kind: original(device_kind) | QUICK
+    try:
+        yield
+    finally:
+        assemble.compiler_options = original
 
 
 @contextlib.contextmanager
@@ -115,7 +128,7 @@ def patched(name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def straight(run: Callable[..., Ran], tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Ten steps without a stop."""
-    return run(tmp_path_factory.mktemp("straight") / "run", "mesh.fsdp=2")
+    return run(tmp_path_factory.mktemp("straight") / "run", "mesh.fsdp=2", "sample_tokens=160")
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +146,7 @@ def stopped(command: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
     def made(changes: tuple[str, ...]) -> pathlib.Path:
         directory = tmp_path_factory.mktemp("stopped") / "run"
         said = pytest.raises(Interrupted, match=f"saved at step {STOPPED_AT} of {NUM_STEPS}")
-        with patched("evaluate", signalling), said, contextlib.redirect_stdout(io.StringIO()):
+        with quick_steps(), patched("evaluate", signalling), said, contextlib.redirect_stdout(io.StringIO()):
             main(command(directory, *changes))
         return directory
 

@@ -15,7 +15,12 @@ from meshtrain.step.guard import NUM_NORMS, GuardOptions
 from meshtrain.step.state import init_state, num_updates
 from meshtrain.step.step import train_step
 
-MESHES = [{}, {"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2, "pipeline": 2}]
+MESHES = [
+    {},
+    pytest.param({"data": 8}, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+    {"data": 2, "tensor": 2, "pipeline": 2},
+]
 RATE, ADAM, GUARD = 0.5, optax.adam(0.5), GuardOptions()
 
 

@@ -17,7 +17,13 @@ from meshtrain.step.precision import PrecisionOptions
 from meshtrain.step.state import init_state
 from meshtrain.step.step import train_step
 
-MESHES = [{}, {"data": 2, "fsdp": 4}, {"data": 2, "tensor": 2, "pipeline": 2}]
+MESHES = [
+    {},
+    pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+    {"data": 2, "tensor": 2, "pipeline": 2},
+]
+# One program for all tests in float16 that can share it: compiling is what they cost.
+FLOAT16_RULE = LossScaleOptions(initial=2.0**14, growth_steps=3, hysteresis=1)
 GOOD, OVERFLOW, BROKEN = (1.0, 1.0), (1.0, math.inf), (math.nan, math.nan)
 RULE = LossScaleOptions(initial=8.0, growth_steps=3, hysteresis=2)
 
@@ -81,8 +87,7 @@ def test_under_float32_it_changes_no_bit(mesh, base, steps):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_an_overflow_in_float16_is_skipped_and_made_up_for_on_every_mesh(mesh, base, steps):
-    rule = LossScaleOptions(initial=2.0**14, growth_steps=3, hysteresis=1)
-    config = dataclasses.replace(base, precision=PrecisionOptions("float16"), loss_scale=rule)
+    config = dataclasses.replace(base, precision=PrecisionOptions("float16"), loss_scale=FLOAT16_RULE)
     taken = steps(config, num_steps=8, large=(3,), **mesh)
     seen = [(step.metrics["loss_scale"], step.metrics["skipped_steps"]) for step in taken[1:]]
     assert seen == [(2**14, 0), (2**14, 0), (2**14, 1), *[(2**13, 1)] * 3, (2**14, 1), (2**14, 1)]
@@ -102,6 +107,7 @@ def test_an_overflow_in_float16_is_skipped_and_made_up_for_on_every_mesh(mesh, b
     assert moved > 1e-3
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_far_too_large_comes_down_and_the_run_learns(base, steps):
     rule = LossScaleOptions(initial=2.0**28, hysteresis=1)
     config = dataclasses.replace(base, precision=PrecisionOptions("float16"), loss_scale=rule)
@@ -115,9 +121,9 @@ def test_a_scale_that_is_far_too_large_comes_down_and_the_run_learns(base, steps
 
 
 def test_a_broken_batch_is_not_the_scales_fault(base, steps):
-    config = dataclasses.replace(base, precision=PrecisionOptions("float16"))
+    config = dataclasses.replace(base, precision=PrecisionOptions("float16"), loss_scale=FLOAT16_RULE)
     taken = steps(config, num_steps=3, broken=(2,))
-    assert [step.metrics["loss_scale"] for step in taken[1:]] == [65536] * 3
+    assert [step.metrics["loss_scale"] for step in taken[1:]] == [2**14] * 3
     assert [step.metrics["skipped_in_a_row"] for step in taken[1:]] == [0, 1, 0]
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import meta
 
 from meshtrain.config import checks, config
 from meshtrain.models.decoder import DecoderOptions
@@ -15,7 +16,11 @@ from meshtrain.step import precision
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.words.errors import UserError
 
-MESHES = [{"data": 2, "fsdp": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow)]
+MESHES = [
+    {},
+    pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
+]
 SMALL = DecoderOptions(num_layers=1, embed_dim=8, mlp_dim=16, num_heads=2, num_kv_heads=2, vocab_size=10)
 
 
@@ -37,11 +42,7 @@ def test_a_policy_and_what_is_said_by_name(options, dtypes):
     assert precision.compute_name(options) == dtypes[1]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
-def test_weights_in_bfloat16_have_moments_in_float32_and_learn(mesh, base, steps):
-    options = PrecisionOptions("bfloat16", param_dtype="bfloat16")
-    narrow = steps(dataclasses.replace(base, precision=options), num_steps=8, **mesh)
-    wide = steps(base, num_steps=8, **mesh)
+def assert_learns_narrow(narrow, wide):
     for step in narrow:
         assert {leaf.dtype.name for leaf in jax.tree.leaves(step.state.params)} == {"bfloat16"}
         assert {leaf.dtype.name for leaf in jax.tree.leaves(step.state.opt_state)} == {"float32", "int32"}
@@ -51,22 +52,26 @@ def test_weights_in_bfloat16_have_moments_in_float32_and_learn(mesh, base, steps
     assert narrow[8].metrics["loss"] < narrow[1].metrics["loss"] - 0.01
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh) or "one")
+def test_weights_in_bfloat16_have_moments_in_float32_and_learn(mesh, base, steps):
+    options = PrecisionOptions("bfloat16", param_dtype="bfloat16")
+    narrow = steps(dataclasses.replace(base, precision=options), num_steps=8, **mesh)
+    assert_learns_narrow(narrow, steps(base, num_steps=8, **mesh))
+
+
 @pytest.mark.parametrize("compute", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("output", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_logits_have_the_output_dtype(compute, output):
+def test_logits_have_the_output_dtype_and_gradients_are_float32(compute, output):
+    """Read off the traced program: dtypes need no numbers."""
     task = decoder(SMALL, batch_size=2, sequence_length=4, dtype=compute, output_dtype=output)
-    params = jax.eval_shape(task.init, jax.random.key(0))
-    params = jax.tree.map(
-        lambda box: jnp.full(box.value.shape, 0.1), params, is_leaf=lambda leaf: hasattr(leaf, "value")
-    )
+    params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
     batch = {name: jnp.ones(leaf.shape, leaf.dtype) for name, leaf in task.batch.items()}
     batch[SEQUENCE_INDEX] = jnp.arange(2)
     text = str(jax.make_jaxpr(lambda p: task.loss(p, batch, jax.random.key(0), True)[0])(params))
     names = {jnp.bfloat16: "bf16", jnp.float16: "f16", jnp.float32: "f32"}
     assert f"{names[output]}[2,4,128] = dot_general" in text
-    gradients = jax.grad(lambda p: task.loss(p, batch, jax.random.key(0), True)[0])(params)
+    gradients = jax.eval_shape(jax.grad(lambda p: task.loss(p, batch, jax.random.key(0), True)[0]), params)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
 def test_cudnn_goes_by_what_is_computed_in():
