@@ -46,7 +46,8 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
       cluster: where.
       only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as they are.
     """
-    weights = weights_of(config)
+    weights, accelerator = weights_of(config), cluster.accelerator
+    limit = MODEST * usable_bytes(accelerator) if accelerator else math.inf
     devices_each = len(cluster.devices) // cluster.num_hosts
     found = []
     for shape in meshes(len(cluster.devices)):
@@ -56,11 +57,11 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
             continue
         for change in ways(config, shape, only_mesh=only_mesh):
             levels = [{}] if only_mesh else _levels(with_change(config, change), shape, weights)
-            for level in levels:
-                one = _candidate(config, {**change, **level}, shape, weights, cluster)
-                if one is not None:
-                    found.append(one)
-                    break  # a higher level only sends more
+            guesses = (_candidate(config, {**change, **level}, shape, weights, cluster) for level in levels)
+            # The first level that fits: a higher one only sends more. The check comes last because it costs the most.
+            one = next((one for one in guesses if one.guessed_bytes <= limit), None)
+            if one is not None and not _is_refused(with_change(config, one.change), shape):
+                found.append(one)
     return sorted(found, key=lambda one: one.guessed_seconds)
 
 
@@ -69,18 +70,11 @@ def _inside_layers() -> tuple[str, ...]:
     return tuple(axis for axis in model_axes() if axis in partitioned_axes())
 
 
-def _candidate(
-    config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster
-) -> Candidate | None:
-    """Returns a change with its guesses; None where it is refused, or its guess does not fit."""
-    changed, accelerator = with_change(config, change), cluster.accelerator
-    if _is_refused(changed, shape):
-        return None
-    size = guessed_bytes(changed, shape, weights)
-    if accelerator is not None and size > MODEST * usable_bytes(accelerator):
-        return None
-    devices_each = len(cluster.devices) // cluster.num_hosts
-    return Candidate(change, shape, size, guessed_seconds(changed, shape, weights, accelerator, devices_each))
+def _candidate(config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster) -> Candidate:
+    """Returns a change with its guesses."""
+    changed, devices_each = with_change(config, change), len(cluster.devices) // cluster.num_hosts
+    seconds = guessed_seconds(changed, shape, weights, cluster.accelerator, devices_each)
+    return Candidate(change, shape, guessed_bytes(changed, shape, weights), seconds)
 
 
 def _is_refused(config: Config, shape: dict[str, int]) -> bool:
