@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.config.config import CONFIG_FILE, Config, built
+from meshtrain.config.effects import without_effect
 from meshtrain.config.tasks import TASKS, find
+from meshtrain.layout.axes import AXES
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
 
@@ -62,20 +64,32 @@ def from_json(text: str) -> Config:
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Returns `key: was X, now Y` for each difference that makes two configurations two runs.
 
+    An option without effect (of an optimizer that is not in use, say) makes none.
+
     Args:
       old: the nested dict of a run that is to be resumed, as `json.loads` reads its config.json.
       new: the nested dict of the configuration at hand. A key that one of them lacks counts with its default.
     """
     task = new["task"] if "task" in new else Config.task
     before, after = (_defaults(task) | flags.flatten(values) for values in (old, new))
-    found = []
+    found, idle = list[str](), _idle(old) | _idle(new)
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         # An option of one's own is not the decoder's of the same name, which may change.
         is_own = key.startswith("model.") and task not in TASKS
-        if was != now and (is_own or not is_free(key)):
+        if was != now and key not in idle and (is_own or not is_free(key)):
             found.append(f"{key}: was {was}, now {now}")
     return found
+
+
+def _idle(values: Mapping[str, Any]) -> set[str]:
+    """Returns the dotted keys of the options without effect; none where the values are no legal configuration."""
+    try:
+        config, problems = built(values, {})
+    except UserError:
+        return set()
+    # Which axes have one device does not matter here: what depends on that may change anyway.
+    return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1)))
 
 
 def _defaults(task: str) -> dict[str, Any]:

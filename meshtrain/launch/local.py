@@ -23,7 +23,7 @@ from meshtrain.launch.starting import STOPPING, heeded
 from meshtrain.launch.terminal import drop_output, on_terminal
 from meshtrain.words.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
 
-# A save that failed (EXIT_NOT_SAVED) is not among them: the disk may have room again when the run repeats its last steps.
+# EXIT_NOT_SAVED is not among them: the disk may have room again when the run has repeated its last steps.
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
 LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since no network can delay them here
 _GRACE_SECONDS = 2.0  # after one process has failed: time for the others to print their own reason

@@ -30,6 +30,16 @@ def test_what_makes_another_run_is_named(key):
     assert difference(nested(key, 1), nested(key, 2)) == [f"{key}: was 1, now 2"]
 
 
+def test_an_option_without_effect_may_change():
+    sgd = {"name": "sgd", "momentum": 0.9}
+    assert difference({"optimizer": sgd}, {"optimizer": {**sgd, "beta1": 0.5}}) == []
+    assert difference({"optimizer": {**sgd, "beta1": 0.5}}, {"optimizer": sgd}) == []
+    assert difference({"optimizer": {"beta1": 0.9}}, {"optimizer": {"beta1": 0.5}}) == [
+        "optimizer.beta1: was 0.9, now 0.5"
+    ]
+    assert difference({"optimizer": sgd}, {"optimizer": {"name": "adam", "beta1": 0.5}})[0].startswith("optimizer.name")
+
+
 def test_every_option_is_decided_and_every_name_is_an_option():
     both = [*names(FREE_ON_RESUME), *names(FIXED_ON_RESUME)]
     assert len(set(both)) == len(both)
