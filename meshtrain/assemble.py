@@ -150,7 +150,7 @@ def assemble(
     axes_of_batch = batch_axes(entries_of_batch)
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape, axes_of_batch)
     whole = NamedSharding(mesh, PartitionSpec())
-    state_homes = shardings(state)
+    state_shardings = shardings(state)
     kind = devices[0].device_kind
     step = train_step(
         gradients,
@@ -159,7 +159,7 @@ def assemble(
         config.optimizer.clip_norm,
         config.guard,
         scaling,
-        lambda moments, norm: offload.fetched(moments, state_homes.opt_state, after=norm),
+        lambda moments, norm: offload.fetched(moments, state_shardings.opt_state, after=norm),
         trained,
     )
     return Assembly(
@@ -173,9 +173,9 @@ def assemble(
         kept_state=kept,
         batch=batch,
         names=names,
-        init=jax.jit(init, out_shardings=state_homes, compiler_options=init_compiler_options(kind)),
+        init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
         train_step=jax.jit(
-            step, donate_argnums=0, out_shardings=(state_homes, whole), compiler_options=compiler_options(kind)
+            step, donate_argnums=0, out_shardings=(state_shardings, whole), compiler_options=compiler_options(kind)
         ),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
         logits=jax.jit(logits, out_shardings=whole) if logits else None,

@@ -124,7 +124,7 @@ def in_layer_order(abstract: TrainState, names: list[Names]) -> TrainState:
 
 
 def shardings(abstract: Any) -> Any:
-    """Returns where each leaf of a placed tree lives."""
+    """Returns the sharding of each leaf of a placed tree."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
