@@ -17,7 +17,7 @@ from meshtrain.plan.topology import Cluster
 from meshtrain.words.errors import UserError
 from meshtrain.words.numbers import nearest_divisor
 
-MODEST = 1.15  # guesses above this share of the capacity are not compiled
+MODEST = 1.15  # guesses may be wrong by so much: only those above this share of the capacity are dropped
 MICROBATCHES_A_STAGE = (2, 4, 8)
 
 
@@ -47,7 +47,7 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
       only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as they are.
     """
     weights, accelerator = weights_of(config), cluster.accelerator
-    limit = MODEST * usable_bytes(accelerator) if accelerator else math.inf
+    capacity = usable_bytes(accelerator) if accelerator else math.inf
     devices_each = len(cluster.devices) // cluster.num_hosts
     found = []
     for shape in meshes(len(cluster.devices)):
@@ -57,9 +57,9 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
             continue
         for change in ways(config, shape, only_mesh=only_mesh):
             levels = [{}] if only_mesh else _levels(with_change(config, change), shape, weights)
-            guesses = (_candidate(config, {**change, **level}, shape, weights, cluster) for level in levels)
-            # The first level that fits: a higher one only sends more. The check comes last because it costs the most.
-            one = next((one for one in guesses if one.guessed_bytes <= limit), None)
+            guesses = [_candidate(config, {**change, **level}, shape, weights, cluster) for level in levels]
+            one = _first_that_fits(guesses, capacity)
+            # The check comes last because it costs the most.
             if one is not None and not _is_refused(with_change(config, one.change), shape):
                 found.append(one)
     return sorted(found, key=lambda one: one.guessed_seconds)
@@ -68,6 +68,12 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
 def _inside_layers() -> tuple[str, ...]:
     """Returns the axes that communicate within every layer."""
     return tuple(axis for axis in model_axes() if axis in partitioned_axes())
+
+
+def _first_that_fits(guesses: list[Candidate], capacity: float) -> Candidate | None:
+    """Returns the first guess within the capacity, else the first that is near it: a higher level only sends more."""
+    limits = (capacity, MODEST * capacity)
+    return next((one for limit in limits for one in guesses if one.guessed_bytes <= limit), None)
 
 
 def _candidate(config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster) -> Candidate:

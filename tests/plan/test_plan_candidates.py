@@ -110,6 +110,13 @@ def test_a_search_raises_the_level_only_where_the_one_asked_for_does_not_fit(sma
     assert not any("zero.level" in one.change for one in small_ones)
 
 
+def test_the_first_level_within_the_capacity_is_taken_and_else_the_first_near_it():
+    guesses = [candidates.Candidate({"zero.level": level}, {}, size, 0.0) for level, size in enumerate((120, 110, 90))]
+    taken = [candidates._first_that_fits(guesses, capacity) for capacity in (130, 100, 80, 70)]
+    assert [one and one.change["zero.level"] for one in taken] == [0, 2, 2, None]
+    assert candidates._first_that_fits(guesses[:2], 100).change["zero.level"] == 1
+
+
 def test_a_level_takes_the_place_of_a_strategy(small):
     config = small({"data": 8}, zero=ZeroOptions(strategy="no_shard"))
     changed = changes.with_change(config, changes.with_level(config, 2))
