@@ -99,6 +99,8 @@ def resolve(
     defaults = {key: entry.default for key, entry in flags.schema(start).items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
     mended, no_vocabulary = vocabulary.filled(mended, reads_data=reads_data)
+    if make_task is not None and not hasattr(make_task, "options"):
+        no_vocabulary = []  # `model` is not known to be read
     function = None if "task" in faulty else make_task or tasks.find(config.task)
     sizes = dataclasses.asdict(mended.mesh)
     across = [
