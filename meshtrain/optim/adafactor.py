@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.optim.masks import Axes, MatrixDims, matrix_dims, num_stacked
+from meshtrain.layout.partition import Names
+from meshtrain.optim.masks import MatrixDims, matrix_dims, num_stacked
 
 # Section 9 of the paper: epsilon_1, epsilon_2, d and the exponent c of the decay 1 - step^-c.
 SQUARE_EPSILON = 1e-30
@@ -59,7 +60,7 @@ def scale_by_adafactor(logical_axes: Any) -> optax.GradientTransformation:
         assert params is not None, "Adafactor scales by the parameters: pass them to update"
         decay = 1 - (state.num_updates + 1).astype(jnp.float32) ** -DECAY_EXPONENT
 
-        def direction(g: jax.Array, axes: Axes, row: Any, column: Any, full: Any, weight: jax.Array) -> _Moments:
+        def direction(g: jax.Array, axes: Names, row: Any, column: Any, full: Any, weight: jax.Array) -> _Moments:
             return _direction(g, _Moments(None, row, column, full), weight, axes, decay)
 
         moments = jax.tree.map(direction, gradients, logical_axes, state.row, state.column, state.full, params)
@@ -73,7 +74,7 @@ def _part(moments: Any, index: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index], moments, is_leaf=lambda node: isinstance(node, _Moments))
 
 
-def _factored(shape: tuple[int, ...], axes: Axes) -> MatrixDims | None:
+def _factored(shape: tuple[int, ...], axes: Names) -> MatrixDims | None:
     """Returns the dims of a matrix that is large enough to be factored, or None."""
     dims = matrix_dims(axes)
     if dims is None or min(math.prod(shape[dim] for dim in part) for part in dims) < SMALLEST_FACTORED_DIM:
@@ -81,7 +82,7 @@ def _factored(shape: tuple[int, ...], axes: Axes) -> MatrixDims | None:
     return dims
 
 
-def _zeros(weight: Any, axes: Axes) -> _Moments:
+def _zeros(weight: Any, axes: Names) -> _Moments:
     nothing, dims = optax.MaskedNode(), _factored(weight.shape, axes)
     if dims is None:
         return _Moments(None, nothing, nothing, jnp.zeros(weight.shape, jnp.float32))
@@ -92,7 +93,7 @@ def _zeros(weight: Any, axes: Axes) -> _Moments:
     return _Moments(None, row, column, nothing)
 
 
-def _direction(gradient: jax.Array, old: _Moments, weight: jax.Array, axes: Axes, decay: jax.Array) -> _Moments:
+def _direction(gradient: jax.Array, old: _Moments, weight: jax.Array, axes: Names, decay: jax.Array) -> _Moments:
     """Returns one weight's update and new moments.
 
     With g the gradient, R and C the row and column means of the moving average of g^2 + epsilon_1:

@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain.layout.partition import STACKED, is_names
+from meshtrain.layout.partition import STACKED, Names, is_names
 
 NORM = "norm"
 TABLES = ("vocab", "positions")
-
-Axes = tuple[str | None, ...]
 
 
 class MatrixDims(NamedTuple):
@@ -40,12 +38,12 @@ class MatrixDims(NamedTuple):
     output: tuple[int, ...]
 
 
-def map_axes(function: Callable[[Axes], Any], logical_axes: Any) -> Any:
+def map_axes(function: Callable[[Names], Any], logical_axes: Any) -> Any:
     """Returns the tree of the function's results, called with the logical axes of each weight."""
     return jax.tree.map(function, logical_axes, is_leaf=is_names)
 
 
-def num_stacked(axes: Axes) -> int:
+def num_stacked(axes: Names) -> int:
     """Returns how many leading dims stack whole weights.
 
     >>> num_stacked(("layers", "embed", "mlp"))
@@ -57,7 +55,7 @@ def num_stacked(axes: Axes) -> int:
     return len(axes)
 
 
-def matrix_dims(axes: Axes) -> MatrixDims | None:
+def matrix_dims(axes: Names) -> MatrixDims | None:
     """Returns the dims of a weight as a matrix, or None for a norm, a bias or a scalar.
 
     Heads and a head_dim right after them count as one feature dim, so a bias of (heads, head_dim) is no matrix. With
@@ -88,6 +86,6 @@ def decays(logical_axes: Any) -> Any:
     return map_axes(lambda axes: matrix_dims(axes) is not None, logical_axes)
 
 
-def is_hidden_matrix(axes: Axes) -> bool:
+def is_hidden_matrix(axes: Names) -> bool:
     """Returns whether a weight is a matrix, and neither a table (tokens, positions) nor the head."""
     return matrix_dims(axes) is not None and not any(name in TABLES for name in axes)

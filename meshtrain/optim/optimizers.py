@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from meshtrain.layout.partition import is_names
+from meshtrain.layout.partition import Names, is_names
 from meshtrain.optim import trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
-from meshtrain.optim.masks import Axes, decays, is_hidden_matrix, map_axes, matrix_dims
+from meshtrain.optim.masks import decays, is_hidden_matrix, map_axes, matrix_dims
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import option, problems
 
@@ -135,7 +135,7 @@ def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
     which sends stacked layers to Adam and stacked norms to Muon.
     """
 
-    def dimension_numbers(axes: Axes) -> Any:
+    def dimension_numbers(axes: Names) -> Any:
         dims = matrix_dims(axes)
         return MuonDimensionNumbers(*dims) if dims is not None and is_hidden_matrix(axes) else optax.MaskedNode()
 
@@ -155,7 +155,7 @@ def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
     )
 
 
-def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Axes]:
+def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Names]:
     """Returns the logical axes of each array in an optimizer's state.
 
     An array belongs to the parameter whose path is the end of its own path. A dim of the parameter's size has the

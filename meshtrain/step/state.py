@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.layout.partition import is_names
+from meshtrain.layout.partition import Names, is_names
 from meshtrain.layout.trees import select
 from meshtrain.models.task import Params
-from meshtrain.optim.masks import Axes
 from meshtrain.optim.optimizers import state_axes
 from meshtrain.step.guard import Skipped, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
@@ -66,7 +65,7 @@ def init_state(
 
 def axes_of_fields(
     abstract: TrainState, transformation: optax.GradientTransformation, params: Any, axes: Any, mask: Any = None
-) -> dict[str, list[Axes]]:
+) -> dict[str, list[Names]]:
     """Returns the logical axes of the arrays of each field, in the order of `jax.tree.leaves` of that field.
 
     A new field of `TrainState` gets its entry here, or in `REPLICATED_FIELDS`.
@@ -89,7 +88,7 @@ def axes_of_fields(
     }
 
 
-def axes_of_leaves(state: Any, of_fields: Mapping[str, Sequence[Axes]]) -> list[Axes]:
+def axes_of_leaves(state: Any, of_fields: Mapping[str, Sequence[Names]]) -> list[Names]:
     """Returns the logical axes of each array of a state, in the order of `jax.tree.leaves(state)`.
 
     The axes of an array are found by the name of its field, wherever the field stands in the state.
