@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.launch.local import NEVER_RETRIED
-from meshtrain.main import main
 from meshtrain.run import saving
 from meshtrain.store.checkpoint import Checkpoints
 from meshtrain.store.keeping import CheckpointOptions
@@ -52,7 +51,7 @@ def failures(ran):
 
 @pytest.mark.timeout(180)  # a save that is not told of its failure waits for ever
 def test_a_full_disk_is_one_line_for_each_save_and_the_same_command_goes_on(
-    run, command, straight, around_saves, tmp_path, capfd
+    run, straight, around_saves, tmp_path, capfd
 ):
     free, directory = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "run"
 
@@ -62,7 +61,7 @@ def test_a_full_disk_is_one_line_for_each_save_and_the_same_command_goes_on(
     saves = around_saves(fill, lambda *_: None)
     try:
         with pytest.raises(SystemExit) as ended:
-            errors.run(lambda: main(command(directory, *SAVES)))
+            errors.run(lambda: run(directory, *SAVES) and 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, free)
     assert ended.value.code == errors.EXIT_NOT_SAVED
@@ -119,12 +118,10 @@ def test_a_folder_that_vanishes_during_a_save_does_not_end_the_run(run, straight
 KILLED_AT = """
 import os, signal, sys
 from meshtrain.launch.local import NEVER_RETRIED
-from meshtrain.main import main
 from meshtrain.run import saving
 from meshtrain.store.checkpoint import Checkpoints
 from meshtrain.store.keeping import CheckpointOptions
 from meshtrain.words import errors
-from meshtrain.main import main
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
