@@ -94,10 +94,11 @@ def locked(run: pathlib.Path) -> Iterator[None]:
             try:
                 is_new = not (run / CONFIG_FILE).exists()
                 made = [folder for folder in (run, *run.parents) if not folder.exists()]
+                names = [name for name in (*_FILES, *_FOLDERS) if not (run / name).exists()]
                 run.mkdir(parents=True, exist_ok=True)
                 file = _lock(run / LOCK_FILE, held)
                 if is_new:
-                    held.enter_context(undone(lambda: _remove_beginning(run, made)))
+                    held.enter_context(undone(lambda: _remove_beginning(run, names, made)))
                 since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
@@ -126,20 +127,22 @@ def _lock(path: pathlib.Path, held: contextlib.ExitStack) -> TextIO:
             return file
 
 
-def _remove_beginning(run: pathlib.Path, made: Sequence[pathlib.Path]) -> None:
+def _remove_beginning(run: pathlib.Path, names: Sequence[str], made: Sequence[pathlib.Path]) -> None:
     """Removes the files of a run that has neither logged nor saved a step; leaves any other run alone.
 
     Args:
       run: its folder.
+      names: of the files and folders in it that were not there before.
       made: the folders that were made for it, the run's own first; those that are empty afterwards go as well.
     """
     metrics, checkpoints = run / METRICS_FILE, run / CHECKPOINTS
     if (metrics.exists() and metrics.stat().st_size) or (checkpoints.exists() and any(checkpoints.iterdir())):
         return
-    for name in _FOLDERS:
-        shutil.rmtree(run / name, ignore_errors=True)
-    for name in _FILES:
-        (run / name).unlink(missing_ok=True)
+    for name in names:
+        if name in _FOLDERS:
+            shutil.rmtree(run / name, ignore_errors=True)
+        else:
+            (run / name).unlink(missing_ok=True)
     for folder in made:
         with contextlib.suppress(OSError):  # something else stands in it
             folder.rmdir()

@@ -49,8 +49,9 @@ def test_a_start_that_fails_before_its_first_step_leaves_nothing(tmp_path):
 
 def test_what_is_somebody_elses_stays(tmp_path):
     (tmp_path / "notes.txt").touch()
+    (tmp_path / "tensorboard").mkdir()
     start(tmp_path, "config.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "tensorboard"}
 
 
 def test_a_run_that_has_logged_or_saved_a_step_stays(tmp_path):
