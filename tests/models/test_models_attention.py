@@ -19,6 +19,7 @@ from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.remat import HEADS, RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
+from tests.quick import QUICK
 
 BATCH_SIZE, NUM_HEADS, HEAD_DIM = 2, 4, 16
 
@@ -46,7 +47,7 @@ def written_out(q, k, v, documents):
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def both_ways(attend, arrays, documents):
     """(heads, gradients of q, k, v)."""
     *inputs, cotangent = arrays
@@ -108,7 +109,8 @@ def gradients(implementation, placement=None, policy="none"):
         options, batch_size=SHAPE[0], sequence_length=SHAPE[1], remat=RematOptions(policy), placement=placement
     )
     params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
-    return jax.jit(jax.value_and_grad(lambda params: task.loss(params, batch(), jax.random.key(1), True)[0]))(params)
+    both = jax.value_and_grad(lambda params: task.loss(params, batch(), jax.random.key(1), True)[0])
+    return jax.jit(both, compiler_options=QUICK)(params)
 
 
 def test_a_model_learns_the_same_from_the_kernel_on_a_mesh():

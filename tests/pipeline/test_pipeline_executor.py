@@ -96,7 +96,8 @@ def reference(num_layers, num_microbatches):
         loss, weight, _ = last(params, x, batch, None)
         return loss, weight
 
-    (loss, weight), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(parameters(num_layers))
+    both = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=QUICK)
+    (loss, weight), gradients = both(parameters(num_layers))
     return Sums(loss, weight, {"sequences": jnp.float32(NUM_SEQUENCES * num_microbatches)}, gradients)
 
 
@@ -305,7 +306,7 @@ def test_evaluation_drops_nothing_and_sums_the_batch():
         "head": PartitionSpec(None, "pipeline"),
     }
     compute = functools.partial(forward.evaluate, model(num_layers), 1, mesh_of(2), specs)
-    loss, weight, metrics = jax.jit(compute)(params, batch, jax.random.key(0))
+    loss, weight, metrics = jax.jit(compute, compiler_options=QUICK)(params, batch, jax.random.key(0))
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     y = first(params, whole, None, False, None)
     y, _ = repeated(params["layers"], y, whole, jax.random.key(0), 0, False)

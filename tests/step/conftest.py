@@ -15,6 +15,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from tests.quick import QUICK
 
 CONFIG = Config(
     num_steps=20,
@@ -72,11 +73,14 @@ def taken(
 ) -> list[Taken]:
     assembly = assembled(config, axes)
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
+    # On one device bits of several programs are compared.
+    options = QUICK if axes else None
+    train_step = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=options)
     steps = [Taken({}, jax.device_get(state))]
     for step in range(1, num_steps + 1):
         batch = batch_of(step, step in broken, step in large)
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
-        state, metrics = assembly.train_step(state, placed)
+        state, metrics = train_step(state, placed)
         steps.append(Taken({k: float(v) for k, v in metrics.items()}, jax.device_get(state)))
     return steps
 
