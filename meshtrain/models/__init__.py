@@ -1,1 +1,1 @@
-"""WHAT is computed? A task is an init and a loss; the built-in ones are Linen modules with named dims."""
+"""WHAT is computed? A task is an init and a loss; the built-in one is Linen modules with logical axes."""

@@ -1,6 +1,6 @@
 """Causal self-attention with grouped queries, within the documents of a packed sequence.
 
-b: sequences, T: tokens a sequence, D: embed dim, N: query heads, K: key and value heads, H: head dim.
+b: sequences in a microbatch, T: tokens a sequence, D: embed dim, N: query heads, G: key and value heads, H: head dim.
 """
 
 import functools
@@ -19,7 +19,10 @@ from meshtrain.models.remat import HEADS
 
 
 class Attention(nn.Module):
-    """Heads split over the tensor axis: column-parallel q, k, v, row-parallel output. [b, T, D] -> [b, T, D]."""
+    """Attention with heads sharded over the tensor axis: q, k, v column parallel, the output projection row parallel.
+
+    [b, T, D] -> [b, T, D].
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -38,22 +41,23 @@ class Attention(nn.Module):
         Args:
           x: [b, T, D].
           angles: rotary angles float32 [b, T, H / 2], or None without rotary positions.
-          documents: int32 [b, T], the document of each token, of which a query sees its own; None: all are one.
+          documents: int32 [b, T], the document of each token; a query attends to its own document only. None: each
+            sequence is one document.
         """
         q = self._project("query", x, self.num_heads, "heads")
         k = self._project("key", x, self.num_kv_heads, "kv_heads")
         v = self._project("value", x, self.num_kv_heads, "kv_heads")
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        # Initial weights do not depend on the kernel. They are made in float32, which cuDNN's does not take, and their
-        # shapes are asked for before JAX may look for devices.
+        # Initial weights do not depend on the kernel. They are initialized in float32, which cuDNN's kernel rejects.
+        # Their shapes are computed before JAX may query devices.
         how, masked = "xla", documents is not None
         if not self.is_initializing():
             platform = self.placement.platform
             how = chosen(self.implementation, self.head_dim, x.shape[1], self.dtype, masked, platform)
         heads = self._attend(q, k, v, documents, how)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
-        # Splash has named its results already: by a second name the same numbers would be kept twice.
+        # Splash names its results itself. A second name would save the same array twice.
         heads = heads if how == "splash" else checkpoint_name(heads, HEADS)
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
@@ -68,12 +72,12 @@ class Attention(nn.Module):
         """Returns [b, T, N, H]."""
         if how == "xla":
             if self.dtype == jnp.float16:
-                # JAX asks for a float16 product that only GPUs have; what the softmax is taken of is float32 anyway.
+                # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
                 q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
             return _by_jax(q, k, v, documents, how).astype(self.dtype)
-        # A kernel's own rule for the partitioner fails where some axes are manual, or there is none: what each shard
-        # does is written out. Every axis that is left splits sequences or heads, so that nothing is replicated, and no
-        # gradient summed.
+        # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
+        # shards in a manual region. Each axis made manual here splits sequences or heads: no array is replicated, and
+        # no gradient has to be summed over devices.
         if how == "splash":
             interpret = self.placement.platform != "tpu"
             kernel: Any = functools.partial(splash.attend, name=HEADS, interpret=interpret)
@@ -102,22 +106,22 @@ def chosen(
 ) -> str:
     """Returns the implementation that computes attention: `xla`, `cudnn` or `splash`.
 
-    `auto` means cuDNN's kernel on GPUs and JAX's own on TPUs where they take the shapes; neither keeps a matrix of
-    probabilities. With documents cuDNN's would be given one, of what may be seen: there it is no gain.
+    `auto` means cuDNN's kernel on GPUs and splash on TPUs where they support the shapes. Neither stores the [T, T]
+    matrix of probabilities. With documents cuDNN's kernel would need a [T, T] mask, so `auto` means `xla` there.
 
     Args:
-      asked: one of the choices of `model.attention`.
+      asked: one of the choices of `model.attention`; any but `auto` is returned as it is.
       head_dim: H.
       sequence_length: T.
       dtype: of queries, keys and values.
-      masks_documents: whether a token sees its own document only.
-      platform: as JAX names it; `gpu` or `cuda` for NVIDIA's.
+      masks_documents: whether a token attends to its own document only.
+      platform: as JAX names it, such as `tpu`, `gpu` or `cuda`.
     """
     if asked != "auto":
         return asked
     if platform == "tpu" and splash.fits(head_dim, sequence_length, dtype):
         return "splash"
-    # The limit of head dims that every GPU with such a kernel has; those from Hopper on take up to 256.
+    # Every GPU with a cuDNN kernel supports head dims up to 128. GPUs from Hopper on support up to 256.
     fits_cudnn = jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
     return "cudnn" if platform in ("gpu", "cuda") and fits_cudnn and not masks_documents else "xla"
 
@@ -128,7 +132,7 @@ def _by_jax(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | Non
 
 
 def same_document(segment_ids: jax.Array) -> jax.Array:
-    """Returns bool [b, 1, T, T]: true where query and key stand in the same document of a packed sequence.
+    """Returns bool [b, 1, T, T]: true where query and key are in the same document of a packed sequence.
 
     Args:
       segment_ids: int32 [b, T].

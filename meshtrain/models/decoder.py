@@ -1,7 +1,7 @@
 """The modules of a decoder-only transformer, of the GPT-2 or the Llama family by configuration.
 
-b: sequences in a microbatch, T: tokens a sequence, D: embed dim, v: rows of the padded vocabulary that are held here,
-K: layers in a stack.
+b: sequences in a microbatch, T: tokens a sequence, D: embed dim, H: head dim, K: layers in a stack, v: the part of the
+padded vocabulary on one shard of a manual axis (all of it without one).
 """
 
 import dataclasses
@@ -47,10 +47,12 @@ class DecoderOptions:
         0, "tokens in the vocabulary, without padding; 0: as many as the data's tokenizer has (bytes: 257)", minimum=0
     )
     vocab_multiple: int = option(
-        128, "the vocabulary is padded to a multiple of this, without probability", minimum=1, dim="vocab"
+        128, "the vocabulary is padded to a multiple of this; padding gets no probability", minimum=1, dim="vocab"
     )
-    dropout_rate: float = option(0.0, "probability of zero, on embeddings and on what each block adds", minimum=0.0)
-    positions: str = option("rotary", "how positions are told", choices=("rotary", "learned"))
+    dropout_rate: float = option(
+        0.0, "dropout probability, on embeddings and on the outputs of attention and mlp", minimum=0.0
+    )
+    positions: str = option("rotary", "encoding of positions", choices=("rotary", "learned"))
     max_positions: int = option(
         0, "rows of learned positions; 0 means sequence_length", minimum=0, only_for={"positions": ("learned",)}
     )
@@ -59,11 +61,11 @@ class DecoderOptions:
     rope_low: float = option(1.0, "Llama-3 rope scaling: low frequency factor", only_for=ROTARY)
     rope_high: float = option(4.0, "Llama-3 rope scaling: high frequency factor", only_for=ROTARY)
     rope_original_length: int = option(
-        8192, "Llama-3 rope scaling: tokens a sequence had before", minimum=1, only_for=ROTARY
+        8192, "Llama-3 rope scaling: sequence length before scaling, in tokens", minimum=1, only_for=ROTARY
     )
     norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
-    activation: str = option("swiglu", "of the mlp", choices=("swiglu", "gelu"))
+    activation: str = option("swiglu", "activation function of the mlp", choices=("swiglu", "gelu"))
     tied_embeddings: bool = option(False, "the head uses the embedding table")
     biases: bool = option(False, "biases in projections, mlp and LayerNorm")
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
@@ -72,21 +74,21 @@ class DecoderOptions:
         "implementation of attention: xla, cudnn (GPU), splash (TPU; interpreted elsewhere, slowly), auto",
         choices=("auto", "xla", "cudnn", "splash"),
     )
-    within_documents: bool = option(True, "attention sees only its own document of a packed sequence")
+    within_documents: bool = option(True, "tokens of a packed sequence attend to their own document only")
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table."""
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     @property
     def width_of_head(self) -> int:
-        """The head dim in force."""
+        """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
         return self.head_dim or self.embed_dim // self.num_heads
 
 
 class Embedding(nn.Module):
-    """Tokens to activations: int32 [b, T] -> [b, T, D]. The table's rows may be split over a manual axis."""
+    """Tokens to activations: int32 [b, T] -> [b, T, D]. The table's rows may be sharded over a manual axis."""
 
     options: DecoderOptions
     num_rows: int
@@ -96,7 +98,14 @@ class Embedding(nn.Module):
 
     @nn.compact
     def __call__(self, batch: Batch, keys: jax.Array, train: bool, axis: losses.Axis) -> jax.Array:
-        """Looks tokens up, adds learned positions, drops."""
+        """Looks up the tokens, adds learned positions, applies dropout.
+
+        Args:
+          batch: `tokens`, and `positions` where positions are learned, int32 [b, T].
+          keys: one key for each sequence, keys [b].
+          train: whether to apply dropout.
+          axis: the manual mesh axis over which the table's rows are sharded, or None.
+        """
         options, place, init = self.options, self.placement, normal(self.options.init_std)
         shape = (self.num_rows, options.embed_dim)
         table = weight(self, "table", shape, ("vocab", "embed"), init, place, self.dtype)
@@ -122,7 +131,18 @@ class Layer(nn.Module):
     def __call__(
         self, x: jax.Array, layer: jax.Array, keys: jax.Array, angles: jax.Array | None, documents: jax.Array | None
     ) -> tuple[jax.Array, None]:
-        """Applies the layer with this index; the second result is what `nn.scan` would stack."""
+        """Applies one layer.
+
+        Args:
+          x: [b, T, D].
+          layer: int32 scalar, the layer's index in the whole model, for dropout.
+          keys: one key for each sequence, keys [b].
+          angles: see `Attention`.
+          documents: see `Attention`.
+
+        Returns:
+          The activations, and None: `nn.scan` has no outputs to stack.
+        """
         o, place = self.options, self.placement
         output_std = o.init_std / math.sqrt(2 * o.num_layers)
         rate = o.dropout_rate if self.train else 0.0
@@ -145,7 +165,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the logits: [b, T, D] -> [b, T, v]. The columns may be split over a manual axis."""
+    """The last norm and the logits: [b, T, D] -> [b, T, v]. The columns may be sharded over a manual axis."""
 
     options: DecoderOptions
     num_columns: int
@@ -155,10 +175,10 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, table: jax.Array | None, axis: losses.Axis) -> jax.Array:
-        """Returns logits with the embedding `table` [v, D] (tied), or with a kernel of its own where it is None."""
+        """Returns logits from the embedding `table` [v, D] (tied), or from the head's own kernel if `table` is None."""
         o, place = self.options, self.placement
         x = Norm(o.norm, o.norm_epsilon, o.biases, place, name="norm")(x)
-        # In this order the cotangents of the shards are summed where positions are still split.
+        # In this order the cotangents are summed over the manual axis while the sequence is still sharded.
         x = place.activation(losses.copy_to_shards(x, axis), ("batch", "sequence", "embed"))
         if table is None:
             shape = (o.embed_dim, self.num_columns)
@@ -204,11 +224,11 @@ def run_layers(
       layers: parameters, each leaf [K, ...].
       x: [b, T, D].
       indices: int32 [K], of the layers in the whole model.
-      given: what each layer is given besides: keys, angles, documents.
+      given: further arguments of each layer: keys, angles, documents.
       placement: where activations and gathered weights live.
       dtype: of the activations.
-      train: whether to drop, and to keep anything for a backward pass.
-      remat: what that computes again. `every` has to divide K.
+      train: whether to apply dropout and `remat`.
+      remat: what the backward pass recomputes. `every` has to divide K.
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
 
@@ -219,7 +239,7 @@ def run_layers(
         return y
 
     def group(x: jax.Array, some: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-        # One by one: what a loop inside the loop keeps would be copied out of it, memory for another group.
+        # Unrolled: residuals of an inner scan would be copied out of it, which takes memory for another group.
         for i in range(every):
             one = jax.tree.map(operator.itemgetter(slice(i, i + 1)), some)
             x = run(x, one, "none" if i else policy)

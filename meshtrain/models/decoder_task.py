@@ -1,7 +1,7 @@
 """The task of a decoder: next-token cross-entropy on packed sequences.
 
-B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: embed dim, V: padded vocabulary,
-v: columns of it held by one stage, K: layers in one stage's chunk.
+B: sequences in the global batch, b: sequences in a microbatch, T: tokens a sequence, D: embed dim,
+V: padded vocabulary, v: the part of it on one shard of a manual axis (V without one), K: layers in a stack.
 
 params = {"embedding": {table [V, D], positions [T, D]}, "layers": {... each leaf [layers, ...]},
           "head": {"norm": ..., kernel [D, V]}}
@@ -42,13 +42,13 @@ def decoder(
       options: the model's shape.
       batch_size: B, sequences in the global batch.
       sequence_length: T, tokens.
-      dtype: of activations and of the weights that meet them; parameters are float32.
-      output_dtype: of logits as the head's product makes them; None: `dtype`.
-      remat: what the backward pass computes again. In a pipeline it computes each stage again from its input, so that
-        `full` adds nothing there.
-      placement: where activations and gathered weights live; None means wherever their inputs are.
+      dtype: of activations, and of weights when they are multiplied with them; parameters are float32.
+      output_dtype: of the head's logits; None: `dtype`.
+      remat: what the backward pass recomputes. A pipeline recomputes each stage from its input anyway, so `full` is
+        the same as `none` there.
+      placement: the shardings of activations and of gathered weights; None: one device, without shardings.
     """
-    assert options.vocab_size, "resolve() gives a model that names no vocabulary that of its data"
+    assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, placement or Placement.nowhere())
     inner = NOTHING_AGAIN if remat.policy == "full" else remat
@@ -78,7 +78,7 @@ def decoder(
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """What a decoder computes: whole (`loss`, `all_logits`), and cut for a pipeline (the rest, see `Stages`)."""
+    """The functions of a decoder: `loss` and `all_logits` are whole, the others are its pipeline stages (`Stages`)."""
 
     options: DecoderOptions
     num_positions: int
@@ -104,7 +104,7 @@ class Decoder:
         *,
         remat: RematOptions,
     ) -> tuple[jax.Array, None]:
-        """Returns the activations after K layers, of which the first has the index `start` in the model; no sums."""
+        """Returns the activations after K layers, and None for their sums; the first layer has the index `start`."""
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
@@ -112,7 +112,7 @@ class Decoder:
         return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat), None
 
     def cast(self, layers: Params) -> Params:
-        """Returns the layers in the dtypes in which they meet activations: norms in float32, the rest in `dtype`."""
+        """Returns the layers in the dtypes in which they compute: norms in float32, the rest in `dtype`."""
         cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(self.dtype))
         return {name: part if name.endswith("_norm") else cast(part) for name, part in layers.items()}
 
@@ -141,7 +141,7 @@ class Decoder:
         return self.last(params, y, batch)
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns float32 logits [B, T, V] of a batch, nothing dropped, padding at minus infinity."""
+        """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""
         rng = jax.random.key(0)
         x = self.first(params, batch, rng, False)
         y, _ = self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN)
@@ -180,8 +180,8 @@ def count_parameters(options: DecoderOptions, num_positions: int) -> int:
 def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:
     """Returns model FLOPs of a forward and backward pass for one token: 6 N + 12 L T N_heads H (full attention).
 
-    N counts the weights that take part in a matmul: the lookup table only where it is also the head, positions never
-    (PaLM, Chowdhery et al. 2022, appendix B).
+    N counts the weights that are multiplied in a matmul: the embedding table only where it is also the head, learned
+    positions never (PaLM, Chowdhery et al. 2022, appendix B).
     """
     lookups = 0 if options.tied_embeddings else options.vocab_size * options.embed_dim
     if options.positions == "learned":
@@ -192,6 +192,7 @@ def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions:
 def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
     """Returns the FLOPs of attention in a forward and backward pass for one token: 12 L T N_heads H (full attention).
 
-    Each of q k and p v takes 2 T N_heads H forward and twice that backward, in each of L layers.
+    In each of L layers, each of the two products (scores, and probabilities times values) takes 2 T N_heads H forward
+    and twice that backward.
     """
     return 12.0 * options.num_layers * sequence_length * options.num_heads * options.width_of_head

@@ -1,6 +1,6 @@
 """The pieces of a transformer layer. Each weight is one line: its name, its shape, its logical axes, its initializer.
 
-b: sequences, T: tokens a sequence, D: embed dim, F: mlp dim, H: head dim.
+b: sequences in a microbatch, T: tokens a sequence, D: embed dim, F: mlp dim, H: head dim.
 """
 
 import math
@@ -26,9 +26,18 @@ def weight(
     placement: Placement,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Declares a float32 parameter and returns it as it meets activations: cast first, gathered second.
+    """Declares a float32 parameter and returns it ready to compute with: cast to `dtype`, then gathered.
 
-    In this order the gather of a weight that is stored in shards moves the smaller dtype.
+    The cast comes first so that the all-gather of a sharded weight moves the smaller dtype.
+
+    Args:
+      module: the Linen module that owns the parameter.
+      name: of the parameter in its module.
+      shape: of the whole weight.
+      axes: a logical axis or None for each dim.
+      initializer: (key, shape, dtype) -> array.
+      placement: the sharding of the gathered weight.
+      dtype: of the result.
     """
     value: Any = module.param(name, nn.with_logical_partitioning(initializer, axes), shape, jnp.float32)
     return placement.weight(value.astype(dtype), axes)
@@ -49,20 +58,20 @@ class Norm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes each position."""
         ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
-        wide = x.astype(jnp.float32)
+        y = x.astype(jnp.float32)
         if self.kind == "layernorm":
-            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        wide = wide * weight(self, "scale", x.shape[-1:], ("norm",), ones, self.placement, jnp.float32)
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        y = y * weight(self, "scale", x.shape[-1:], ("norm",), ones, self.placement, jnp.float32)
         if self.bias:
-            wide = wide + weight(self, "bias", x.shape[-1:], ("norm",), zeros, self.placement, jnp.float32)
-        return wide.astype(x.dtype)
+            y = y + weight(self, "bias", x.shape[-1:], ("norm",), zeros, self.placement, jnp.float32)
+        return y.astype(x.dtype)
 
 
 class Mlp(nn.Module):
     """Column-parallel up, row-parallel down: GELU (Hendrycks and Gimpel 2016) or SwiGLU (Shazeer 2020).
 
-    [b, T, D] -> [b, T, D] through [b, T, F], which is split over the tensor axis.
+    [b, T, D] -> [b, T, D] through [b, T, F], whose last dim is sharded over the tensor axis.
     """
 
     mlp_dim: int
@@ -105,9 +114,9 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array, site: int) -> jax.Array:
 
     Args:
       x: [b, T, D].
-      rate: probability of zero, below 1; 0 is free.
+      rate: probability of zero, below 1; at 0 `x` is returned as it is.
       keys: one key for each sequence [b], with step, sequence and layer already folded in.
-      site: which of the places in a layer this is.
+      site: a number that distinguishes the dropouts of one layer, folded into the keys.
     """
     if rate == 0.0:
         return x
@@ -125,7 +134,7 @@ def rotary_angles(
 
     angle = position * base^(-2i / H). With Llama-3's scaling (its reference code; Hugging Face's type `llama3`)
     wavelengths above original_length / low are stretched by `factor`, those below original_length / high stay,
-    and in between the two are mixed linearly in original_length / wavelength.
+    and those in between interpolate the two frequencies linearly in original_length / wavelength.
 
     Args:
       positions: int32 [b, T].
@@ -137,8 +146,8 @@ def rotary_angles(
     if scaling is not None:
         factor, low, high, original_length = scaling
         turns = original_length * frequencies / (2 * math.pi)
-        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequencies = frequencies * (kept + (1.0 - kept) / factor)
+        unscaled = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequencies = frequencies * (unscaled + (1.0 - unscaled) / factor)
     return positions[..., None].astype(jnp.float32) * frequencies
 
 

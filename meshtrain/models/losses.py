@@ -1,10 +1,11 @@
-"""Cross-entropy over a vocabulary that may be split over a mesh axis, and the two exchanges that go with it.
+"""Cross-entropy over a vocabulary that may be sharded over a manual mesh axis, and the two collectives around it.
 
-b: sequences, T: tokens a sequence, V: columns of the vocabulary held here (all of them where `axis` is None).
+b: sequences in a microbatch, T: tokens a sequence, v: columns of the vocabulary on this shard (all if `axis` is None).
 
-`axis` is a *manual* mesh axis (inside `jax.shard_map`), or None. Splits over other axes are the partitioner's business.
-Differentiating through a psum there is wrong by the size of the axis, so each backward pass is written by hand
-(the pair of exchanges is that of Megatron-LM, Shoeybi et al. 2019, section 3).
+`axis` is a *manual* mesh axis (inside `jax.shard_map`), or None. The partitioner inserts collectives over other axes.
+Inside the region, differentiating through a psum gives gradients that are too large by the size of the axis. So each
+backward pass here is written by hand. `copy_to_shards` and `sum_over_shards` are the operators f and g of Megatron-LM
+(Shoeybi et al. 2019, section 3).
 """
 
 import functools
@@ -23,7 +24,7 @@ def psum_float32(x: jax.Array, axis: str) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy_to_shards(x: jax.Array, axis: Axis) -> jax.Array:
-    """Hands the same `x` to every shard of a computation: identity forward, sum of the cotangents backward."""
+    """Returns `x`, which is replicated over the axis; the backward pass sums the cotangents over the axis."""
     return x
 
 
@@ -40,7 +41,7 @@ copy_to_shards.defvjp(_copy_forward, _copy_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def sum_over_shards(x: jax.Array, axis: Axis) -> jax.Array:
-    """Adds up what each shard computed: sum forward, identity backward."""
+    """Returns the sum of `x` over the axis; the backward pass is the identity."""
     return x if axis is None else psum_float32(x, axis)
 
 
@@ -67,11 +68,11 @@ def cross_entropy(
     """Returns the weighted sum of -log softmax(logits)[target], a float32 scalar.
 
     Args:
-      logits: [b, T, V], any float dtype; the softmax is taken in float32.
+      logits: [b, T, v], any float dtype; the softmax is taken in float32.
       targets: int32 [b, T], indices into the whole vocabulary.
       weights: float32 [b, T].
       vocab_size: columns from here on are padding and get no probability.
-      axis: the manual mesh axis over which the columns are split, or None.
+      axis: the manual mesh axis over which the columns are sharded, or None.
     """
     return _cross_entropy_forward(logits, targets, weights, vocab_size, axis)[0]
 
@@ -99,7 +100,7 @@ def _cross_entropy_backward(
     masked, is_target = _masked(logits, targets, vocab_size, axis)
     probabilities = jnp.exp(masked - log_normalizer[..., None])
     gradient = (probabilities - is_target) * (weights * cotangent)[..., None]
-    # Targets are integers: their tangent type is float0. Weights are data, never trained.
+    # Targets are integers, whose tangent type is float0. Weights are data: their gradient is never read.
     return gradient.astype(logits.dtype), np.zeros(targets.shape, jax.dtypes.float0), jnp.zeros_like(weights)
 
 
@@ -107,7 +108,7 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:
-    """Returns float32 logits [b, T, V] in which the columns from `vocab_size` on are at minus infinity."""
+    """Returns float32 logits [b, T, v] in which the columns from `vocab_size` on are at minus infinity."""
     return jnp.where(_columns(logits, axis) < vocab_size, logits.astype(jnp.float32), -jnp.inf)
 
 
@@ -116,5 +117,5 @@ def _columns(logits: jax.Array, axis: Axis) -> jax.Array:
 
 
 def _masked(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: Axis) -> tuple[jax.Array, jax.Array]:
-    """Returns float32 logits with padding at -inf, and where the target's column is, both [b, T, V]."""
+    """Returns float32 logits with padding at -inf, and a mask that is true at the target's column; both [b, T, v]."""
     return without_padding(logits, vocab_size, axis), _columns(logits, axis) == targets[..., None]

@@ -1,4 +1,4 @@
-"""Which activations of a layer are kept for the backward pass, and which are computed again."""
+"""Which activations of a layer are saved for the backward pass, and which are recomputed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from meshtrain.layout.placement import Placement
 from meshtrain.words.numbers import nearest_divisor
 from meshtrain.words.options import option
 
-# Names that mark activations for policies: a layer's input, and what attention makes before its output projection.
+# Checkpoint names: a layer's input, and the output of attention before its output projection.
 RESIDUAL, HEADS = "residual", "heads"
 
-# cuDNN's attention: its results are the heads, and the sums of exponentials that its backward pass starts from.
+# The primitive of cuDNN's attention. Its results are the heads and the softmax's statistics for its backward pass.
 _FUSED_ATTENTION = "dot_product_attention_fwd"
 
 
@@ -23,22 +23,24 @@ class RematOptions:
 
     policy: str = option(
         "none",
-        "what a layer computes again: none, full (all but its input), save_attention (all but input and attention), "
-        "dots (all but matmuls), offload (as full, the input waits in the host's memory)",
+        "what the backward pass recomputes in a layer: none, full (all but its input), save_attention (all but input "
+        "and attention), dots (all but matmuls with weights), offload (as full, with the input in host memory)",
         choices=("none", "full", "save_attention", "dots", "offload"),
     )
-    every: int = option(1, "one layer of so many computes again, the others keep everything; 1: each layer", minimum=1)
+    every: int = option(
+        1, "recompute in one of this many layers and save everything in the others; 1: in each", minimum=1
+    )
 
 
 def checkpoint_policy(name: str, placement: Placement) -> Callable[..., Any] | None:
-    """Returns the `jax.checkpoint` policy of a layer, None where everything may be kept.
+    """Returns the `jax.checkpoint` policy of a layer, None where all residuals may be saved.
 
-    Weights that were gathered from their shards are kept only where the placement says so: a policy that keeps them
-    would hold whole weights of all layers, which is what sharding them was to avoid.
+    Gathered weights are saved only if `placement.keeps_gathered`. Otherwise the backward pass gathers them again:
+    saving them would hold the whole weights of all layers on each device.
 
     Args:
-      name: one of the choices of `RematOptions.policy`; `full` keeps nothing but a layer's input.
-      placement: tells gathered weights from activations.
+      name: one of the choices of `RematOptions.policy`; `full` saves only a layer's input.
+      placement: distinguishes the gathers of weights from activations, see `Placement.is_gather`.
     """
     if not placement.gathers_weights:
         return None if name == "none" else _activations(name)
@@ -81,12 +83,12 @@ def _all_but(chosen: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def check(options: RematOptions, num_layers: int, num_stages: int) -> list[str]:
-    """Returns one line for each way in which the choice of layers does not fit the model or the mesh.
+    """Returns one line for each reason why `remat.every` does not fit the model or the mesh.
 
     Args:
-      options: each within its own bounds.
-      num_layers: in the whole model.
-      num_stages: of the pipeline, 1 for none.
+      options: each field within its own bounds.
+      num_layers: layers of the whole model.
+      num_stages: stages of the pipeline, 1 for none.
     """
     if options.every == 1:
         return []

@@ -1,6 +1,6 @@
-"""Causal attention on TPUs by JAX's own Pallas kernel ("splash"), which keeps no matrix of probabilities.
+"""Causal attention on TPUs by JAX's own Pallas kernel ("splash"), which stores no [T, T] matrix of probabilities.
 
-b: sequences, T: tokens a sequence, N: query heads, K: key and value heads, H: head dim.
+b: sequences in a microbatch, T: tokens a sequence, N: query heads, G: key and value heads, H: head dim.
 """
 
 import math
@@ -18,10 +18,10 @@ def fits(head_dim: int, sequence_length: int, dtype: DTypeLike) -> bool:
     """Returns whether `auto` means this kernel on a TPU.
 
     Args:
-      head_dim: H, one of those that it is compiled with in our tests.
-      sequence_length: T; others are padded where the kernel is asked for by name.
-      dtype: of queries, keys and values. Inside the kernel float32 would be multiplied as the compiler likes, not as
-        JAX is told to.
+      head_dim: H; `auto` takes the sizes for which the tests compile the kernel.
+      sequence_length: T; `auto` takes multiples of 128. The kernel itself pads others (`model.attention=splash`).
+      dtype: of queries, keys and values; `auto` takes bfloat16 alone. The kernel ignores `jax_default_matmul_precision`
+        in float32.
     """
     return head_dim in HEAD_DIMS and sequence_length % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16
 
@@ -33,19 +33,20 @@ def attend(
 
     Args:
       q: [b, T, N, H].
-      k: [b, T, K, H]; K divides N.
+      k: [b, T, G, H]; G divides N.
       v: as `k`.
-      documents: int32 [b, T], the document of each token, of which a query sees its own; None: all are one.
+      documents: int32 [b, T], the document of each token; a query attends to its own document only. None: each
+        sequence is one document.
       name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
-      interpret: runs the kernel as plain JAX, slowly, on a device that is no TPU.
+      interpret: whether to run the kernel as plain JAX, slowly, on a device that is no TPU.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     _, length, num_heads, head_dim = q.shape
-    # The kernel does not scale. Once, in float32: a 16-bit product of a 16-bit root would round twice.
+    # The kernel does not scale scores. Dividing in float32 rounds once; a 16-bit root and product would round twice.
     q = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
-    # What is added stands behind every query, which therefore does not see it.
+    # Padding comes after every query, so the causal mask hides it.
     padding = -length % LANES
     q, k, v = (_longer(x, padding).swapaxes(1, 2) for x in (q, k, v))
     padded = length + padding

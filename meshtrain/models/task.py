@@ -1,6 +1,7 @@
-"""The contract between a model and the rest: what a user brings to train something of their own.
+"""The contract between a model and the training program: a user's own model is a `Task`.
 
-B: sequences in the global batch, b: in a microbatch, T: tokens a sequence, D: embed dim, K: layers in a stage's chunk.
+B: sequences in the global batch, b: sequences in a microbatch, T: tokens a sequence, D: embed dim,
+K: layers in a stack.
 """
 
 import dataclasses
@@ -18,10 +19,11 @@ Batch = Mapping[str, jax.Array]
 Params = Any
 Metrics = Mapping[str, jax.Array]
 Loss = tuple[jax.Array, jax.Array, Metrics]
-# What layers add to the loss sum and to the metrics of their batch, float32 scalars; None for nothing.
+# What layers add to the loss sum and to the metrics of a batch, float32 scalars; None: nothing.
 LayerSums = tuple[jax.Array, Metrics] | None
 
-# The step adds this entry, int32 [B]: the index of each example in the global batch, for dropout that no mesh changes.
+# The step adds this entry, int32 [B]: the index of each example in the global batch. Dropout masks depend on it, so
+# they are the same on every mesh.
 SEQUENCE_INDEX = "sequence_index"
 
 
@@ -36,13 +38,13 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One array of a batch: what examples have to fit, and how the mesh splits it.
+    """One array of a batch: its shape, its dtype and its logical axes.
 
     Attributes:
       shape: of the global batch's array, [B, ...].
       dtype: of its elements.
-      axes: a logical axis or None for each dim, the first of them "batch"; the activation rules say which mesh axes
-        split it, and None keeps a dim whole.
+      axes: a logical axis or None for each dim, the first of them "batch". The activation rules map them to mesh axes;
+        a dim with None is not split.
     """
 
     shape: tuple[int, ...]
@@ -54,12 +56,12 @@ class Entry:
 class Stages:
     """A model cut for a pipeline: its loss is `last(repeated(... repeated(first(batch))))`, plus the layers' sums.
 
-    `staged_loss` makes `Task.loss` of the same functions. `first` and `last` are run by all stages, on the same values.
-    Where `axis` names a mesh axis they may split their work over it (`losses.py` has the exchanges); a function that
-    ignores it is computed by every stage.
+    `staged_loss` makes `Task.loss` from the same functions. All stages run `first` and `last`, on the same values.
+    Where `axis` names a mesh axis, the two may split their work over it with the collectives in `losses.py`. If they
+    ignore `axis`, every stage repeats the same work.
 
-    Activations are one array, or any pytree of arrays: dicts, tuples, dataclasses known to JAX. Each leaf travels from
-    stage to stage; gradients flow through its floating leaves, integers and bools are only passed on.
+    Activations are one array or a pytree of arrays (dicts, tuples, registered dataclasses). Each leaf is sent from
+    stage to stage. Gradients flow through floating leaves; integers and bools are only passed on.
 
     Attributes:
       num_layers: layers in the whole model, the leading dim of each leaf of `params["layers"]`.
@@ -68,13 +70,13 @@ class Stages:
         sums). Activations keep their tree, shapes and dtypes. Sums are None, or (loss, metrics) summed over the K
         layers and the sequences of this batch: a float32 scalar that is added to the loss sum of `last` (an auxiliary
         loss such as the load balance of experts, already multiplied by its coefficient), and a dict of float32 scalars
-        that are added to its metrics. They are divided by the weight of `last`, as the loss is, so that a mean over
-        tokens has to be multiplied by the number of targets. Each sequence has to contribute by itself, or the loss
-        depends on how the batch is cut.
+        that are added to its metrics. Both are divided by the weight of `last`, as the loss is: multiply a mean over
+        tokens by the number of targets. The sums have to be sums over sequences, or the loss depends on the number of
+        microbatches.
       last: (params without layers, activations, batch, axis) -> (loss sum, weight, metrics), float32 scalars.
       logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`, or None.
-      cast: layers -> layers in the dtypes in which they meet activations: once a step what `repeated` would do for each
-        microbatch again, for room for a copy in that dtype. None: it is left to `repeated`.
+      cast: layers -> layers in the dtypes in which they compute. It runs once a step, and the copy takes memory during
+        the step. None: `repeated` casts them, for each microbatch again.
     """
 
     num_layers: int
@@ -90,25 +92,26 @@ class Task:
     """What is trained. Linen, NNX or plain functions all fit.
 
     Attributes:
-      init: rng -> params, a nested dict of float32 arrays; a leaf may be boxed with its logical axes
-        (`flax.linen.with_logical_partitioning`); on more than one device each has to be.
+      init: rng -> params, a nested dict of float32 arrays. A leaf may be boxed with its logical axes
+        (`flax.linen.with_logical_partitioning`). On more than one device each has to be boxed.
       loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
-        Metrics are sums too, divided by the same weight when they are shown.
+        Metrics are sums too, and are divided by the same weight before they are logged.
       batch: name -> `Entry` of the global batch; see `token_batch`. A `jax.ShapeDtypeStruct` stands for an entry whose
         dims after the first are not split.
-      logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None where it
-        makes no sense.
-      stages: the model cut for a pipeline, with `params["layers"]` stacked; None where it has no such form.
+      logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None: the task
+        generates no text.
+      stages: the model cut for a pipeline, with `params["layers"]` stacked; None: it does not run in a pipeline.
       flops_per_token: model FLOPs of one forward and backward pass for one unit (a token, an image); 0: unknown.
-      attention_flops_per_token: of `flops_per_token`, the products of full attention; causal kernels do half of them.
-      num_parameters: parameters without padding; 0: count them as they stand.
-      takes_manual_axes: whether the model can be traced where the data axis is manual while fsdp or tensor are not, so
-        that gradients cross the data axis once a step. A plain look-up in a split table cannot (XLA's partitioner ends
-        the process there; `lookup.look_up` can): without this, the partitioner has the data axis on such meshes, and
-        gradients cross it once a microbatch.
-      width: of the residual stream (D): the learning rate `noam` is a function of it; 0: unknown.
+      attention_flops_per_token: the part of `flops_per_token` in the matmuls of full attention; a causal kernel
+        computes half of it.
+      num_parameters: parameters without padding; 0: they are counted, padding included.
+      takes_manual_axes: whether the model can be traced where the data axis is manual and fsdp or tensor is not. Then
+        gradients are reduced over data once a step. Otherwise, on meshes with fsdp or tensor, data is left to the
+        partitioner, which reduces gradients once a microbatch. A plain `table[tokens]` in a sharded table does not
+        support it: XLA's partitioner aborts the process. `lookup.look_up` does.
+      width: D, of the residual stream; the learning rate `noam` is a function of it. 0: unknown.
       num_layers: layers, for estimates of memory and time; 0: unknown.
-      vocab_size: every token id of the data is below it; 0: unknown, or there are no tokens.
+      vocab_size: the data's token ids have to be below it; 0: unknown, or there are no tokens.
       unit: what throughput counts, in the plural: metrics.jsonl has `tokens` and `tokens_per_second` for `tokens`.
       units_per_step: units in a global batch; 0: see `num_units`.
     """
@@ -130,9 +133,9 @@ class Task:
 
     @property
     def num_units(self) -> int:
-        """Units in a global batch: `units_per_step`, or what the batch says where that is 0.
+        """Units in a global batch: `units_per_step`, or a count from the batch's shapes where that is 0.
 
-        That is B T where the batch has an entry `tokens` [B, T] and the unit is tokens, and B otherwise.
+        The count is B T where the unit is tokens and the batch has an entry `tokens` [B, T], and B otherwise.
         """
         if self.units_per_step:
             return self.units_per_step
@@ -143,10 +146,12 @@ class Task:
 
 
 def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
-    """Returns a loss function that, when it is traced, refuses to return anything but (sum, weight, metrics).
+    """Returns the loss function with a check, while it is traced, that it returns (sum, weight, metrics), all scalars.
+
+    The returned function raises UserError where it does not.
 
     Args:
-      loss: (params, batch, rng, train) -> what its author returns.
+      loss: (params, batch, rng, train) -> anything.
     """
 
     def checked(*given: Any) -> Loss:
@@ -165,7 +170,7 @@ def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
 
 
 def with_layer_sums(loss: Loss, sums: LayerSums) -> Loss:
-    """Returns the sums of a batch with those of its layers added; metrics of the same name are added up."""
+    """Returns the loss of a batch with the sums of its layers added; metrics of the same name are added."""
     if sums is None:
         return loss
     total, weight, metrics = loss
@@ -175,7 +180,7 @@ def with_layer_sums(loss: Loss, sums: LayerSums) -> Loss:
 
 
 def staged_loss(stages: Stages) -> Callable[[Params, Batch, jax.Array, bool], Loss]:
-    """Returns `Task.loss` of a model that is cut into stages: all layers in one call, nothing split over `axis`."""
+    """Returns `Task.loss` from the functions of `Stages`: all layers run in one call, with None for `axis`."""
 
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
         outer = {name: value for name, value in params.items() if name != "layers"}
@@ -187,10 +192,10 @@ def staged_loss(stages: Stages) -> Callable[[Params, Batch, jax.Array, bool], Lo
 
 
 def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
-    """Returns the batch of packed tokens, as the loader fills it: `Task.batch` of any model of text.
+    """Returns `Task.batch` of a text model: the entries of packed tokens that the loader fills.
 
-    tokens, targets, segment_ids (0 is padding) and positions (in its document) are int32 [B, T]; weights are
-    float32 [B, T], 1 where the target counts.
+    `tokens`, `targets`, `segment_ids` (0 is padding) and `positions` (within the document) are int32 [B, T]. `weights`
+    are float32 [B, T], 1 where the target counts.
     """
     shape, axes = (batch_size, sequence_length), ("batch", "sequence")
     ints, floats = Entry(shape, jnp.int32, axes), Entry(shape, jnp.float32, axes)
@@ -201,17 +206,18 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
     """Returns the task's batch with an `Entry` for each name.
 
     Args:
-      task: whose batch; its `jax.ShapeDtypeStruct`s become entries that are split over their first dim alone.
-      batch_size: B, the examples that a global batch has to have.
+      task: the task. A `jax.ShapeDtypeStruct` in its batch becomes an entry with "batch" for the first dim and None
+        for the others.
+      batch_size: B, the first dim that each entry has to have.
 
     Raises:
-      UserError: one line for each entry whose first dim is not the batch of B examples, whose axes are not one for
-        each dim, or that has the step's own name; or there is no entry at all.
+      UserError: one line for each problem: an entry whose first dim is not the batch of B examples, whose axes are not
+        one for each dim, or with the name that the step adds; a unit that is no identifier; a batch without entries.
     """
-    found, problems = dict[str, Entry](), list[str]()
+    result, problems = dict[str, Entry](), list[str]()
     for name, leaf in task.batch.items():
         axes = leaf.axes if isinstance(leaf, Entry) else ("batch", *(None,) * (len(leaf.shape) - 1))
-        entry = found[name] = Entry(tuple(leaf.shape), leaf.dtype, tuple(axes))
+        entry = result[name] = Entry(tuple(leaf.shape), leaf.dtype, tuple(axes))
         if entry.shape[:1] != (batch_size,) or entry.axes[:1] != ("batch",) or len(entry.axes) != len(entry.shape):
             others = (entry.axes[1:] + (None,) * len(entry.shape))[: max(len(entry.shape) - 1, 0)]
             problems.append(
@@ -226,21 +232,21 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
             )
     if not task.unit.isidentifier():
         problems.append(f"Task.unit: got '{task.unit}'; allowed: a word that names a value; nearest: images")
-    if not found:
+    if not result:
         problems.append("Task.batch: got no entry; allowed: at least one; nearest: token_batch(B, T)")
     if problems:
         raise UserError(*problems)
-    return found
+    return result
 
 
 def batch_axes(batch: Mapping[str, Entry]) -> dict[str, tuple[str | None, ...]]:
-    """Returns the logical axes of each entry that a step sees, the index of each sequence among them."""
+    """Returns the logical axes of each entry in the step: those of the batch, and of the sequence index it adds."""
     return {**{name: entry.axes for name, entry in batch.items()}, SEQUENCE_INDEX: ("batch",)}
 
 
 def sequence_keys(rng: jax.Array, batch: Batch) -> jax.Array:
-    """Returns one key for each sequence, keys [b]: folds in the index in the global batch.
+    """Returns one key for each sequence, keys [b]: `rng` with the sequence's index in the global batch folded in.
 
-    Random numbers drawn from these keys depend on neither mesh, microbatches nor manual axes.
+    Random numbers from these keys are the same on every mesh and with any number of microbatches.
     """
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, batch[SEQUENCE_INDEX])
