@@ -1,4 +1,4 @@
-"""WHAT was chosen? One configuration, summed up from the rooms' options and checked as a whole."""
+"""WHAT was chosen? One configuration: the options of all rooms in one dataclass, checked as a whole."""
 
 from meshtrain.config.config import Config as Config
 from meshtrain.config.config import default as default

@@ -18,11 +18,11 @@ LEAST_TEXT = 30  # characters for the meanings, however narrow the terminal
 
 
 def table(config: Config, width: int) -> str:
-    """Returns a row for each field: key, type, default, meaning; and its value where that differs.
+    """Returns a table with a row for each field: key, type, default, meaning, and its value if that differs.
 
     Args:
       config: the configuration.
-      width: characters in a line; longer meanings go on in lines of their own below.
+      width: characters in a line; longer meanings are wrapped.
     """
     values = flags.flatten(dataclasses.asdict(config))
     defaults = dataclasses.replace(defaults_of(config), task=Config.task)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     extra = argparse.ArgumentParser(prog="python -m meshtrain config", description=main.__doc__, add_help=False)
     config, arguments = parse(argv, extra, reads_data=False)
     if arguments.config is None and not arguments.overrides:
-        config = Config()  # as declared: nothing is taken from the data, or from anywhere
+        config = Config()  # the declared defaults: `parse` has filled in the vocabulary of the data
     print(table(config, shutil.get_terminal_size((WIDTH, 0)).columns))
     return 0
 

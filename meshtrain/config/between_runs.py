@@ -1,4 +1,4 @@
-"""What may differ between a run and its continuation: a run's config.json read back and compared."""
+"""Which options may change when a run resumes: its config.json is read back and compared with the new configuration."""
 
 import dataclasses
 import json
@@ -17,10 +17,12 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "where arrays live and in what order stages run: the same sums on every mesh": (
         "mesh", "zero", "offload", "layout", "pipeline",
     ),
-    "what is kept or computed again, and by which kernel: the same function": ("remat", "model.attention"),
+    "what the backward pass saves or recomputes, and which kernel runs: the same function": (
+        "remat", "model.attention",
+    ),
     # Dropout is keyed by a sequence's index in the global batch, and the loss scale is that of the mean loss: neither
-    # depends on the cut. What changes is the order of a sum, as on another mesh or in another number of microbatches.
-    # An auxiliary loss that is no sum over sequences depends on both.
+    # depends on the number of parts. Only the order of a sum changes, as with another mesh or number of microbatches.
+    # An auxiliary loss that is not a sum over sequences depends on both.
     "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),
     "where data are read from and how fast: the fingerprint of their ids and their split is compared instead": (
         "data.source", "data.path", "data.text_field", "data.tokenizer", "data.end_token", "data.validation_fraction",
@@ -33,7 +35,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "how long the run goes on, and the decay of the learning rate that belongs to it": (
         "num_steps", "learning_rate.decay_steps",
     ),
-    # A spike rule changes which later steps count: that is what one changes it for.
+    # A spike rule decides which later steps are skipped; users change it on resume to skip other ones.
     "when a run gives up": ("guard", "watchdog_seconds"),
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
@@ -46,10 +48,10 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 
 
 def from_json(text: str) -> Config:
-    """Returns the configuration of another run, types checked; a field that is newer than the run has its default.
+    """Returns the configuration of another run, types checked. Fields that its file does not have get their defaults.
 
     Raises:
-      UserError: not JSON, or a key or a value that no configuration has.
+      UserError: the text is not JSON, or has an unknown key or a value of a wrong type.
     """
     try:
         given = json.loads(text)
@@ -62,20 +64,20 @@ def from_json(text: str) -> Config:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Returns `key: was X, now Y` for each difference that makes two configurations two runs.
+    """Returns `key: was X, now Y` for each option that differs although it may not change when a run resumes.
 
-    An option without effect (of an optimizer that is not in use, say) makes none.
+    Options without effect (of an optimizer that is not in use, say) are not compared.
 
     Args:
-      old: the nested dict of a run that is to be resumed, as `json.loads` reads its config.json.
-      new: the nested dict of the configuration at hand. A key that one of them lacks counts with its default.
+      old: the nested dict of the run to resume, as `json.loads` reads its config.json.
+      new: the nested dict of the new configuration. A key that one of them lacks has its default.
     """
     task = new["task"] if "task" in new else Config.task
     before, after = (_defaults(task) | flags.flatten(values) for values in (old, new))
     found, idle = list[str](), _idle(old) | _idle(new)
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
-        # An option of one's own is not the decoder's of the same name, which may change.
+        # The table names the decoder's options. A user's option of the same name is another one, and may not change.
         is_own = key.startswith("model.") and task not in TASKS
         if was != now and key not in idle and (is_own or not is_free(key)):
             found.append(f"{key}: was {was}, now {now}")
@@ -83,17 +85,17 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _idle(values: Mapping[str, Any]) -> set[str]:
-    """Returns the dotted keys of the options without effect; none where the values are no legal configuration."""
+    """Returns the dotted keys of the options without effect; an empty set for an illegal configuration."""
     try:
         config, problems = built(values, {})
     except UserError:
         return set()
-    # Which axes have one device does not matter here: what depends on that may change anyway.
+    # The sizes of axes do not matter here: options whose effect depends on them may change on resume anyway.
     return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1)))
 
 
 def _defaults(task: str) -> dict[str, Any]:
-    """Returns dotted key -> default; nothing of the model where the task is a function that has no options."""
+    """Returns dotted key -> default; without `model` if the task is a function without options."""
     try:
         options = find(task).options
     except UserError:
@@ -103,7 +105,7 @@ def _defaults(task: str) -> dict[str, Any]:
 
 
 def is_free(key: str) -> bool:
-    """Returns whether an option, by its dotted key, may change on resume; one that no table names may not."""
+    """Returns whether an option, by its dotted key, may change on resume. An option in neither table may not."""
     free, fixed = (_longest_match(key, table) for table in (FREE_ON_RESUME, FIXED_ON_RESUME))
     return free > fixed
 

@@ -1,4 +1,4 @@
-"""What has to divide what: checks across the rooms' options. Each returns lines of got / allowed / nearest fix.
+"""Checks of options against each other, the data and the mesh. Each returns lines: got, allowed, nearest fix.
 
 Sizes of the mesh come as {axis: size}. An axis of unknown size is passed as 1, which can only weaken a check.
 """
@@ -89,7 +89,7 @@ def scaling(options: LossScaleOptions, precision: PrecisionOptions) -> list[str]
 
 
 def vocabulary(options: DecoderOptions, data: DataOptions) -> list[str]:
-    """Returns one line where the byte tokenizer has more tokens than the model; others are known once data are read."""
+    """Returns one line if the byte tokenizer has more tokens than the model. Others are checked when the data open."""
     if data.source not in ("python", "text") or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
         return []
     return [
@@ -142,10 +142,10 @@ def sequence(sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int]) 
 def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: Any, rules: Rules) -> list[str]:
     """Returns one line for each reason why a task's weights cannot be stored on a mesh of these sizes.
 
-    Dims of layers are left out: the pipeline's check knows about chunks.
+    The dim `layers` is left out: the pipeline's check, which knows the number of chunks, covers it.
 
     Args:
-      config: what is told; the options in `config.model` that are sizes of dims are named in the lines.
+      config: the configuration. The lines name the options in `config.model` that set the size of a dim.
       mesh_shape: the size of each mesh axis.
       params: abstract parameters in layer order.
       axes: their logical axes.

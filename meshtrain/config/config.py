@@ -1,9 +1,9 @@
 """A configuration from a file, a notebook or a command line: typed, checked as a whole, and written as text.
 
-Inside the program a configuration is the frozen `Config`. An ml_collections.ConfigDict stands only at this door, for
+Inside the program a configuration is the frozen `Config`. An ml_collections.ConfigDict is used only in this module, for
 files that edit the defaults:
 
-    from meshtrain.config.config import default
+    from meshtrain.config import default
 
     def get_config():
         config = default()
@@ -42,8 +42,8 @@ from meshtrain.words.options import problems
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
     """Returns the defaults for a configuration file to edit.
 
-    It takes any key and any value: `resolve` refuses the wrong ones, all of them together, where a ConfigDict that is
-    locked and typed would stop at the first.
+    The ConfigDict accepts any key and any value, so that `resolve` can report all wrong ones together. A locked and
+    typed ConfigDict would raise at the first.
 
     >>> config = default()
     >>> config.mesh.data = 2
@@ -52,7 +52,7 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
     2
 
     Args:
-      task: what is trained; its options stand under `model`.
+      task: the name of a task; its options become the fields of `model`.
 
     Raises:
       UserError: no such task, see `tasks.find`.
@@ -80,13 +80,13 @@ def resolve(
     noam, warmup_stable_decay; did you mean 'cosine'?
 
     Args:
-      given: what a configuration file returns; what is not said has its default.
-      overrides: dotted key -> text as on the command line; goes before `given`.
+      given: what a configuration file returns; missing fields have their defaults.
+      overrides: dotted key -> text as on the command line; takes precedence over `given`.
       also: problems found elsewhere, to be reported together with those found here.
-      make_task: a task function of the caller's in the place of the one that `task` names. Where it has no `options`,
-        `model` is what the configuration's own task says, and nothing about it is checked.
+      make_task: the caller's task function, instead of the one that `task` names. If it has no `options`, `model` holds
+        the options of the task that the configuration names; they are checked one by one, not against other fields.
       rules: logical axis -> mesh axes for the task's weights; None: the built-in table.
-      reads_data: whether the data have to be here; a plan for another cluster does without.
+      reads_data: whether the data files must exist on this machine; a plan for another cluster does not need them.
 
     Raises:
       UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
@@ -94,13 +94,13 @@ def resolve(
     config, found = built(given, overrides or {}, make_task)
     found += problems(config, "")
     faulty = {line.partition(":")[0] for line in found}
-    # The checks across fields need legal numbers: what is wrong takes its default, and lines about it are left out.
+    # The checks across fields need legal values: a wrong one is replaced by its default, lines about it are dropped.
     start = defaults_of(config)
     defaults = {key: entry.default for key, entry in flags.schema(start).items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
     mended, no_vocabulary = vocabulary.filled(mended, reads_data=reads_data)
     if make_task is not None and not hasattr(make_task, "options"):
-        no_vocabulary = []  # `model` is not known to be read
+        no_vocabulary = []  # this task function may not read `model`
     function = None if "task" in faulty else make_task or tasks.find(config.task)
     sizes = dataclasses.asdict(mended.mesh)
     across = [
@@ -123,15 +123,15 @@ def resolve(
 def check(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> list[str]:
-    """Returns one line for each way in which a configuration does not fit a mesh of these sizes.
+    """Returns one line for each reason why a configuration does not fit a mesh of these sizes.
 
-    `resolve` asks with what it knows (1 for an axis of -1); whoever knows the devices asks again before compiling.
+    `resolve` passes 1 for an axis of -1. `train`, `explain` and `plan` check again once they know the devices.
 
     Args:
       config: resolved.
       mesh_shape: the size of each axis.
-      make_task: as `resolve` was given it.
-      rules: likewise.
+      make_task: as in `resolve`.
+      rules: as in `resolve`.
     """
     return _on_mesh(config, mesh_shape, make_task or tasks.find(config.task), rules)
 
@@ -139,7 +139,7 @@ def check(
 def _on_mesh(
     config: Config, mesh_shape: Mapping[str, int], function: MakeTask | None, rules: Rules | None
 ) -> list[str]:
-    """Returns what `check` does; without a task function nothing that depends on the task."""
+    """Returns the lines of `check`; without a task function only those that do not depend on the task."""
     rules = zero.rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     found = checks.batch(config.batch_size, rules, mesh_shape, num_microbatches(config, mesh_shape))
     found += checks.sequence(config.sequence_length, rules, mesh_shape)
@@ -156,7 +156,7 @@ def _on_mesh(
         params, axes = tasks.abstract_weights(config, function)
     except Exception:
         if own:
-            return found  # options that contradict each other need not describe any weights
+            return found  # contradictory options, reported above, may make tracing the weights fail
         raise
     return found + checks.weights(config, mesh_shape, params, axes, rules)
 
@@ -175,7 +175,7 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> lis
 
 
 def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    """Returns into how many parts a step's batch is cut: by accumulation, and again by a pipeline if there is one."""
+    """Returns the number of microbatches of a step: accumulation steps times, with a pipeline, its microbatches."""
     in_pipeline = config.pipeline.num_microbatches if mesh_shape["pipeline"] > 1 else 1
     return config.accumulation_steps * in_pipeline
 
@@ -185,9 +185,9 @@ def built(
     overrides: Mapping[str, str],
     make_task: MakeTask | None = None,
 ) -> tuple[Config, list[str]]:
-    """Returns a configuration of the right types, and one line for each key or value that had to be left out.
+    """Returns a configuration of the right types, and one line for each key or value that was left out.
 
-    The task is read first, for the fields of `model` are those of its options.
+    The task is read first, because the fields of `model` are those of its options.
     """
     right = "allowed: what meshtrain.config.default() returns, a value in each place; nearest: return config"
     try:
@@ -224,7 +224,7 @@ def defaults_of(config: Config) -> Config:
 
 
 def _options_of(make_task: MakeTask, name: str, options: type) -> type:
-    """Returns the options of a task function of the caller's; where it has none, those of the configuration's task."""
+    """Returns the options class of the caller's task function; if it has none, that of the task named `name`."""
     if hasattr(make_task, "options"):
         tasks.refuse_options(make_task)
         return make_task.options
@@ -234,9 +234,9 @@ def _options_of(make_task: MakeTask, name: str, options: type) -> type:
 def _drop_other_defaults(start: Config, values: dict[str, Any], texts: Mapping[str, str]) -> list[str]:
     """Takes another task's defaults out of `values`, in place; returns one line where that is ambiguous.
 
-    A file that begins with `default()` and then names another task holds the whole `model` of the decoder. What equals
-    the decoder's default was not chosen, unless this task has a field of that name with another default: then nobody
-    can tell.
+    A file that begins with `default()` and then names another task holds the whole `model` of the decoder. A value that
+    equals the decoder's default was not chosen by the user. It is ambiguous if this task has a field of the same name
+    with another default.
     """
     own = flags.flatten({"model": dataclasses.asdict(start.model)})
     held = {key for key in values if key.startswith("model.")}
@@ -271,7 +271,7 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
     also = [*arguments.problems, *also]
     try:
         given = default() if arguments.config is None else load(arguments.config, list(flags.schema(Config())))
-        built(given, {})  # what is no configuration at all
+        built(given, {})  # raises where the file returns something other than a configuration
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.
         _, found = built(default(), arguments.overrides)
@@ -290,12 +290,12 @@ def parse(
       reads_data: see `resolve`.
 
     Raises:
-      UserError: everything that is wrong with either.
+      UserError: a wrong argument, or all problems of the configuration.
     """
     arguments = flags.arguments(argv, extra)
     return configure(arguments, reads_data=reads_data), arguments
 
 
 def to_json(config: Config) -> str:
-    """Returns the configuration as the text of `config.json`: nested as the options are, every field in it."""
+    """Returns the configuration as the text of `config.json`: nested as the options are, with every field."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"

@@ -1,6 +1,6 @@
 """Which options of a configuration have no effect in it, because an axis, a schedule or an optimizer is not in use.
 
-They are legal, so that trying another mesh, schedule or optimizer is one line. `explain` lists them.
+They are legal, so that users can try another mesh, schedule or optimizer by changing one field. `explain` lists them.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     found: dict[str, str] = {}
     for field in dataclasses.fields(config):
         room = getattr(config, field.name)
-        # A source of the user's own is given the whole configuration, and may read any of the data's options.
+        # A user's data function gets the whole configuration, and may read any option of the data.
         if dataclasses.is_dataclass(room) and not (field.name == "data" and is_own(config.data)):
             found |= words.idle(room, field.name)
     if mesh_shape["pipeline"] == 1:

@@ -26,12 +26,12 @@ CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdi
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that a run is told.
+    """All options of a run.
 
     `model` is the options dataclass of the task: `DecoderOptions` for the decoder.
     """
 
-    seed: int = option(0, "start of every random number: weights, data order, dropout", minimum=0)
+    seed: int = option(0, "seed of all random numbers: weights, data order, dropout", minimum=0)
     num_steps: int = option(300, "optimizer steps; the last one always saves", minimum=1)
     batch_size: int = option(32, "examples (sequences, images) in the global batch of a step", minimum=1)
     sequence_length: int = option(128, "tokens in a sequence", minimum=1)
@@ -43,7 +43,7 @@ class Config:
         -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1
     )
     watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
-    init_from: str = option("", "workdir or checkpoints of another run whose weights this one starts from; '': none")
+    init_from: str = option("", "workdir or checkpoints of another run, from whose weights this one starts; '': none")
     task: str = option(
         "decoder", "what is trained: decoder, or package.module:function of one's own; its options are `model`"
     )

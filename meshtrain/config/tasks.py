@@ -1,8 +1,8 @@
-"""Tasks by name: the built-in ones, and any function of one's own as `package.module:function`.
+"""Tasks by name: the built-in ones, and any function of the user's as `package.module:function`.
 
 A task function is (config, placement) -> Task. Its attribute `options` is the frozen dataclass of its options, which
 stands under `config.model`; each field is an `option(default, text)`. It may have an attribute `check`, a function
-(config, mesh_shape) -> lines about what does not fit.
+(config, mesh_shape) -> one line for each problem.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ TASKS: Mapping[str, Any] = {"decoder": decoder}
 def find(name: str) -> NamedTask:
     """Returns the task function of a name: one of `TASKS`, or `package.module:function`, which is imported.
 
-    The current folder is searched after everything that Python searches anyway.
+    Modules in the current folder are found too: it is searched last.
 
     Raises:
       UserError: one line: an unknown name, a module that cannot be imported, no such function, or one whose options are
@@ -98,7 +98,7 @@ def _field_problem(name: str, options: Any, wanted: str) -> str:
 
 
 def refuse_options(make_task: MakeTask) -> None:
-    """Checks the options of a task function of the caller's.
+    """Checks the options of the caller's task function.
 
     Raises:
       UserError: they are not a frozen dataclass of `option`s.
@@ -108,18 +108,18 @@ def refuse_options(make_task: MakeTask) -> None:
 
 
 def name_of(make_task: MakeTask) -> str:
-    """Returns `package.module:function`, the name under which a function would be found again."""
+    """Returns `package.module:function`, the name by which a configuration can name a task function."""
     return next((name for name, task in TASKS.items() if task is make_task), named.name_of(make_task))
 
 
 def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
-    """Returns the task of a configuration for no mesh: its shapes and functions, with everything on one device.
+    """Returns the task of a configuration without a mesh: its shapes, and its functions as for one device.
 
-    It touches no device, so that checks can ask before JAX has started.
+    It uses no device, so that checks can call it before JAX has started.
 
     Args:
       config: resolved.
-      make_task: a task function of the caller's; None: the one that `config.task` names.
+      make_task: the caller's task function; None: the one that `config.task` names.
 
     Raises:
       UserError: see `find`.
@@ -130,7 +130,7 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
 def abstract_weights(config: Config, make_task: MakeTask) -> tuple[Any, Any]:
     """Returns the abstract parameters of a configuration's task in layer order, and their logical axes.
 
-    It touches no device. Those of built-in tasks are traced once: the planner asks for many meshes.
+    It uses no device. Results for built-in tasks are cached, because the planner asks for many meshes.
 
     Args:
       config: resolved.
@@ -138,7 +138,7 @@ def abstract_weights(config: Config, make_task: MakeTask) -> tuple[Any, Any]:
     """
     if make_task not in TASKS.values():
         return named_params(abstract_task(config, make_task).init)
-    # What shapes depend on: a mesh and how a step is computed change no weight.
+    # Only these fields change shapes of weights; leaving out the others makes the cache effective.
     alone = Config(
         task=config.task, model=config.model, batch_size=config.batch_size, sequence_length=config.sequence_length
     )

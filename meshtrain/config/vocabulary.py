@@ -1,4 +1,4 @@
-"""The vocabulary of a model that names none: `model.vocab_size=0` means as many tokens as the data's tokenizer has."""
+"""Fills in `model.vocab_size=0`, which means as many tokens as the data's tokenizer has."""
 
 import dataclasses
 
@@ -10,13 +10,13 @@ from meshtrain.words.errors import UserError
 
 
 def filled(config: Config, *, reads_data: bool) -> tuple[Config, list[str]]:
-    """Returns the configuration with its vocabulary, and a line for each reason why it is not known.
+    """Returns the configuration with `vocab_size` filled in, and a line for each reason why it is unknown.
 
-    Where it is not known, it is that of bytes, so that other checks can go on.
+    If it is unknown, the size for bytes is filled in, so that other checks can run.
 
     Args:
-      config: each field within its own bounds. The options of any task count that has a field `vocab_size`.
-      reads_data: whether the data have to be here. Problems that `sources.check` finds then anyway are left to it.
+      config: each field within its own bounds; the options of its task may have a field `vocab_size`.
+      reads_data: whether the data files must exist on this machine. If so, lines of `sources.check` are not repeated.
     """
     names = [field.name for field in dataclasses.fields(config.model)]
     if "vocab_size" not in names or config.model.vocab_size != 0:

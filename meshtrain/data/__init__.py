@@ -1,1 +1,1 @@
-"""WHAT GOES IN: documents, tokens, packed examples, and batches that know neither mesh nor process count."""
+"""WHAT GOES IN: documents, tokens, packed examples, and global batches that depend on neither mesh nor processes."""

@@ -12,7 +12,7 @@ from meshtrain.data.packing import Examples, TokenPairs
 
 LARGEST_VOCAB = 512
 
-# Synthetic data is practically endless: this many chunks are enough for V x V counts.
+# Synthetic data has a million examples: this many chunks are enough for V x V counts.
 _MOST_TRAIN_CHUNKS = 1 << 12
 _STRENGTHS = tuple(2.0**power for power in range(-6, 13))
 
@@ -45,7 +45,7 @@ def _probabilities(counts: np.ndarray, strength: float) -> np.ndarray:
 
 
 def _strength(counts: np.ndarray) -> float:
-    """Returns the smoothing of the largest leave-one-out likelihood of the training pairs."""
+    """Returns the smoothing strength with the largest leave-one-out likelihood of the training pairs."""
     seen = counts > 0
     unigram = (counts.sum(0) + 1) / (counts.sum() + len(counts))
     rest, follows = counts - 1, np.maximum(counts.sum(1, keepdims=True) - 1, 0)
@@ -60,7 +60,7 @@ def _strength(counts: np.ndarray) -> float:
 def bigram_loss(train: Examples, validation: Examples, *, indices: Iterable[int] | None = None) -> float | None:
     """Returns the validation loss of a smoothed bigram model, in nats per token.
 
-    Counts and smoothing are fitted to the training tokens. The loss is over the same tokens as an evaluation's.
+    Counts and smoothing are fitted to the training tokens. The loss is taken over the tokens that an evaluation uses.
 
     Args:
       train: examples to count in.

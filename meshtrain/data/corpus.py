@@ -19,7 +19,7 @@ from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, number_tokenizer,
 from meshtrain.words.errors import Problems, UserError
 from meshtrain.words.options import problems as option_problems
 
-# Fewer documents than this are split at one place instead of by hash: hashes would hit the share badly or not at all.
+# Fewer documents than this are split at one position instead of by hash: the share of few hashes would be far off.
 _SPLIT_BY_HASH_FROM = 100
 
 
@@ -31,7 +31,7 @@ class Corpus:
       train: examples by number; each a dict of tokens, targets, segment_ids, positions (int32 [T]) and weights
         (float32 [T]).
       validation: the same, from documents or tokens that `train` does not hold; may have length 0.
-      fingerprint: hexadecimal sha256 over the ids used and where they are split: another corpus has another one.
+      fingerprint: hexadecimal sha256 over the ids and the position of the split; it identifies the corpus.
       summary: one line for people.
       num_tokens: ids in both splits, end of documents included.
       vocab_size: one more than the largest id that the tokenizer can give.
@@ -58,7 +58,7 @@ def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
 
     Args:
       options: as for training.
-      vocab_size: the model's, which synthetic data takes for its own.
+      vocab_size: the model's, which is also that of synthetic data.
 
     Raises:
       UserError: a file that it needs is missing or wrong.
@@ -79,7 +79,7 @@ def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
 
 
 def vocabulary_of(options: DataOptions) -> int:
-    """Returns the number of tokens that a source can hold; 257, that of bytes, for synthetic data, which takes any.
+    """Returns the vocabulary size of a source; for synthetic data, which has any, 257 as for bytes.
 
     Raises:
       UserError: the tokenizer or the description of the tokens is missing or wrong; or the data are the user's own.
@@ -100,14 +100,14 @@ def vocabulary_of(options: DataOptions) -> int:
 
 
 def _documents(options: DataOptions) -> list[tuple[str, str]]:
-    """Returns (what decides its split, text) of each document of a text source."""
+    """Returns (key whose hash decides the split, text) of each document of a text source."""
     if options.source == "python":
         return standard_library()
     files, found = find_files(options.path)
     problems = Problems(found or tokens_as_text(files))
     documents: list[tuple[str, str]] = []
     for path in files if not problems.count else []:
-        # By its content, a document stays in its split when its file is renamed, and so does its copy.
+        # The key is the content: a document stays in its split when its file is renamed or copied.
         documents += [(text, text) for text, _ in read_documents(path, options.text_field, problems)]
         if problems.is_enough():
             break
@@ -126,7 +126,7 @@ def _stream(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
 
 
 def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:
-    """Splits a stream at one place: the end of it is for validation."""
+    """Splits a stream at one position; the part after it is for validation."""
     place = len(stream) - int(len(stream) * validation_fraction)
     return stream.cut(0, place), stream.cut(place, len(stream))
 
@@ -175,7 +175,7 @@ def _synthetic(sequence_length: int, vocab_size: int, seed: int) -> Corpus:
 
 
 def _streams(options: DataOptions, tokenizer: Tokenizer, vocab_size: int) -> tuple[TokenStream, TokenStream, str, str]:
-    """Returns the streams of both splits, the digest of their ids, and what they are in words."""
+    """Returns the streams of both splits, the digest of their ids, and a description of the source."""
     if options.source == "tokens":
         files, _ = find_files(options.path)
         arrays, digest = open_token_files(files, vocab_size)

@@ -1,10 +1,10 @@
-"""Examples to global batches: one sample index decides everything, whatever the mesh and the number of processes.
+"""Global batches from examples. The index of a sample determines its example, on any mesh and number of processes.
 
 Shapes: B batch_size (global).
 
 Sample g of a run is row g % B of step g // B, and example `order[g % E]` of epoch g // E, where E is the number of
 examples and the order is drawn anew for each epoch. So the state of the data is one integer, the next sample index,
-B * step; and nothing has to be replayed to go on from it.
+B * step, and a resumed run replays no data.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,11 +42,11 @@ def sample_order(
       num_examples: how many examples an epoch has.
       seed: of the shuffle, 0 .. 2**32 - 1; each epoch is shuffled differently.
       shuffle: False keeps the examples' own order.
-      num_epochs: None goes on for ever.
+      num_epochs: None repeats forever.
     """
     order = grain.MapDataset.range(num_examples)
     if shuffle and num_examples:
-        # Grain draws epoch e from seed + e: hashed, a run's second epoch is not another run's first.
+        # Grain shuffles epoch e with seed + e. Hashing the seed keeps epochs of runs with neighbouring seeds different.
         order = order.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
     return order.repeat(num_epochs)
 
@@ -107,7 +107,7 @@ def _global_arrays(local: Mapping[str, np.ndarray], rows: np.ndarray, batch: Bat
 def _local_batch(
     examples: Examples, order: grain.MapDataset[int], first_sample: int, rows: np.ndarray, batch: Batch
 ) -> dict[str, np.ndarray]:
-    """Returns this process's rows of one batch; rows behind the last sample are zero, so they weigh nothing.
+    """Returns this process's rows of one batch; rows after the last sample are zero, so of weight 0.
 
     Raises:
       UserError: an example that does not fit the batch.
@@ -137,16 +137,16 @@ def batches(
 ) -> Iterator[dict[str, jax.Array]]:
     """Yields global batches from step `start_step` on; each process reads only the rows that its devices hold.
 
-    Reading starts at once, in threads. Close the iterator (`.close()`) to end them before it is exhausted.
+    Threads start to read at once. To end them before the iterator is exhausted, call its `.close()`.
 
     Args:
       examples: by number; each a dict of NumPy arrays that has the batch's entries, without its first dim.
       batch: the abstract global batch over all processes, each entry [B, ...] with its sharding, which must split B
         evenly and all entries' B alike.
-      seed: of the order of the examples.
+      seed: determines the order of the examples.
       start_step: how many batches came before.
       shuffle: False keeps the examples' own order.
-      num_epochs: None goes on for ever. Else the last batch is filled up with rows of weight 0.
+      num_epochs: None repeats forever. Otherwise the last batch is padded with rows of zeros, so of weight 0.
       num_threads: threads that read ahead; 0 reads when asked.
       num_prefetch_batches: batches held ready, on the host.
 

@@ -1,4 +1,4 @@
-"""Data of one's own: what a function gives to train on, and whether it fits the task's batch.
+"""Training data from a user's function, checked against the task's batch.
 
 `train(config, directory, make_task, make_data)`, or `config.data.source = "package.module:function"`: a function
 config -> `Data`, in plain Python or Grain.
@@ -18,11 +18,11 @@ MakeData = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Examples of one's own. Any object with these attributes will do.
+    """A user's examples. Any object with these attributes is accepted.
 
     Attributes:
-      train: examples by number (`len`, `[i]`), such as a list, a `grain.MapDataset`, or a class of one's own; each a
-        dict of NumPy arrays with the entries of `Task.batch` without the batch's dim. Threads ask for several at once.
+      train: examples by number (`len`, `[i]`), such as a list, a `grain.MapDataset`, or another class; each a dict of
+        NumPy arrays with the entries of `Task.batch` without the batch's dim. Several threads read them at once.
       validation: likewise; () for none.
       fingerprint: a text that differs where the data differ: a run is resumed on data of the same fingerprint only.
       summary: one line for people.
@@ -35,7 +35,7 @@ class Data:
 
 
 def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
-    """Returns what a function of the user's gave, checked as far as its first examples show.
+    """Returns the result of a user's data function. Of the examples, the first of each split is checked.
 
     Args:
       given: `Data`, or an object with its attributes.
@@ -44,7 +44,7 @@ def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
 
     Raises:
       UserError: one line for each attribute that is missing or wrong, for each entry that the first example of a split
-        lacks or has with another shape or dtype, and where an evaluation would count rows that are no example.
+        lacks or has with another shape or dtype, and if an evaluation would count padding as examples.
     """
     problems = []
     for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
@@ -84,9 +84,9 @@ def _split_problems(split: str, examples: Any, batch: Mapping[str, Any]) -> list
 
 
 def _uneven_evaluation(num_examples: int, batch: Mapping[str, Any], num_eval_batches: int) -> list[str]:
-    """Returns one line where the last batch of an evaluation would hold zeros that the loss cannot tell from examples.
+    """Returns one line if an evaluation would count the padding of its last batch as examples.
 
-    A last batch is filled up with zeros in every entry. An entry `weights` makes them weigh nothing.
+    The last batch is padded with zeros in every entry. With an entry `weights`, padding has weight 0.
     """
     batch_size = next(iter(batch.values())).shape[0]
     wanted = num_eval_batches * batch_size or num_examples

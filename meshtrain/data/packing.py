@@ -68,7 +68,7 @@ class TokenStream:
         return TokenStream(tuple(self._spans(start, stop)), self.end_id)
 
     def document_ends(self) -> np.ndarray:
-        """Returns the position behind each end token, int64 [number of end tokens], reading the stream once."""
+        """Returns the position after each end token, int64 [number of end tokens], reading the stream once."""
         ends = [np.empty(0, np.int64)]
         for start in range(0, len(self), _CHUNK_TOKENS):
             chunk = self.read(start, min(start + _CHUNK_TOKENS, len(self)))

@@ -1,4 +1,4 @@
-"""Text to a token file, once: `python -m meshtrain prepare --path='books/*.txt' --output=books.bin`."""
+"""Writes text as a token file: `python -m meshtrain prepare --path='books/*.txt' --output=books.bin`."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ from meshtrain.words.errors import Problems, UserError, run
 from meshtrain.words.files import replacing, write_whole
 from meshtrain.words.paths import expanded, what_is_at
 
-# Bytes of text tokenized at a time: enough for the tokenizer's threads, few enough for a bar that moves.
+# Bytes of text tokenized at a time: enough for the tokenizer's threads, few enough that the bar moves.
 _GROUP_BYTES = 1 << 22
 
 
@@ -29,7 +29,7 @@ def _groups(files: Sequence[Path], text_field: str) -> Iterator[tuple[list[str],
     """Yields documents a few MiB at a time, and how many bytes of the files they took.
 
     Raises:
-      UserError: what cannot be read, all of it: after the first such line nothing is yielded, and all is read.
+      UserError: one line for each problem, once all files are read. After the first problem nothing is yielded.
     """
     texts: list[str] = []
     num_bytes = 0
@@ -52,7 +52,7 @@ def _groups(files: Sequence[Path], text_field: str) -> Iterator[tuple[list[str],
 
 
 def _write_tokens(files: Sequence[Path], text_field: str, tokenizer: Tokenizer, out: BinaryIO) -> tuple[int, int]:
-    """Writes the ids of all documents, each with the end id behind it; returns (num_tokens, num_documents)."""
+    """Writes the ids of all documents, each followed by the end id; returns (num_tokens, num_documents)."""
     num_tokens = num_documents = 0
     end = np.asarray([tokenizer.end_id], tokenizer.dtype).tobytes()
     total_bytes = sum(path.stat().st_size for path in files)
@@ -76,7 +76,7 @@ def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: 
     problems, out_path = [], targets[0]
     stands = {target: what for target in targets if (what := what_is_at(target)) != "nothing there"}
     for target, what in stands.items():
-        # Replacing a link, a pipe or a device by a file would take it away from others.
+        # Other programs may use a link, a pipe or a device: it is not replaced by a file.
         if what != "a file" or os.path.islink(target):
             got = "a link" if os.path.islink(target) else what
             near = Path("tokens.bin") if target == out_path else f"--output={out_path}.new.bin"
@@ -109,7 +109,7 @@ def prepare(
     text_field: str = "text",
     overwrite: bool = False,
 ) -> TokenFile:
-    """Writes OUTPUT (ids, uint16 or uint32) and OUTPUT.json (what they are); a tokenizer.json is copied beside them.
+    """Writes OUTPUT (ids, uint16 or uint32) and OUTPUT.json (their description), and copies a tokenizer.json.
 
     The description is written last: a token file without one is refused.
 
@@ -139,7 +139,7 @@ def prepare(
     try:
         with replacing(out_path) as out:
             num_tokens, num_documents = _write_tokens(files, text_field, opened, out)
-            # Old and new parts must not be taken for one: the description goes first and comes back last.
+            # The old description is deleted first and the new one written last: it never describes other tokens.
             sidecar_path(out_path).unlink(missing_ok=True)
             if content:
                 write_whole(copied, content)
@@ -161,7 +161,7 @@ def prepare(
 
 
 def _as_flags(problem: str) -> str:
-    """Returns a problem of the data with this program's flags in the place of the configuration's fields."""
+    """Returns a problem of the data with this program's flags instead of the configuration's fields."""
     problem = problem.replace("data.source=tokens", "train on it with data.source=tokens")
     problem = problem.replace("nearest: data.source=python", "nearest: --path='*.txt'")
     return re.sub(r"\bdata\.(path|text_field|tokenizer|end_token)\b", r"--\1", problem)

@@ -1,4 +1,4 @@
-"""The options of the data, and the problems with them that show before anything is read."""
+"""The options of the data, and the checks of them that read no data."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ READ = {"source": ("python", "text", "tokens")}
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """What the model reads."""
+    """Where the data come from, and how they are packed and read."""
 
     source: str = option(
         "python",
@@ -48,14 +48,14 @@ class DataOptions:
 
 
 def is_own(options: DataOptions) -> bool:
-    """Returns whether the data are what a function of the user's gives."""
+    """Returns whether the data come from a user's function."""
     return ":" in options.source
 
 
 def unread(options: DataOptions) -> list[str]:
     """Returns one line for each input that the user names and this source would not read.
 
-    Nothing is known of a source of one's own: its function is given the whole configuration.
+    There is none for a user's data function, which gets the whole configuration and may read any input.
     """
     if is_own(options):
         return []
@@ -79,7 +79,7 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
 
     Args:
       options: each within its own bounds.
-      reads_data: whether the files have to be here; where not, only what is said is checked.
+      reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
     """
     if options.source not in SOURCES and not is_own(options):
         line = unknown("data.source", options.source, SOURCES).replace("; did", f", {named.FORM}; did")

@@ -20,8 +20,8 @@ _NOISE = 0.1
 class SyntheticExamples:
     """Example i counts up by a step of 1 .. 4, from a random start, modulo the vocabulary.
 
-    One token in ten is replaced by a random one, so that a perfect model still has a loss. Each sequence has its own
-    step: a model has to look at two tokens to predict the next one, which a bigram model cannot.
+    One token in ten is replaced by a random one, so that even a perfect model has a positive loss. Each sequence has
+    its own step: a model has to look at two tokens to predict the next one, which a bigram model cannot.
 
     Attributes:
       num_examples: number of examples.

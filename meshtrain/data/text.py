@@ -46,7 +46,7 @@ def standard_library() -> list[tuple[str, str]]:
 def share(key: str) -> float:
     """Returns a number in [0, 1) that is a hash of `key`: documents below `validation_fraction` are for validation.
 
-    The prefix is such that no single large file of the standard library fills the validation split.
+    The prefix was chosen so that no single large file of the standard library fills the validation split.
     """
     return int.from_bytes(hashlib.sha256(f"validation {key}".encode()).digest()[:8]) / 2**64
 
@@ -121,8 +121,8 @@ def _can_read(path: Path) -> bool:
 def tokens_as_text(files: Iterable[Path]) -> list[str]:
     """Returns one line for each file that holds prepared tokens, to be called where text is to be read.
 
-    A token file is known by its description beside it, or by zero bytes: the bytes of small ids are legal UTF-8, and a
-    model would learn from them without a word.
+    A token file has its description beside it, or zero bytes. It has to be refused here: the bytes of small ids are
+    legal UTF-8, so a model would learn from them without an error.
     """
     found = []
     for path in files:
@@ -141,7 +141,7 @@ def _has_zeros(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return b"\0" in file.read(_ZEROS_IN)
-    except OSError:  # said elsewhere
+    except OSError:  # `find_files` reports it
         return False
 
 
@@ -181,7 +181,7 @@ def read_documents(path: Path, text_field: str, problems: Problems) -> Iterator[
       path: the file; what is not .jsonl is read whole.
       text_field: the field of a .jsonl line that holds the document.
       problems: gets a line where the file cannot be read or is not UTF-8, and for each line that holds no document;
-        reading goes on after it, until there are enough of them.
+        reading continues after a problem until `problems.is_enough()`.
 
     Yields:
       The text, and how many bytes of the file it took.

@@ -32,7 +32,7 @@ class TokenFile:
       end_id: the id that ends each document; -1 for none.
       tokenizer: `bytes`, or the name of a tokenizer.json beside the file.
       tokenizer_sha256: of that tokenizer.json; `` for bytes.
-      end_token: the option data.end_token under which it was prepared.
+      end_token: the value of data.end_token when it was prepared.
     """
 
     dtype: str
@@ -144,7 +144,7 @@ def token_file_tokenizer(path: Path, described: TokenFile) -> Tokenizer:
     """Returns the tokenizer that wrote the token file `path`.
 
     Raises:
-      UserError: its tokenizer.json no longer stands beside the file, or is another one.
+      UserError: its tokenizer.json is no longer beside the file, or has changed.
     """
     if described.tokenizer == "bytes":
         return byte_tokenizer()

@@ -91,7 +91,7 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
 
     Args:
       path: the tokenizer.json.
-      end_token: the token that ends a document; `` takes a well-known one, or adds one id behind the last.
+      end_token: the token that ends a document; `` takes a well-known one, or adds one id after the last.
 
     Raises:
       UserError: the file cannot be read, is no tokenizer.json, or has no such token.
@@ -128,7 +128,7 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
         try:
             encoded = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # as above: a model without a token for what it does not know, say
+        except Exception as error:  # as above; for example, a tokenizer without a token for unknown text
             raise UserError(
                 f"data.tokenizer: got '{path}', which cannot encode the data ({error}); allowed: one that has a token "
                 "for every text; nearest: bytes"

@@ -1,1 +1,1 @@
-"""What do we see? Metrics, trackers, the terminal, and the profiler's traces."""
+"""WHAT DO WE SEE? Metrics, trackers, the terminal, and the profiler's traces."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a run has logged before this process.
+    """What earlier processes of a run have logged.
 
     Attributes:
-      useful_seconds: that its timed steps took, up to the one resumed from.
-      timed_steps: how many these are.
-      passed_seconds: from the run's beginning to its last logged row, 0 where nothing was logged.
+      useful_seconds: the sum over its timed steps, up to the one resumed from.
+      timed_steps: the number of these steps.
+      passed_seconds: from the run's beginning to its last logged row, 0 if nothing was logged.
     """
 
     useful_seconds: float = 0.0
@@ -29,9 +29,9 @@ class Goodput:
         """Starts where an earlier process stopped.
 
         Args:
-          begun_seconds: when the run's first process began, on the clock `now` (which may have been before its zero).
+          begun_seconds: when the run's first process began, on the clock `now`; may be negative.
           done: what earlier processes logged.
-          now: a monotonic time in seconds: the system's clock may be set back during a run.
+          now: a monotonic time in seconds, because the system's clock may be set back during a run.
         """
         done = done or Done()
         self._begun_seconds = begun_seconds

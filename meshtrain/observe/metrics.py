@@ -1,7 +1,7 @@
 """Times of steps under asynchronous dispatch, throughput and MFU, and the log line.
 
-A step has ended when its result is there, not when it was dispatched. Waiting for each step at once would leave the
-device idle while the host prepares the next one; so the clock waits for the step *before the last*:
+A step ends when its result is ready, not when it is dispatched. Waiting for each step at once would leave the device
+idle while the host prepares the next one. So the clock waits for the step *before the last*:
 
     host     dispatch 3 | wait for 2 ......| log 2, data 4, dispatch 4 | wait for 3 ...
     device   ... step 2 ................... | step 3 .......................... | step 4 ...
@@ -20,7 +20,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class CompletedStep:
-    """A step whose result is there.
+    """A step whose result is ready.
 
     Attributes:
       step: its number.
@@ -51,8 +51,8 @@ class StepClock:
             ...
 
     One step stays in flight. Only the first step is awaited at once: its time is reported separately, and the first log
-    line appears early. Completions are noticed when the loop calls: if data is the bottleneck, some of one step's time
-    may be counted for its neighbour; sums and means are exact.
+    line appears early. The clock reads the time when the loop calls it: if data is the bottleneck, some of one step's
+    time may be counted for its neighbour. Sums and means are exact.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StepClock:
 
         Args:
           now: a monotonic time in seconds.
-          wait: blocks until a step's result is there.
+          wait: blocks until a step's result is ready.
         """
         self._now = now
         self._wait = wait
@@ -122,8 +122,8 @@ class StepClock:
 
         Returns:
           step_seconds, data_seconds, data_share (of the time, 0 to 1) and tokens_per_second (with another unit:
-          UNIT_per_second); nothing of them where no step but the first completed. first_step_seconds, once, where the
-          first is among them.
+          UNIT_per_second), if a step other than the first completed; and first_step_seconds, in the call after the
+          first step.
         """
         steps, self._unaveraged = self._unaveraged, []
         first = [step for step in steps if step.is_first]
@@ -176,10 +176,10 @@ def model_flops_per_second(flops_per_token: float, tokens_per_second: float) -> 
 
 
 def mfu(flops_per_second: float, num_devices: int, peak_flops_per_second: float | None) -> float | None:
-    """Returns the model FLOP/s utilization, 0 to 1: useful work over what the devices could do at their peak.
+    """Returns the model FLOP/s utilization, 0 to 1: useful work over the peak of all devices.
 
-    Chowdhery et al. 2022 (PaLM), appendix B, has it as observed tokens per second over those at peak FLOP/s: the same
-    ratio.
+    Chowdhery et al. 2022 (PaLM), appendix B, defines it as observed tokens per second over those at peak FLOP/s: the
+    same ratio.
 
     Args:
       flops_per_second: from `model_flops_per_second`, over all devices.
@@ -192,8 +192,8 @@ def mfu(flops_per_second: float, num_devices: int, peak_flops_per_second: float 
 def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
     """Returns one readable line of a row of metrics.
 
-    Names it knows come first, in a fixed order and with their units; others (a model's own metrics) follow by their
-    name. Absent and None values are left out, as is what another entry says already.
+    Known names come first, in a fixed order and with their units; others (a model's own metrics) follow under their
+    name. None values are left out, and so are values that another entry implies.
 
     Args:
       values: a row as written to metrics.jsonl.

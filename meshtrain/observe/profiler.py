@@ -1,4 +1,4 @@
-"""A profiler trace of the steps a user names, for XProf, TensorBoard or Perfetto."""
+"""Writes a profiler trace of the steps that `profile.steps` names, for XProf, TensorBoard or Perfetto."""
 
 import contextlib
 import dataclasses
@@ -86,7 +86,7 @@ class Profiler:
         if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             return
         if not self._is_tracing:
-            # Else the trace would begin with the rest of the step before.
+            # Otherwise the trace would begin with the rest of the step before.
             jax.block_until_ready(self._last_result)
             self._start()
         if self._is_tracing:
@@ -110,7 +110,7 @@ class Profiler:
                 self.close()
 
     def close(self) -> None:
-        """Ends a trace that is still running, with what it has; a second time is fine."""
+        """Ends and writes a trace that is still running. It may be called again."""
         self._annotation.close()
         if not self._is_tracing:
             return
@@ -131,6 +131,6 @@ class Profiler:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        # A trace is worth less than the run it looks at.
+        # A failed trace must not end the run.
         self._steps = None
         print(f"meshtrain: WARNING: no trace in {self.directory}: {error}; training goes on", file=sys.stderr)

@@ -18,7 +18,7 @@ class Progress:
     """
 
     def __init__(self, num_steps: int, start_step: int = 0, *, is_main: bool = True, show_bar: bool = True) -> None:
-        """Draws the bar where there is to be one.
+        """Creates the bar.
 
         Args:
           num_steps: steps of the whole run.
@@ -37,15 +37,15 @@ class Progress:
         """Prints a line on standard output, above the bar."""
         if self._is_main:
             self._bar.write(text, file=sys.stdout)
-            # Into a pipe or a file, lines would else arrive in blocks, minutes late.
+            # Without a flush, a pipe or a file would get the lines in blocks, minutes late.
             sys.stdout.flush()
 
     def advance_to(self, step: int) -> None:
-        """Says that this many steps of the run are done."""
+        """Moves the bar to this number of completed steps."""
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        """Leaves the bar as it is and ends its line; a second time is fine."""
+        """Ends the bar's line. It may be called again."""
         self._bar.close()
 
 
@@ -53,7 +53,7 @@ class Progress:
 def phase(
     name: str, *, is_main: bool = True, now: Callable[[], float] = time.perf_counter
 ) -> Iterator[Callable[[str], None]]:
-    """Times a phase of start-up and prints its line on standard output once it is over; nothing where it failed.
+    """Times a phase of start-up and prints its line on standard output at the end, unless the block raised.
 
         with phase("mesh") as say:
             ...

@@ -1,4 +1,4 @@
-"""Units a step (tokens, images, ...), model FLOPs a second, and MFU: what a step is worth beside its time."""
+"""Rates of a run: units (tokens, images, ...) a second, model FLOPs a second, and MFU."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class Throughput:
 
         Args:
           step: number of the completed step.
-          clock: has timed it; its averages start again after this call.
+          clock: has timed the steps; its averages start again after this call.
         """
         values: dict[str, float | None] = {self.unit: step * self.units_per_step}
         values |= clock.averages(self.units_per_step, self.unit)

@@ -44,10 +44,10 @@ class Trackers:
     def __init__(
         self, options: ObserveOptions, directory: str | os.PathLike[str], resume_step: int = 0, *, is_main: bool = True
     ) -> None:
-        """Opens `metrics.jsonl` and, where the options want it, `tensorboard/` in the run's folder.
+        """Opens `metrics.jsonl` and, if the options say so, `tensorboard/` in the run's folder.
 
         Args:
-          options: what to keep.
+          options: whether to write TensorBoard events.
           directory: the run's folder, which must exist.
           resume_step: the last step that need not be done again; 0 for a new run.
           is_main: whether this is process 0.
@@ -76,7 +76,7 @@ class Trackers:
             tracker.write(step, values)
 
     def close(self) -> None:
-        """Closes each tracker; a second time is fine."""
+        """Closes each tracker. It may be called again."""
         self._opened.close()
 
 
@@ -88,10 +88,10 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
-        """Opens the file at the end of what a run resumed at `resume_step` has done.
+        """Opens the file for appending after the rows up to `resume_step`.
 
-        Rows of later steps (they will be done again) and lines that are no rows (a torn last one) are dropped, by
-        replacing the file as a whole: whoever reads it sees the rows before or after, never a part.
+        Rows of later steps, which the run repeats, and lines that are no rows (a torn last one) are dropped. The file
+        is replaced as a whole, so that a reader sees the rows before or after, never a part.
 
         Args:
           path: the file; its folder must exist.
@@ -121,7 +121,7 @@ class MetricsFile:
                 if num_written_bytes != len(line):
                     raise OSError(f"only {num_written_bytes} of {len(line)} bytes were written")
             except OSError:
-                # On a full disk a part may have arrived; cutting it off needs no space and keeps later rows whole.
+                # On a full disk a part may be written; cutting it off needs no space and keeps later rows whole.
                 os.ftruncate(self._file.fileno(), size_bytes)
                 raise
         except OSError as error:
@@ -203,15 +203,15 @@ class TensorBoard:
         try:
             action()
         except OSError as error:
-            # What follows a torn record in an event file cannot be read, so nothing is gained by going on.
+            # Readers stop at a torn record of an event file, so later events would be lost.
             _warn_once(False, f"{self.directory}: {error}; training goes on, without TensorBoard")
             self._writer = None
 
 
 def check(directory: str | os.PathLike[str]) -> list[str]:
-    """Returns one line where a run's `metrics.jsonl` holds something else than rows: opening it would empty it.
+    """Returns one line if the first MiB of a run's `metrics.jsonl` has lines but no row: opening it would empty it.
 
-    A torn last line is none: that is what a killed run leaves, and the next one cuts it off.
+    A single torn row is accepted: a killed run leaves one, and the next start cuts it off.
     """
     path = pathlib.Path(directory) / METRICS_FILE
     if not path.is_file():
@@ -225,7 +225,7 @@ def check(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def _keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
-    """Replaces the file by its rows up to a step, if there are others; returns what they say of the run so far."""
+    """Drops all lines of the file but the rows up to a step; returns the run's goodput up to there."""
     if not path.exists():
         return Done()
     lines = path.read_bytes().splitlines(keepends=True)
@@ -270,7 +270,7 @@ def _json_number(value: Any) -> float | int | None:
 
 
 def _warn_once(has_warned: bool, message: str) -> bool:
-    # Not warnings.warn: under -W error it would end the training that this is here to keep alive.
+    # Not warnings.warn: under -W error it would end the training.
     if not has_warned:
         print(f"meshtrain: WARNING: {message}", file=sys.stderr, flush=True)
     return True

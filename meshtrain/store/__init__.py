@@ -1,1 +1,1 @@
-"""WHAT IS KEPT? Checkpoints: the whole state of a run, read back onto any mesh."""
+"""WHAT IS SAVED? Checkpoints: the whole training state of a run, restored onto any mesh."""

@@ -1,4 +1,4 @@
-"""The arrays of a state by the path of their leaf, and what differs between two such sets."""
+"""The arrays of a state by the path of their leaf, and the comparison of two such sets."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts of names from path -> leaf: what every reader of the format understands."""
+    """Returns nested dicts of names from path -> leaf: the structure in which Orbax stores them."""
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")
@@ -53,10 +53,10 @@ def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
 
 
 def refuse_mismatches(directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares what a save's folder holds with what the run needs, both as in `mismatches`.
+    """Compares the arrays of a checkpoint with those that the run needs, both as in `mismatches`.
 
     Raises:
-      UserError: they differ; the first few arrays that do, and how many more.
+      UserError: they differ; it names the first five arrays that do, and the number of the others.
     """
     found = mismatches(stored, wanted)
     if found:

@@ -1,8 +1,8 @@
-"""What Orbax prints on the terminal beside what it raises: warnings that are none, and stacks of failed saves.
+"""Suppresses what Orbax prints on the terminal besides raising it: needless warnings, and stacks of failed saves.
 
-A save that fails is raised from `CheckpointManager.wait_until_finished` and becomes one line of ours. Before that,
-each of Orbax's threads logs it with a stack, and the writes still under way find the event loop that waited for them
-closed: TensorStore prints a traceback for each, and asyncio one for each task that nobody asks for its result.
+`CheckpointManager.wait_until_finished` raises the error of a failed save, and we print one line for it. Before that,
+each of Orbax's threads logs the error with a stack. Writes still in flight then find their event loop closed:
+TensorStore prints a traceback for each, and asyncio one for each task whose result is never retrieved.
 """
 
 import functools
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @functools.cache
 def silence() -> None:
-    """Keeps these lines from the terminal, from now on; everything else is printed as before."""
+    """Suppresses these lines from now on; everything else is printed as before."""
     logging.getLogger("absl").addFilter(_is_worth_a_line)
     logging.getLogger("asyncio").addFilter(_is_task_of_others)
     report = sys.unraisablehook
@@ -36,7 +36,7 @@ def _is_task_of_others(record: logging.LogRecord) -> bool:
 
 
 def _came_too_late(unraisable: "sys.UnraisableHookArgs") -> bool:
-    """Returns whether C++ has called an event loop that is closed: no line of Python stands above asyncio's own."""
+    """Returns whether C++ called a closed event loop: the outermost frame is asyncio's own."""
     error, traceback = unraisable.exc_value, unraisable.exc_traceback
     is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
     return is_closed and traceback is not None and traceback.tb_frame.f_code.co_name == "call_soon_threadsafe"

@@ -45,10 +45,10 @@ class _Save(NamedTuple):
 
 
 class Checkpoints:
-    """The saves of one run. Every process of the run makes one and calls it at the same steps.
+    """Saves and restores the state of one run. Every process of the run makes one and calls it at the same steps.
 
     Args:
-      directory: where the steps stand, one directory each; made absolute, and created where `options` is given.
+      directory: the parent of one directory for each step; made absolute, and created if `options` is given.
       options: which checkpoints are kept. None opens the folder for reading: nothing is created or deleted, so that
         another program can read a run's checkpoints while it trains.
 
@@ -60,7 +60,7 @@ class Checkpoints:
         self.directory = Path(directory).expanduser().absolute()
         self._options = options
         self._in_flight: _Save | None = None
-        self.newest_failure: SaveFailed | None = None  # of the newest save, None while that is not known to have failed
+        self.newest_failure: SaveFailed | None = None  # of the newest save; None unless it is known to have failed
         self._thread = futures.ThreadPoolExecutor(1, "seal")
         if options is not None:
             _create(self.directory)
@@ -93,10 +93,10 @@ class Checkpoints:
         Args:
           step: number of steps done.
           state: pytree of jax.Array, any shardings. Typed random keys go in as their `jax.random.key_data`.
-          extra: what JSON can hold: data position, configuration, corpus, versions.
+          extra: anything that JSON can hold: data position, configuration, corpus, versions.
 
         Returns:
-          False where this step is already there and nothing was written.
+          False if this step is saved already; then nothing was written.
 
         Raises:
           TypeError: JSON cannot hold `extra`.
@@ -106,7 +106,7 @@ class Checkpoints:
         self.wait()
         if integrity.is_sealed(self.directory / str(step)):
             return False
-        json.dumps(dict(extra))  # fails here, with the caller on the stack, and not later in a thread
+        json.dumps(dict(extra))  # raises here, with the caller on the stack, instead of later in a thread
         items = ocp.args.Composite(
             **{STATE: ocp.args.PyTreeSave(nested(leaves_by_path(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
         )
@@ -189,7 +189,7 @@ class Checkpoints:
         return self._read(step, leaves_by_path(wrapped), wrapped)[_PARAMS]
 
     def refuse_other_params(self, step: int, abstract_params: Any) -> None:
-        """Compares the weights of a step with those that are wanted; reads no array.
+        """Compares shapes and dtypes of the weights of a step with `abstract_params`; reads no array.
 
         Raises:
           UserError: as `restore`, about the weights only.
@@ -211,7 +211,7 @@ class Checkpoints:
         """Returns when the save in flight is complete and sealed.
 
         Raises:
-          SaveFailed: it is not, and will not be.
+          SaveFailed: the save failed.
         """
         if self._in_flight is None:
             return
@@ -220,12 +220,12 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._wait_for_seal(save)
         except Exception as error:
-            save.has_failed.set()  # or the thread that seals waits on, and no later save is ever sealed
+            save.has_failed.set()  # otherwise the sealing thread would wait forever, and later saves with it
             futures.wait([save.sealed])
             raise self._failure(save.step, error) from error
 
     def close(self) -> None:
-        """Waits for the save in flight and ends the threads; `wait` alone says what failed."""
+        """Waits for the save in flight and ends the threads. Only `wait` raises if the save failed."""
         with contextlib.suppress(SaveFailed):
             self.wait()
         self._thread.shutdown()
@@ -240,15 +240,15 @@ class Checkpoints:
     def _wait_for_seal(self, save: "_Save") -> None:
         directory = self.directory / str(save.step)
         while not futures.wait([save.sealed], _LOOK_SECONDS).done:
-            # On another process' machine a folder that is there may take a while to be seen.
+            # Only process 0 checks: another machine of a shared file system may see the folder later.
             if peers.is_main_process() and not directory.is_dir():
                 raise FileNotFoundError(f"{directory} has vanished")
         save.sealed.result()
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
-        """Returns what to raise about a save that failed, after which the next may succeed."""
+        """Returns the exception for a failed save, and makes a new manager, so that the next save may succeed."""
         failed = self.newest_failure = save_failed(self.directory / str(step), error)
-        # Orbax goes on as if the step were there: it is given up for a new one.
+        # Orbax's manager would count the failed step as saved: a new one replaces it.
         self._manager = self._new_manager()
         return failed
 

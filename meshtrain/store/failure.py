@@ -15,10 +15,10 @@ _MAX_REASON = 300  # characters of what a library says, which may quote whole st
 
 
 def save_failed(directory: Path, error: BaseException) -> SaveFailed:
-    """Returns the exception to raise about a save. Call it before what the save left behind is deleted.
+    """Returns the exception for a failed save. Call it before deleting the save's files, to report the free space.
 
     Args:
-      directory: of the save.
+      directory: the checkpoint's folder.
       error: what the library raised.
     """
     disk = f" ({free})" if (free := free_space(directory)) else ""
@@ -28,7 +28,7 @@ def save_failed(directory: Path, error: BaseException) -> SaveFailed:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the system's words where a disk is full, else the library's, cut."""
+    """Returns the system's message if the disk is full or TensorStore has its error code, else the library's, cut."""
     quoted = _CODE.search(str(error))
     if quoted:
         return os.strerror(int(quoted[1]))
@@ -38,7 +38,7 @@ def reason(error: BaseException) -> str:
 
 
 def free_space(directory: Path) -> str:
-    """Returns `12.0 MiB free on /mount/point` for the disk of a directory, there or not; "" where nothing is known."""
+    """Returns `12.0 MiB free on /mount/point` for the disk of a directory, which need not exist; "" if unknown."""
     path = directory.absolute()
     try:
         while not os.path.ismount(path):

@@ -4,7 +4,7 @@
     <step>/manifest.<i>.part    checksums of the files of process i, until process 0 has merged the parts
 
 Neither the storage nor Orbax notices a flipped byte: it would be read as a weight. A checkpoint without a manifest
-was never completed. This file knows folders and files, and no arrays.
+was never completed. This module reads files, not arrays.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def seal(directory: Path, index: int, num_processes: int, is_cancelled: Callable
 
     Args:
       directory: the checkpoint's final folder, which appears, whole, when it is committed.
-      index: of this process. It reads the files that it has written; process 0 reads the shared ones as well.
+      index: of this process. It reads the files that it has written; process 0 also reads the shared ones.
       num_processes: number of processes; they share the file system.
       is_cancelled: polled while waiting; true once the save has failed.
 

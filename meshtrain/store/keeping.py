@@ -21,10 +21,10 @@ class CheckpointOptions:
     """When the state is saved and which checkpoints are kept."""
 
     every: int = option(0, "steps between saves; 0: only after the last step, which is always saved", minimum=0)
-    keep_last: int = option(3, "number of newest saves that stay, older ones are deleted", minimum=1)
-    keep_every: int = option(0, "saves at multiples of this many steps stay as well; 0: none", minimum=0)
-    keep_best: int = option(0, "number of best saves that stay as well, by best_metric", minimum=0)
-    best_metric: str = option("eval_loss", "what an evaluation reports and a good save has little of")
+    keep_last: int = option(3, "number of newest checkpoints to keep; older ones are deleted", minimum=1)
+    keep_every: int = option(0, "also keep checkpoints at multiples of this many steps; 0: none", minimum=0)
+    keep_best: int = option(0, "also keep this number of best checkpoints, by best_metric", minimum=0)
+    best_metric: str = option("eval_loss", "metric of an evaluation that keep_best compares; lower is better")
 
 
 def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Mapping[int, float]) -> set[int]:
@@ -69,7 +69,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def prune(directory: Path, options: CheckpointOptions) -> None:
-    """Deletes the checkpoints that are not kept. Each is renamed first: `sweep` deletes what a kill leaves of it.
+    """Deletes the checkpoints that are not kept. Each is renamed first: `sweep` deletes the rest after a kill.
 
     Raises:
       OSError: one cannot be deleted.

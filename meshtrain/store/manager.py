@@ -1,4 +1,4 @@
-"""Orbax's checkpoint manager, told what we want of it: what is saved, and what it leaves to us."""
+"""Orbax's checkpoint manager with our options: it writes and reads checkpoints, and deletes none."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ _REPLICA_SLICE_BYTES = 8 << 20
 def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
     """Returns the manager of a folder of checkpoints; one that only reads creates, cleans up and deletes nothing."""
     chatter.silence()
-    # Orbax deletes nothing: what stays is decided once a new save is sealed, and what is half-written is swept by us,
-    # since Orbax fails where somebody still writes to it.
+    # Orbax deletes nothing. `keeping.prune` runs once a new save is sealed, and `keeping.sweep` deletes half-written
+    # saves, because Orbax fails on one that a thread still writes to.
     all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1)}
     options = ocp.CheckpointManagerOptions(create=False, **(all_stay if writes else {}))
     handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
@@ -23,8 +23,8 @@ def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    # Replicas that share the writing of an array slice it on the device, one small compilation for each shape, device
-    # and slice: seconds before the first save returns, which only several hosts can gain back.
+    # Replicas that share the writing of an array slice it on the device: one small compilation for each shape, device
+    # and slice. This delays the first save by seconds, and pays off on several hosts only.
     arrays = ocp.type_handlers.ArrayHandler(
         use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_REPLICA_SLICE_BYTES
     )

@@ -1,4 +1,4 @@
-"""Another run's weights: found, proven whole, and read onto this run's shardings."""
+"""Restores another run's weights onto this run's shardings, after a comparison with their checksums."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def restore_params(directory: str | Path, abstract_params: Any) -> Any:
       A pytree of jax.Array of the same structure, bitwise the other run's weights.
 
     Raises:
-      UserError: there is no such directory, no complete checkpoint in it, or its weights are others.
+      UserError: there is no such directory, no complete checkpoint in it, or its weights have other shapes or dtypes.
     """
     with find(directory) as checkpoints:
         step, damaged = checkpoints.newest_whole()
@@ -42,7 +42,7 @@ def find(directory: str | Path) -> Checkpoints:
       Checkpoints with at least one complete step; the caller closes it.
 
     Raises:
-      UserError: there is no such directory, or no complete checkpoint in it; says what is there.
+      UserError: there is no such directory, or no complete checkpoint in it; the line says what it holds.
     """
     given = expanded(directory).absolute()
     if (what := what_is_at(given)) != "a folder":
@@ -71,6 +71,6 @@ def find(directory: str | Path) -> Checkpoints:
 
 
 def _nearest_workdir(given: Path) -> str:
-    """Returns `; nearest: DIR`: the run's where a step's directory was given."""
+    """Returns `; nearest: DIR`: the parent if the directory of a step was given."""
     is_step = given.name.isdecimal() and (given / STATE).is_dir()
     return f"; nearest: {given.parent if is_step else 'the --workdir of a run that has saved'}"

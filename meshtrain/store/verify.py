@@ -1,4 +1,4 @@
-"""Are checkpoints as they were written? `python -m meshtrain verify DIR`; exit code 1 where one is not."""
+"""Compares checkpoints with their checksums: `python -m meshtrain verify DIR`; exit code 1 if one is damaged."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from meshtrain.words.paths import expanded, what_is_at
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a line for each checkpoint of a workdir, or for one; returns 1 where one is damaged.
+    """Prints a line for each checkpoint of a workdir, or for a single one; returns 1 if one is damaged.
 
     Raises:
       UserError: there is no checkpoint.
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def checkpoints_in(given: Path) -> list[Path]:
-    """Returns the folders of the checkpoints that a folder is or holds, oldest first."""
+    """Returns the folder itself if it is a checkpoint, else the checkpoints in it, oldest first."""
     if given.name.isdecimal() and given.is_dir():
         return [given]
     inner = given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given

@@ -66,7 +66,7 @@ def _inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"{path}:{frames[-1].lineno}" if frames else path
     first_line = (str(error).strip() or "no message").splitlines()[0]
-    # A ConfigDict that lacks a key says so with the key in quotes, quoted again, and other keys after it.
+    # The message of a ConfigDict for a missing key has the key in two pairs of quotes, and other keys after it.
     word = re.match(r'\W*(?:Key ")?(\w+)', first_line)
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:

@@ -1,4 +1,4 @@
-"""A user's mistake: one line for each problem, exit code 2. Every entry point runs through `run`."""
+"""Errors and exit codes. A user's mistake is one line for each problem, exit code 2. Programs start through `run`."""
 
 import difflib
 import os
@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 
 _LAST_WORDS_SECONDS = 1.0
 _MOST_LINES = 10  # of problems that many inputs share
-_ENOUGH = 1000  # such problems: reading on would only find more of them
+_ENOUGH = 1000  # such problems: the rest of the input is not read
 _LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a name
 
 
@@ -88,7 +88,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def unknown(what: str, got: str, allowed: Sequence[str]) -> str:
-    """Returns the line for an unknown name: what it is for, the name, the list of legal names, the closest of them.
+    """Returns the line for an unknown name: the option, the name, all legal names, and the closest of them.
 
     >>> unknown("mesh", "tensr", ["data", "tensor"])
     "mesh: got 'tensr'; allowed: data, tensor; did you mean 'tensor'?"
@@ -136,7 +136,7 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
         raise
     if code not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
         sys.stderr.flush()
-        # When process 0 ends, JAX aborts the others: they get time to print the same error.
+        # When process 0 exits, JAX aborts the others. Waiting gives them time to print the same error.
         time.sleep(_LAST_WORDS_SECONDS)
         leave_at_once(code)
     sys.stdout.flush()
@@ -154,7 +154,7 @@ def warn(line: str) -> None:
 
 
 def leave_at_once(code: int, message: str = "") -> NoReturn:
-    """Ends the process at once: exit handlers would wait for threads, and JAX's for processes that do not answer."""
+    """Ends the process without exit handlers, which would wait for threads and for processes that do not answer."""
     if message:
         print(message, file=sys.stderr)
     sys.stdout.flush()

@@ -22,7 +22,7 @@ from meshtrain.words.paths import expanded, is_utf8, what_is_at
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_DEEPEST = 20  # nested groups: a mapping that contains itself would never end
+_DEEPEST = 20  # nested groups; without a limit a mapping that contains itself would recurse forever
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
 `python -m meshtrain config` lists the fields with their types, defaults and meanings.
@@ -88,7 +88,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a Python file with get_config(), such as configs/3d.py")
-    parser.add_argument("--workdir", metavar="DIR", help="where the run lives (default: runs/ and the config's name)")
+    parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/ and the config's name)")
     parser.add_argument("--config.GROUP.FIELD", dest="_", metavar="VALUE", help="sets one field of the configuration")
     namespace, unknown_words = parser.parse_known_args(rest)
     del namespace._
@@ -129,7 +129,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
 
 
 def unknown_arguments(words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Returns one line for each unknown flag; for each word where none of them is a flag."""
+    """Returns one line for each unknown flag, or for each word if none of them is a flag."""
     flags = [word for word in words if word.startswith("-")]
     return [_unknown_argument(word, allowed) for word in flags or words]
 
@@ -279,7 +279,7 @@ def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
 
 
 def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Returns a dataclass like `default` (with those inside it) whose fields are `values[dotted key]`."""
+    """Returns a copy of a dataclass, nested ones included, with each field replaced by `values[dotted key]`."""
     fields = {}
     for field in dataclasses.fields(default):
         inner, name = getattr(default, field.name), prefix + field.name
@@ -288,7 +288,7 @@ def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def unwritable(workdir: pathlib.Path) -> list[str]:
-    """Returns one line if `workdir` cannot be created or written. It creates nothing that stays."""
+    """Returns one line if `workdir` cannot be created or written. It leaves no file behind."""
     existing = workdir.absolute()
     near = "nearest: runs/NAME"
     if workdir.parts[:1] and workdir.parts[0].startswith("~"):
@@ -301,7 +301,7 @@ def unwritable(workdir: pathlib.Path) -> list[str]:
             f"written; {near}"
         ]
     try:
-        # A real attempt: permission bits do not tell for root, nor on a read-only file system.
+        # A real attempt: permission bits say nothing about root or a read-only file system.
         with tempfile.TemporaryDirectory(dir=existing, prefix=".meshtrain-"):
             return []
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Functions that a configuration names as `package.module:function`: imported and found. No JAX."""
+"""Imports functions that a configuration names as `package.module:function`. No JAX."""
 
 import importlib
 import os
@@ -13,17 +13,17 @@ FORM = "package.module:function"
 
 
 def function(key: str, name: str, names: Sequence[str]) -> Any:
-    """Returns the function of a name; its module is imported.
+    """Imports a module and returns its function of that name.
 
-    The current folder is searched after everything that Python searches anyway.
+    Modules in the current folder are found too: it is searched last.
 
     Args:
       key: the option that holds the name, for errors.
       name: `package.module:function`; dots after the colon go into classes.
-      names: what else the option may be, the first of them a value that is always right; for errors.
+      names: the other legal values of the option, for errors; the first is suggested.
 
     Raises:
-      UserError: one line: another form, a module that cannot be imported, no such name in it, or no function.
+      UserError: one line: the name has another form, its module cannot be imported or lacks it, or it is not callable.
     """
     allowed, near = f"{', '.join(names)}, or {FORM}", names[0]
     module_name, colon, path = name.partition(":")
@@ -71,6 +71,6 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
 
 
 def name_of(given: Any) -> str:
-    """Returns `package.module:function`, the name under which a function would be found again."""
+    """Returns `package.module:function`, the name by which `function` imports it."""
     kind = given if hasattr(given, "__qualname__") else type(given)
     return f"{kind.__module__}:{kind.__qualname__}"

@@ -1,10 +1,10 @@
-"""The nearest number that divides, or is a multiple: what lines about sizes suggest."""
+"""The nearest divisor and the nearest multiple of a size, which error messages suggest."""
 
 import math
 
 
 def divisors(number: int) -> list[int]:
-    """Returns every divisor of a positive number, in no order; a square's root stands twice."""
+    """Returns every divisor of a positive number, in no order; the root of a square is listed twice."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return small + [number // candidate for candidate in small]
 

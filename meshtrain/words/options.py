@@ -46,11 +46,11 @@ def option(
 
 
 def idle(options: Any, path: str) -> dict[str, str]:
-    """Returns dotted key -> the other field's `key=value` for each changed field that is not read because of it.
+    """Returns dotted key -> the other field's `key=value` for each changed field that is not read under that value.
 
     Args:
-      options: a frozen dataclass; dataclasses in it are looked through too.
-      path: its key in the configuration.
+      options: a frozen dataclass; nested dataclasses are included.
+      path: its dotted key in the configuration.
     """
     found: dict[str, str] = {}
     for field in dataclasses.fields(options):

@@ -13,10 +13,10 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def what_is_at(path: str | os.PathLike[str]) -> str:
-    """Returns in words what a path leads to: `a file`, `a folder`, `nothing there`, or the operating system's error.
+    """Returns in words what is at a path: `a file`, `a folder`, `nothing there`, or the operating system's error.
 
-    Path.is_file and its kin raise for a name that is too long before Python 3.14, and report a loop of links as
-    nothing there.
+    Path.is_file and Path.exists raise for a name that is too long before Python 3.14, and return False for a loop of
+    links.
 
     >>> what_is_at("/"), what_is_at("/no/such/path")
     ('a folder', 'nothing there')
@@ -61,5 +61,5 @@ def refuse_target(flag: str, path: str, example: str) -> None:
 
 
 def is_utf8(text: str) -> bool:
-    """Returns whether a text can be encoded as UTF-8: Python reads other bytes of a name as lone surrogates."""
+    """Returns whether a text can be encoded as UTF-8. Python decodes other bytes of a file name as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
