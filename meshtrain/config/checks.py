@@ -151,20 +151,30 @@ def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: An
       axes: their logical axes.
       rules: the table, with the storage axes of the ZeRO level.
     """
-    try:
-        trained = trained_mask(config.optimizer.trainable, params)
-    except UserError as error:
-        return list(error.problems)
-    return fit.problems(
+    mask, found = trained(config, params)
+    return found + fit.problems(
         params,
         axes,
         rules,
         mesh_shape,
         min(config.zero.effective_level, zero.MAX_LEVEL),
         options=sizes_of_dims(config.model),
-        trained=trained,
+        trained=mask,
         elsewhere=("layers",),
     )
+
+
+def trained(config: Config, params: Any) -> tuple[Any, list[str]]:
+    """Returns which parameters `optimizer.trainable` trains, None and one line where it matches none of them.
+
+    Args:
+      config: what is told.
+      params: abstract parameters.
+    """
+    try:
+        return trained_mask(config.optimizer.trainable, params), []
+    except UserError as error:
+        return None, list(error.problems)
 
 
 def sizes_of_dims(options: Any) -> dict[str, tuple[str, int]]:

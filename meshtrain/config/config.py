@@ -93,10 +93,12 @@ def resolve(
     """
     config, found = built(given, overrides or {}, make_task)
     found += problems(config, "")
-    faulty = {line.partition(":")[0] for line in found}
-    # The checks across fields need legal values: a wrong one is replaced by its default, lines about it are dropped.
     start = defaults_of(config)
-    defaults = {key: entry.default for key, entry in flags.schema(start).items() if key in faulty}
+    schema = flags.schema(start)
+    # Unknown keys do not count: `mesh.dat` is a part of `mesh.data`, and would drop every line about that.
+    faulty = {key for key in (line.partition(":")[0] for line in found) if _is_known(key, schema)}
+    # The checks across fields need legal values: a wrong one is replaced by its default, lines about it are dropped.
+    defaults = {key: entry.default for key, entry in schema.items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
     mended, no_vocabulary = vocabulary.filled(mended, reads_data=reads_data)
     if make_task is not None and not hasattr(make_task, "options"):
@@ -148,7 +150,8 @@ def _on_mesh(
         return found
     own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
     found += own
-    if math.prod(mesh_shape.values()) == 1:
+    on_one_device = math.prod(mesh_shape.values()) == 1
+    if on_one_device and not config.optimizer.trainable:
         return found
     try:
         if mesh_shape["pipeline"] > 1:
@@ -158,6 +161,8 @@ def _on_mesh(
         if own:
             return found  # contradictory options, reported above, may make tracing the weights fail
         raise
+    if on_one_device:  # nothing is split, and weights need no logical axes
+        return found + checks.trained(config, params)[1]
     return found + checks.weights(config, mesh_shape, params, axes, rules)
 
 
@@ -221,6 +226,10 @@ def built(
 def defaults_of(config: Config) -> Config:
     """Returns the defaults of the configuration's task."""
     return Config(task=config.task, model=type(config.model)())
+
+
+def _is_known(key: str, schema: Mapping[str, Any]) -> bool:
+    return key in schema or any(name.startswith(f"{key}.") for name in schema)
 
 
 def _options_of(make_task: MakeTask, name: str, options: type) -> type:

@@ -120,6 +120,7 @@ MISTAKES = [
     (["zero.level=1", "mesh.data=3", "batch_size=33"], "mesh.data", "nearest: mesh.data=4"),
     (["zero.strategy=full_shard", "mesh.data=3", "batch_size=33"], "mesh.data", "level 3, and 3 divides no dim of"),
     (["optimizer.trainable=quary", "mesh.data=2"], "optimizer.trainable", "nearest: 'layers/attention/query'"),
+    (["optimizer.trainable=quary"], "optimizer.trainable", "nearest: 'layers/attention/query'"),
     (["zero.level=-1"], "zero.level", "nearest: 0"),
     (["zero.strategy=fullshard"], "zero.strategy", "did you mean 'full_shard'?"),
     (["zero.level=1", "zero.strategy=full_shard"], "zero.level", "nearest: zero.level=0"),
@@ -169,6 +170,28 @@ def test_weights_on_a_mesh_are_checked_beside_other_mistakes_of_the_model():
     # Options that contradict each other describe no weights.
     found = problems(["model.num_heads=6", "model.embed_dim=192", "model.mlp_dim=510", "mesh.tensor=4"])
     assert [line.partition(":")[0] for line in found] == ["model.num_kv_heads"]
+
+
+def test_what_is_trained_is_checked_beside_the_sizes_of_weights():
+    found = problems(["optimizer.trainable=quary", "model.mlp_dim=510", "mesh.tensor=4"])
+    assert [line.partition(":")[0] for line in found] == ["optimizer.trainable", "model.mlp_dim"]
+
+
+def test_what_is_trained_of_a_task_without_names_of_dims_is_checked_on_one_device():
+    (line,) = problems(["optimizer.trainable=bias"], make_task=unnamed_task)
+    assert line.startswith("optimizer.trainable: got 'bias'")
+    assert line.endswith("nearest: 'table'")
+    assert problems(["optimizer.trainable=tab"], make_task=unnamed_task) == []
+
+
+def unnamed_task(config, placement):
+    return Task(lambda rng: {"table": jnp.zeros((2, 3))}, len, {})
+
+
+@pytest.mark.parametrize("key", ["mesh.dat", "s", "model.mlp"])
+def test_an_unknown_key_hides_no_problem_of_known_ones_that_it_is_a_part_of(key):
+    found = problems([f"{key}=3", "model.mlp_dim=510", "mesh.tensor=4", "mesh.data=3"])
+    assert [line.partition(":")[0] for line in found] == [key, "batch_size", "model.mlp_dim"]
 
 
 @dataclasses.dataclass(frozen=True)
