@@ -1,1 +1,1 @@
-"""WHO STARTS the processes? Platform, devices, the compilation cache, and the meeting of several processes."""
+"""WHO STARTS the processes? Platform, devices, the compilation cache, and the connection of several processes."""

@@ -1,4 +1,7 @@
-"""Several processes here: `python -m meshtrain launch --processes=2 --devices=4 -- -m meshtrain train --config=...`."""
+"""Starts a program in several processes on this machine.
+
+python -m meshtrain launch --processes=2 --devices=4 -- -m meshtrain train --config=configs/3d.py
+"""
 
 import argparse
 import os
@@ -25,14 +28,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
-    """Returns what the words of a command line ask for, and how many restarts.
+    """Returns the job that a command line describes, and the number of restarts.
 
     Args:
-      argv: the words.
+      argv: the arguments.
       gpus: identifiers of the GPUs that may be used.
 
     Raises:
-      UserError: all that is wrong with them.
+      UserError: all problems of the arguments.
     """
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     command = tuple(argv[len(own) + 1 :])
@@ -57,7 +60,7 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
         value = getattr(arguments, name)
         if value is not None and value < least:
             found.append(f"--{name}: got {value}; allowed: at least {least}; nearest: {least}")
-    on_gpus = bool(gpus) and arguments.devices is None  # simulated devices are a CPU's
+    on_gpus = bool(gpus) and arguments.devices is None  # --devices asks for simulated CPU devices
     num_processes: int = len(gpus) if arguments.processes is None else arguments.processes
     if not num_processes and arguments.processes is None:
         found.append("--processes: got nothing; allowed: at least 1; nearest: --processes=2")
@@ -72,7 +75,7 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Starts what the arguments say and returns the exit code of the first process that failed, or 0."""
+    """Starts the processes and returns the exit code of the first one that failed, or 0."""
     if set(argv[: argv.index("--")] if "--" in argv else argv) & {"-h", "--help"}:
         parser().print_help()
         return 0

@@ -1,7 +1,7 @@
 """The one place where JAX is initialised: platform, processes, devices, compilation cache.
 
 Everything here must happen before the first device query, and nothing in the package queries a device at import.
-A process of several is known by its environment:
+The environment says whether a process is one of several:
 
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID   set by a launcher, or by hand
     Slurm's, Open MPI's, Kubernetes', Cloud TPU's own variables   read by JAX, where there are several processes
@@ -34,25 +34,25 @@ _CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persi
 def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[list[jax.Device], list[str]]:
     """Initialises JAX and returns the devices of the mesh. May be called again, and after others used JAX.
 
-    On CPU the devices are simulated, as many as are needed. Elsewhere they are what they are.
+    On CPU as many devices are simulated as are needed. On GPUs and TPUs the existing ones are used.
 
     Args:
       num_devices_needed: product of the mesh's axes over all processes; None for all there are (8 simulated on CPU).
-      is_open: an axis says "what is left": the number counts where devices are simulated, elsewhere all are taken.
+      is_open: one axis is -1. Simulated devices are then as many as `num_devices_needed`; elsewhere all are taken.
 
     Returns:
-      The devices, of all processes; and the lines that a user should read about how they came about (often none).
+      The devices, of all processes; and lines about them to show to the user (often none).
 
     Raises:
       UserError: fewer devices than needed; on several processes, another number than needed; processes that cannot
-        meet, or of which only a part is described.
+        connect, or an incomplete description of them.
     """
     _choose_platform()
     how = processes(os.environ)
     if how is not None and "num_processes" not in how:
-        _meet(how)  # only the cluster knows how many there are
+        _meet(how)  # only the cluster knows the number of processes
         how = {**how, "num_processes": peers.num_connected()}
-    # Before the processes meet, where that is known: what is wrong in one must not leave the others waiting.
+    # If possible, checked before the processes connect: an error in one must not leave the others waiting.
     num_devices = devices_each(num_devices_needed, how["num_processes"] if how else 1, is_open)
     if how is not None:
         _meet(how)
@@ -73,14 +73,14 @@ def simulate(num_devices: int) -> None:
         import meshtrain
         meshtrain.simulate(8)
 
-    `train` asks for as many as its mesh needs, but only the first mesh of a Python process can: JAX counts its devices
-    once. Calling it again with the same number is fine.
+    `train` asks for as many as its mesh needs, but JAX fixes the number at its first use, so a later and larger mesh
+    cannot have more. Calling it again with the same number is fine.
 
     Args:
       num_devices: how many; the largest mesh that is to be trained on here.
 
     Raises:
-      UserError: JAX has started with another number, or the number is not one that JAX starts with.
+      UserError: JAX has started with another number, or the number is not from 1 to 2048.
     """
     if not 1 <= num_devices <= _MAX_SIMULATED:
         near = min(max(num_devices, 1), _MAX_SIMULATED)
@@ -101,11 +101,11 @@ def simulate(num_devices: int) -> None:
 def processes(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Returns the arguments for `jax.distributed.initialize`, or None where this process is alone.
 
-    Only the environment is looked at, so that a machine outside a cluster neither waits for a network nor fails.
+    It reads only the environment, so that a machine outside a cluster neither waits for a network nor fails.
     `num_processes` is among the arguments wherever the environment says it.
 
     Raises:
-      UserError: some of the three JAX variables are missing or not numbers; Open MPI without a way to meet.
+      UserError: some of the three JAX variables are missing or not numbers; Open MPI without an address to connect to.
     """
     if "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ:
         return _explicit(environ)
@@ -126,9 +126,9 @@ def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bo
     """Returns how many CPU devices each process simulates.
 
     Args:
-      num_devices_needed: over all processes; None for the number that a simulated mesh is filled to.
+      num_devices_needed: over all processes; None for the default, 8.
       num_processes: how many share them.
-      is_open: an axis takes what is left, so that a remainder may be left out.
+      is_open: one axis is -1, so that a remainder of devices may be left out.
 
     Raises:
       UserError: the devices do not divide among the processes.
@@ -186,7 +186,7 @@ def _setting(name: str) -> Any:
 
 
 def _devices() -> list[jax.Device]:
-    # Compilers of accelerators that are installed, but not there, complain on the terminal while JAX looks for devices.
+    # Plugins of accelerators that this machine does not have print warnings while JAX looks for devices.
     try:
         with captured() if _setting("jax_platforms") == "cpu" else contextlib.nullcontext():
             return jax.devices()
@@ -196,7 +196,7 @@ def _devices() -> list[jax.Device]:
 
 
 def _choose_platform() -> None:
-    """Settles on CPU where there is nothing else: an accelerator's plugin without its driver prints tracebacks."""
+    """Chooses CPU if there is no accelerator, because a plugin without its driver prints tracebacks."""
     # Set by the user's JAX_PLATFORMS, or by JAX itself where it found TPU chips.
     if _setting("jax_platforms"):
         return
@@ -210,7 +210,7 @@ def nvidia_answers(environ: Mapping[str, str]) -> bool:
         return False
     if Path("/proc/driver/nvidia/version").exists():
         return True
-    # Windows' Linux has no such file, and its driver is reached through this program only.
+    # WSL has no such file; its driver is reached through this program only.
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return False
@@ -221,7 +221,7 @@ def nvidia_answers(environ: Mapping[str, str]) -> bool:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    return int(environ.get(name) or "1")  # a scheduler that does not say started one
+    return int(environ.get(name) or "1")  # without the variable there is one
 
 
 def _explicit(environ: Mapping[str, str]) -> dict[str, Any] | None:
@@ -276,7 +276,11 @@ def _installed(package: str) -> bool:
 
 
 def _meet(how: Mapping[str, Any]) -> None:
-    """Connects this process with the others, unless it is connected already."""
+    """Connects this process with the others, unless it is connected already.
+
+    Raises:
+      UserError: JAX cannot connect them, or is in use already.
+    """
     if jax.distributed.is_initialized():
         return
     try:
@@ -297,7 +301,7 @@ def _simulate(num_devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
-        return  # JAX is in use: what is there is looked at next, and refused where it does not do
+        return  # JAX is in use: `choose` refuses its devices if they are too few
 
 
 def _about_cpu(devices: Sequence[jax.Device]) -> list[str]:
@@ -321,7 +325,7 @@ def _keep_compilations() -> list[str]:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 directory = str(path)
-        except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home directory
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
             jax.config.update("jax_compilation_cache_dir", None)
             return [f"compilation cache off: {directory}: {error}; JAX_COMPILATION_CACHE_DIR names another"]
     jax.config.update("jax_compilation_cache_dir", directory)

@@ -1,7 +1,7 @@
-"""What each accelerator can do by its maker's word, by the name under which JAX lists it. Imports no JAX.
+"""The published peaks of accelerators, by `jax.Device.device_kind`. Imports no JAX.
 
 All rates are peaks per JAX device (on these TPUs a chip, on GPUs a card), dense: without the factor of two for sparsity
-that data sheets like to include.
+that many data sheets include.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ class Accelerator:
       device_kinds: what `jax.Device.device_kind` says for it.
       bfloat16_flops_per_second: dense matrix multiplications of bfloat16 inputs; float16 has the same peak on GPUs.
       float32_flops_per_second: dense matrix multiplications of float32 inputs rounded to TF32, which is what XLA does
-        on NVIDIA GPUs by default; None where the maker names none (a TPU multiplies float32 in passes of bfloat16).
+        on NVIDIA GPUs by default; None if none is published (a TPU multiplies float32 in passes of bfloat16).
       memory_bytes: device memory.
       memory_bytes_per_second: reads and writes of device memory together.
       num_links: fast links of one device (NVLink to the switch, ICI to the neighbours in the torus).
       link_bytes_per_second: what one device can send over all of its fast links together, in one direction.
       network_bytes_per_second: what one device's share of its host can send to other hosts (GPU) or other slices (TPU),
-        in one direction; None where the maker names none.
+        in one direction; None if none is published.
       source: where the numbers stand.
     """
 
@@ -144,10 +144,10 @@ ACCELERATORS = (
 
 
 def find(device_kind: str) -> Accelerator | None:
-    """Returns the accelerator behind `jax.Device.device_kind`, or None where its peaks are not known (any CPU).
+    """Returns the accelerator behind `jax.Device.device_kind`, or None if its peaks are not known (any CPU).
 
     The whole name must agree: "NVIDIA H100 PCIe", "NVIDIA GH200 480GB" or a slice such as "... MIG 1g.10gb" are other
-    devices than those they resemble, and a wrong peak is worse than none.
+    devices with other peaks.
     """
     matches = [accelerator for accelerator in ACCELERATORS if device_kind in accelerator.device_kinds]
     return matches[0] if matches else None
@@ -170,11 +170,12 @@ def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
     return accelerator.bfloat16_flops_per_second if is_native else None
 
 
-# What a program cannot have of a GPU's memory. An allowance, not a measurement: the CUDA context, NCCL's buffers, the
-# libraries' workspaces; and what the allocator loses to fragments.
+# Memory of a GPU that a program cannot use: the CUDA context, NCCL's buffers, the libraries' workspaces, and the
+# allocator's fragmentation. An estimate, not a measurement.
 GPU_RUNTIME_BYTES = 2 * 2**30
 GPU_MEMORY_FRACTION = 0.95
-# What JAX takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, GPU memory allocation).
+# The share of a GPU's memory that JAX takes by default, XLA_PYTHON_CLIENT_MEM_FRACTION (docs.jax.dev, GPU memory
+# allocation).
 DEFAULT_MEMORY_FRACTION = 0.75
 # libtpu keeps this of each chip: it offers 15.75 of v5e's 16 GiB.
 TPU_RUNTIME_BYTES = 2**28

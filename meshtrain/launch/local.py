@@ -23,7 +23,7 @@ from meshtrain.launch.starting import STOPPING, heeded
 from meshtrain.launch.terminal import drop_output, on_terminal
 from meshtrain.words.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
 
-# EXIT_NOT_SAVED is not among them: the disk may have room again when the run has repeated its last steps.
+# EXIT_NOT_SAVED is retried: the disk may have space again when the run has repeated its last steps.
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
 LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since no network can delay them here
 _GRACE_SECONDS = 2.0  # after one process has failed: time for the others to print their own reason
@@ -38,9 +38,9 @@ class Job:
     """What is started.
 
     Attributes:
-      command: the words behind `python`.
-      num_processes: how many.
-      num_devices: of each, simulated on CPU; 0 leaves that to the program.
+      command: the arguments of `python`.
+      num_processes: the number of processes.
+      num_devices: devices that each simulates on CPU; 0 leaves that to the program.
       gpus: identifiers of the machine's GPUs, of which each process gets one; empty on CPU.
     """
 
@@ -107,8 +107,8 @@ def run(job: Job, num_restarts: int = 0) -> int:
 
     Args:
       job: what to start.
-      num_restarts: how often it is started again after a failure. A user's mistake, a run that stopped itself, and a
-        signal to this process are no reason to.
+      num_restarts: how often it is started again after a failure. It is not started again after a user's mistake, a run
+        that stopped itself, or a signal to this process.
     """
     workers: Workers | None = None
     arrived, descriptors = list[int](), on_terminal()
@@ -139,12 +139,12 @@ def run(job: Job, num_restarts: int = 0) -> int:
 
 
 def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns what a process finds in its environment.
+    """Returns the environment of one of the processes.
 
     Args:
       job: what is started.
-      index: which of its processes.
-      address: host:port where they meet.
+      index: of the process.
+      address: host:port of the coordinator.
       inherited: this process' own environment.
     """
     own = {
@@ -162,7 +162,7 @@ def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]
 
 
 def gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the identifiers of the GPUs that may be used; none where JAX is told to use something else.
+    """Returns the identifiers of the GPUs that may be used; none if JAX_PLATFORMS names other devices.
 
     Args:
       environ: this process' own environment.
@@ -188,7 +188,7 @@ def _start(job: Job, index: int, address: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # a Ctrl-C in the terminal comes to us alone, and we pass it on once
+        start_new_session=True,  # a Ctrl-C in the terminal reaches this process only, which forwards it once
         preexec_fn=_prepared,
     )
 
@@ -222,7 +222,7 @@ def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.
 
 
 def _exit_code(returned: int) -> int:
-    return 128 - returned if returned < 0 else returned  # a signal's number, as shells say it
+    return 128 - returned if returned < 0 else returned  # 128 + the signal's number, as shells report it
 
 
 def _free_port() -> int:

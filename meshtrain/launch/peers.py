@@ -1,6 +1,6 @@
 """Small messages between the processes of a run, through the key-value store of JAX's coordination service.
 
-JAX has no public interface to that store: this file is the only one that uses the private one, and a test notices when
+JAX has no public interface to that store: this file is the only one that uses the private one, and a test fails if
 it moves. With a single process every function returns that process' own message.
 """
 
@@ -26,20 +26,20 @@ _beats = itertools.count()
 
 
 def index() -> int:
-    """Returns which process this is, from 0 on."""
+    """Returns the index of this process, from 0 on."""
     return jax.process_index()
 
 
 def is_main_process() -> bool:
     """Returns whether this process writes the run's files and talks to the user (process 0).
 
-    Call it after `distributed.start`: before, a process of several takes itself for the only one.
+    Call it after `distributed.start`: before that, JAX knows of one process only.
     """
     return index() == 0
 
 
 def count() -> int:
-    """Returns how many processes there are."""
+    """Returns the number of processes."""
     return jax.process_count()
 
 
@@ -67,12 +67,12 @@ def gathered(name: str, value: Any) -> list[Any]:
 
 
 def num_connected() -> int:
-    """Returns how many processes have met, without asking for devices: `count` would start JAX's backends."""
+    """Returns the number of connected processes without starting JAX's backends, which `count` does."""
     return int(distributed.global_state.num_processes)
 
 
 def num_machines() -> int:
-    """Returns on how many machines, by their host names, the processes run. All of them call it."""
+    """Returns the number of machines, by host name, on which the processes run. All processes call it."""
     return len(set(gathered("machine", socket.gethostname())))
 
 
@@ -80,7 +80,7 @@ def refuse_differences(what: str, facts: Mapping[str, Any]) -> None:
     """Compares values that have to be equal in all processes. All processes call it.
 
     Args:
-      what: the values describe.
+      what: what the values describe; it names the message and starts the lines.
       facts: name -> anything that JSON holds.
 
     Raises:
@@ -95,7 +95,7 @@ def differences(what: str, facts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns one line for each fact in which a process differs from process 0.
 
     Args:
-      what: the facts are about.
+      what: what the facts describe.
       facts: of each process.
     """
     found = []
@@ -111,7 +111,7 @@ def differences(what: str, facts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def share_problems(name: str, problems: Sequence[str]) -> list[str]:
-    """Returns the problems of all processes, without duplicates, so that all of them stop when one of them has to.
+    """Returns the problems of all processes, without duplicates, so that all of them stop if one has to.
 
     Args:
       name: of the check.
@@ -126,12 +126,12 @@ def beat(step: int) -> None:
 
 
 def say_finished() -> None:
-    """Tells the other processes that this one ends as it should: they no longer expect a heartbeat of it."""
+    """Tells the other processes that this one ends normally: they no longer expect a heartbeat from it."""
     _service().key_value_set(f"{_ROOM}/beat/{index()}", FINISHED, allow_overwrite=True)
 
 
 def signs_of_life() -> dict[int, str]:
-    """Returns the last heartbeat of each process that gave one, or FINISHED. Two that are equal are one heartbeat."""
+    """Returns {process: its last heartbeat, or FINISHED}. A heartbeat that has not changed is an old one."""
     found = _service().key_value_dir_get(f"{_ROOM}/beat/")
     return {int(key.rpartition("/")[2]): value for key, value in found}
 

@@ -29,7 +29,7 @@ def captured() -> Iterator[list[str]]:
         yield lines
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)  # the last end for writing: the reader sees the end of the file
+        os.dup2(kept, 2)  # closes the last end for writing, so that the reader sees the end of the file
         reader.join()
         os.close(kept)
 

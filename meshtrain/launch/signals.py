@@ -14,10 +14,10 @@ from meshtrain.launch.terminal import drop_output, on_terminal
 
 @contextlib.contextmanager
 def interruptions() -> Iterator[Callable[[int], bool]]:
-    """Gives a function, to be called once after each step with its number: whether to save and stop after it.
+    """Yields a function that returns whether to save and stop. Call it once after each step, with the step's number.
 
-    So no step is cut in two. A second SIGINT ends at once. SIGHUP means that the terminal is gone: what would be
-    printed on it is dropped from then on, since a failed write would end the run before its save.
+    Signals thus take effect between steps only. A second SIGINT ends the program at once. After SIGHUP the terminal is
+    gone: output to it is dropped, because a failed write would end the run before its save.
     """
     arrived: list[int] = []
     is_alone = jax.process_count() == 1
@@ -33,11 +33,11 @@ def interruptions() -> Iterator[Callable[[int], bool]]:
         if not is_alone:
             signal.raise_signal(signal.SIGTERM)
 
-    # With several processes SIGTERM belongs to JAX, which tells the others and finds a step that nobody has passed yet.
+    # With several processes JAX handles SIGTERM: it tells the others, and they agree on a step that none has passed.
     numbers = [number for number in starting.heeded() if is_alone or number != signal.SIGTERM]
     try:
         before = {number: signal.signal(number, note) for number in numbers}
-    except ValueError:  # not the main thread, as in some notebooks: signals are somebody else's there
+    except ValueError:  # not the main thread, as in some notebooks: Python allows no handlers here
         yield lambda step: False
         return
     try:

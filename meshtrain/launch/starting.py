@@ -1,8 +1,8 @@
-"""Signals before the first step: nothing is to be saved yet, so the program says so and ends at once.
+"""Signals before the first step: there is nothing to save yet, so the program prints a line and ends at once.
 
 Python runs a signal's handler between two lines of the main thread, which may be minutes inside a compiler. A thread
-of its own learns of the signal at once, through the file descriptor that C code writes to (`signal.set_wakeup_fd`).
-Needs no JAX: it stands before its import.
+learns of the signal at once, through the file descriptor that Python's C handler writes to (`signal.set_wakeup_fd`).
+This module imports no JAX, because it is used before JAX is imported.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from meshtrain.words.errors import EXIT_START_AGAIN
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAID = b"meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
 _undo: list[Callable[[], None]] = []
-_end: list[Callable[[Collection[int]], None]] = []  # of the block that is open, at most one
+_end: list[Callable[[Collection[int]], None]] = []  # ends the open block of `stops_at_signals`, at most one
 
 
 def heeded() -> list[signal.Signals]:
-    """Returns the signals that stop a run: all but those that the parent had ignored, as nohup does with SIGHUP."""
+    """Returns the signals that stop a run: all but those that the parent process ignores, as nohup does SIGHUP."""
     return [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def stops_at_signals() -> Iterator[None]:
-    """Ends the process with code 75 at a signal to stop, until the block ends or `over` is called."""
+    """Makes SIGINT, SIGTERM and SIGHUP end the process with code 75, until the block ends or `over` is called."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals belong to somebody else
+        yield  # Python allows handlers in the main thread only
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -58,10 +58,10 @@ def stops_at_signals() -> Iterator[None]:
 
 
 def over(taken: Collection[int] = ()) -> None:
-    """Leaves signals to others: steps begin, and what they have done is to be saved. A second time is fine.
+    """Restores the handlers before the steps begin, whose progress has to be saved. It may be called again.
 
     Args:
-      taken: signals that C code has set a handler of its own for meanwhile, which Python does not know: it stays.
+      taken: signals for which C code has installed a handler meanwhile; Python does not know it, and leaves it.
     """
     while _end:
         _end.pop()(taken)
@@ -69,7 +69,7 @@ def over(taken: Collection[int] = ()) -> None:
 
 @contextlib.contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Calls `undo` where the block fails, and where a signal ends the program within it before the first step."""
+    """Calls `undo` if the block raises, or if a signal ends the program within it before the first step."""
     _undo.append(undo)
     try:
         yield

@@ -4,12 +4,12 @@ import os
 
 
 def on_terminal() -> list[int]:
-    """Returns which of the file descriptors of standard output and error are a terminal. Ask before it is gone."""
+    """Returns which of the file descriptors of standard output and error are a terminal. Call it before SIGHUP."""
     return [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
 
 def drop_output(descriptors: list[int]) -> None:
-    """Drops what is written to these from now on: writing to a lost terminal fails, and would end the program."""
+    """Redirects these file descriptors to /dev/null: writing to a lost terminal fails and would end the program."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)

@@ -3,7 +3,7 @@
 Each process has one. It publishes a heartbeat every second and reads those of the others:
 
     no step for `watchdog_seconds`             all stacks and the slowest processes are printed: exit code 4
-    no heartbeat of a process for LOST_SECONDS that process is named: exit code 4
+    no heartbeat of a process for LOST_SECONDS the process is named: exit code 4
 """
 
 import collections
@@ -56,8 +56,8 @@ class Watchdog:
           limit_seconds: the longest time between two steps; 0: ten times the median step, 60 at least.
           now: a monotonic time in seconds.
           end: called with the reason; None prints stacks and reason and ends the process with code 4.
-          lost_seconds: longest time without a heartbeat of a process, in seconds; what the environment says, if None.
-          num_processes: how many there are; asks JAX, if None.
+          lost_seconds: longest time without a heartbeat of a process, in seconds; None: MESHTRAIN_LOST_SECONDS, or 60.
+          num_processes: the number of processes; None asks JAX.
         """
         self._limit_seconds = limit_seconds
         self._now = now
@@ -126,7 +126,7 @@ class Watchdog:
         if self._num_processes == 1:
             return {}
         if now - self._answered_seconds > self._lost_seconds:
-            return {0: now - self._answered_seconds}  # process 0 stores the heartbeats of all, and does not answer
+            return {0: now - self._answered_seconds}  # process 0, which stores all heartbeats, does not answer
         silent = {process: now - seen for process, (sign, seen) in self._signs.items() if sign != peers.FINISHED}
         return {process: seconds for process, seconds in silent.items() if seconds > self._lost_seconds}
 

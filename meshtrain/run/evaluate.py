@@ -1,4 +1,4 @@
-"""The batches of a run, and the loss on the part of the data that it does not learn from."""
+"""The training batches of a run, and its validation loss."""
 
 import collections
 import itertools
@@ -16,7 +16,7 @@ from meshtrain.step.state import TrainState
 
 
 def training_batches(assembly: Assembly, corpus: Corpus | Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
-    """Yields the global batches of the steps after `start_step`, for ever."""
+    """Yields the global batches of the steps after `start_step`, forever."""
     config = assembly.config
     return batches(
         corpus.train,
@@ -46,7 +46,7 @@ def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> di
 
 
 def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:
-    """Returns which validation examples `evaluate` counts, so that a baseline can be asked about the same."""
+    """Returns which validation examples `evaluate` counts, so that a baseline can be scored on the same."""
     num_examples = len(corpus.validation)
     order = sample_order(num_examples, seed=config.seed, num_epochs=1)
     wanted = config.num_eval_batches * config.batch_size or num_examples

@@ -1,4 +1,4 @@
-"""A run's data: the corpus of `config.data`, or what a function of the user's gives."""
+"""A run's data: the corpus of `config.data`, or the result of a user's data function."""
 
 from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus, open_corpus
@@ -9,7 +9,7 @@ from meshtrain.models.task import Task, entries
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
 
-ANY_VOCABULARY = 2**31 - 1  # ids are int32: nothing is refused where the task states no vocabulary
+ANY_VOCABULARY = 2**31 - 1  # ids are int32: every id is legal if the task states no vocabulary
 
 
 def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> Corpus | Data:
@@ -18,10 +18,10 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     Args:
       config: resolved.
       task: states the batch and the vocabulary.
-      make_data: a function of the caller's in the place of `config.data.source`.
+      make_data: the caller's data function, instead of `config.data.source`.
 
     Raises:
-      UserError: data that are missing, wrong, or do not fit the task's batch; all that is wrong with them.
+      UserError: the data are missing, wrong, or do not fit the task's batch; one line for each problem.
     """
     batch = entries(task, config.batch_size)
     if make_data is None and is_own(config.data):

@@ -51,11 +51,11 @@ def finish(checkpoints: Checkpoints) -> None:
     """Waits until the last save is on the disk.
 
     Raises:
-      SaveFailed: it could not be written; names the step that the same command goes on from.
+      SaveFailed: it could not be written; the message names the step from which the same command resumes.
     """
     with contextlib.suppress(SaveFailed):
         checkpoints.wait()
-    # It may have failed at its start as well, which `save` has said and left to the next save.
+    # The last save may also have failed at its start, of which `save` has only warned.
     if error := checkpoints.newest_failure:
         step = checkpoints.latest_step()
         where = "begins anew" if step is None else f"goes on from step {step}"

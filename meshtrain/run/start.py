@@ -39,7 +39,7 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
     Args:
       config: of the run.
       run: its folder; it need not exist.
-      start_step: from `saved_step`. From 1 on the run has weights of its own, and `init_from` is not read.
+      start_step: from `saved_step`. From 1 on the run resumes from its own weights, and `init_from` is not read.
     """
     found = workdir.check(run, config) or trackers.check(run)
     if start_step > config.num_steps:
@@ -59,7 +59,7 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
     """Compares versions and configuration of all processes: different ones would deadlock in their first collective.
 
     Raises:
-      UserError: the first difference of each; the same lines in all processes.
+      UserError: all differences of the versions, else those of the configuration; the same lines in all processes.
     """
     versions = {name: importlib.metadata.version(name) for name in ("meshtrain", "jax", "jaxlib", "flax", "optax")}
     peers.refuse_differences("versions", {"python": platform.python_version(), **versions})
@@ -85,7 +85,7 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
     If nothing was saved: the initial state, or one with the weights of `init_from`, and step 0.
 
     Raises:
-      UserError: the checkpoint is another model's; or all checkpoints are damaged.
+      UserError: the checkpoint has other arrays than this model; or all checkpoints are damaged.
     """
     start_seconds = time.perf_counter()
     step, damaged = checkpoints.newest_whole()
@@ -99,15 +99,15 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
 
 
 def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> None:
-    """Warns where the learning rate goes on elsewhere than it was, as `num_steps` or `decay_steps` have changed.
+    """Warns if the learning rate jumps on resume because `num_steps` or `decay_steps` have changed.
 
-    A decay that ends with the run begins again where the run is made longer. Call it on one process, before the run's
-    config.json is written anew.
+    For example, a decay that ended with the run jumps back up if the run is made longer. Call it on one process, before
+    the run's config.json is written anew.
 
     Args:
-      assembly: what the run is made of now.
-      run: its folder; where it holds no config.json, nothing is compared.
-      state: restored.
+      assembly: of the new configuration.
+      run: its folder; without a config.json, nothing is compared.
+      state: the restored state.
     """
     if not (run / CONFIG_FILE).is_file() or int(state.step) >= assembly.config.num_steps:
         return
@@ -130,10 +130,10 @@ def beginning(assembly: Assembly) -> TrainState:
     """Returns the state before the first step: initial weights, or those of `init_from`.
 
     Raises:
-      UserError: the other run's weights are another model's.
+      UserError: the other run's weights have other shapes or dtypes.
     """
     config = assembly.config
-    # Before the initial state, which has to be compiled: other weights than these are refused here.
+    # Restored first: weights of other shapes are refused before the initial state is compiled.
     kept = restore_params(config.init_from, assembly.kept_state.params) if config.init_from else None
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     return state if kept is None else dataclasses.replace(state, params=stored_params(assembly, kept))

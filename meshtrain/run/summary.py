@@ -30,14 +30,14 @@ def show(
     *,
     is_main: bool,
 ) -> None:
-    """Prints the summary: losses beside the bigram's, tokens, speed, where things lie, and a sample of text.
+    """Prints the summary: losses beside the bigram's, tokens, speed, the run's files, and a sample of text.
 
-    Every process calls it, for the sample is drawn by all of them together.
+    Every process calls it, because all of them compute the sample.
 
     Args:
       assembly: what was trained.
-      corpus: what it learned from.
-      state: the last one.
+      corpus: its data.
+      state: after the last step.
       values: what was last logged and evaluated.
       run: its folder.
       is_main: whether this process is the one that prints and writes (process 0).
@@ -72,7 +72,7 @@ def bigram_of(config: Config, corpus: Corpus, run: Path, *, is_main: bool) -> fl
     Args:
       config: how many these are.
       corpus: text that the bigram model learns from.
-      run: the run's folder, which keeps the number.
+      run: the run's folder, which stores the result.
       is_main: whether this process is the one that writes (process 0).
     """
     scored = evaluated_examples(config, corpus)

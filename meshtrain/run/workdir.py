@@ -35,7 +35,7 @@ def check(run: pathlib.Path, config: Config) -> list[str]:
 
     Args:
       run: the run's folder, there or not.
-      config: what the run is told.
+      config: of the run.
 
     Raises:
       UserError: its config.json is not JSON.
@@ -53,7 +53,7 @@ def check(run: pathlib.Path, config: Config) -> list[str]:
 
 
 def _out_of_place(run: pathlib.Path) -> list[str]:
-    """Returns one line for each part of a run that is something else than it should be, or cannot be written."""
+    """Returns one line for each name in a run's folder that is not the file or folder expected, or is not writable."""
     found = []
     for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
         path = run / name
@@ -82,8 +82,8 @@ def _can_write(path: pathlib.Path) -> bool:
 def locked(run: pathlib.Path) -> Iterator[None]:
     """Locks the folder against other runs during the block; process 0 holds the lock for all processes.
 
-    The system releases the lock of a process that ends, however it ends: a file `.lock` that was left behind locks
-    nothing. If the block fails before the first step of a new run, its files are removed again.
+    The system releases the lock when the process ends, also when it is killed. A remaining file `.lock` locks nothing.
+    If the block fails before the first step of a new run, its files are removed again.
 
     Raises:
       UserError: another run has it (who, where, since when), or it cannot be written.
@@ -122,7 +122,7 @@ def _lock(path: pathlib.Path, held: contextlib.ExitStack) -> TextIO:
     while True:
         file = held.enter_context(path.open("a+", encoding="utf-8"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Else another process has removed the file between the two calls, and the next one would lock a new one.
+        # Otherwise another process has removed the file between the two calls, and a third could lock a new one.
         if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
             return file
 
@@ -144,14 +144,15 @@ def _remove_beginning(run: pathlib.Path, names: Sequence[str], made: Sequence[pa
         else:
             (run / name).unlink(missing_ok=True)
     for folder in made:
-        with contextlib.suppress(OSError):  # something else stands in it
+        with contextlib.suppress(OSError):  # it holds other files
             folder.rmdir()
 
 
 def begun_seconds(run: pathlib.Path, own_seconds: float, logged_seconds: float, *, writes: bool) -> float:
     """Returns when the run's first process began, on this process' monotonic clock.
 
-    The first start writes the date, as seconds since the epoch, into corpus.json: monotonic clocks end with a machine.
+    The first start writes the date, as seconds since the epoch, into corpus.json, because a monotonic clock restarts
+    with its machine.
 
     Args:
       run: the run's folder.
