@@ -1,1 +1,1 @@
-"""WHAT WOULD HAPPEN elsewhere? The real step, compiled for a cluster that is not there, and what its program says."""
+"""WHAT WOULD HAPPEN elsewhere? The train step, compiled for a cluster that need not exist, and its program read."""

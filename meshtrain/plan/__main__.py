@@ -1,4 +1,4 @@
-"""Compiles the step that trains for a cluster that need not exist, and reports its memory, traffic and modelled time.
+"""Compiles the train step for a cluster that need not exist, and reports its memory, traffic and modelled time.
 
 python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 [--json=FILE] [--html=FILE] [--search[=mesh]]
 """
@@ -23,29 +23,33 @@ from meshtrain.words.paths import refuse_target
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Returns the program's own arguments."""
+    """Returns the arguments of `plan`, besides those of every command."""
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain plan",
-        description="Compiles the real step for a cluster that is not there, and says what it needs.",
+        description="Compiles the train step for a cluster that need not exist; reports memory, traffic and time.",
         add_help=False,
     )
     extra.add_argument("--cluster", metavar="NAME", default="", help="h100:8x8 (hosts x GPUs), v5e:16x16, cpu:8, ...")
     extra.add_argument("--json", metavar="FILE", default="", help="also write the report for programs")
     extra.add_argument("--html", metavar="FILE", default="", help="also write the report as one page with charts")
     extra.add_argument(
-        "--calibrate", metavar="FILE", default="", help="metrics.jsonl of a measured run, or its seconds a step"
+        "--calibrate", metavar="FILE", default="", help="metrics.jsonl of a measured run, or its seconds a step; scales times"
     )
     extra.add_argument(
-        "--search", nargs="?", const="all", default="", choices=("all", "mesh"), help="rank the legal meshes instead"
+        "--search", nargs="?", const="all", default="", choices=("all", "mesh"), help="rank meshes, schedules, ... instead; mesh: only meshes"
     )
     return extra
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans, and prints the report."""
+    """Plans a step or searches meshes, prints the report, and returns 0.
+
+    Raises:
+      UserError: the arguments or the configuration are wrong, or do not fit the cluster.
+    """
     given = flags.arguments(argv, arguments())
     if given.search:
-        # The search replaces the mesh, so a mesh that does not fit the cluster is no problem.
+        # The search replaces the mesh, so it need not fit the cluster.
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
     config = configure(given, reads_data=False)
     if not given.cluster:

@@ -1,8 +1,8 @@
-"""Attention as the target computes it: JAX's own kernel on TPUs, cuDNN's on GPUs.
+"""Traces attention as the target computes it: JAX's own kernel on TPUs, cuDNN's on GPUs.
 
-JAX has no public way to trace cuDNN's kernel without a GPU: it asks the installed library for its version and the first
-device for its compute capability. While a step is traced, the private functions that ask are replaced by functions that
-answer for the target. This is the only place that does so; a test fails when JAX has moved them.
+JAX has no public way to trace cuDNN's kernel without a GPU: it queries the version of the installed library and the
+compute capability of the first device. While a step is traced, those private functions are replaced by functions that
+return the target's values. Only this module does so; a test fails if JAX moves them.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ CUDNN_VERSION = 91000  # 9.10, as the files in targets/ say
 
 @contextlib.contextmanager
 def as_on_target(cluster: Cluster) -> Iterator[None]:
-    """Lets cuDNN's kernel be traced for a GPU that is not there; changes nothing for other devices.
+    """Makes cuDNN's kernel traceable for a GPU that this machine does not have; no effect for other devices.
 
     Args:
       cluster: the target.

@@ -11,10 +11,10 @@ ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25; nearest: --ca
 
 
 def measured_seconds(given: str) -> float | None:
-    """Returns the seconds of a measured step, the median over a run's log; None where nothing is given.
+    """Returns the seconds of a measured step, the median over a run's log; None for an empty text.
 
     Args:
-      given: a file as a run writes it, or a number.
+      given: the path of a metrics.jsonl, or a number.
 
     Raises:
       UserError: neither, or a log without step times.

@@ -17,7 +17,7 @@ from meshtrain.plan.topology import Cluster
 from meshtrain.words.errors import UserError
 from meshtrain.words.numbers import nearest_divisor
 
-MODEST = 1.15  # guesses may be wrong by so much: only those above this share of the capacity are dropped
+MODEST = 1.15  # a guess may be too high by this factor: it is dropped only above this multiple of the capacity
 MICROBATCHES_A_STAGE = (2, 4, 8)
 
 
@@ -26,7 +26,7 @@ class Candidate:
     """One way to run a configuration on a cluster, with guesses.
 
     Attributes:
-      change: what it changes in the configuration.
+      change: dotted key -> value, to be changed in the configuration.
       shape: its mesh.
       guessed_bytes: of one device.
       guessed_seconds: of a step.
@@ -39,11 +39,11 @@ class Candidate:
 
 
 def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Candidate]:
-    """Returns the legal ways that may fit, the fastest guess first.
+    """Returns the legal candidates that may fit, the fastest guess first.
 
     Args:
-      config: what is to run.
-      cluster: where.
+      config: to run.
+      cluster: the target.
       only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as they are.
     """
     weights, accelerator = weights_of(config), cluster.accelerator
@@ -52,7 +52,7 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
     found = []
     for shape in meshes(len(cluster.devices)):
         if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > devices_each:
-            continue  # every layer would wait for the network
+            continue  # every layer would communicate over the network
         if placement_problems(config, shape, weights):
             continue
         for change in ways(config, shape, only_mesh=only_mesh):
@@ -100,7 +100,7 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[Change]:
-    """Yields the changes worth a thought on one mesh: each has the mesh, and microbatches where they may change."""
+    """Yields the changes to try on one mesh: each sets the mesh, and unless `only_mesh` microbatches and more."""
     mesh: Change = {f"mesh.{axis}": size for axis, size in shape.items()}
     if only_mesh:
         yield mesh
@@ -129,7 +129,7 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[
 
 
 def _levels(config: Config, shape: dict[str, int], weights: Weights) -> list[Change]:
-    """Returns the ZeRO levels to try on one mesh: the one asked for, then those that split more over data."""
+    """Returns the ZeRO levels to try on one mesh: the configured one, then those that split more over data."""
     if shape[DATA] == 1:
         return [{}]
     higher = range(config.zero.effective_level + 1, MAX_LEVEL + 1)

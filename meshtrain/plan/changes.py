@@ -1,4 +1,4 @@
-"""The cheapest changes that would make a step fit, each compiled before it is named."""
+"""The cheapest changes that would make a step fit. Each is compiled before it is suggested."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def candidates(config: Config, shape: dict[str, int]) -> Iterator[Change]:
     """Yields changes that save memory, the cheapest in time first; the caller refuses those that are not legal.
 
     Args:
-      config: what does not fit.
+      config: of the step that does not fit.
       shape: its mesh.
     """
     level = config.zero.effective_level
@@ -125,7 +125,7 @@ def _spare(config: Config, cluster: Cluster, what: str) -> int | None:
 
 
 def text(plan: Plan) -> str:
-    """Returns what would make it fit, a line for each change."""
+    """Returns the changes that would make a step fit, a line for each."""
     found = cheapest(plan)
     if not found:
         return "no single change makes it fit: more devices, or another mesh (--search)"

@@ -3,9 +3,9 @@
 Wire bytes are what one device sends in a ring of n: (n - 1) / n of the whole for a gather, a scatter or an all-to-all,
 twice that for an all-reduce (Patarasu and Yuan 2009), all of it for a permute.
 
-A collective is counted once, however it is written: a start and a done are one, and so are the pieces of a TPU chain,
-which carries a gather through several fusions. A TPU's all-reduce of which each device keeps a slice is a
-reduce-scatter.
+A collective is counted once, however it is written. A start and its done are one collective, and so are the pieces of
+a TPU chain, which carries a gather through several fusions. A TPU's all-reduce of which each device keeps only a slice
+counts as a reduce-scatter.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class Collective:
     Attributes:
       name: of the instruction.
       kind: one of `KINDS`.
-      axes: the mesh axes it runs along, joined by `+`.
+      axes: the mesh axes it runs along, joined by `+`, or `irregular`.
       group_size: devices in one group.
       count: how often it runs in a step.
       logical_bytes: of the whole array, each time.
       wire_bytes: what one device sends, each time.
       is_asynchronous: other work may run between its start and its end.
-      is_overlapped: matrix products do.
+      is_overlapped: matrix products run between its start and its end.
       source: `file:line`.
     """
 

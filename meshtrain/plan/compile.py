@@ -1,4 +1,4 @@
-"""Compiles the step that trains for a cluster: program text, the compiler's account of memory, and its warnings."""
+"""Compiles the train step for a cluster: program text, the compiler's account of memory, and its warnings."""
 
 import dataclasses
 import time
@@ -38,15 +38,15 @@ class Compiled:
     """One step, compiled.
 
     Attributes:
-      assembly: what was compiled.
-      text: the scheduled program; None where the compiler gave up for lack of memory.
-      statistics: None likewise.
+      assembly: the assembly whose step was compiled.
+      text: the scheduled program; None if the compiler gave up for lack of memory.
+      statistics: the compiler's account of memory; None likewise.
       options: the compiler options it was compiled with.
       attention: the kernel of attention that was traced, `cudnn` or `splash`; `xla` where there is none.
       traced_flops: of matrix products on one device before any compiler, attention kernels in full.
       messages: lines that the compiler wrote to standard error.
-      refusal: why there is no program, in the compiler's words; an empty text where there is one.
-      seconds: time taken, in all.
+      refusal: the compiler's message if there is no program; otherwise an empty text.
+      seconds: time taken to trace, lower and compile.
     """
 
     assembly: Assembly
@@ -66,7 +66,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
     Args:
       config: checked against `shape`.
       shape: the size of each mesh axis.
-      cluster: at least as many devices.
+      cluster: the target, with at least as many devices.
 
     Raises:
       UserError: what `assemble` refuses.
@@ -99,7 +99,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
 
 
 def program_of(compiled: Compiled) -> Program | None:
-    """Returns the compiled program, read; None where the compiler gave up."""
+    """Returns the parsed program; None if the compiler gave up."""
     return read(compiled.text, _places_for_others) if compiled.text else None
 
 

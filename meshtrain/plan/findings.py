@@ -35,7 +35,7 @@ class Finding:
     change: str
 
     def line(self) -> str:
-        """Returns it as one line."""
+        """Returns the finding as one line."""
         return f"{self.what}; {self.change}"
 
 
@@ -53,10 +53,10 @@ def findings(
     Args:
       compiled: the step.
       cluster: the target.
-      memory: what a device holds.
-      rows: its traffic.
+      memory: of a device.
+      rows: the traffic of a device.
       minimum: axis -> least bytes.
-      executor_bytes: of the pipeline's formula.
+      executor_bytes: what the pipeline's executor sends over its axis, by its own formula; None without one.
       added_share: FLOPs that the compiler added, as a share of those traced.
     """
     found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages)]
@@ -146,7 +146,7 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
     if sent > MATTERS_BYTES and of_all > MATTERS_SHARE and hidden < LITTLE_OVERLAP * sent:
         found.append(
             Finding(
-                f"only {hidden / sent:.0%} of what {axis} sends has matrix products beside it",
+                f"only {hidden / sent:.0%} of what {axis} sends is overlapped by matrix products",
                 "larger microbatches, or less along this axis",
             )
         )

@@ -1,7 +1,7 @@
 """Counts the work of matrix products in a compiled program, in FLOPs of one step on one device. No JAX.
 
-GPU and CPU programs hold them as `dot`, TPU programs as `convolution`, libraries as `custom-call`; attention kernels
-hide theirs inside, and are counted by formula.
+GPU and CPU programs write them as `dot`, TPU programs as `convolution`, libraries as `custom-call`. Attention kernels
+are opaque calls, whose products are counted by a formula.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from meshtrain.plan.shapes import dims, dtypes
 MATMUL_TARGETS = re.compile(r"gemm|matmul", re.IGNORECASE)
 CUDNN_ATTENTION = re.compile(r"fmha", re.IGNORECASE)
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
-# All Pallas kernels have one target on TPUs; the instruction, and the operation that made it, bear the kernel's name.
+# All Pallas kernels have one target on TPUs; the instruction, or the operation that made it, has the kernel's name.
 PALLAS_TARGET = "tpu_custom_call"
 SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 OPERATION = re.compile(r'op_name="([^"]*)"')
@@ -39,9 +39,9 @@ class Work:
     """FLOPs of matrix products of one step on one device.
 
     Attributes:
-      products: those that stand in the program as such.
-      attention: those inside attention kernels; of a causal kernel the part that it does not skip.
-      attention_full: the same as if nothing were skipped, which is how products outside of kernels count.
+      products: outside of attention kernels.
+      attention: inside attention kernels; of a causal kernel the part that it does not skip.
+      attention_full: the same with nothing skipped, comparable with products outside of kernels.
     """
 
     products: float
@@ -50,7 +50,7 @@ class Work:
 
     @property
     def total(self) -> float:
-        """All that the device computes."""
+        """Products and attention together."""
         return self.products + self.attention
 
 
@@ -58,7 +58,7 @@ def matmul_flops(program: Program) -> Work:
     """Returns the work of a step.
 
     Raises:
-      ValueError: a library call that multiplies matrices in a way that is not known, and would be left out.
+      ValueError: a library call or an attention kernel whose dims are not known, and whose work would be left out.
     """
     per_computation = {
         name: _work(body, {line.name: line.shape for line in body}) for name, body in program.computations.items()
@@ -120,10 +120,10 @@ def dot_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
 
 
 def convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
-    """Returns 2 x result x input features x the window's places that hold data.
+    """Returns 2 x result x input features x the window's positions that hold data.
 
-    A TPU writes a matrix product over several dims as a convolution with padding; what falls on padding, or between
-    dilated elements, is no work.
+    A TPU writes a matrix product over several dims as a convolution with padding; positions on padding, or between
+    dilated elements, do not count.
     """
     labels = DIM_LABELS.search(line.rest)
     assert labels, line.rest
@@ -189,7 +189,7 @@ def library_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
 
 
 def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
-    """Returns 2 x products x batch x heads x queries x keys x width: (what is not skipped, all).
+    """Returns 2 x products x batch x heads x queries x keys x width: (the part that is not skipped, all).
 
     Args:
       line: a call of an attention kernel.
@@ -203,7 +203,7 @@ def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float
 
 
 def _splash_flops(line: Instruction, shapes: Mapping[str, str], part: str) -> tuple[float, float]:
-    """Queries are [.., heads, T, H] and keys [.., kv heads, T, H]; mask and segment ids are integers."""
+    """Returns `attention_flops` of splash: queries [.., heads, T, H], keys [.., kv heads, T, H]; masks are integers."""
     arrays = [shapes[name] for name in line.operands if name in shapes]
     heads = [dims(shape) for shape in arrays if dtypes(shape)[0] in ("bf16", "f32") and len(dims(shape)) >= 3]
     if len(heads) < 3:
@@ -228,7 +228,7 @@ def splash_flops(part: str, query: Sequence[int], key: Sequence[int]) -> float:
 
 
 def _cudnn_flops(line: Instruction) -> tuple[float, float]:
-    """The call says the dims of the probabilities: batch, heads, queries, keys."""
+    """Returns `attention_flops` of cuDNN's kernel, whose call has the dims [batch, heads, queries, keys]."""
     target, probabilities = TARGET.search(line.rest), PROBABILITIES.search(line.rest)
     if not target or not probabilities:
         raise ValueError(f"%{line.name}: an attention kernel whose dims are not known")

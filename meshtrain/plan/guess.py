@@ -1,9 +1,9 @@
 """First guesses of a device's bytes and of a step's seconds, which decide what a search compiles.
 
-Bytes of the training state are those of the placement, exactly. Activations and seconds are arithmetic on what a task
-states about itself. b: units (tokens) of a microbatch on a device, D: width, t: tensor. A layer of a transformer keeps
+Bytes of the training state are those of the placement, exactly. Activations and seconds are arithmetic on the sizes
+that a task states. b: units (tokens) of a microbatch on a device, D: width, t: tensor. A layer of a transformer keeps
 b D (10 + 24 / t) bytes in 16 bits (Korthikanti et al. 2022, table 2, without the matrix of probabilities, which a fused
-kernel does not keep); compiled programs were seen to keep 1.6 times that.
+kernel does not keep); compiled programs keep about 1.6 times that.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Weights:
     """The abstract training state of a task, in layer order and without shardings.
 
     Attributes:
-      task: what is trained; its functions are not for a mesh.
+      task: without a mesh; only its sizes are used.
       params: abstract parameters, and `axes` their logical axes.
       trained: path -> whether a weight has gradients.
       moments: (array, logical axes) for each array of the optimizer's state.
@@ -94,7 +94,7 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     """Returns the bytes of parameters, sums of gradients and moments of one device: `Held.total` before assembling.
 
     Args:
-      config: its layout and ZeRO level count.
+      config: its layout, ZeRO level and offload of moments are used.
       shape: the size of each mesh axis.
       weights: of the task, see `weights_of`; they can be placed on this mesh.
     """
@@ -116,7 +116,7 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
 
 
 def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
-    """Returns the bytes of one device, roughly: state, activations kept, logits."""
+    """Returns a guess of the bytes of one device: state, saved activations, logits."""
     task = weights.task
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     units = task.num_units / (num_parts(_batch_axes(config), shape) * num_microbatches(config, shape))
@@ -140,13 +140,13 @@ def guessed_seconds(
     accelerator: Accelerator | None,
     devices_each: int,
 ) -> float:
-    """Returns the seconds of a step, roughly: products with the pipeline's idle rows, and half of what is sent.
+    """Returns a guess of the seconds of a step: products with the pipeline's idle rows, and half of the transfers.
 
     Args:
-      config: what is to run.
-      shape: its mesh.
+      config: to run.
+      shape: the size of each mesh axis.
       weights: of its task.
-      accelerator: None where nothing is known.
+      accelerator: None if unknown; every mesh then has the same guess.
       devices_each: devices of one host.
     """
     if accelerator is None:
@@ -186,7 +186,7 @@ def _sending_seconds(
 
 
 def _bytes_over_data(level: int, parts: int, itemsize: int) -> float:
-    """Returns the bytes that cross data in a step of M microbatches for each parameter (`zero.py` has the table)."""
+    """Returns the bytes that cross data in a step of M microbatches for each parameter (table in `layout/zero.py`)."""
     if level > SCATTERS_EACH:
         return GATHERS_AND_SCATTER * itemsize * parts
     return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))

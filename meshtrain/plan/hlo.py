@@ -1,7 +1,7 @@
 """Parses scheduled HLO text, and counts how often each computation runs in one step. No JAX.
 
-The compilers' own cost analysis counts the body of a loop once; here it counts as often as it runs. The text of GPU
-programs says how often (known_trip_count); for others the bound, the start and the step of each loop are looked up.
+The compilers' own cost analysis counts the body of a loop once; here it counts as often as it runs. GPU programs have
+that number as known_trip_count; for others it is computed from the loop's start, bound and step.
 """
 
 import collections
@@ -59,7 +59,7 @@ class Instruction:
         return self.rest[_closing(self.rest) + 1 :]
 
     def attribute(self, name: str) -> str | None:
-        """Returns the text of one attribute that names a computation, or a list of dims, without its marks."""
+        """Returns the value of an attribute, a computation's name, a list of dims or a word, without % and braces."""
         found = re.search(rf"\b{name}=(?:%([\w.\-]+)|\{{([\d,]*)\}}|(\w+))", self.rest)
         return next((part for part in found.groups() if part is not None), "") if found else None
 
@@ -142,7 +142,7 @@ def trip_count(computations: Mapping[str, list[Instruction]], caller: str, loop:
     """Returns how often a loop's body runs.
 
     Raises:
-      ValueError: neither written down nor a counter that runs in fixed steps between two constants.
+      ValueError: the loop has neither known_trip_count nor a counter that runs in fixed steps between two constants.
     """
     if found := TRIP_COUNT.search(loop.rest):
         return int(found[1])

@@ -1,4 +1,4 @@
-"""What one device holds: by arithmetic from shardings, by the compiler's account, and whether it fits."""
+"""The memory of one device: by arithmetic from shardings, by the compiler's account, and whether it fits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device; None is not known.
+    """Bytes of one device; None means unknown.
 
     Attributes:
       parameters_bytes: by arithmetic, from shardings, as are the next three.
@@ -40,14 +40,14 @@ class Memory:
       optimizer_bytes: the optimizer's state, in device memory.
       batch_bytes: the step's batch.
       compiler: the compiler's own account; gradients are among its temporaries. None where it gave up.
-      arguments_expected_bytes: the same by arithmetic, what the program does not read left out.
+      arguments_expected_bytes: the arguments by arithmetic, without those that the program does not read.
       activations_bytes: temporaries without gradients.
       device_bytes: the device's memory.
-      capacity_bytes: what of it a program can have.
-      uncertainty_bytes: how far the peak may be off.
+      capacity_bytes: the part of it that a program can use.
+      uncertainty_bytes: the possible error of the peak.
       unread: names of arguments that the program does not read.
       buffers: the largest arrays.
-      fits: true, false, or None where it is too close to say or nothing is known about the device.
+      fits: true, false, or None if the peak is too close to the capacity, or the device is unknown.
     """
 
     parameters_bytes: int
@@ -73,12 +73,12 @@ class Memory:
 
 
 def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Memory:
-    """Returns what one device holds.
+    """Returns the memory of one device.
 
     Args:
       compiled: the step.
       cluster: what it was compiled for.
-      program: its text, read; None where there is none.
+      program: its parsed text; None if the compiler gave up.
     """
     assembly, stats = compiled.assembly, compiled.statistics
     state, batch = held(assembly.state, assembly.replicas), bytes_of_device(assembly.batch)
@@ -104,7 +104,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
 
 
 def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: int, *, refused: bool) -> bool | None:
-    """Returns whether a peak fits a capacity; None where it is nearer than the uncertainty, or one is not known."""
+    """Returns whether a peak fits a capacity; None if they are nearer than the uncertainty, or one is unknown."""
     if refused:
         return False
     if peak_bytes is None or capacity_bytes is None:

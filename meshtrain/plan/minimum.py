@@ -1,4 +1,4 @@
-"""The least that a step has to send for this model and mesh, bytes a device, and what the executor's formula says.
+"""Lower bounds of the bytes that a device sends in a step, by axis, and the pipeline executor's own formula.
 
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
@@ -43,7 +43,7 @@ SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each m
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the formulas are made of.
+    """The sizes that the formulas use.
 
     Attributes:
       num_microbatches: M.
@@ -69,7 +69,7 @@ class Sizes:
 
 
 def sizes(assembly: Assembly) -> Sizes:
-    """Returns the sizes behind the formulas of one step."""
+    """Returns the sizes that the formulas use."""
     config, shape, task = assembly.config, dict(assembly.mesh.shape), assembly.task
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts = num_microbatches(config, shape)
@@ -106,7 +106,7 @@ def _reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
 
 
 def _missing(tree: Any, storage_axes: Sequence[str]) -> int:
-    """Returns the elements that one device lacks of its weights, the shards that the others of its group store."""
+    """Returns the elements of its weights that one device does not store, but the others of its group do."""
     missing = 0
     for leaf in jax.tree.leaves(tree):
         num_shards = num_parts(
@@ -117,7 +117,7 @@ def _missing(tree: Any, storage_axes: Sequence[str]) -> int:
 
 
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
-    """Returns the least bytes on the wire for each axis larger than 1 of which it is known, in mesh order.
+    """Returns the least bytes on the wire for each axis larger than 1, in mesh order; unknown ones are left out.
 
     Several axes that store weights are one entry, joined by `+`: the partitioner gathers over them together.
     """
@@ -149,7 +149,7 @@ def _reductions(assembly: Assembly, size: Sizes) -> float:
 
 
 def _replicated_bytes(level: int, size: Sizes) -> float:
-    """Returns what crosses data for weights that are not stored over it; the ring's (n - 1) / n left out."""
+    """Returns the bytes sent over data for weights that are not stored over it, before the factor (n - 1) / n."""
     scatters = size.num_microbatches if level == SCATTERS_EACH else 1
     return 2 * size.reduced_bytes + scatters * size.scattered_bytes + size.updated_bytes
 
@@ -160,14 +160,14 @@ def idle_share(assembly: Assembly) -> float:
 
 
 def executor_bytes(assembly: Assembly) -> float | None:
-    """Returns what the pipeline's executor sends over its axis by its own formula.
+    """Returns the bytes that the pipeline's executor sends over its axis, by its own formula.
 
     One permute of R a row. In each row whose body has them, embedding, its backward, the head's input and its cotangent
     sum R over the stages in float32, and the loss three numbers a token (R: activations as layers hand them on). One
     embedding comes before the first row, and one backward after the last.
 
     Returns:
-      Bytes; None without a pipeline, and of a task that does not state its width.
+      Bytes; None without a pipeline, or if the task does not state its width.
     """
     program, width = assembly.program, assembly.task.width
     if program is None or not width:
@@ -191,7 +191,7 @@ def executor_bytes(assembly: Assembly) -> float | None:
 
 
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:
-    """Returns (6 N + causal attention, 6 N + full attention) of one step, FLOPs a device; None of a task without them.
+    """Returns (6 N + causal attention, 6 N + full attention) of one step, FLOPs a device; None if not stated.
 
     Causal attention is half of full attention (PaLM, Chowdhery et al. 2022, appendix B, counts full).
     """

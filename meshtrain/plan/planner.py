@@ -23,15 +23,15 @@ class Plan:
     """What a step needs; all numbers are of one device.
 
     Attributes:
-      cluster: what it was compiled for.
+      cluster: the target.
       compiled: the step.
-      memory: what a device holds.
+      memory: of a device.
       traffic: a row for each axis and kind of collective.
-      minimum: axis -> least bytes on the wire, for axes larger than 1.
-      executor_bytes: what the pipeline's formula says for its axis; None without a pipeline.
-      work: FLOPs of the compiled program; None where there is none.
-      model_flops: (causal, full), None for a model of one's own that does not say.
-      timing: modelled seconds; None for CPUs and where there is no program.
+      minimum: axis, or axes joined by `+` -> least bytes on the wire.
+      executor_bytes: what the pipeline's executor sends by its own formula; None without one or if unknown.
+      work: FLOPs of the compiled program; None if there is no program.
+      model_flops: (causal, full), None if the task does not state its FLOPs.
+      timing: modelled seconds; None for CPUs and if there is no program.
       findings: advice, the most severe first.
     """
 
@@ -50,7 +50,7 @@ class Plan:
     def mfu(self) -> tuple[float, float] | None:
         """Modelled model FLOPs utilization, (low, high), with full attention as PaLM counts it.
 
-        The peak is that of the compute dtype, as in the training log; None where the maker names none.
+        The peak is that of the compute dtype, as in the training log; None if none is published.
         """
         accelerator = self.cluster.accelerator
         if self.timing is None or self.model_flops is None or accelerator is None:
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def recomputed_share(self) -> float | None:
-        """Share of the compiled work that is no model FLOPs: computed again, or on a pipeline's idle rows."""
+        """Share of the compiled work beyond model FLOPs: recomputed, or on a pipeline's idle rows."""
         if self.work is None or self.model_flops is None:
             return None
         done = self.work.products + self.work.attention_full
@@ -103,8 +103,8 @@ def plan(
       config: checked against `shape`.
       shape: the size of each mesh axis.
       cluster: at least as many devices.
-      assumptions: what modelled times rest on.
-      measured_seconds: a measured step of such a run, to calibrate with.
+      assumptions: of the model of time.
+      measured_seconds: of a step of such a run, to calibrate the model with.
 
     Raises:
       UserError: what `assemble` refuses.

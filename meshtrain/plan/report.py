@@ -22,7 +22,7 @@ def text(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Returns whether it fits, with the margin."""
+    """Returns whether the step fits its device, with the margin."""
     memory = plan.memory
     if memory.capacity_bytes is None:
         return "whether it fits is not known: nothing is known about this device's memory"
@@ -110,7 +110,7 @@ def _communication(plan: Plan) -> str:
 
 
 def sent_along(plan: Plan, axis: str) -> float:
-    """Returns the bytes on the wire along an entry of `Plan.minimum`."""
+    """Returns the bytes on the wire along `axis`, an entry of `Plan.minimum`."""
     return collectives.sent_along(plan.traffic, axis)
 
 
@@ -170,7 +170,7 @@ def _findings(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """Returns the plan for programs: numbers in bytes, seconds and FLOPs; null is not known."""
+    """Returns the plan for programs: numbers in bytes, seconds and FLOPs; null means unknown."""
     memory, stats, timing = plan.memory, plan.memory.compiler, plan.timing
     assembly = plan.compiled.assembly
     return {

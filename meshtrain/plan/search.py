@@ -1,4 +1,4 @@
-"""Ranks the ways to run a configuration on a cluster: guesses prune them, and the best guesses are compiled."""
+"""Ranks the ways to run a configuration on a cluster. Guesses prune them, and the best guesses are compiled."""
 
 import dataclasses
 import time
@@ -26,9 +26,9 @@ class Found:
     """The result of a search.
 
     Attributes:
-      cluster: where.
+      cluster: the target.
       ranked: (candidate, plan), those that fit first, then by modelled time.
-      num_candidates: legal ways that may fit, of which the best guesses were compiled.
+      num_candidates: legal candidates that may fit, of which the best guesses were compiled.
       refused: (candidate, why) of those that could not be assembled.
     """
 
@@ -42,12 +42,12 @@ def search(config: Config, cluster: Cluster, *, only_mesh: bool) -> Found:
     """Compiles the best guesses and ranks them.
 
     Args:
-      config: what is to run; its mesh does not matter.
-      cluster: where.
-      only_mesh: whether to leave microbatches, schedules and remat policies alone.
+      config: to run; its mesh is ignored.
+      cluster: the target.
+      only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as configured.
 
     Raises:
-      UserError: nothing is legal on this cluster, or may fit it.
+      UserError: no mesh is legal on this cluster and may fit it.
     """
     found = candidates(config, cluster, only_mesh=only_mesh)
     if not found:
@@ -76,7 +76,7 @@ def _planned(config: Config, one: Candidate, cluster: Cluster) -> Plan:
 
 
 def diverse(found: list[Candidate]) -> list[Candidate]:
-    """Returns those to compile: the fastest guesses, of each mesh at most two."""
+    """Returns the candidates to compile: the fastest guesses, at most two of each mesh and twelve in all."""
     chosen, per_mesh = list[Candidate](), dict[tuple[int, ...], int]()
     for one in found:
         key = tuple(one.shape.values())

@@ -1,8 +1,8 @@
 """How long a step takes, MODELLED: two streams walk through the scheduled program, one computes and one communicates.
 
 Nothing here was measured. Matrix products run at a share of the peak, everything else at the speed of memory, transfers
-at the speed of the slowest link that a ring over the group has to pass. A transfer that has started runs beside what
-follows, and its done waits for it. A pipeline's idle rows stand in the program as work, so its bubble is in the time.
+at the speed of the slowest link of a ring over the group. A transfer overlaps the operations after its start, and its
+done waits for it. The program computes on a pipeline's idle rows too, so the bubble is in the time.
 """
 
 import dataclasses
@@ -61,12 +61,12 @@ class Timing:
     """Modelled seconds of a step.
 
     Attributes:
-      step_seconds: as the streams have it, times the calibrated factor.
-      low_seconds, high_seconds: the interval.
-      compute_seconds: of the computing stream alone.
-      wire_seconds: of the communicating stream alone.
-      factor: measured over modelled, 1 where nothing was measured.
-      assumptions: what it rests on.
+      step_seconds: of the two streams together, times `factor`.
+      low_seconds, high_seconds: the interval around it.
+      compute_seconds: of the computing stream alone, without `factor`.
+      wire_seconds: of the communicating stream alone, without `factor`.
+      factor: measured over modelled seconds, 1 if nothing was measured.
+      assumptions: of the model.
     """
 
     step_seconds: float
@@ -198,7 +198,7 @@ class Streams:
 
 
 def moved_bytes(line: Instruction, body: list[Instruction], shapes: Mapping[str, str]) -> float:
-    """Returns the bytes that an operation reads and writes: of what it only slices, or updates in place, the slice.
+    """Returns the bytes that an operation reads and writes; of arrays that it slices or updates in place, the slice.
 
     Args:
       line: the operation.
@@ -248,11 +248,11 @@ def timing(
     """Returns the modelled time of a step.
 
     Args:
-      assembly: what was compiled.
-      cluster: of a kind whose peaks are known.
+      assembly: the assembly that was compiled.
+      cluster: of accelerators whose peaks are known.
       program: its scheduled program.
-      assumptions: what the model rests on.
-      measured_seconds: of such a step on such a cluster; fits one factor, and narrows the interval.
+      assumptions: of the model.
+      measured_seconds: of this step on such a cluster; it calibrates one factor, and narrows the interval.
     """
     assert cluster.accelerator is not None
     found = collectives(program, dict(assembly.mesh.shape))

@@ -1,4 +1,4 @@
-"""`h100:8x8`, `v5e:16x16`, `cpu:8` -> devices to compile for; none of them has to exist.
+"""The devices of a cluster named `h100:8x8`, `v5e:16x16` or `cpu:8`, to compile for; none of them has to exist.
 
 GPUs are described to the compiler by a file each in `targets/`; TPUs are known to libtpu by name; CPUs are simulated.
 """
@@ -34,9 +34,9 @@ class Cluster:
 
     Attributes:
       text: as the user wrote it.
-      platform: `cuda`, `tpu` or `cpu`, as `jax.jit(...).lower` wants it.
+      platform: `cuda`, `tpu` or `cpu`, as `jax.jit(...).lower` takes it.
       devices: in the order in which the cluster lists them.
-      num_hosts: hosts that they sit in.
+      num_hosts: number of their hosts.
       accelerator: the peaks of one, None for CPUs.
       compute_capability: of a GPU, such as (9, 0).
     """
@@ -53,7 +53,7 @@ def parse(text: str) -> tuple[str, tuple[int, ...]]:
     """Returns the kind of device and the sizes that a cluster's name gives: hosts and GPUs of each, or a torus.
 
     Raises:
-      UserError: not such a name.
+      UserError: the name has another form or an unknown device.
     """
     found = CLUSTER.match(text.strip().lower())
     kinds = (*GPUS, *TPUS, "cpu")
@@ -78,7 +78,7 @@ def open_cluster(text: str) -> Cluster:
       UserError: an unknown name, a compiler that is not installed, a torus that no TPU has.
     """
     name, sizes = parse(text)
-    # Planning needs no accelerator; one that is here may be in use by a run.
+    # Planning needs no accelerator; a run may be using the one of this machine.
     if jax.config.values["jax_platforms"] != "cpu":
         jax.config.update("jax_platforms", "cpu")
     if name == "cpu":

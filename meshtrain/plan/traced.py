@@ -1,7 +1,7 @@
-"""FLOPs of matrix products in the traced step, with which those of the compiled program are compared.
+"""FLOPs of matrix products in the traced step, to be compared with those of the compiled program.
 
-A device's share of what is left to the partitioner is the whole divided by those axes; inside `jax.shard_map` shapes
-are a device's own along the manual axes.
+FLOPs of one device: the traced shapes are global along the axes left to the partitioner, so FLOPs are divided by the
+sizes of these axes. Inside `jax.shard_map` shapes are already a device's own along the manual axes.
 """
 
 import math
@@ -36,7 +36,7 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if not equation.outvars:
-            # JAX 0.10 keeps a kernel whose results are saved already; every compiler removes it.
+            # JAX 0.10 leaves a kernel without results in the trace if its results were saved; compilers remove it.
             continue
         if name == "dot_general":
             total += _product(equation) / share
@@ -54,7 +54,7 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
 
 
 def attention_kernel(jaxpr: core.Jaxpr) -> str:
-    """Returns which kernel computes attention in a traced step: `cudnn` or `splash`; `xla` where there is none."""
+    """Returns which kernel computes attention in a traced step: `cudnn`, `splash`, or `xla` without a kernel."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in ATTENTION:
@@ -87,6 +87,6 @@ def _attention(equation: Any) -> float:
 
 
 def _query_and_key(equation: Any) -> list[tuple[int, ...]]:
-    """Returns their dims: the kernel's first arrays that are neither mask nor segment ids."""
+    """Returns the dims of query and key: the kernel's first arrays that are neither mask nor segment ids."""
     arrays = [variable.aval for variable in equation.invars]
     return [array.shape for array in arrays if array.ndim >= 3 and array.dtype in FLOATS][:2]

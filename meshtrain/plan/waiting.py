@@ -1,4 +1,4 @@
-"""Waits for the compiler in a thread: the terminal shows seconds meanwhile, and Ctrl-C ends the program at once."""
+"""Compiles in a thread: the terminal shows the seconds meanwhile, and Ctrl-C ends the program at once."""
 
 import concurrent.futures
 import os
