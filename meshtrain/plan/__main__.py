@@ -33,10 +33,18 @@ def arguments() -> argparse.ArgumentParser:
     extra.add_argument("--json", metavar="FILE", default="", help="also write the report for programs")
     extra.add_argument("--html", metavar="FILE", default="", help="also write the report as one page with charts")
     extra.add_argument(
-        "--calibrate", metavar="FILE", default="", help="metrics.jsonl of a measured run, or its seconds a step; scales times"
+        "--calibrate",
+        metavar="FILE",
+        default="",
+        help="metrics.jsonl of a measured run, or its seconds a step; scales times",
     )
     extra.add_argument(
-        "--search", nargs="?", const="all", default="", choices=("all", "mesh"), help="rank meshes, schedules, ... instead; mesh: only meshes"
+        "--search",
+        nargs="?",
+        const="all",
+        default="",
+        choices=("all", "mesh"),
+        help="rank meshes, schedules, ... instead; mesh: only meshes",
     )
     return extra
 
