@@ -1,7 +1,9 @@
-"""Gradients over the data axis: each replica adds up those of its own microbatches, and they are reduced once a step.
+"""Gradients over the data axis: each replica sums those of its own microbatches, and the sums are reduced once a step.
 
-The axis is manual while gradients are computed (`jax.shard_map`). Left to the partitioner, the gradients of each of M
-microbatches would be reduced over the network at once, M times the traffic.
+The axis is manual while gradients are computed (`jax.shard_map`). The partitioner would instead reduce the gradients of
+each of M microbatches, which is M times the traffic.
+
+M: microbatches.
 """
 
 import dataclasses
@@ -33,7 +35,7 @@ class Replicas:
       level: of ZeRO (`zero.py`). At level 3 weights are sharded over data, which is then left to the partitioner.
       is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
       wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
-      trained: a tree of bool like the parameters, which of them have gradients; None: all of them.
+      trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.
     """
 
     mesh: Mesh
@@ -90,7 +92,10 @@ class Replicas:
         return run
 
     def zeros(self, params: Any, stored: Any) -> Any:
-        """Returns float32 zeros for the sums of these parameters' gradients, as `part` returns its addends."""
+        """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
+
+        At level 2 a dim that divides over data has the size of one shard.
+        """
 
         def empty(leaf: jax.Array, weight: Stored) -> jax.Array:
             shape = list(leaf.shape)
@@ -103,8 +108,8 @@ class Replicas:
     def accumulators(self, params: Any) -> Any:
         """Returns the abstract float32 sums that `zeros` allocates for trained parameters, each with its sharding.
 
-        At level 2 `zeros` allocates one shard of each sum that divides over data; this is the whole array with that
-        sharding. At other levels a sum has the shape and the sharding of its parameter.
+        Shapes are global: at level 2, where `zeros` returns one shard, this is the whole array with that sharding. At
+        other levels a sum has the shape and the sharding of its parameter.
 
         Args:
           params: arrays or `jax.ShapeDtypeStruct`s, global shapes; all of them, trained or not.
@@ -119,7 +124,7 @@ class Replicas:
         """Returns what a microbatch adds to this replica's sums, float32; at level 2 reduce-scattered over data.
 
         Args:
-          gradients: like the parameters; leading dims of a leaf may be missing.
+          gradients: like the parameters, in any float dtype; a leaf may lack leading dims (one layer of a stack).
           stored: `Stored` of these parameters.
         """
         gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
@@ -132,7 +137,11 @@ class Replicas:
         specs = jax.tree.map(trailing, gradients, stored)
 
         def scattered(gradients: Any) -> Any:
-            return jax.tree.map(lambda leaf, weight: self._scattered(leaf, weight.data_dim), gradients, stored)
+            # A weight that data does not divide is reduced once, after the last microbatch (`_reduced`).
+            def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
+                return self._scattered(leaf, weight.data_dim) if self._scatters_each(weight) else leaf
+
+            return jax.tree.map(scatter, gradients, stored)
 
         return on_shards(self.mesh, scattered, (specs,), specs)(gradients)
 
@@ -140,7 +149,7 @@ class Replicas:
         return bool(self.axes) and weight.gradient != weight.parameter
 
     def _scattered(self, x: jax.Array, dim: int) -> jax.Array:
-        """Reduce-scatters over data along a dim counted from the end, or all-reduces where that is 0."""
+        """Reduce-scatters over data along `dim`, which is counted from the end; all-reduces where it is 0."""
         sent = x.astype(self.wire_dtype)
         if dim == 0:
             return jax.lax.psum(sent, DATA).astype(jnp.float32)
@@ -150,7 +159,10 @@ class Replicas:
         return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs, is_leaf=_is_spec)
 
     def _reduced(self, gradients: Any) -> Any:
-        """Reduces gradients [1, ...] of each replica over data: all-reduced, from level 1 on reduce-scattered."""
+        """Reduces the gradients [replicas, ...] over data: an all-reduce at level 0, else a reduce-scatter.
+
+        At level 2 `part` has scattered them already, except for weights in which no dim divides over data.
+        """
         stored = self.trained_stored
 
         def reduce(leaf: jax.Array, weight: Stored) -> jax.Array:

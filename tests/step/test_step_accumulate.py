@@ -1,4 +1,4 @@
-"""Microbatches: which examples each holds, and that cutting keeps every dim where the rules put it."""
+"""Microbatches: which examples each holds, that cutting keeps every dim split as the rules say, and their gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
+from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.step.accumulate import cut, split
+from meshtrain.layout.stored import stored_tree
+from meshtrain.step.accumulate import accumulated, cut, split
 
 BATCH_AXES = {"images": ("batch", "height", "width", "channels"), "labels": ("batch",)}
 
@@ -32,3 +34,21 @@ def test_microbatches_of_any_rank_stay_split_as_the_rules_say(function, dims):
     numbers = np.arange(6).reshape(2, 3)  # microbatch m holds m, m + 3
     np.testing.assert_array_equal(found["labels"], numbers if function is cut else numbers.T)
     np.testing.assert_array_equal(found["images"][..., 0, 0, 0], found["labels"])
+
+
+@pytest.mark.parametrize("level, num_microbatches", [(1, 2), (2, 1), (2, 2)])
+def test_a_gradient_that_data_does_not_divide_is_reduced_once(level, num_microbatches):
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2}, jax.devices()[:2])
+    rules = default_rules(LayoutOptions())
+    params, names = {"odd": jnp.ones(3), "even": jnp.ones(4)}, {"odd": ("norm",), "even": ("norm",)}
+    replicas = Replicas(mesh, stored_tree(params, names, rules, mesh.shape, level), level)
+
+    def loss(params, batch, rng, train):
+        weight = jnp.sum(batch["weights"])
+        return weight * (jnp.sum(params["odd"]) + jnp.sum(params["even"])), weight, {}
+
+    gradients = accumulated(loss, num_microbatches, Placement(rules, mesh), replicas, {"weights": ("batch",)})
+    sums = jax.jit(gradients)(params, {"weights": jnp.ones(8)}, jax.random.key(0), jnp.float32(1))
+    assert replicas.stored["odd"].data_dim == 0 and replicas.stored["even"].data_dim == -1
+    np.testing.assert_array_equal(sums.gradients["odd"], [8] * 3)
+    np.testing.assert_array_equal(sums.gradients["even"], [8] * 4)
