@@ -110,8 +110,8 @@ def assemble(
     Raises:
       UserError: what cannot be placed, or a task that cannot be cut into stages.
     """
-    if found := _offload_problems(config, devices):
-        raise UserError(*found)
+    if problems := _offload_problems(config, devices):
+        raise UserError(*problems)
     mesh = make_mesh(shape, devices)
     level = config.zero.effective_level
     rules = zero.rules_of_level(rules or default_rules(config.layout), level)
@@ -124,8 +124,8 @@ def assemble(
 
     params, axes = abstract_params(task, num_chunks, mesh.size)
     trained = trained_mask(config.optimizer.trainable, params)
-    if found := fit.problems(params, axes, rules, mesh.shape, level, trained=trained):
-        raise UserError(*found)
+    if problems := fit.problems(params, axes, rules, mesh.shape, level, trained=trained):
+        raise UserError(*problems)
     specs = stored_tree(params, axes, rules, mesh.shape, level)
     replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -247,14 +247,14 @@ def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[s
     Raises:
       UserError: one line for each dim that has no rule or that the mesh does not divide.
     """
-    found = []
+    problems = []
     for name, entry in batch.items():
         lines = partition.problems(f"batch/{name}", entry.shape, entry.axes, rules.activations, mesh.shape)
         # A model of one's own brings dims that the built-in table does not know.
         hint = ", or a rule of its own: layout.rules.extend(rules, Rule('...'))"
-        found += [f"{line}{hint}" if "logical axis of dim" in line else line for line in lines]
-    if found:
-        raise UserError(*found)
+        problems += [f"{line}{hint}" if "logical axis of dim" in line else line for line in lines]
+    if problems:
+        raise UserError(*problems)
     return {
         name: jax.ShapeDtypeStruct(
             entry.shape,

@@ -1,9 +1,10 @@
-"""The axes of the mesh: one record each, in mesh order. What an axis is for stands here and nowhere else.
+"""The axes of the mesh: one record each, in mesh order, with the roles of each axis.
 
-Slowest network first: a mesh is filled row by row, so the last axes are neighbours on the fast links inside a host.
-tensor communicates within every layer, fsdp once a layer, pipeline once a microbatch, data once a step.
+The axis with the slowest network comes first: a mesh is filled in row-major order, so the last axes connect neighbours
+on the fast links inside a host. tensor communicates within every layer, fsdp once a layer, pipeline once a microbatch,
+data once a step.
 
-A fifth axis is one more record here, the rules that name it (`rules.py`), and its traffic (`plan/minimum.py`).
+To add an axis, add a record here, rules that name it (`rules.py`), and its traffic (`plan/minimum.py`).
 """
 
 import dataclasses
@@ -18,10 +19,10 @@ class Axis:
 
     Attributes:
       name: as in `mesh.NAME`.
-      text: what its size counts, in one line.
-      splits_batch: its devices work on different sequences.
-      stores_weights: it splits weights for storage only; they are gathered over it before they compute.
-      splits_model: its devices compute different parts of the model with different weights.
+      text: the help of the option `mesh.NAME`: what its size counts, in one line.
+      splits_batch: it shards the batch: its devices compute different sequences.
+      stores_weights: it shards weights for storage only: they are gathered over it before they are used.
+      splits_model: its devices compute different parts of the model, with different weights.
       is_manual: collectives over it are written by hand (`jax.shard_map`), at least while gradients are computed; the
         partitioner inserts those of the other axes.
     """
@@ -35,15 +36,15 @@ class Axis:
 
 
 TABLE = (
-    Axis(DATA, "copies of the weights, each on its share of the batch", splits_batch=True, is_manual=True),
+    Axis(DATA, "replicas of the weights, each with its own shard of the batch", splits_batch=True, is_manual=True),
     Axis(PIPELINE, "groups of consecutive layers, one after the other", splits_model=True, is_manual=True),
     Axis(
         "fsdp",
-        "shares of the batch that keep the weights in pieces, gathered when used",
+        "shards of the batch; weights are sharded too, and gathered before use",
         splits_batch=True,
         stores_weights=True,
     ),
-    Axis("tensor", "parts of every weight's heads, mlp and vocabulary dims", splits_model=True),
+    Axis("tensor", "shards of the heads, mlp and vocabulary dims of weights", splits_model=True),
 )
 AXES = tuple(axis.name for axis in TABLE)
 
@@ -54,7 +55,7 @@ def batch_axes() -> tuple[str, ...]:
 
 
 def storage_axes() -> tuple[str, ...]:
-    """Returns the axes that split weights for storage only. At ZeRO level 3 data is one more (`zero.storage_axes`)."""
+    """Returns the axes that split weights for storage only. At ZeRO level 3, `zero.rules_of_level` adds data."""
     return tuple(axis.name for axis in TABLE if axis.stores_weights)
 
 
@@ -64,5 +65,5 @@ def model_axes() -> tuple[str, ...]:
 
 
 def partitioned_axes() -> tuple[str, ...]:
-    """Returns the axes whose collectives the partitioner always inserts: those that are never manual."""
+    """Returns the axes that are never manual: the partitioner inserts their collectives."""
     return tuple(axis.name for axis in TABLE if not axis.is_manual)

@@ -22,10 +22,10 @@ class Row:
       shape: its global shape.
       dtype: its dtype's name.
       names: the logical axis of each dim, or None.
-      axes: the mesh axes that split each dim, those of size 1 left out.
-      num_bytes: its bytes, all shards together.
+      axes: the mesh axes that split each dim, without those of size 1.
+      num_bytes: its bytes, the sum over all shards.
       num_bytes_per_device: the bytes of one device's shard.
-      is_on_host: whether the shards are in the hosts' memory.
+      is_on_host: whether the shards are in host memory.
       is_frozen: whether this is a weight that is not trained.
     """
 
@@ -46,7 +46,7 @@ def rows(abstract_tree: Any, axes_tree: Any, shardings: Any) -> list[Row]:
     Args:
       abstract_tree: arrays or `jax.ShapeDtypeStruct`s.
       axes_tree: the same structure; the leaves are tuples of logical axes.
-      shardings: the same structure; the leaves are `NamedSharding`s, as `partition.placements` returns them.
+      shardings: the same structure; the leaves are `NamedSharding`s, as `step.placed.shardings` returns them.
     """
     names = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     placed = dict(leaves_with_paths(shardings))
@@ -66,7 +66,7 @@ def _row(path: str, array: Any, names: Names, sharding: NamedSharding) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """Returns a line for each array and one for the totals.
 
-    `-` stands for a dim without a logical axis or one that is not split; `a+b` splits a dim over a, then over b.
+    `-` means a dim without a logical axis, or a dim that is not split. `a+b` means a dim split over a, then over b.
     """
     header = ("array", "shape", "dtype", "logical axes", "split over", "a device")
     lines = [

@@ -1,6 +1,6 @@
-"""Whether weights can be stored on a mesh as the rules and the ZeRO level say; one line for each reason why not.
+"""Checks whether the rules and the ZeRO level can shard weights on a mesh: one line for each reason why they cannot.
 
-Everything follows from shapes, logical axes and rules, so that it holds for any task and any table of rules.
+The checks read only shapes, logical axes and rules, so they hold for any task and any table of rules.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from meshtrain.layout.trees import leaves_with_paths, num_bytes
 from meshtrain.words.errors import nearest
 from meshtrain.words.numbers import divisors, nearest_divisor, nearest_multiple
 
-# Of the bytes of all matrices: what a mesh axis may leave whole that is there to split them.
+# The largest share of the bytes of all matrices that fsdp, or data at a ZeRO level, may leave unsharded.
 MOST_WHOLE = 0.01
-MOST_NAMED = 3  # weights that a line names
+MOST_NAMED = 3  # weights that a line lists
 
 # Logical axis -> (key in the configuration, value): the option whose value, or a multiple of it, is the dim's size.
 SizeOptions = Mapping[str, tuple[str, int]]
@@ -27,14 +27,14 @@ SizeOptions = Mapping[str, tuple[str, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """Dims of one name and one size, in one weight or several, that their mesh axes do not divide.
+    """Dims of one logical axis and one size, in one weight or several, that their mesh axes do not divide.
 
     Attributes:
       name: the logical axis.
-      size: of the dims.
-      axes: the mesh axes that would split them, those of size 1 left out.
+      size: the size of the dims.
+      axes: the mesh axes that would split them, without those of size 1.
       weights: path and shape of each weight.
-      dim: of the first weight.
+      dim: the index of the dim in the first weight.
     """
 
     name: str
@@ -63,13 +63,13 @@ def problems(
       rules: the table, with the storage axes of the level (`zero.rules_of_level`).
       mesh_shape: the size of each mesh axis.
       level: of ZeRO.
-      options: what to change in the configuration; without, lines name weights alone.
-      trained: a tree of bool like `abstract`, which weights have gradients and moments; None: all.
-      elsewhere: logical axes whose sizes are checked elsewhere.
+      options: which option sizes the dims of a logical axis, so that lines name it; None: lines name weights alone.
+      trained: a tree of bool like `abstract`, true for each weight with gradients and moments; None: all.
+      elsewhere: logical axes that are left out of the check of sizes, because the caller checks them.
     """
-    found = unnamed(abstract, axes_tree, rules, mesh_shape)
-    if found:
-        return found
+    lines = unnamed(abstract, axes_tree, rules, mesh_shape)
+    if lines:
+        return lines
     groups = uneven(abstract, axes_tree, rules, mesh_shape)
     if any(group.name in elsewhere for group in groups):
         groups = [group for group in groups if group.name not in elsewhere]
@@ -82,49 +82,49 @@ def problems(
 
 
 def unnamed(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each fault of names, whatever the sizes; for the arguments see `problems`.
+    """Returns one line for each problem with logical axes, independent of sizes; for the arguments see `problems`.
 
-    These are: an array without logical axes, axes without an array, unknown names, a mesh axis that splits two dims of
-    one array, and a user's rule that matches no array.
+    The problems are: an array without logical axes, axes without an array, unknown names, a mesh axis that splits two
+    dims of one array, and a user's rule that matches no array.
     """
     arrays = dict(leaves_with_paths(abstract))
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
-    found = []
+    lines = []
     for path, array in arrays.items():
         names = axes[path] if path in axes else None
         if is_names(names):
-            found += name_problems(path, array.shape, names, rules.parameters, mesh_shape)
+            lines += name_problems(path, array.shape, names, rules.parameters, mesh_shape)
             continue
         said = "has no logical axes" if names is None else f"got logical axes {names!r}"
         replicated = (None,) * len(array.shape)
-        found.append(
+        lines.append(
             f"{path}: shape {tuple(array.shape)}: {said}; allowed: a tuple with a name or None for each dim; "
             f"nearest: {replicated} (replicated on each device)"
         )
-    found += [
+    lines += [
         f"{path}: got logical axes {names}, but there is no such array; allowed: paths of arrays{nearest(path, arrays)}"
         for path, names in axes.items()
         if path not in arrays and names != ()
     ]
     used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
-    # A user's rule that matches no weight is a misspelt name: the weight it was meant for is replicated.
-    found += [
+    # A user's rule that matches no weight is probably misspelt, and the weight it was meant for would be replicated.
+    lines += [
         f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
         f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
         for name in rules.own
         if rules.parameters[name] and name not in used
     ]
-    return found
+    return lines
 
 
 def _named(abstract: Any, axes_tree: Any) -> list[tuple[str, Any, Names]]:
-    """Returns (path, array, logical axes) for each array of a tree without faults of names."""
+    """Returns (path, array, logical axes) for each array of a tree in which `unnamed` has no problems."""
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     return [(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
 
 
 def uneven(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Uneven]:
-    """Returns the dims that the mesh does not divide, equal ones of several weights together; see `problems`."""
+    """Returns the dims that the mesh does not divide, grouped by logical axis and size; see `problems`."""
     groups: dict[tuple[str, int], list[tuple[str, tuple[int, ...], int]]] = {}
     for path, array, names in _named(abstract, axes_tree):
         for dim in uneven_dims(array.shape, names, rules.parameters, mesh_shape):
@@ -144,7 +144,10 @@ def uneven(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str,
 
 
 def _legal_sizes(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns, for each mesh axis, the number whose divisors split every weight evenly, other axes as they are."""
+    """Returns for each mesh axis a number whose divisors, as its size, split every weight evenly; 0: any size does.
+
+    The sizes of the other axes are those of `mesh_shape`.
+    """
     common = dict.fromkeys(mesh_shape, 0)
     for _, array, names in _named(abstract, axes_tree):
         for size, name in zip(array.shape, names, strict=True):
@@ -186,20 +189,20 @@ def left_whole(
     *,
     trained: Any = None,
 ) -> list[str]:
-    """Returns one line for each mesh axis that leaves too much whole: fsdp, and data from ZeRO level 1 on.
+    """Returns one line for each mesh axis that leaves too many bytes unsharded: fsdp, and data from ZeRO level 1 on.
 
-    An axis is there to split every matrix, of which it may leave at most `MOST_WHOLE` of the bytes whole. Norms and
-    biases do not count, nor do weights with a dim that a rule of the user's own names: that is a choice. For the
-    arguments see `problems`; nothing else may be wrong with the tree.
+    Such an axis may leave at most `MOST_WHOLE` of the bytes of all matrices unsharded. Norms and biases do not count.
+    For fsdp, weights with a dim that one of the user's own rules names count as sharded, because the user chose their
+    sharding. For the arguments see `problems`. The tree has to be free of other problems.
     """
-    found = []
+    lines = []
     matrices = [one for one in _named(abstract, axes_tree) if _is_matrix(one[2])]
     for axis in rules.storage_axes:
         if axis != DATA and mesh_shape[axis] > 1:
             chosen = [one for one in matrices if not set(one[2]) & set(rules.own)]
             whole = [one for one in chosen if axis not in _axes_of(one, rules, mesh_shape, 0)]
             if _share(whole, matrices) > MOST_WHOLE:
-                found.append(
+                lines.append(
                     f"mesh.{axis}: got {mesh_shape[axis]}, and no rule splits {_listed(whole)} over {axis}: "
                     f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device; "
                     f"allowed: at most {MOST_WHOLE:.0%}; nearest: mesh.{axis}=1, or a dim with the logical axis 'embed'"
@@ -208,8 +211,8 @@ def left_whole(
         if trained is not None and level < 3:
             flags = dict(leaves_with_paths(trained))
             matrices = [one for one in matrices if flags[one[0]]]
-        found += _left_whole_by_data(matrices, rules, mesh_shape, level)
-    return found
+        lines += _left_whole_by_data(matrices, rules, mesh_shape, level)
+    return lines
 
 
 def _left_whole_by_data(
@@ -243,13 +246,16 @@ def _left_whole_by_data(
 
 
 def _axes_of(one: tuple[str, Any, Names], rules: Rules, mesh_shape: Mapping[str, int], level: int) -> tuple[str, ...]:
-    """The mesh axes that split the moments of a weight."""
+    """Returns the mesh axes that split the moments of a weight."""
     path, array, names = one
     return axes_in(stored(array.shape, names, rules, mesh_shape, level, path).moment)
 
 
 def _is_matrix(names: Names) -> bool:
-    """Whether a weight has two dims of its own: heads and the head_dim behind them are one, and stacked dims none."""
+    """Returns whether a weight has at least two feature dims.
+
+    Heads and the head_dim after them count as one dim. Dims that stack layers do not count.
+    """
     features = 0
     for name in names:
         features += name not in STACKED and not (name == "head_dim" and features)
@@ -262,7 +268,7 @@ def _share(some: Sequence[tuple[str, Any, Names]], every: Sequence[tuple[str, An
 
 
 def _listed(weights: Sequence[tuple[str, Any, Names]]) -> str:
-    """The largest weights by path and shape, and how many more there are."""
+    """Returns the largest weights by path and shape, and how many more there are."""
     largest = sorted(weights, key=lambda one: -num_bytes(one[1]))
     text = ", ".join(f"{path} {tuple(array.shape)}" for path, array, _ in largest[:MOST_NAMED])
     more = len(largest) - MOST_NAMED

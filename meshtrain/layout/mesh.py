@@ -1,4 +1,4 @@
-"""The mesh: sizes from options and devices, and an order of the devices that keeps the talkative axes on fast links."""
+"""The mesh: axis sizes from options and devices, and an order of devices that puts the inner axes on fast links."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ from meshtrain.words.options import option
 SIMULATED_DEVICES = 8
 
 
-# Any to the type checker, which cannot know the fields of a class made from a table.
+# Annotated as Any because the type checker cannot know the fields of a class made from a table.
 _Sizes: Any = dataclasses.make_dataclass(
     "_Sizes", [(axis.name, int, option(1, f"{axis.text}; -1: what is left")) for axis in TABLE], frozen=True
 )
@@ -29,9 +29,9 @@ class MeshOptions(_Sizes):
 
 
 def check(options: MeshOptions) -> list[str]:
-    """Returns one line for each problem that shows without knowing the devices: two -1, a size below 1."""
+    """Returns one line for each problem that does not depend on the devices: two axes of -1, or a size below 1."""
     sizes = dataclasses.asdict(options)
-    found = [
+    lines = [
         f"mesh.{axis}: got {size}; allowed: at least 1, or -1 for what is left; nearest: {-1 if size < 0 else 1}"
         for axis, size in sizes.items()
         if size < 1 and size != -1
@@ -40,25 +40,25 @@ def check(options: MeshOptions) -> list[str]:
     if len(open_axes) > 1:
         fix = ", ".join(f"mesh.{axis}=1" for axis in open_axes[1:])
         names = ", ".join(f"mesh.{axis}" for axis in open_axes)
-        found.append(f"{names}: got -1 for {len(open_axes)} axes; allowed: -1 for one; nearest: {fix}")
-    return found
+        lines.append(f"{names}: got -1 for {len(open_axes)} axes; allowed: -1 for one; nearest: {fix}")
+    return lines
 
 
 def mesh_shape(options: MeshOptions, num_devices: int, *, simulated: bool, num_processes: int = 1) -> dict[str, int]:
     """Returns the size of each axis, in mesh order, with -1 filled in.
 
     Args:
-      options: the sizes asked for.
-      num_devices: devices there are, over all processes. Without effect where they are simulated.
-      simulated: the devices are CPU's and made to fit: the count is what the mesh asks for, and -1 fills to 8.
-      num_processes: one process may leave devices unused; several have to use each.
+      options: the sizes in the configuration.
+      num_devices: devices of all processes. It has no effect where they are simulated.
+      simulated: whether the devices are simulated on CPU, where their number is `num_needed(options)`.
+      num_processes: one process may leave devices unused; several have to use all of them.
 
     Raises:
-      UserError: what `check` finds; sizes that do not fit the devices.
+      UserError: the problems of `check`, or sizes that do not fit the devices.
     """
-    found = check(options)
-    if found:
-        raise UserError(*found)
+    lines = check(options)
+    if lines:
+        raise UserError(*lines)
     sizes = {axis: int(getattr(options, axis)) for axis in AXES}
     closed = math.prod(size for size in sizes.values() if size != -1)
     open_axis = next((axis for axis in AXES if sizes[axis] == -1), None)
@@ -84,7 +84,7 @@ def mesh_shape(options: MeshOptions, num_devices: int, *, simulated: bool, num_p
 
 
 def num_needed(options: MeshOptions) -> int:
-    """Returns how many devices to simulate: the product of the sizes, where -1 fills to at most 8.
+    """Returns how many devices to simulate: the product of the sizes, where a -1 is filled up to 8 devices at most.
 
     Args:
       options: sizes without problems, see `check`.
@@ -105,7 +105,7 @@ def _uneven(open_axis: str, asked: str, closed: int, num_devices: int) -> str:
 
 
 def _smaller(sizes: Mapping[str, int], num_devices: int) -> str:
-    """The axes, outermost first, cut down until they fit."""
+    """Returns overrides that reduce the axes, outermost first, until the mesh fits the devices."""
     fitted = dict(sizes)
     for axis in AXES:
         others = math.prod(size for name, size in fitted.items() if name != axis)
@@ -114,7 +114,7 @@ def _smaller(sizes: Mapping[str, int], num_devices: int) -> str:
 
 
 def _filled(sizes: Mapping[str, int], num_devices: int) -> str:
-    """The outermost axis that can take up what is left."""
+    """Returns an override of the outermost axis that makes the mesh use all devices."""
     for axis in AXES:
         others = math.prod(size for name, size in sizes.items() if name != axis)
         if num_devices % others == 0:
@@ -127,14 +127,14 @@ def _overrides(before: Mapping[str, int], after: Mapping[str, int]) -> str:
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """Returns the mesh: axes in mesh order, all of type Auto, so that the partitioner inserts the collectives.
+    """Returns the mesh, with axes in mesh order, all of type Auto: the partitioner inserts the collectives.
 
-    The outermost axes cross the slow network, between slices, or between hosts of GPUs; the inner ones stay where links
-    are fast, as long as they fit. `describe` says what came out.
+    The outermost axes cross the slow network between slices, or between hosts of GPUs. The inner ones use the fast
+    links inside a slice or a host, as far as they fit. `describe` reports the result.
 
     Args:
       shape: the size of each axis.
-      devices: as many as the product, or more (the first are taken); those of a topology that is not there will do.
+      devices: as many as the product, or more (the first are used); devices of an ahead-of-time topology are allowed.
 
     Raises:
       UserError: fewer devices than the product.
@@ -165,22 +165,22 @@ def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
 
 
 def _arrangement(devices: Sequence[Any]) -> str:
-    """How to order devices: by `slices`, by `hosts`, along the `torus`, or as they are `listed`."""
+    """Returns how to order devices: by `slices`, by `hosts`, along the `torus`, or as they are `listed`."""
     if devices[0].platform == "cpu":
         return "listed"
     tpu = devices[0].platform == "tpu"
     for how, key in (("slices", "slice_index"), ("hosts", "process_index")):
         if how == "hosts" and tpu:
-            continue  # A slice is one torus over all its hosts: leaving a host is as fast as staying.
+            continue  # A slice is one torus over all its hosts: links between its hosts are as fast as others.
         sizes = collections.Counter(getattr(device, key, None) for device in devices)
         if len(sizes) > 1:
-            # mesh_utils wants groups of one size; a mesh on a part of the machine may have others.
+            # mesh_utils requires groups of one size; a mesh on a part of the machine may have several sizes.
             return how if len(set(sizes.values())) == 1 else "listed"
     return "torus" if tpu and getattr(devices[0], "coords", None) is not None else "listed"
 
 
 def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
-    """Returns how each axis is cut between `num_groups` groups: the outermost axes take as much as they can."""
+    """Returns the part of each axis that crosses groups; the outermost axes cross as many of them as they can."""
     outer = []
     for size in sizes:
         outer.append(math.gcd(size, num_groups))
@@ -190,11 +190,11 @@ def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
 
 
 def describe(mesh: Mesh, num_machines: int = 0) -> str:
-    """Returns one line: sizes, devices, how they are ordered, and which axes leave a process or a slice.
+    """Returns one line: sizes, devices, their order, and which axes cross processes or slices.
 
     Args:
-      mesh: with devices that are there or not.
-      num_machines: on which its processes run; 0: each on a host of its own.
+      mesh: of real or ahead-of-time devices.
+      num_machines: the number of machines on which its processes run; 0: one for each process.
     """
     devices = list(mesh.devices.flat)
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"

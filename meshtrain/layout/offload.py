@@ -1,7 +1,7 @@
-"""Offload: the optimizer's moments are in the host's memory (`pinned_host`) between updates, if asked for.
+"""Offload: with `offload.moments` the optimizer's moments are in host memory (`pinned_host`) between updates.
 
-The step copies the shards to the devices before the update and back after it. A memory kind is a property of a
-sharding, so that placements, checkpoints and the compiler all see the same.
+The step copies the shards to the devices before the update and back after it. The memory kind is part of each sharding,
+so layout.txt, checkpoints and the compiler read it from there.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ HOST, DEVICE = "pinned_host", "device"
 
 @dataclasses.dataclass(frozen=True)
 class OffloadOptions:
-    """What is stored in the host's memory."""
+    """What is stored in host memory."""
 
-    moments: bool = option(False, "the optimizer's moments; between steps devices hold none of them")
+    moments: bool = option(False, "keep the optimizer's moments in host memory between steps")
 
 
 def problems(what: str, devices: Sequence[Any]) -> list[str]:
-    """Returns one line where the memory of the host cannot be addressed from these devices.
+    """Returns one line if these devices cannot address host memory, else none.
 
     Args:
-      what: the option that asks for it, and its value.
-      devices: those of the mesh. Ahead-of-time devices that report no memory kinds are accepted.
+      what: the option that requires it and its value, such as `offload.moments=True`.
+      devices: the devices of the mesh. Ahead-of-time devices that report no memory kinds are accepted.
     """
     try:
         kinds = [memory.kind for memory in devices[0].addressable_memories()]
@@ -44,12 +44,12 @@ def problems(what: str, devices: Sequence[Any]) -> list[str]:
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """Returns the same sharding in the memory of the hosts."""
+    """Returns the same sharding in host memory."""
     return sharding.with_memory_kind(HOST)
 
 
 def is_on_host(sharding: Any) -> bool:
-    """Returns whether a sharding is in the memory of the hosts."""
+    """Returns whether a sharding is in host memory."""
     return sharding.memory_kind == HOST
 
 
@@ -59,7 +59,7 @@ def fetched(tree: Any, shardings: Any, after: jax.Array | None = None) -> Any:
     Args:
       tree: arrays.
       shardings: the same structure; the sharding of each.
-      after: copies wait until this is computed; None leaves the time to the compiler.
+      after: copies start after this array is computed; None: the compiler decides when.
     """
 
     def fetch(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Logical axes and rules -> the sharding of one array. What the rules say is done, or refused.
+"""Logical axes and rules -> the sharding of one array.
 
-A sharding that is impossible is a UserError, and no other one takes its place: an array that was meant to be split and
-is replicated instead would cost memory and traffic unseen.
+A sharding that is impossible raises a UserError. There is no fallback to replication, which would cost memory and
+communication without notice.
 """
 
 import math
@@ -16,7 +16,7 @@ from meshtrain.words.errors import UserError, unknown
 Names = tuple[str | None, ...]
 Column = Mapping[str, tuple[str, ...]]
 
-# Logical axes of dims that stack whole weights, such as all layers' in one array.
+# Logical axes of dims that stack the weights of several layers in one array.
 STACKED = ("chunks", "layers")
 
 
@@ -30,21 +30,21 @@ def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh
       column: logical axis -> mesh axes: one column of the rules.
       mesh_shape: the size of each mesh axis.
     """
-    found = name_problems(path, shape, names, column, mesh_shape)
+    lines = name_problems(path, shape, names, column, mesh_shape)
     if len(names) != len(shape):
-        return found
+        return lines
     where = f"{path}: shape {tuple(shape)}"
     for dim in uneven_dims(shape, names, column, mesh_shape):
         name = names[dim]
         assert name is not None
-        found.append(_uneven(f"{where}: dim {dim}", shape[dim], name, column[name], mesh_shape))
-    return found
+        lines.append(_uneven(f"{where}: dim {dim}", shape[dim], name, column[name], mesh_shape))
+    return lines
 
 
 def name_problems(
     path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
 ) -> list[str]:
-    """Returns one line for each name that is unknown, missing or too many, or splits by an axis that is taken.
+    """Returns one line for each problem with the names: unknown, too few, too many, or a mesh axis used twice.
 
     For the arguments see `problems`.
     """
@@ -55,28 +55,28 @@ def name_problems(
             f"{where}: got {len(names)} logical axes {tuple(names)} for {len(shape)} dims; "
             f"allowed: one for each dim; nearest: {fitted}"
         ]
-    found = []
+    lines = []
     taken: dict[str, int] = {}
     for dim, name in enumerate(names):
         if name is None:
             continue
         if name not in column:
-            found.append(unknown(f"{where}: logical axis of dim {dim}", name, tuple(column)))
+            lines.append(unknown(f"{where}: logical axis of dim {dim}", name, tuple(column)))
             continue
         for axis in column[name]:
             if axis in taken:
                 freed = tuple(None if i == dim else n for i, n in enumerate(names))
-                found.append(
+                lines.append(
                     f"{where}: mesh axis '{axis}' (size {mesh_shape[axis]}) would split both dim {taken[axis]} "
                     f"'{names[taken[axis]]}' and dim {dim} '{name}'; allowed: one dim of an array for each mesh axis; "
                     f"nearest: {freed}"
                 )
             taken.setdefault(axis, dim)
-    return found
+    return lines
 
 
 def uneven_dims(shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> list[int]:
-    """Returns the dims of an array that their mesh axes do not divide; unknown names are passed over."""
+    """Returns the dims of an array that their mesh axes do not divide; unknown names are skipped."""
     return [
         dim
         for dim, (size, name) in enumerate(zip(shape, names, strict=True))
@@ -85,7 +85,7 @@ def uneven_dims(shape: Sequence[int], names: Names, column: Column, mesh_shape: 
 
 
 def num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
-    """Returns the number of shards that mesh axes make together."""
+    """Returns the number of shards over some mesh axes: the product of their sizes."""
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
@@ -102,9 +102,9 @@ def _uneven(where: str, size: int, name: str, axes: Sequence[str], mesh_shape: M
 
 
 def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> PartitionSpec:
-    """Returns where one array lives.
+    """Returns the spec of one array.
 
-    Mesh axes of size 1 are left out, and so are trailing unsplit dims: one placement, one text.
+    It has no mesh axes of size 1 and no trailing None, so equal shardings have equal specs.
 
     Args:
       path: what the array is called in an error.
@@ -116,21 +116,21 @@ def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_sha
     Raises:
       UserError: see `problems`.
     """
-    found = problems(path, shape, names, column, mesh_shape)
-    if found:
-        raise UserError(*found)
+    lines = problems(path, shape, names, column, mesh_shape)
+    if lines:
+        raise UserError(*lines)
     return _spec(names, column, [axis for axis in mesh_shape if mesh_shape[axis] > 1])
 
 
 def _spec(names: Names, column: Column, axes: Sequence[str]) -> PartitionSpec:
-    """The spec of names known to be good, with only `axes` in it."""
+    """Returns the spec of names without problems, restricted to the mesh axes `axes`."""
     return spec_of_dims(
         [tuple(axis for axis in (column[name] if name is not None else ()) if axis in axes) for name in names]
     )
 
 
 def spec_of_dims(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """Returns the spec of the mesh axes of each dim, without trailing unsplit dims: one placement, one text."""
+    """Returns the spec with these mesh axes for each dim, without trailing None: equal shardings have equal specs."""
     parts = [names[0] if len(names) == 1 else names or None for names in axes]
     while parts and parts[-1] is None:
         parts.pop()
@@ -144,14 +144,14 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 
 
 def is_names(leaf: Any) -> TypeGuard[Names]:
-    """Returns whether a node of a tree is one array's logical axes (and not a container, such as a namedtuple)."""
+    """Returns whether a node of a tree is the logical axes of one array, and not a container such as a namedtuple."""
     return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
 
 
 def activation_sharding(
     shape: Sequence[int], names: Names, rules: Rules, mesh: Mesh, path: str = "activation"
 ) -> NamedSharding:
-    """Returns where an activation or an input (a batch: ("batch", "sequence")) lives.
+    """Returns the sharding of an activation or an input by the activation rules.
 
     Raises:
       UserError: see `problems`.

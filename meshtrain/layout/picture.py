@@ -1,7 +1,7 @@
-"""Pictures of the mesh, as text and as an image: which device works on which share of batch, layers and weights.
+"""Pictures of the mesh, as text and as an image: which device has which shard of batch, layers and weights.
 
-Blocks (panels) are the axes that only split the batch, such as data; the stages of the pipeline go downwards, and the
-axes that split weights (fsdp, tensor) across.
+There is a block (a panel) for each index of the axes that only split the batch, such as data. In a block, the stages of
+the pipeline are rows, and the axes that split weights (fsdp, tensor) are columns.
 """
 
 import itertools
@@ -21,17 +21,17 @@ SLICE_COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#c0392b
 
 
 def _weight_axes() -> tuple[str, ...]:
-    """The axes that split the weights of one stage, in mesh order."""
+    """Returns the axes that split the weights of one stage, in mesh order."""
     return tuple(axis for axis in AXES if axis in (*axes.storage_axes(), *axes.model_axes()) and axis != PIPELINE)
 
 
 def _block_axes() -> tuple[str, ...]:
-    """The axes over which whole stages are replicated, in mesh order."""
+    """Returns the axes over which whole stages are replicated, in mesh order."""
     return tuple(axis for axis in AXES if axis not in (PIPELINE, *_weight_axes()))
 
 
 def _shown(shape: Mapping[str, int]) -> dict[str, list[int]]:
-    """Returns the indices to draw of each axis: all of a small mesh; else the longest axes lose their middle."""
+    """Returns the indices to draw of each axis: all of a small mesh, the ends of the longest axes of a large one."""
     room = {axis: shape[axis] for axis in AXES}
     while math.prod(room.values()) > MAX_DEVICES_SHOWN:
         room[max(room, key=lambda axis: room[axis])] -= 1
@@ -44,7 +44,7 @@ def _positions(indices: Mapping[str, Sequence[int]], names: Sequence[str]) -> li
 
 
 def _index(shape: Mapping[str, int], at: Mapping[str, int], names: Sequence[str] = AXES) -> int:
-    """Row-major index of a position: ((data * P + pipeline) * F + fsdp) * N + tensor, or the same of fewer axes."""
+    """Returns the row-major index of a position: ((data * P + pipeline) * F + fsdp) * N + tensor, or of fewer axes."""
     index = 0
     for axis in names:
         index = index * shape[axis] + at[axis]
@@ -52,7 +52,7 @@ def _index(shape: Mapping[str, int], at: Mapping[str, int], names: Sequence[str]
 
 
 def _gap(shape: Mapping[str, int], positions: Sequence[Mapping[str, int]], i: int, names: Sequence[str]) -> bool:
-    """Whether positions are left out before the i-th one that is shown."""
+    """Returns whether positions are left out before the i-th one that is shown."""
     return i > 0 and _index(shape, positions[i], names) != _index(shape, positions[i - 1], names) + 1
 
 
@@ -63,12 +63,12 @@ def _title(shape: Mapping[str, int]) -> str:
 
 
 def _heading(shape: Mapping[str, int], at: Mapping[str, int], always: str = "") -> str:
-    """`data 0, fsdp 1`: the indices along axes larger than 1, and along `always`."""
+    """Returns the indices along axes larger than 1 and along `always`, such as `data 0, fsdp 1`."""
     return ", ".join(f"{axis} {index}" for axis, index in at.items() if shape[axis] > 1 or axis == always)
 
 
 def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
-    """Which shares of the batch the devices of one block work on."""
+    """Returns which shards of the batch the devices of one block compute, as text."""
     names = axes.batch_axes()
     inside = {axis: range(shape[axis]) for axis in names if axis not in block}
     held = sorted(_index(shape, {**block, **at}, names) + 1 for at in _positions(inside, list(inside)))
@@ -83,7 +83,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     """Returns a picture of a mesh in letters: a block for each index of data, stages downwards, fsdp and tensor across.
 
     Args:
-      shape: the size of each axis. Of a large mesh the middle is left out.
+      shape: the size of each axis. The middle of a large mesh is left out.
     """
     shown = _shown(shape)
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
@@ -111,7 +111,7 @@ def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
     Panels are the indices of data, rows the stages of the pipeline, columns fsdp and tensor.
 
     Args:
-      shape: the size of each axis. Of a large mesh the middle is left out.
+      shape: the size of each axis. The middle of a large mesh is left out.
       path_png: the file to write; its ending chooses the format.
     """
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
 
 
 def _note(shape: Mapping[str, int]) -> str:
-    """What the slices of the cards stand for."""
+    """Returns the caption: what the slices of the cards mean."""
     into = [f"{axis} into {'rows' if axis in axes.storage_axes() else 'columns'}" for axis in _weight_axes()
             if shape[axis] > 1]  # fmt: skip
     split = f" Weights are split by {' and by '.join(into)}." if into else ""
@@ -150,7 +150,7 @@ def _note(shape: Mapping[str, int]) -> str:
 
 
 def _stages(canvas: Any, y: float, stages: Sequence[int]) -> None:
-    """The labels of the stages, left of a row of panels."""
+    """Draws the labels of the stages, left of a row of panels."""
     for j, p in enumerate(stages):
         before = "…\n" if j > 0 and p != stages[j - 1] + 1 else ""
         canvas.text(0.98, y + 0.62 + j * 1.5 + 0.65, f"{before}{PIPELINE} {p}", fontsize=9, ha="right", va="center")
@@ -165,7 +165,7 @@ def _cards(
     stages: Sequence[int],
     across: Sequence[Mapping[str, int]],
 ) -> None:
-    """The cards of one panel, and the headings of its columns."""
+    """Draws the cards of one panel, and the headings of its columns."""
     for k, at in enumerate(across):
         left = x + 0.2 + k * 1.12
         canvas.text(left + 0.5, y + 0.46, _heading(shape, at), fontsize=7, ha="center", va="center")
@@ -185,7 +185,7 @@ def _box(
 
 
 def _card(canvas: Any, x: float, y: float, shape: Mapping[str, int], at: Mapping[str, int]) -> None:
-    """One device: its share of the batch on top, its layers at the left, its shard of each weight at the right."""
+    """Draws one device: its shard of the batch on top, its layers on the left, its shard of weights on the right."""
     stage = at[PIPELINE]
     paper, ink = STAGE_COLOURS[stage % len(STAGE_COLOURS)], SLICE_COLOURS[stage % len(SLICE_COLOURS)]
     _box(canvas, x + 0.05, y + 0.05, 1.0, 1.36, "#c9ced6", "#c9ced6", rounding=0.08)
@@ -209,7 +209,7 @@ def _card(canvas: Any, x: float, y: float, shape: Mapping[str, int], at: Mapping
 def _slices(
     canvas: Any, frame: tuple[float, float, float, float], grid: tuple[int, int], own: tuple[int, int], ink: str
 ) -> None:
-    """A rectangle cut into rows and columns, one piece of it filled."""
+    """Draws a rectangle that is cut into rows and columns, with one piece filled."""
     x, y, width, height = frame
     (num_rows, num_columns), (row, column) = grid, own
     _box(canvas, x, y, width, height, "white", "#8c95a3")

@@ -21,9 +21,9 @@ class Placement:
 
     Attributes:
       rules: the table; None means one device without shardings.
-      mesh: the mesh; None as well then.
-      keeps_gathered: whether a weight that the forward pass gathered is a residual of the backward pass; otherwise the
-        backward pass gathers it again, under every policy of `remat`.
+      mesh: the mesh; None exactly where `rules` is None.
+      keeps_gathered: whether a weight gathered in the forward pass is a residual of the backward pass. Otherwise the
+        backward pass gathers it again, whatever `remat.policy` is.
     """
 
     rules: Rules | None
@@ -78,7 +78,7 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """The platform of the mesh's devices (`cpu`, `tpu`, `gpu`, ...), also of a cluster that is only described."""
+        """The platform of the mesh's devices (`cpu`, `tpu`, `gpu`, ...), real or ahead-of-time."""
         platform: str = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
         return platform
 
@@ -111,7 +111,7 @@ class Placement:
         axes: frozenset[str] | None = None,
         is_opaque: bool = False,
     ) -> Callable[..., Any]:
-        """Returns `function` run on each device's shards; see `on_shards` below. The function itself on one device."""
+        """Returns `function` run on each device's shards; on one device, the function itself. See `on_shards` below."""
         if self.mesh is None:
             return function
         return on_shards(self.mesh, function, in_specs, out_specs, axes=axes, is_opaque=is_opaque)
@@ -137,18 +137,18 @@ def on_shards(
     Inside another manual region it nests: it takes the abstract mesh of that region, and axes that are manual there
     are neither entered again nor named in specs (arrays are local along them already).
 
-    `check_vma=False` transposes a psum into another psum, so differentiate inside the region and not through it, or
-    give what contains it a backward pass of its own.
+    With `check_vma=False` a psum is transposed to another psum. So differentiate inside the region, not through it, or
+    define the backward pass of the function that contains it (`jax.custom_vjp`).
 
     Args:
       mesh: the mesh.
       function: what one device does with its shards. With `axes` it may use collectives over them.
-      in_specs: of the arguments. Axes that do not become manual here are left out of them.
+      in_specs: of the arguments. Axes that do not become manual here are dropped from them.
       out_specs: of the results, likewise.
-      axes: the axes to make manual. None means every axis that the partitioner has here, and then nothing is entered
-        where none of them splits anything.
-      is_opaque: the function brings a partitioning rule of its own (a library's kernel), which has to see all axes as
-        manual, those of size 1 too. Otherwise these are left to the partitioner, which compiles faster.
+      axes: the axes to make manual. None means all axes that are not manual here yet. If all of those have size 1, the
+        function is returned without a region, which compiles faster.
+      is_opaque: whether the function contains a library's kernel with a partitioning rule of its own. Such a kernel
+        needs all axes to be manual, those of size 1 too, so a region is entered on every mesh of several devices.
     """
     assert axes is None or axes <= set(mesh.axis_names), f"no such axes of the mesh: {axes}"
     partitioned = _automatic(mesh)
@@ -181,7 +181,7 @@ def manual_specs(specs: Any, axes: frozenset[str]) -> Any:
 
 
 def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the mesh axes that a spec names, in its order."""
+    """Returns the mesh axes in a spec, in their order."""
     return tuple(axis for dim in axes_of_dims(spec, len(spec)) for axis in dim)
 
 

@@ -11,14 +11,14 @@ from meshtrain.words.options import option
 
 @dataclasses.dataclass(frozen=True)
 class LayoutOptions:
-    """What can be chosen about placement beyond the mesh."""
+    """The options of placement besides the mesh."""
 
-    sequence_parallel: bool = option(False, "split norms and residuals along the sequence over the tensor axis")
+    sequence_parallel: bool = option(False, "shard the sequence dim of norms and residuals over the tensor axis")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Where one logical axis goes.
+    """The mesh axes that split one logical axis.
 
     Attributes:
       name: the logical axis.
@@ -37,7 +37,7 @@ class Rules:
 
     Attributes:
       entries: one rule for each logical axis.
-      own: names of the rules a user brought: each has to match at least one weight if it splits weights.
+      own: names of the user's own rules: each that splits weights has to match at least one weight.
       storage_axes: mesh axes that split weights for storage only: a weight is gathered over them before it computes.
     """
 
@@ -78,19 +78,19 @@ class Rules:
 
     @property
     def gathered(self) -> Mapping[str, tuple[str, ...]]:
-        """Logical axis -> mesh axes, for a weight at work inside a block: the storage axes are gone, tensor stays."""
+        """Logical axis -> mesh axes, for a weight gathered to compute: its stored axes without the storage axes."""
         return {
             rule.name: tuple(axis for axis in rule.parameters if axis not in self.storage_axes) for rule in self.entries
         }
 
 
 def default_rules(options: LayoutOptions) -> Rules:
-    """Returns the table for the built-in models; `extend` adds the logical axes of a model of one's own.
+    """Returns the table for the built-in models; `extend` adds the logical axes of other models.
 
-    Megatron's tensor parallelism (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first product of a
-    pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) splits what
-    stands between the pairs, the residual stream, along the sequence over the same axis. Every axis that splits the
-    batch or stores weights (`axes.py`) is in the rows `batch` and `embed`.
+    Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first matmul
+    of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) shards the
+    residual stream between the pairs along the sequence, over the same axis. The row `batch` has every axis that splits
+    the batch, and the row `embed` every axis that stores weights (`axes.py`).
 
     >>> rules = default_rules(LayoutOptions())
     >>> rules.parameters["vocab"], rules.parameters["heads"], rules.parameters["norm"]
@@ -123,14 +123,14 @@ def default_rules(options: LayoutOptions) -> Rules:
 
 
 def extend(rules: Rules, *own: Rule) -> Rules:
-    """Returns the table with a user's rules in it; a rule of the same name takes the place of the one that was there.
+    """Returns the table with a user's rules added; each replaces the rule of the same name.
 
     >>> rules = extend(default_rules(LayoutOptions()), Rule("rows"), Rule("mlp", parameters=("fsdp", "tensor")))
     >>> rules.parameters["rows"], rules.parameters["mlp"]
     ((), ('fsdp', 'tensor'))
 
     Args:
-      rules: the table so far.
+      rules: the table to extend.
       *own: the user's rules.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Where each stored array lives, at every ZeRO level: one function of shape, logical axes, rules, mesh and level.
+"""The sharding of each stored array at every ZeRO level, from shape, logical axes, rules, mesh and level.
 
-The rules split a weight over the mesh axes of its logical axes. Data, which replicates weights at level 0, splits one
-more dim of what the level says: moments from level 1 on, the sums of gradients at level 2 and 3, parameters at level 3
+The rules split a weight over the mesh axes of its logical axes. The data axis replicates weights at level 0. At higher
+levels it splits one more dim: of moments from level 1 on, of gradient sums from level 2 on, of parameters at level 3
 (`zero.py`).
 """
 
@@ -29,8 +29,8 @@ class Stored:
       parameter: of the weight.
       gradient: of the float32 sum to which the gradient of each microbatch is added.
       moment: of the optimizer's moments, and of the gradient that the optimizer gets.
-      num_dims: of the weight.
-      data_dim: the dim that data splits from its level on, counted from the end (-1 is the last); 0: none.
+      num_dims: the weight's number of dims.
+      data_dim: the dim that data splits in the arrays of the level, counted from the end (-1 is the last); 0: none.
     """
 
     parameter: PartitionSpec
@@ -53,12 +53,12 @@ def stored(
     level: int,
     path: str = "array",
 ) -> Stored:
-    """Returns where a weight and the arrays of its shape live.
+    """Returns the sharding of a weight and of the arrays of its shape.
 
     Args:
       shape: of the weight, or of an array of the optimizer's state.
       names: a logical axis or None for each dim.
-      rules: their column `parameters` counts.
+      rules: the table, whose column `parameters` is read.
       mesh_shape: the size of each mesh axis.
       level: of ZeRO.
       path: what the array is called in an error.
@@ -80,9 +80,10 @@ def stored(
 
 
 def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shape: Mapping[str, int]) -> int:
-    """Returns which dim of an array data splits, counted from the end; 0 for none.
+    """Returns the dim of an array that data splits, counted from the end; 0 for none.
 
-    The first dim whose shard divides by the axis; never that of the layers, which are computed one by one.
+    It is the first dim whose shard divides by the size of data. The dim that stacks layers is never split, because the
+    layers are computed one after the other.
     """
     dims = axes_of_dims(spec, len(shape))
     if mesh_shape[DATA] == 1 or any(DATA in axes for axes in dims):
@@ -104,7 +105,7 @@ def stored_tree(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping
       level: of ZeRO.
 
     Raises:
-      UserError: the first weight that cannot be split so; `fit.problems` finds all.
+      UserError: the first weight that cannot be split; `fit.problems` returns the problems of all weights.
     """
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     leaves = [

@@ -1,4 +1,4 @@
-"""Trees of arrays: the path and the bytes of each leaf, and a tree cut in two."""
+"""Trees of arrays: the path and the bytes of each leaf, and a tree split in two by a mask."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ def num_bytes(array: Any) -> int:
 
 
 def select(tree: Any, mask: Any) -> tuple[Any, Any]:
-    """Returns (the leaves where the mask is true, the others), two trees like this one with None for what they lack.
+    """Returns (the leaves where the mask is true, the others), two trees like this one with None for missing leaves.
 
-    `jax.tree` functions skip a None, so each of the two counts as a tree of fewer leaves.
+    `jax.tree` functions skip None, so each of the two acts as a tree of fewer leaves.
 
     >>> select({"up": 1.0, "down": 2.0}, {"up": True, "down": False})
     ({'down': None, 'up': 1.0}, {'down': 2.0, 'up': None})
@@ -45,7 +45,7 @@ def select(tree: Any, mask: Any) -> tuple[Any, Any]:
 
 
 def merged(chosen: Any, others: Any) -> Any:
-    """Returns the tree that `select` cut in two: each leaf from the one that has it."""
+    """Returns the tree that `select` split: each leaf from the tree in which it is not None."""
     if others is None:
         return chosen
     return jax.tree.map(lambda x, y: y if x is None else x, chosen, others, is_leaf=lambda leaf: leaf is None)

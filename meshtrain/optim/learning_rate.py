@@ -66,22 +66,22 @@ class LearningRateOptions:
 
 def check(options: LearningRateOptions, path: str = "learning_rate") -> list[str]:
     """Returns one line for each problem that `options.problems` does not see: limits from above and across fields."""
-    found = []
+    lines = []
     for name in ("final_fraction", "stable_fraction"):
         value = getattr(options, name)
         if value > 1:
-            found.append(f"{path}.{name}: got {value}; allowed: 0 to 1, a share; nearest: 1.0")
+            lines.append(f"{path}.{name}: got {value}; allowed: 0 to 1, a share; nearest: 1.0")
     if options.name in ("linear", "cosine", "warmup_stable_decay") and 0 < options.decay_steps <= options.warmup_steps:
-        found.append(
+        lines.append(
             f"{path}.decay_steps: got {options.decay_steps}; allowed: 0 (num_steps), or more than "
             f"{path}.warmup_steps = {options.warmup_steps}; nearest: {options.warmup_steps + 1}"
         )
     if options.batch_scaling != "none" and options.base_batch_size == 0:
-        found.append(
+        lines.append(
             f"{path}.base_batch_size: got 0; allowed with {path}.batch_scaling '{options.batch_scaling}': at least 1, "
             f"the batch_size that the peak was tuned for; nearest: {path}.batch_scaling 'none'"
         )
-    return found
+    return lines
 
 
 def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: int, batch_size: int) -> Schedule:
@@ -123,9 +123,9 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
     Raises:
       UserError: options out of bounds, one line each.
     """
-    found = problems(options, "learning_rate") + check(options)
-    if found:
-        raise UserError(*found)
+    lines = problems(options, "learning_rate") + check(options)
+    if lines:
+        raise UserError(*lines)
     factor = _batch_factor(options, batch_size)
     if options.name == "noam":
         return _noam(factor * options.noam_factor, embed_dim, max(options.warmup_steps, 1))

@@ -101,9 +101,9 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
     Raises:
       UserError: options out of bounds, one line each.
     """
-    found = problems(options, "optimizer") + check(options)
-    if found:
-        raise UserError(*found)
+    lines = problems(options, "optimizer") + check(options)
+    if lines:
+        raise UserError(*lines)
     weight_decay = 0.0 if options.name == "adam" else options.weight_decay
     return optax.chain(
         _direction(options, logical_axes),

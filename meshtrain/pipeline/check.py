@@ -55,10 +55,10 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
     out_of_bounds = min(num_microbatches, options.num_chunks) < 1 or options.schedule not in schedules.NAMES
     if num_stages <= 1 or out_of_bounds:
         return []
-    found = []
+    lines = []
     parts = num_stages * options.num_chunks
     if num_layers % parts:
-        found.append(
+        lines.append(
             f"model.num_layers: got {num_layers}; allowed: multiples of mesh.pipeline {num_stages} x "
             f"pipeline.num_chunks {options.num_chunks} = {parts}; nearest: {parts * max(1, round(num_layers / parts))}"
         )
@@ -66,8 +66,8 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
         schedule = chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)
         prove(schedule)
     except UserError as error:
-        return found + list(error.problems)
-    return found + refusals(schedule)
+        return lines + list(error.problems)
+    return lines + refusals(schedule)
 
 
 def refusals(schedule: Schedule) -> list[str]:
@@ -94,9 +94,9 @@ def prove(schedule: Schedule) -> None:
 
     An action may depend on actions of *earlier rows* only: results are sent to the neighbour between two rows.
     """
-    found = _incomplete(schedule) or _violated(schedule)
-    if found:
-        raise UserError(*found)
+    lines = _incomplete(schedule) or _violated(schedule)
+    if lines:
+        raise UserError(*lines)
 
 
 def _incomplete(schedule: Schedule) -> list[str]:

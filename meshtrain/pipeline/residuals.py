@@ -33,7 +33,7 @@ def inspect(layer: Layer, weights: Params, x: Any, mask: Any = None) -> LayerSum
     closed, (residuals, sums) = jax.make_jaxpr(outputs, return_shape=True)(weights, x)
     own = jax.tree.leaves(weights)
     is_copy = from_inputs_alone(closed.jaxpr, len(own))[: len(residuals)]
-    copies = [leaf for leaf, found in zip(residuals, is_copy, strict=True) if found]
+    copies = [leaf for leaf, copied in zip(residuals, is_copy, strict=True) if copied]
     if num_bytes(copies) > WARN_ABOVE * num_bytes(own):
         arrays = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in copies)
         warn(

@@ -90,11 +90,11 @@ def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: i
         line = unknown("pipeline.schedule", name, NAMES)
         return [line if "did you mean" in line else f"{line}; nearest: 1f1b"]
     counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
-    found = [
+    lines = [
         f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
     ]
-    if found:
-        return found
+    if lines:
+        return lines
     size = num_stages * num_microbatches * num_chunks
     if size > MAX_SIZE:
         near = max(1, MAX_SIZE // (num_stages * num_chunks))
@@ -103,19 +103,19 @@ def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: i
             f"allowed: a table of at most {MAX_SIZE}; nearest: {near} microbatches"
         ]
     if num_chunks > 1 and name != "interleaved_1f1b":
-        found.append(f"pipeline.num_chunks: got {num_chunks}; allowed for {name}: 1; nearest: 1, or interleaved_1f1b")
+        lines.append(f"pipeline.num_chunks: got {num_chunks}; allowed for {name}: 1; nearest: 1, or interleaved_1f1b")
     if name == "interleaved_1f1b" and num_microbatches % num_stages:
         legal = num_stages * max(1, round(num_microbatches / num_stages))
-        found.append(
+        lines.append(
             f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: multiples of its {num_stages} "
             f"stages; nearest: {legal}"
         )
     if name == "zero_bubble_h1" and num_microbatches < num_stages:
-        found.append(
+        lines.append(
             f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: at least its {num_stages} stages; "
             f"nearest: {num_stages}"
         )
-    return found
+    return lines
 
 
 def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -144,9 +144,9 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
     Raises:
       UserError: an unknown name, or numbers for which the schedule has no table.
     """
-    found = problems(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    if found:
-        raise UserError(*found)
+    lines = problems(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    if lines:
+        raise UserError(*lines)
     tables = {
         "gpipe": _gpipe,
         "1f1b": _interleaved_1f1b,

@@ -40,13 +40,13 @@ def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) 
         ("pipeline.num_microbatches", num_microbatches, schedule.num_microbatches, "microbatches"),
         ("pipeline.num_chunks", options.num_chunks, schedule.num_chunks, "chunks"),
     ]
-    found = [
+    lines = [
         f"{name}: got {got}; allowed: {has}, because the table {options.table} has {has} {what}; nearest: {has}"
         for name, got, has, what in pairs
         if got != has
     ]
-    if found:
-        raise UserError(*found)
+    if lines:
+        raise UserError(*lines)
     return schedule
 
 

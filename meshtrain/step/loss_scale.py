@@ -61,19 +61,19 @@ class LossScale:
 
 def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[str]:
     """Returns one line for each problem that `options.problems` does not see."""
-    found = []
+    lines = []
     if (options.initial >= MINIMUM and math.frexp(options.initial)[0] != 0.5) or options.initial > MAXIMUM:
         near = min(MAXIMUM, 2.0 ** round(math.log2(options.initial)))
-        found.append(
+        lines.append(
             f"loss_scale.initial: got {options.initial:g}; allowed: a power of two, {MINIMUM:g} to {MAXIMUM:g}; "
             f"nearest: {near:g}"
         )
     if options.mode == "none" and computes_in_float16:
-        found.append(
+        lines.append(
             "loss_scale.mode: got none with float16, whose gradients would be lost below 6e-8; allowed: auto, dynamic; "
             "nearest: loss_scale.mode=auto, or precision.policy=bfloat16"
         )
-    return found
+    return lines
 
 
 def scaling(options: LossScaleOptions, num_targets: int, *, computes_in_float16: bool) -> Scaling | None:
