@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from meshtrain import assemble, training
+from meshtrain import training
 from meshtrain.main import main
 from meshtrain.words.errors import Interrupted
-from tests.quick import QUICK
+from tests.quick import quick_steps
 
 NUM_STEPS, STOPPED_AT = 10, 5
 
@@ -103,15 +103,11 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
     return trained
 
 
-@contextlib.contextmanager
-def quick_steps() -> Iterator[None]:
-    """Compiles steps in less time; see `QUICK`: what is compared bit by bit here is made by one program."""
-    original = assemble.compiler_options
-    assemble.compiler_options = lambda device_kind: original(device_kind) | QUICK
-    try:
+@pytest.fixture(autouse=True)
+def _quick_steps() -> Iterator[None]:
+    """For tests that call the program's entry points themselves; what outlives a test has `quick_steps` of its own."""
+    with quick_steps():
         yield
-    finally:
-        assemble.compiler_options = original
 
 
 @contextlib.contextmanager

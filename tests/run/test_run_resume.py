@@ -34,8 +34,12 @@ def test_on_the_same_mesh_every_number_is_the_same(run, stopped, straight):
     jax.tree.map(np.testing.assert_array_equal, resumed.result.state, straight.result.state)
 
 
+@pytest.mark.slow
 def test_a_loss_scale_goes_on_where_it_was(run, stopped, tmp_path):
-    """The scale is too large, comes down, and grows again: five steps without these memories would go another way."""
+    """The scale is too large, comes down, and grows again: five steps without these memories would go another way.
+
+    That every array of the state comes back is what tests/store shows faster.
+    """
     changes = ("precision.policy=float16", "loss_scale.initial=16777216", "loss_scale.growth_steps=3", *FSDP)
     whole, resumed = run(tmp_path / "run", *changes), run(stopped(*changes), *changes)
     scales = [[row["loss_scale"] for row in ran.rows if "loss" in row] for ran in (whole, resumed)]
