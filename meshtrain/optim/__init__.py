@@ -1,1 +1,1 @@
-"""HOW do weights move? Learning rates, decay masks, optimizers."""
+"""HOW do weights move? Learning rates, optimizers, and which weights are trained or decay."""

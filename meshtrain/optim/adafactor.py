@@ -23,12 +23,14 @@ SMALLEST_FACTORED_DIM = 128
 
 
 class FactoredState(NamedTuple):
-    """The second moments. A matrix has `row` and `column`, any other weight `full`; the others are a `MaskedNode`.
+    """The second moments: `row` and `column` for a factored matrix, `full` for any other weight.
+
+    The fields that a weight does not use have a `MaskedNode` in its place.
 
     Attributes:
       num_updates: int32 scalar, updates done.
-      row: float32, the mean over the output dims, which have size 1.
-      column: float32, the mean over the reduction dims, which have size 1.
+      row: float32, the mean over the output dims, kept with size 1.
+      column: float32, the mean over the reduction dims, kept with size 1.
       full: float32, of the weight's shape.
     """
 

@@ -18,7 +18,7 @@ NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_
 BATCH_SCALINGS = ("none", "linear", "sqrt")
 
 Schedule = Callable[[jax.Array | int], jax.Array]
-# Updates since a stretch began -> the rate as a share of the peak.
+# Updates since a part of the schedule began -> the rate as a share of the peak.
 Share = Callable[[jax.Array], jax.Array]
 
 
@@ -26,7 +26,7 @@ Share = Callable[[jax.Array], jax.Array]
 class LearningRateOptions:
     """The learning rate over the run."""
 
-    name: str = option("cosine", "what follows the warm-up", choices=NAMES)
+    name: str = option("cosine", "the schedule after the warm-up", choices=NAMES)
     peak: float = option(
         1e-3,
         "highest learning rate; without effect on noam, see noam_factor",
@@ -42,7 +42,7 @@ class LearningRateOptions:
     )
     final_fraction: float = option(
         0.1,
-        "share of the peak where linear, cosine and ...decay end",
+        "share of the peak at the end of linear, cosine and warmup_stable_decay",
         minimum=0.0,
         only_for={"name": ("linear", "cosine", "warmup_stable_decay")},
     )
@@ -52,9 +52,7 @@ class LearningRateOptions:
         minimum=0.0,
         only_for={"name": ("warmup_stable_decay",)},
     )
-    noam_factor: float = option(
-        1.0, "factor of noam, in the place of the peak", minimum=0.0, only_for={"name": ("noam",)}
-    )
+    noam_factor: float = option(1.0, "factor of noam, which has no peak", minimum=0.0, only_for={"name": ("noam",)})
     batch_scaling: str = option("none", "multiply by batch_size / base_batch_size or its root", choices=BATCH_SCALINGS)
     base_batch_size: int = option(
         0,
@@ -65,7 +63,7 @@ class LearningRateOptions:
 
 
 def check(options: LearningRateOptions, path: str = "learning_rate") -> list[str]:
-    """Returns one line for each problem that `options.problems` does not see: limits from above and across fields."""
+    """Returns one line for each problem that `options.problems` does not check: limits from above and across fields."""
     lines = []
     for name in ("final_fraction", "stable_fraction"):
         value = getattr(options, name)
@@ -99,9 +97,9 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
         warmup_stable_decay  peak, then linear in the last 1 - stable_fraction   Hu et al. 2024
 
     The first update of a warm-up has the rate peak / w. The decay reaches f at count T, one update after the last, so
-    the last update still has a rate above 0 where f = 0. A run shorter than its warm-up ends before the peak. Noam with
-    w = 0 is noam with w = 1. A run that is continued with another num_steps gets another decay, unless decay_steps is
-    set.
+    the last update still has a rate above 0 where f = 0. A run shorter than its warm-up ends before the peak. Noam
+    computes with w = 1 where w = 0. A run that is continued with another num_steps gets another decay, unless
+    decay_steps is set.
 
     The rate is multiplied by batch_size / base_batch_size where batch_scaling is "linear" (Goyal et al. 2017), and by
     the square root of that where it is "sqrt" (Malladi et al. 2022, for Adam and its relatives).
@@ -112,7 +110,7 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
     [0.0001, 0.001, 0.00055, 0.0001]
 
     Args:
-      options: name, peak, and lengths of the stretches.
+      options: the options of the learning rate.
       num_steps: updates in the run.
       embed_dim: width of the model (noam).
       batch_size: sequences in the global batch.
@@ -129,7 +127,7 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
     factor = _batch_factor(options, batch_size)
     if options.name == "noam":
         return _noam(factor * options.noam_factor, embed_dim, max(options.warmup_steps, 1))
-    starts, shares = zip(*_stretches(options, options.decay_steps or num_steps), strict=True)
+    starts, shares = zip(*_parts(options, options.decay_steps or num_steps), strict=True)
     share_of_peak = optax.join_schedules((_warmup(options.warmup_steps), *shares), starts)
 
     def schedule(count: jax.Array | int) -> jax.Array:
@@ -157,8 +155,8 @@ def _warmup(warmup_steps: int) -> Share:
     return lambda count: (count + 1).astype(jnp.float32) / max(warmup_steps, 1)
 
 
-def _stretches(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
-    """Returns (first count, share of the peak) of each stretch after the warm-up.
+def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
+    """Returns (first count, share of the peak) of each part of the schedule after the warm-up.
 
     Args:
       options: with any name but noam.
@@ -184,11 +182,11 @@ def _stretches(options: LearningRateOptions, end: int) -> list[tuple[int, Share]
     def inverse_sqrt(count: jax.Array) -> jax.Array:
         return jnp.sqrt(max(first, 1) / (first + count + 1).astype(jnp.float32))
 
-    stretches: dict[str, list[tuple[int, Share]]] = {
+    parts: dict[str, list[tuple[int, Share]]] = {
         "constant": [(first, constant)],
         "linear": [(first, linear(first))],
         "cosine": [(first, cosine)],
         "inverse_sqrt": [(first, inverse_sqrt)],
         "warmup_stable_decay": [(first, constant), (start_of_decay, linear(start_of_decay))],
     }
-    return stretches[options.name]
+    return parts[options.name]

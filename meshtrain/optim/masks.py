@@ -1,4 +1,4 @@
-"""Which weights decay, and which are matrices: both follow from the logical axes of a weight.
+"""Which weights decay, and which are matrices, from the logical axes of each weight.
 
 Logical axes are a tuple for each weight, a name or None for each dim, such as ("layers", "embed", "heads", "head_dim").
 Leading dims whose names are in `STACKED` stack whole weights; all other dims belong to one weight.
@@ -12,7 +12,7 @@ Leading dims whose names are in `STACKED` stack whole weights; all other dims be
     biases                           layers, heads, head_dim / layers, mlp      no       no       no
     norms                            layers, norm                               no       no       no
 
-Tables decay as in GPT-2 and GPT-3 (Brown et al. 2020 name no exception for them), and a tied table is the head too.
+Tables decay as in GPT-2 and GPT-3 (Brown et al. 2020 name no exception for them). A tied table is also the head.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class MatrixDims(NamedTuple):
 
 
 def map_axes(function: Callable[[Names], Any], logical_axes: Any) -> Any:
-    """Returns the tree of the function's results, called with the logical axes of each weight."""
+    """Returns a tree with the function's result for the logical axes of each weight."""
     return jax.tree.map(function, logical_axes, is_leaf=is_names)
 
 

@@ -1,7 +1,7 @@
-"""Optimizers: a direction by name, then decoupled weight decay, then the learning rate; logical axes of their states.
+"""Optimizers: a direction by name, decoupled weight decay, the learning rate; and the logical axes of their states.
 
-Adam, SGD and Lion are elementwise. Adafactor and Muon reduce over whole weights (not over stacked layers): run them
-under jit, where the partitioner inserts the collectives, and not in a manual region, where they would see shards.
+Adam, SGD and Lion are elementwise. Adafactor and Muon reduce over whole weights (not over stacked layers). Run them
+under jit, where the partitioner inserts the collectives. In a manual region they would reduce over local shards only.
 """
 
 import dataclasses
@@ -32,7 +32,9 @@ MUON_RMS = 0.2
 class OptimizerOptions:
     """How weights move along their gradients."""
 
-    name: str = option("adamw", "adafactor's learning rate counts in shares of a weight's size", choices=NAMES)
+    name: str = option(
+        "adamw", "the optimizer; adafactor's learning rate is relative to the size of each weight", choices=NAMES
+    )
     beta1: float = option(
         0.9,
         "decay of the first moment (adamw, adam, lion, muon outside its matrices)",
@@ -41,7 +43,7 @@ class OptimizerOptions:
     )
     beta2: float = option(
         0.95,
-        "decay of the second moment (the same); of lion's momentum, where 0.99 is usual",
+        "decay of the second moment (adamw, adam, muon outside its matrices) or of lion's momentum (0.99 is usual)",
         minimum=0.0,
         only_for={"name": ("adamw", "adam", "lion", "muon")},
     )
@@ -53,7 +55,7 @@ class OptimizerOptions:
     )
     weight_decay: float = option(
         0.1,
-        "times the learning rate; matrices and tables only; not in adam",
+        "decoupled weight decay of matrices and tables, times the learning rate; without effect on adam",
         minimum=0.0,
         only_for={"name": ("adamw", "sgd", "lion", "adafactor", "muon")},
     )
@@ -64,11 +66,13 @@ class OptimizerOptions:
         only_for={"name": ("sgd", "muon")},
     )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
-    trainable: str = option("", "regular expression found in the paths of trained weights, others frozen; '': all")
+    trainable: str = option(
+        "", "regular expression found in the paths of trained weights; other weights are frozen; '': all are trained"
+    )
 
 
 def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
-    """Returns one line for each problem that `options.problems` does not see: limits from above, and the pattern."""
+    """Returns one line for each problem that `options.problems` does not check: limits from above, and the pattern."""
     above = [
         f"{path}.{name}: got {getattr(options, name)}; allowed: at least 0 and below 1; nearest: 0.999"
         for name in ("beta1", "beta2", "momentum")
@@ -80,8 +84,9 @@ def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
 def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) -> optax.GradientTransformation:
     """Returns the optimizer: from float32 parameters and gradients to float32 updates to add to the parameters.
 
-    With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term is
-    there where `masks.decays` is true, and never for "adam". The step applies `clip_norm` and `trainable`.
+    With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term
+    applies to weights where `masks.decays` is true, and never with "adam". The step applies `clip_norm` and
+    `trainable`.
 
     >>> axes = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
     >>> adamw = optimizer(OptimizerOptions(weight_decay=0.5), lambda count: jnp.float32(0.01), axes)
@@ -131,8 +136,8 @@ def _direction(options: OptimizerOptions, logical_axes: Any) -> optax.GradientTr
 def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
     """Returns Muon (Jordan et al. 2024) for the hidden matrices of a tree that has a `MaskedNode` for any other weight.
 
-    The dims of each matrix are passed explicitly: by default optax takes exactly the weights of two dims for matrices,
-    which sends stacked layers to Adam and stacked norms to Muon.
+    The dims of each matrix are passed explicitly. By default optax treats exactly the weights of two dims as matrices,
+    so stacked layers would use Adam and stacked norms Muon.
     """
 
     def dimension_numbers(axes: Names) -> Any:
@@ -158,7 +163,7 @@ def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
 def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Names]:
     """Returns the logical axes of each array in an optimizer's state.
 
-    An array belongs to the parameter whose path is the end of its own path. A dim of the parameter's size has the
+    An array belongs to the parameter whose path is a suffix of its own path. A dim of the parameter's size has the
     parameter's logical axis (moments); any other dim has None (the means of a factored moment have dims of size 1).
     An array of no parameter (counts, constants), or of another rank than its parameter, has None for every dim.
 

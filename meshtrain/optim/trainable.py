@@ -16,7 +16,7 @@ OPTION = "optimizer.trainable"
 
 
 def check(pattern: str, path: str = OPTION) -> list[str]:
-    """Returns one line if the pattern is no regular expression."""
+    """Returns one line if the pattern is not a valid regular expression, else none."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -42,7 +42,7 @@ def trained_mask(pattern: str, params: Any) -> Any:
       params: arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      UserError: no path matches; the line names the nearest.
+      UserError: no path matches; the line names the nearest path.
     """
     paths = [path for path, _ in leaves_with_paths(params)]
     matches = [re.search(pattern, path) is not None for path in paths]
@@ -55,7 +55,7 @@ def trained_mask(pattern: str, params: Any) -> Any:
 
 
 def _nearest(pattern: str, paths: list[str]) -> str:
-    """Returns the path of which the whole or a part is most like the pattern."""
+    """Returns the path with the part most similar to the pattern (`difflib`); parts are split at slashes."""
 
     def likeness(path: str) -> float:
         names = path.split("/")

@@ -1,6 +1,6 @@
 """Gradients summed over microbatches, in float32.
 
-B: sequences in the global batch, M: microbatches, b = B / M.
+B: sequences in the global batch, M: microbatches, b: sequences in a microbatch, B / M.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ Axes = Mapping[str, Sequence[str | None]]
 
 
 def cut(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Cuts each entry [B, ...] into [b, M, ...]: microbatch m holds the examples m, m + M, m + 2 M, ...
+    """Returns the batch with each entry [B, ...] as [b, M, ...]: microbatch m holds examples m, m + M, m + 2 M, ...
 
     The reshape keeps each example on its device and needs no communication. Microbatches of consecutive examples would
     send the whole batch over the network.
@@ -32,7 +32,7 @@ def cut(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -
     Args:
       batch: name -> array of any rank.
       num_microbatches: M, a divisor of B.
-      placement: places the result: dims after the first stay split as the activation rules say.
+      placement: constrains the sharding of the result, by the activation rules.
       axes: the logical axes of each entry.
     """
 
@@ -45,7 +45,7 @@ def cut(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -
 
 
 def split(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes) -> Batch:
-    """Returns a copy of the microbatches of `cut`, each entry [M, b, ...] for `jax.lax.scan`."""
+    """Returns the microbatches of `cut` transposed to [M, b, ...] for `jax.lax.scan`; for the arguments see there."""
     microbatches = cut(batch, num_microbatches, placement, axes)
     return {name: placement.activation(x.swapaxes(0, 1), (None, *axes[name])) for name, x in microbatches.items()}
 
@@ -64,7 +64,7 @@ def accumulated(
     Args:
       loss: (params, microbatch, rng, train) -> sums.
       num_microbatches: M.
-      placement: places the microbatches.
+      placement: the sharding of the microbatches.
       replicas: reduces the gradients over the data axis.
       axes: the logical axes of each entry of the batch.
     """
@@ -108,7 +108,10 @@ def accumulated(
 def summed(
     loss: Callable[[Params, Batch, jax.Array, bool], Loss], num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
-    """Returns the function that computes the sums of a batch without gradients, one microbatch after the other."""
+    """Returns the function that computes the sums of a batch without gradients, one microbatch after the other.
+
+    The arguments are those of `accumulated`.
+    """
 
     def one(params: Params, batch: Batch, rng: jax.Array) -> Loss:
         return loss(params, batch, rng, False)

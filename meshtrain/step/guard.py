@@ -43,7 +43,8 @@ class Skipped:
 
     Attributes:
       total: int32 scalar, steps skipped since the run began.
-      in_a_row: int32 scalar, steps skipped since the last good one, without those that a loss scale too large explains.
+      in_a_row: int32 scalar, steps skipped since the last good one, without overflows that a smaller loss scale may
+        avoid.
       norms: float32 [NUM_NORMS], the last finite gradient norms, oldest first; 0 in the places not filled yet.
     """
 
@@ -60,11 +61,11 @@ def none_skipped() -> Skipped:
 def is_good(options: GuardOptions, skipped: Skipped, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Returns whether a step may change the weights, a bool scalar.
 
-    The spike rule starts after NUM_NORMS norms. Its median includes the finite norms of skipped steps, so gradients
-    that stay larger either move the median or end the run.
+    The spike rule applies after NUM_NORMS finite norms. The median includes the norms of skipped steps: gradients that
+    stay large raise the median, or the run ends by `max_skipped_in_a_row`.
 
     Args:
-      options: the rules.
+      options: the options of the guard.
       skipped: the guard's state before the step.
       loss: float32 scalar.
       norm: float32 scalar, the global norm of the gradients before clipping, without the loss scale.
@@ -82,8 +83,8 @@ def after(skipped: Skipped, good: jax.Array, excused: jax.Array, norm: jax.Array
     Args:
       skipped: the state before it.
       good: bool scalar, from `is_good`.
-      excused: bool scalar, whether the loss scale may have caused the overflow and has room to shrink; see
-        `loss_scale.after`.
+      excused: bool scalar, whether the loss scale may have caused the overflow and can still shrink; see
+        `loss_scale.after`. Such a step counts in `total` and not in `in_a_row`.
       norm: float32 scalar.
     """
     in_a_row = jnp.where(good, 0, skipped.in_a_row + jnp.where(excused, 0, 1))
@@ -92,16 +93,16 @@ def after(skipped: Skipped, good: jax.Array, excused: jax.Array, norm: jax.Array
 
 
 def where_good(good: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the new tree after a good step, else the old one, bitwise."""
+    """Returns the new tree where `good` is true, else the old one, bitwise."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
 
 def first_not_finite(loss: jax.Array, square_sums: jax.Array) -> jax.Array:
-    """Returns the number of the first value of a step that is not finite, an int32 scalar; -1 if all are finite.
+    """Returns the index of the first value of a step that is not finite, an int32 scalar; -1 if all are finite.
 
     Args:
-      loss: float32 scalar, number 0.
-      square_sums: float32 [leaves], the sum of squares of each parameter's gradient; leaf n is number n + 1.
+      loss: float32 scalar, with the index 0.
+      square_sums: float32 [leaves], the sum of squares of each parameter's gradient; leaf n has the index n + 1.
     """
     wrong = ~jnp.isfinite(jnp.concatenate([loss[None], square_sums]))
     return jnp.where(jnp.any(wrong), jnp.argmax(wrong), -1).astype(jnp.int32)
@@ -110,8 +111,8 @@ def first_not_finite(loss: jax.Array, square_sums: jax.Array) -> jax.Array:
 def name_of_first(params: Any, number: int) -> str:
     """Returns the name of the first array that is not finite: a weight, the loss, or a gradient, in this order.
 
-    It runs once, after training has stopped. A weight that is not finite was loaded so: the guard skips updates that
-    are not.
+    It runs once, after training has stopped. A weight that is not finite was so when the run started, because the guard
+    skips such updates.
 
     Args:
       params: the parameters, on any mesh; all processes call this together.

@@ -1,6 +1,6 @@
-"""Bytes of training state on one device, from shapes and shardings alone: at every ZeRO level, with and without fsdp.
+"""Bytes of training state on one device, from abstract arrays with shardings. Activations are not counted.
 
-The planner, `explain` and README's table of memory all read this account. Activations are not in it.
+The planner, `explain` and README's table of memory use these functions.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Held:
       parameters: in the dtype in which they are stored.
       gradients: the float32 sums to which each microbatch's gradients are added.
       moments: the optimizer's state in device memory.
-      on_host: the optimizer's state in the memory of the host, where `offload.moments` puts it.
+      on_host: the optimizer's state in host memory, with `offload.moments`.
     """
 
     parameters: int
@@ -37,11 +37,11 @@ class Held:
 
 
 def held(state: TrainState, replicas: Replicas) -> Held:
-    """Returns what one device holds of a training state.
+    """Returns the bytes of a training state on one device.
 
     Args:
       state: abstract; each leaf has its sharding.
-      replicas: how gradients are reduced over the data axis, which decides the shape of their sums.
+      replicas: how gradients are reduced over data, which determines the shardings of their sums.
     """
     moments = jax.tree.leaves(state.opt_state)
     return Held(
@@ -53,5 +53,5 @@ def held(state: TrainState, replicas: Replicas) -> Held:
 
 
 def bytes_of_device(tree: Any) -> int:
-    """Returns the bytes that one device holds of a tree of abstract arrays with shardings."""
+    """Returns the bytes of one device's shards of a tree of abstract arrays with shardings."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -21,12 +21,12 @@ MINIMUM, MAXIMUM = 1.0, 2.0**32
 class LossScaleOptions:
     """The factor of the loss in the backward pass."""
 
-    mode: str = option("auto", "auto: dynamic where float16 computes, else none", choices=("auto", "none", "dynamic"))
+    mode: str = option(
+        "auto", "auto: dynamic where activations are float16, else none", choices=("auto", "none", "dynamic")
+    )
     initial: float = option(65536.0, "scale of the mean loss at the start of the run, a power of two", minimum=MINIMUM)
     growth_steps: int = option(2000, "good steps in a row after which the scale doubles", minimum=1)
-    hysteresis: int = option(
-        2, "number of the overflow since the scale last doubled that is the first to halve it", minimum=1
-    )
+    hysteresis: int = option(2, "the scale halves from this overflow on, counted since it last doubled", minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LossScale:
 
     Attributes:
       scale: float32 scalar, a power of two; 1 without loss scaling.
-      num_good: int32 scalar, good steps since the last change of the scale or the last overflow.
+      num_good: int32 scalar, good steps in a row since the scale last changed.
       tolerance: int32 scalar, hysteresis minus the overflows since the scale last doubled, at least 0.
     """
 
@@ -60,7 +60,7 @@ class LossScale:
 
 
 def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[str]:
-    """Returns one line for each problem that `options.problems` does not see."""
+    """Returns one line for each problem that `options.problems` does not check: limits from above and across fields."""
     lines = []
     if (options.initial >= MINIMUM and math.frexp(options.initial)[0] != 0.5) or options.initial > MAXIMUM:
         near = min(MAXIMUM, 2.0 ** round(math.log2(options.initial)))
@@ -80,7 +80,7 @@ def scaling(options: LossScaleOptions, num_targets: int, *, computes_in_float16:
     """Returns how a run scales its loss, None for no scaling.
 
     Args:
-      options: checked.
+      options: options without problems.
       num_targets: targets in a microbatch.
       computes_in_float16: whether "auto" means dynamic.
     """
@@ -100,8 +100,8 @@ def first_scale(scaling: Scaling | None) -> LossScale:
 def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
     """Returns the factor of a microbatch's sum of losses in the backward pass: float32 scalar, a power of two.
 
-    Without scaling it is `state.scale`, a 1 that the compiler cannot fold: the program, and with it the rounding, is
-    the same with and without scaling.
+    Without scaling it is `state.scale`, an array that holds 1. The compiler cannot fold it, so the program and its
+    rounding are the same with and without scaling.
     """
     return state.scale if scaling is None else state.scale * 2.0 ** -math.floor(math.log2(scaling.num_targets))
 
@@ -109,7 +109,7 @@ def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
 def after(scaling: Scaling | None, state: LossScale, loss: jax.Array, norm: jax.Array) -> tuple[LossScale, jax.Array]:
     """Returns the state after a step, and whether the step overflowed with a scale that can shrink, a bool scalar.
 
-    A loss that is not finite comes from the forward pass, in which there is no scale: the scale stays.
+    If the loss itself is not finite the scale stays, because it has no effect on the forward pass.
 
     Args:
       scaling: the rule; None returns the state unchanged.

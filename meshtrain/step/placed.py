@@ -1,6 +1,6 @@
-"""The training state as it is stored: shapes, logical axes, and where each array lives. No arrays yet.
+"""The abstract training state: shapes, logical axes and shardings. Nothing here allocates an array.
 
-In memory an interleaved pipeline cuts the layers into chunks; checkpoints have them in layer order (`pipeline.chunks`).
+In memory an interleaved pipeline has the layers in chunks; checkpoints have them in layer order (`pipeline.chunks`).
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any,
 
 
 def in_chunks(params: Params, num_chunks: int) -> Params:
-    """Returns parameters in layer order as the step wants them."""
+    """Returns parameters in layer order reshaped to chunks, as the step takes them."""
     return params if num_chunks == 1 else {**params, "layers": chunks.chunked(params["layers"], num_chunks)}
 
 
@@ -67,14 +67,14 @@ def replicas_of(task: Task, specs: Any, mesh: Mesh, level: int, wire_dtype: DTyp
       specs: a tree of `Stored` like the parameters.
       mesh: the mesh.
       level: of ZeRO.
-      wire_dtype: of gradients as they cross the data axis.
-      trained: True for each parameter that has a gradient.
+      wire_dtype: of gradients in collectives over data.
+      trained: a tree of bool like the parameters, true for each with a gradient.
 
     Raises:
-      UserError: level 2, which scatters inside a region where data is manual, of a task that cannot be traced there.
+      UserError: level 2 with a task that cannot be traced where data is manual: level 2 scatters in such a region.
     """
     is_manual = task.takes_manual_axes or partition.num_parts(partitioned_axes(), mesh.shape) == 1
-    # A rule of one's own may split weights over data, which then has no replicas of them.
+    # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
     is_manual &= level == zero.MAX_LEVEL or not any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
     if level == 2 and not is_manual:
         raise UserError(
@@ -95,7 +95,7 @@ def placed(
       rules: the table.
       mesh: the mesh.
       level: of ZeRO.
-      moments_on_host: whether the optimizer's arrays are in the hosts' memory.
+      moments_on_host: whether the optimizer's arrays are in host memory; scalars stay on the device.
 
     Raises:
       UserError: a leaf that cannot be split as the rules say.
@@ -111,30 +111,35 @@ def placed(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    done = [place(path, leaf, axes) for (path, leaf), axes in zip(leaves, names, strict=True)]
-    return jax.tree.unflatten(structure, done)
+    with_shardings = [place(path, leaf, axes) for (path, leaf), axes in zip(leaves, names, strict=True)]
+    return jax.tree.unflatten(structure, with_shardings)
 
 
 def in_layer_order(abstract: TrainState, names: list[Names]) -> TrainState:
     """Returns the abstract state with the shapes that checkpoints have."""
     leaves, structure = jax.tree.flatten(abstract)
     shapes = [chunks.layer_order_shape(leaf.shape, axes) for leaf, axes in zip(leaves, names, strict=True)]
-    kept = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
-    return jax.tree.unflatten(structure, kept)
+    in_order = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
+    return jax.tree.unflatten(structure, in_order)
 
 
 def shardings(abstract: Any) -> Any:
-    """Returns the sharding of each leaf of a placed tree."""
+    """Returns the sharding of each leaf of a tree from `placed`."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def reshaper(before: Any, after: Any) -> Callable[[Any], Any]:
-    """Returns the function from one storage to the other, which costs nothing where they are the same."""
+    """Returns the function that reshapes a tree of arrays; the identity where the shapes are the same.
+
+    Args:
+      before: the abstract tree, with shardings, of the argument.
+      after: the abstract tree, with shardings, of the result.
+    """
     if jax.tree.map(lambda x: x.shape, before) == jax.tree.map(lambda x: x.shape, after):
         return lambda state: state
 
     def reshape(tree: Any) -> Any:
-        here = offload.fetched(tree, shardings(before))
-        return jax.tree.map(lambda x, like: x.reshape(like.shape), here, after)
+        on_device = offload.fetched(tree, shardings(before))
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), on_device, after)
 
     return jax.jit(reshape, out_shardings=shardings(after))

@@ -1,4 +1,4 @@
-"""Dtypes of parameters, computation and reductions. Moments, gradient sums, softmax, norms and losses are float32."""
+"""Dtypes of parameters, activations, reductions and logits. Moments, gradient sums, norms and losses are float32."""
 
 import dataclasses
 from typing import Any
@@ -18,21 +18,25 @@ class PrecisionOptions:
 
     policy: str = option(
         "float32",
-        "dtype of activations and cast weights; parameters, gradient sums, softmax, norms and losses stay float32",
+        "dtype of activations and of weights where they are multiplied; gradient sums, norms and losses stay float32",
         choices=tuple(_DTYPES),
     )
     param_dtype: str = option(
         "auto", "of parameters as they are stored and updated; auto: float32", choices=("auto", "float32", "bfloat16")
     )
     compute_dtype: str = option(
-        "auto", "of activations and cast weights; auto: the policy's", choices=("auto", *_DTYPES)
+        "auto",
+        "of activations and of weights where they are multiplied; auto: the policy's",
+        choices=("auto", *_DTYPES),
     )
     reduce_dtype: str = option(
-        "auto", "of gradients on the wire, added up in float32; auto: float32", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "of gradients in collectives over data; sums over microbatches are float32; auto: float32",
+        choices=("auto", "float32", "bfloat16"),
     )
     output_dtype: str = option(
         "auto",
-        "of the logits, before softmax and loss make them float32; auto: the policy's",
+        "of logits, which softmax and loss cast to float32; auto: the policy's",
         choices=("auto", *_DTYPES),
     )
 

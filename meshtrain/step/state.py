@@ -1,4 +1,4 @@
-"""The training state: everything that a step reads and writes, and that a checkpoint saves."""
+"""The training state: all arrays that a step reads and writes and that a checkpoint saves."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class TrainState:
     Attributes:
       step: int32 scalar, steps done so far, skipped ones among them.
       params: nested dict of arrays, trained and frozen, float32 unless `precision.param_dtype` says otherwise.
-      opt_state: the optimizer's state, as optax made it for the trained parameters in float32.
+      opt_state: the optax state of the trained parameters, initialized from them in float32.
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.
       loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
@@ -56,7 +56,7 @@ def init_state(
       transformation: the optimizer.
       rng: a typed key.
       scaling: how the loss is scaled; None: not at all.
-      mask: tree of bool, which parameters are trained; None: all of them.
+      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
     """
     trained, _ = select(params, mask)
     step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(trained, jnp.float32))
@@ -75,7 +75,7 @@ def axes_of_fields(
       transformation: the optimizer.
       params: abstract parameters.
       axes: like the parameters, with a tuple of logical axes for each.
-      mask: tree of bool, which parameters are trained; None: all of them.
+      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
     """
     (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
     return {
@@ -91,7 +91,7 @@ def axes_of_fields(
 def axes_of_leaves(state: Any, of_fields: Mapping[str, Sequence[Names]]) -> list[Names]:
     """Returns the logical axes of each array of a state, in the order of `jax.tree.leaves(state)`.
 
-    The axes of an array are found by the name of its field, wherever the field stands in the state.
+    Axes are looked up by the name of the field, so the order of fields in the state does not matter.
 
     Args:
       state: a dataclass that is a pytree, such as an abstract `TrainState`.
@@ -112,5 +112,5 @@ def step_key(state: TrainState) -> jax.Array:
 
 
 def num_updates(state: TrainState) -> jax.Array:
-    """Returns the number of updates done, an int32 scalar, skipped steps left out: the count of the learning rate."""
+    """Returns the number of updates done, an int32 scalar: steps without the skipped ones. Learning rates go by it."""
     return state.step - state.skipped.total

@@ -22,7 +22,7 @@ EvalStep = Callable[[Params, Batch], Metrics]
 
 
 def with_sequence_index(batch: Batch) -> Batch:
-    """Adds the index of each example in the global batch, int32 [B]."""
+    """Returns the batch with the entry `sequence_index`: the index of each example in the global batch, int32 [B]."""
     num_sequences = jax.tree.leaves(batch)[0].shape[0]
     return {**batch, SEQUENCE_INDEX: jnp.arange(num_sequences, dtype=jnp.int32)}
 
@@ -39,22 +39,24 @@ def train_step(
 ) -> TrainStep:
     """Returns the step that trains: (state, batch) -> (state, metrics).
 
-    A step that the guard skips advances the step number (and with it data and random numbers) and changes no weight.
+    A step that the guard skips changes neither weights nor moments. It advances the step number, and with it data and
+    random numbers.
 
     Args:
       gradients: (params, batch, rng, seed) -> sums over the batch; the gradients of trained weights, times the seed.
-      transformation: the optimizer. Its gradients are those of the mean loss.
-      learning_rate: number of updates -> learning rate, for the metrics; the optimizer has its own.
+      transformation: the optimizer. It gets the gradients of the mean loss.
+      learning_rate: number of updates -> learning rate, for the metrics only.
       clip_norm: the largest global norm of the gradients, 0 for no clipping.
       guard_options: which steps are skipped.
       scaling: how the loss is scaled for the backward pass; None: not at all.
       fetch: (optimizer's state, gradient norm) -> that state in device memory. The norm is an argument so that the copy
         starts only after the backward pass.
-      mask: tree of bool, which parameters are trained; None: all of them. The others are the same in the new state.
+      mask: a tree of bool like the parameters, true for each that is trained; None: all of them. The others do not
+        change.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
-    step, with scaling), the task's own, and two of the guard for the loop.
+    step, with scaling), the task's own divided by weight, and two of the guard for the loop.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -64,7 +66,7 @@ def train_step(
         loss = sums.loss / weight
         mean_gradients = jax.tree.map(lambda gradient: gradient / (weight * seed), cast(sums.gradients, jnp.float32))
         trained, frozen = select(state.params, mask)
-        # A zero for each frozen weight: the guard names a gradient by its place among all parameters.
+        # A zero for each frozen weight, because the guard reports a gradient by its index among all parameters.
         squares = square_sums(merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen)))
         norm = jnp.sqrt(jnp.sum(squares))
         good = guard.is_good(guard_options, state.skipped, loss, norm)
