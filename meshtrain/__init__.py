@@ -1,4 +1,4 @@
-"""Trains models on any mesh of accelerators, and tells before a run what it needs.
+"""Trains models on any mesh of accelerators, and reports before a run what it will need.
 
 import meshtrain
 
@@ -30,7 +30,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: JAX takes longer to load than `--help` may take to answer.
+    # Imported on first use, so that `--help` need not wait for JAX to load.
     if name not in _NAMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return getattr(importlib.import_module(_NAMES[name]), name)

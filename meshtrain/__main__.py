@@ -10,11 +10,11 @@ from meshtrain.words.tables import aligned
 
 # command -> (module whose `main(argv)` runs it, one line of text). Each module also runs by itself, with `python -m`.
 COMMANDS = {
-    "train": ("meshtrain.main", "train, or go on with the run that stands in the workdir"),
-    "explain": ("meshtrain.explain", "print where each array of a configuration lives"),
-    "plan": ("meshtrain.plan.__main__", "compile the step for a cluster that is not there: memory, time, traffic"),
+    "train": ("meshtrain.main", "train, or resume the run in the workdir"),
+    "explain": ("meshtrain.explain", "print how each array of a configuration is sharded"),
+    "plan": ("meshtrain.plan.__main__", "compile the step for a cluster that need not exist: memory, time, traffic"),
     "pipeline": ("meshtrain.pipeline.__main__", "print or draw a pipeline schedule"),
-    "generate": ("meshtrain.generate", "let a run's newest weights continue a prompt"),
+    "generate": ("meshtrain.generate", "continue a prompt with a run's newest weights"),
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
     "verify": ("meshtrain.store.verify", "compare checkpoints with their checksums"),
     "launch": ("meshtrain.launch.__main__", "start a program in several processes on this machine"),
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         line = unknown("command", command, list(COMMANDS))
         raise UserError(line if "did you mean" in line else f"{line}; nearest: {_EXAMPLE}")
     module, _ = COMMANDS[command]
-    # Imported by name, and only the one: JAX takes longer to load than `--help` may take to answer.
+    # Only this module is imported: others may load JAX, which takes longer than `--help` should take.
     return importlib.import_module(module).main(rest) or 0
 
 

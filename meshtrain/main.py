@@ -20,10 +20,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: all problems of arguments, configuration and workdir.
     """
-    begun_seconds = time.monotonic()  # goodput counts the import of JAX, too
+    begun_seconds = time.monotonic()  # so that goodput counts the import of JAX
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain train",
-        description="Trains a transformer on a mesh. Run again with the same workdir, it goes on where it stopped.",
+        description="Trains a transformer on a mesh. The same command again resumes the run in its workdir.",
         add_help=False,
     )
     arguments = flags.arguments(argv, extra)

@@ -1,6 +1,6 @@
-"""A table for README: bytes of training state on each of eight devices, by ZeRO level. From shapes, nothing is made.
+"""A table for README: bytes of training state on each of eight devices, by ZeRO level. It uses abstract arrays only.
 
-`held` counts parameters, sums of gradients and Adam's moments of the assembled step. Activations are not in it.
+The bytes are those of parameters, sums of gradients and Adam's moments of the assembled step, without activations.
 """
 
 import jax

@@ -1,14 +1,14 @@
-"""Any mesh to any mesh: eight settings, and each goes on with what each has saved; docs/clusters.md has the table.
+"""Any mesh to any mesh: each of eight settings resumes from what each has saved; docs/clusters.md has the table.
 
 Started by scripts/mesh_table. A setting is a mesh of eight simulated devices, a number of processes, a schedule of the
-pipeline and a ZeRO level. Each trains six steps without a stop and saves after three: that run is what its row is
-compared with. A cell takes a copy of that save and goes on from it, in the processes and on the mesh of its column:
+pipeline and a ZeRO level. Each trains six steps without a stop and saves after three; the cells of its row are
+compared with that run. A cell resumes from a copy of that save, in the processes and on the mesh of its column:
 
 - each piece of each array of the state, on each device of each process, is bitwise that of the file, read whole;
 - each row of the batches of steps 4 to 6 is that of the run without a stop;
 - so are the losses of these steps, to 1e-5.
 
-What the processes held is written down by scripts/witness.py, and compared here with the files they left.
+scripts/witness.py records what the processes hold; it is compared here with the saved files.
 """
 
 import argparse
@@ -50,9 +50,9 @@ class Setting:
 
     Attributes:
       mesh: axis -> size; an axis that is not named has size 1.
-      processes: how many share the devices.
-      schedule: the pipeline's; empty where there is none.
-      zero: the level, or the word for it.
+      processes: the number of processes that share the devices.
+      schedule: the pipeline's; empty without a pipeline.
+      zero: the ZeRO level, or a strategy.
     """
 
     mesh: Mapping[str, int]
@@ -84,13 +84,13 @@ SETTINGS = {
         {"data": 2, "pipeline": 2, "fsdp": 2}, processes=2, schedule="interleaved_1f1b", zero="hybrid_shard"
     ),
 }  # fmt: skip
-# More processes and fewer, into a schedule, out of one and into another, up and down the levels.
+# More and fewer processes; into a schedule, out of one, and into another; higher and lower ZeRO levels.
 SAMPLE = (("A", "B"), ("B", "E"), ("C", "F"), ("E", "C"), ("F", "H"), ("G", "A"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What came of a pair: what is not as promised, and the largest relative difference of a loss."""
+    """The result of a pair: a line for each failed comparison, and the largest relative difference of a loss."""
 
     problems: list[str]
     difference: float
@@ -104,7 +104,7 @@ def start(setting: Setting, workdirs: Sequence[Path], cache: Path) -> None:
     """Trains in each workdir, one after the other, in one start of as many processes as the setting has.
 
     Raises:
-      RuntimeError: the runs did not end as they should; with the last lines of what they said.
+      RuntimeError: the runs failed; with the end of their output.
     """
     devices = NUM_DEVICES // setting.processes
     launch = [sys.executable, "-m", "meshtrain.launch", f"--processes={setting.processes}", f"--devices={devices}"]
@@ -123,7 +123,7 @@ def start(setting: Setting, workdirs: Sequence[Path], cache: Path) -> None:
 
 
 def copy_save(source: Path, target: Path) -> Path:
-    """Makes a run that knows its configuration, its data and one save, and nothing of what came after it."""
+    """Copies a run up to its save: its configuration, its data's fingerprint and the one checkpoint."""
     step = f"checkpoints/{SAVED_STEP}"
     shutil.copytree(source / step, target / step)
     for name in ("config.json", "corpus.json"):
@@ -142,7 +142,7 @@ def stored(workdir: Path) -> dict[str, np.ndarray]:
 
 
 def seen(workdir: Path, setting: Setting) -> list[dict[str, Any]]:
-    """Returns what each process wrote down."""
+    """Returns the record of each process, see scripts/witness.py."""
     paths = [workdir / f"seen.{process}.json" for process in range(setting.processes)]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
@@ -156,7 +156,7 @@ def losses(workdir: Path) -> dict[int, float]:
 def differing_arrays(expected: Mapping[str, np.ndarray], held: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns a line for each array that the processes together do not hold as it is in the file.
 
-    Layers in chunks are [V, L / V, ...] of what the file has as [L, ...], the same numbers in the same order.
+    Layers in chunks are [V, L / V, ...]; the file has [L, ...], the same numbers in the same order.
 
     Args:
       expected: path -> array.
@@ -182,7 +182,7 @@ def differing_arrays(expected: Mapping[str, np.ndarray], held: Sequence[Mapping[
 
 
 def batch_rows(processes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, set[str]]]:
-    """Returns step -> row -> hashes, one unless devices disagree, of the steps after the save."""
+    """Returns step -> row -> hashes of the steps after the save: one hash, or several where devices disagree."""
     together: dict[str, dict[str, set[str]]] = {}
     for own in processes:
         for step, rows in own["rows"].items():
@@ -193,13 +193,13 @@ def batch_rows(processes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, se
 
 
 def compare(writer: Path, wrote: Setting, reader: Path, reads: Setting) -> Cell:
-    """Returns what is not as promised where one setting goes on with another's save.
+    """Compares a run that resumed from another setting's save with the run that saved it.
 
     Args:
       writer: the run without a stop.
       wrote: its setting.
-      reader: the run that went on from a copy of its save.
-      reads: the setting that it did so under.
+      reader: the run that resumed from a copy of its save.
+      reads: its setting.
     """
     before, after, expected = seen(writer, wrote), seen(reader, reads), stored(writer)
     problems = [
@@ -220,7 +220,7 @@ def compare(writer: Path, wrote: Setting, reader: Path, reads: Setting) -> Cell:
 
 
 def cells(pairs: Sequence[tuple[str, str]], work: Path) -> dict[tuple[str, str], Cell]:
-    """Runs what these pairs of writer and reader need, in a folder of its own, and returns what came of each."""
+    """Trains the runs of these pairs (writer, reader) in the folder `work`, and returns the result of each pair."""
     for name in dict.fromkeys(writer for writer, _ in pairs):
         say(f"{name} trains and saves")
         start(SETTINGS[name], [work / name], work / "cache")
@@ -237,7 +237,7 @@ def cells(pairs: Sequence[tuple[str, str]], work: Path) -> dict[tuple[str, str],
 
 
 def legend() -> list[str]:
-    """Returns the lines of the table that says what the letters are."""
+    """Returns the lines of the table of settings."""
     lines = ["| | mesh | processes x devices | schedule | ZeRO |", "| --- | --- | --- | --- | --- |"]
     for name, own in SETTINGS.items():
         mesh = " x ".join(f"{axis} {size}" for axis, size in own.mesh.items())
@@ -259,19 +259,21 @@ def table(found: Mapping[tuple[str, str], Cell]) -> list[str]:
 
 
 def say(*lines: str) -> None:
-    """Says on standard error how far it has come."""
+    """Prints progress on standard error."""
     print(*lines, sep="\n    ", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the two tables; returns 1 where a cell is not as promised.
+    """Prints the two tables; returns 1 if a comparison fails.
 
     Raises:
-      UserError: a setting that there is not.
+      UserError: an unknown setting.
     """
     parser = argparse.ArgumentParser(prog="scripts/mesh_table", description=__doc__.partition("\n")[0])
-    parser.add_argument("--from", dest="writers", default="".join(SETTINGS), help="letters of those that save: ABC")
-    parser.add_argument("--to", dest="readers", default="".join(SETTINGS), help="letters of those that go on")
+    parser.add_argument(
+        "--from", dest="writers", default="".join(SETTINGS), help="letters of the settings that save: ABC"
+    )
+    parser.add_argument("--to", dest="readers", default="".join(SETTINGS), help="letters of those that resume")
     parser.add_argument("--sample", action="store_true", help="six pairs, those of the tests")
     given = parser.parse_args(argv)
     asked = [
@@ -281,7 +283,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(*(unknown(flag, name, list(SETTINGS)) for flag, name in wrong))
     pairs = list(SAMPLE) if given.sample else [(writer, reader) for writer in given.writers for reader in given.readers]
     jax.config.update("jax_platforms", "cpu")
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax misses the metadata of a plainer kind of checkpoint
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of missing metadata
     with tempfile.TemporaryDirectory() as work:
         found = cells(pairs, Path(work))
         num_arrays = len(stored(Path(work) / pairs[0][0]))

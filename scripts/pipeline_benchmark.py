@@ -1,9 +1,9 @@
-"""What each schedule costs beside the textbook's pipeline: a scan with a ppermute in it, differentiated by `jax.grad`.
+"""Compares each schedule with a textbook pipeline: a scan with a ppermute in it, differentiated by `jax.grad`.
 
-The textbook has two: every stage holds one piece of the layers, or several that the microbatches pass in circles.
+There are two of these: each stage holds one chunk of the layers, or several, through which microbatches circulate.
 
-Started by scripts/bench_pipeline. All compute loss and gradients of the same batch from the same weights. Step times
-are medians over rounds in which the programs take turns.
+Started by scripts/bench_pipeline. All programs compute loss and gradients of the same batch from the same weights. Step
+times are medians over rounds in which the programs take turns.
 
 M: microbatches, S: stages, V: chunks a stage.
 """
@@ -49,12 +49,12 @@ PROGRAMS = {
     CIRCULAR: ("interleaved_1f1b", 2),
     "interleaved_1f1b": ("interleaved_1f1b", 2),
 }
-NUM_COMPILATIONS = 3  # the least counts: what else runs on the machine slows down even the processor's own time
+NUM_COMPILATIONS = 3  # the least counts, because other programs increase even CPU time
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A compiled program and what it takes: (params, batch, key data) -> (loss, gradients)."""
+    """A compiled program (params, batch, key data) -> (loss, gradients), its arguments, and its compile time."""
 
     compiled: Any
     arguments: tuple[Any, ...]
@@ -161,7 +161,7 @@ def candidate(name: str, config: Config, devices: Sequence[jax.Device]) -> Candi
     for _ in range(NUM_COMPILATIONS):
         jax.clear_caches()
         lowered = jax.jit(step, out_shardings=(whole, places)).lower(*arguments)
-        # The processor's time, of all threads: other programs on the machine count little.
+        # CPU time of all threads, on which other programs have little influence.
         start = time.process_time()
         compiled = lowered.compile()
         seconds.append(time.process_time() - start)
@@ -183,7 +183,7 @@ def example_batch(assembly: Assembly) -> dict[str, jax.Array]:
 
 
 def times_of(candidates: dict[str, Candidate], num_rounds: int) -> dict[str, float]:
-    """Returns the median seconds of a step of each; the first round warms up."""
+    """Returns the median seconds of a step of each candidate; the first round warms up."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(num_rounds + 1):
         for name, one in candidates.items():

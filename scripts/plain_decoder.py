@@ -1,7 +1,7 @@
-"""The shortest honest JAX of the built-in decoder: what the program is measured against, and tested against.
+"""The built-in decoder in plain JAX, as short as possible: the reference of benchmarks and tests.
 
-One file, functions and dicts; no mesh, no Flax, no configuration. Sizes are read off the weights, which have the names
-and shapes that the program gives them, so that both can start from the same arrays.
+One file, functions and dicts; no mesh, no Flax, no configuration. Sizes follow from the weights, which have the same
+names and shapes as the program's, so that both can start from the same arrays.
 
 b: sequences, T: tokens a sequence, D: embed dim, N: query heads, K: key and value heads, G = N / K, H: head dim,
 F: mlp dim, V: padded vocabulary.

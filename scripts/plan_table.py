@@ -35,7 +35,7 @@ def line(name: str, cluster: str) -> str:
     assert stats
     assert timing
     assert mfu
-    # Of the pipeline what its executor means to send: rows that idle send too, and the vocabulary is split over stages.
+    # For the pipeline the executor's own formula, since idle rows send too, and the vocabulary is split over stages.
     least = dict(plan.minimum) | ({"pipeline": plan.executor_bytes} if plan.executor_bytes else {})
     ratios = (f"{axis} {report.sent_along(plan, axis) / bound:.2f}" for axis, bound in least.items() if bound)
     cells = (

@@ -2,7 +2,7 @@
 
 The configuration is configs/llama3_8b.py on one machine of eight H100s, fsdp 8, one sequence a device in a microbatch,
 one microbatch. Temporaries are the compiler's account of everything that is not training state; FLOPs are those of
-the matrix products that stand in the compiled program, loops counted as often as they run.
+the matrix products of the compiled program, loops counted as often as they run.
 """
 
 import dataclasses

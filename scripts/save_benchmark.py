@@ -1,8 +1,8 @@
-"""For how long a save holds up the steps, beside how long its files and their checksums take.
+"""Measures how long a save blocks training, and how long its files and their checksums take.
 
-Started by scripts/bench_save. The state is the size that was asked for, in the arrays of a decoder with AdamW (weights
-and two moments, float32), sharded over the devices. Steps that change every array go on while files are written, as
-they do in training.
+Started by scripts/bench_save. The state has the size of `--gigabytes`, in the arrays of a decoder with AdamW (weights
+and two moments, float32), sharded over the devices. Steps that change every array run while files are written, as in
+training.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def example_state(num_bytes: float, devices: Sequence[jax.Device]) -> dict[str, 
 
 
 def measure(state: Any, num_saves: int, directory: Path) -> list[tuple[float, float]]:
-    """Returns, for each save, the seconds the caller was held up, and those until the save was sealed."""
+    """Returns, for each save, the seconds that it blocked the caller, and those until it was sealed."""
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 1.0001, state), donate_argnums=0)
     found = []
     with Checkpoints(directory, CheckpointOptions(keep_last=1)) as checkpoints:
@@ -53,7 +53,7 @@ def measure(state: Any, num_saves: int, directory: Path) -> list[tuple[float, fl
             checkpoints.save(number, state, {})
             held = time.perf_counter() - start
             while not integrity.is_sealed(directory / str(number)):
-                time.sleep(STEP_SECONDS)  # virtual devices that never rest would keep the threads that write from it
+                time.sleep(STEP_SECONDS)  # steps without a pause would take all cores from the writing threads
                 state = jax.block_until_ready(step(state))
             found.append((held, time.perf_counter() - start))
     return found
@@ -62,7 +62,7 @@ def measure(state: Any, num_saves: int, directory: Path) -> list[tuple[float, fl
 def main(argv: Sequence[str]) -> int:
     """Prints a line for each save."""
     parser = argparse.ArgumentParser(prog="scripts/bench_save", description=__doc__.partition("\n")[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the state")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--saves", type=int, default=6)
     arguments = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""What the program costs over plain JAX: a train step of the same model beside one in `plain_decoder.py`, and a start.
+"""Compares the train step with plain JAX's of the same model (`plain_decoder.py`), and times the start of a run.
 
-Started by scripts/bench_step. Times on a shared machine say little; ratios of neighbours in time say more. So the steps
+Started by scripts/bench_step. Times on a shared machine vary; ratios of turns close in time vary less. So the steps
 take turns, each round gives one ratio, and the median over rounds counts. The plain step takes two turns in a round:
-its ratio to itself is what this machine's noise looks like.
+its ratio to itself measures the noise.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def compiled_steps(config: Config, device: jax.Device, batch: Any) -> tuple[dict
 
 
 def turns(steps: dict[str, Any], states: dict[str, Any], batch: Any) -> dict[str, Turn]:
-    """Returns, for each turn of a round, what runs one step and gives its (wall seconds, CPU seconds)."""
+    """Returns for each turn of a round a function that runs one step and returns its (wall, CPU) seconds."""
 
     def turn(name: str) -> tuple[float, float]:
         start = time.perf_counter(), time.process_time()
@@ -122,8 +122,8 @@ def turns(steps: dict[str, Any], states: dict[str, Any], batch: Any) -> dict[str
 def compare(named: dict[str, Turn], num_rounds: int, num_warm_ups: int = 3) -> dict[str, list[tuple[float, float]]]:
     """Returns the times of each turn, round by round.
 
-    The order rotates and turns around, so that over six rounds each turn comes after each other one equally often: who
-    comes after itself finds its weights in the cache.
+    The order rotates and reverses, so that over six rounds each turn follows each other one equally often. A turn that
+    follows one of the same program finds its weights in the cache.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
     names = list(named)
@@ -138,12 +138,12 @@ def compare(named: dict[str, Turn], num_rounds: int, num_warm_ups: int = 3) -> d
 
 
 def median_ratio(times: dict[str, list[tuple[float, float]]], over: str, under: str, clock: int) -> float:
-    """Returns the median over rounds of one turn's time by another's; clock 0 is wall time, 1 is CPU time."""
+    """Returns the median over rounds of the ratio of two turns' times; clock 0 is wall time, 1 is CPU time."""
     return statistics.median(a[clock] / b[clock] for a, b in zip(times[over], times[under], strict=True))
 
 
 def step_lines(size: str, precision: str, num_rounds: int, device: jax.Device) -> list[str]:
-    """Returns what one comparison says, ready to print."""
+    """Returns the lines of one comparison."""
     config = configuration(size, precision)
     batch = jax.device_put(example_batch(config), device)
     steps, states = compiled_steps(config, device, batch)
@@ -168,14 +168,14 @@ def start_seconds(workdir: Path, cache: Path) -> tuple[float, float]:
     """Returns how long a process of the smallest configuration takes to the log line of its first step.
 
     Args:
-      workdir: a folder that is not there yet.
+      workdir: a folder that does not exist yet.
       cache: the folder of the compilation cache.
 
     Returns:
       (wall seconds, CPU seconds of all its threads).
 
     Raises:
-      RuntimeError: it ended before.
+      RuntimeError: the process ended before that line.
     """
     command = [sys.executable, "-m", "meshtrain", "train", f"--config={TINY}", f"--workdir={workdir}"]
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
@@ -192,7 +192,7 @@ def start_seconds(workdir: Path, cache: Path) -> tuple[float, float]:
 
 
 def start_lines(num_repeats: int) -> list[str]:
-    """Returns what start-ups say, ready to print: each repeat is one with an empty cache, then one with a full one."""
+    """Returns the lines about start-ups; each repeat is one with an empty cache, then one with a full one."""
     times: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     for _ in range(num_repeats):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,13 @@
-"""Runs of the program, one after the other, that write down what they see: process i `seen.<i>.json` in each workdir.
+"""Trains several runs, one after the other, and records their arrays and batches in WORKDIR/seen.<process>.json.
 
     python -m meshtrain launch --processes=2 --devices=4 -- -m scripts.witness --workdir=DIR --workdir=DIR --config=...
 
-Nothing of the program is changed. What it restores, what it saves, and each batch are looked at as they pass:
+The program runs unchanged, but for wrappers that record what it restores, what it saves, and each batch:
 
     {"restored": {step: arrays}, "saved": {step: arrays}, "rows": {step: {row of the global batch: [hash, ...]}}}
     arrays = {path: {"dtype": ..., "shape": [...], "pieces": [[[[start, stop] for each dim], hash], ...]}}
 
-A piece is what one device holds of an array, so that the copies of a piece are all there; a hash is SHA-256.
+A piece is the shard of an array on one device; equal shards are listed once. A hash is SHA-256.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int
 
 
 def pieces(array: jax.Array) -> dict[str, Any]:
-    """Returns what this process's devices hold of an array; copies that agree are named once."""
+    """Returns the shards of an array on this process's devices; equal shards are listed once."""
     held = {(bounds(shard.index, array.shape), hashed(np.asarray(shard.data))) for shard in array.addressable_shards}
     return {"dtype": array.dtype.name, "shape": list(array.shape), "pieces": sorted(held)}
 
@@ -58,9 +58,9 @@ def arrays(state: Any) -> dict[str, Any]:
 
 
 def rows(batch: Mapping[str, jax.Array]) -> dict[int, list[str]]:
-    """Returns the hashes of each row of a batch [B, T] that this process's devices hold, over all that a row says.
+    """Returns {row: hashes over all entries of a batch} for the rows [B, T] on this process's devices.
 
-    There are several where two devices hold different rows under one number.
+    A row has several hashes if devices hold different values of it.
     """
     found = dict[int, set[str]]()
     shards = [batch[name].addressable_shards for name in sorted(batch)]
@@ -74,7 +74,7 @@ def rows(batch: Mapping[str, jax.Array]) -> dict[int, list[str]]:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Seen]:
-    """Looks at the runs that are made in its block, and yields what it has seen so far."""
+    """Records the runs of its block in the dict that it yields."""
     seen: Seen = {"restored": {}, "saved": {}, "rows": {}}
 
     def starting_state(original: Callable[..., Any], *given: Any) -> Any:
@@ -104,17 +104,17 @@ def watching() -> Iterator[Seen]:
 
 
 def keeps_all_compilations() -> contextlib.AbstractContextManager[Any]:
-    """Lets every process write into the compilation cache for as long as the block lasts.
+    """Lets every process write into the compilation cache during the block.
 
-    JAX has process 0 write for all. But it names entries after the devices as a process sees them, and on CPU each
-    process sees other devices as its own: all but process 0 would compile everything again, run after run.
+    By default only process 0 writes. But the cache keys contain the local devices of a process, which differ on CPU:
+    without this, all processes but 0 would compile everything again in each run.
     """
     as_first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
     return mock.patch.object(compiler, "distributed", as_first)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains in each workdir, in the order given, and leaves there what this process has seen.
+    """Trains in each workdir, in the order given, and writes the record of this process there.
 
     Args:
       argv: `--workdir=DIR` for each run; everything else goes to `meshtrain train` as it is.
