@@ -27,11 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets up JAX, unless the tests chosen are those that want the machine's own accelerator."""
+    """Sets up JAX for eight simulated devices."""
     config.stash[COST] = collections.Counter()
     config.addinivalue_line("markers", "xdist_group(name): one worker runs the group")  # known without xdist, too
-    if config.option.markexpr == "accelerator":
-        return
     # In the environment too, so that programs which tests start see no accelerator either.
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compiling is most of what the tests do. Not 0: there, one source gives other last bits in other programs.
@@ -60,12 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _eight_devices(request: pytest.FixtureRequest) -> None:
+def _eight_devices() -> None:
     """Fails the whole session, rather than skip a part of it, where the devices are not there."""
-    if request.config.option.markexpr != "accelerator":
-        found = jax.devices()
-        assert len(found) == NUM_DEVICES, f"the tests need {NUM_DEVICES} CPU devices, found {found}"
-        assert {device.platform for device in found} == {"cpu"}, found
+    found = jax.devices()
+    assert len(found) == NUM_DEVICES, f"the tests need {NUM_DEVICES} CPU devices, found {found}"
+    assert {device.platform for device in found} == {"cpu"}, found
 
 
 # CPU seconds by folder, of this process and of the children that it has waited for.
