@@ -1,29 +1,37 @@
-"""Plants each fault of `mutants_table.py` in a copy of the repository and runs the tests that have to notice it.
+"""Plants faults in copies of the repository, one after the other, and runs the tests that have to notice each.
 
     scripts/mutants                       all of them, in two copies at a time
     scripts/mutants --only=wire,sealing   those whose names contain one of these words
     scripts/mutants --table               the table as Markdown, for docs/testing.md; nothing is run
 
-A fault is noticed when the tests fail with it and pass without it. Each copy runs every named test once unchanged.
+A fault is noticed when its tests fail with it and pass without it: all tests that are named run once unchanged first.
+The faults stand in `mutants_step.py` and `mutants_around.py`.
 """
 
 import argparse
 import concurrent.futures
 import os
 import pathlib
-import queue
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from typing import Any
 
-from scripts.mutants_table import MUTANTS, Mutant
+from scripts.mutant import Mutant
+from scripts.mutants_around import AROUND
+from scripts.mutants_step import STEP
 
 ROOT = pathlib.Path(__file__).parents[1]
+MUTANTS = (*STEP, *AROUND)
+ROOMS = ("words", "config", "layout", "models", "optim", "pipeline", "step", "data", "store", "observe", "plan")
+ROOMS += ("launch", "run", "root")
 SECONDS_A_TEST = 300  # a fault that makes a test hang is noticed by this limit
-TESTS_FAILED = 1  # pytest's exit code; 2 to 5 mean that the tests themselves could not be run
+SECONDS_A_RUN = 3600  # of all tests together; what hangs outside of a test is not taken for noticed
+TESTS_FAILED, TESTS_HANG = 1, -1  # pytest's exit code; 2 to 5: they could not be run
 
 
 def planted(mutant: Mutant, text: str) -> str:
@@ -57,18 +65,21 @@ def copy_repository(folder: pathlib.Path) -> None:
 
 def run_tests(folder: pathlib.Path, tests: Sequence[str]) -> tuple[int, str]:
     """Runs tests in a copy until the first failure; returns pytest's exit code and its last lines."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", f"--timeout={SECONDS_A_TEST}", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", f"--timeout={SECONDS_A_TEST}"]
+    command += [f"tests/{test}" for test in tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, timeout=SECONDS_A_RUN, check=False, **streams)
+    except subprocess.TimeoutExpired:
+        return TESTS_HANG, f"not done after {SECONDS_A_RUN} s"
     lines = (done.stdout + done.stderr).strip().splitlines()
     return done.returncode, "\n".join(lines[-12:])
 
 
 def try_mutant(mutant: Mutant, folder: pathlib.Path) -> str:
     """Returns an empty string where the tests notice the fault, otherwise what happened instead."""
-    path = folder / mutant.path
+    path = folder / "meshtrain" / mutant.path
     original = path.read_text(encoding="utf-8")
     path.write_text(planted(mutant, original), encoding="utf-8")
     try:
@@ -81,48 +92,48 @@ def try_mutant(mutant: Mutant, folder: pathlib.Path) -> str:
 
 
 def table() -> str:
-    """Returns a row for each fault: its room, what it is, which tests notice it."""
-    rows = ["| room | fault | noticed by |", "| --- | --- | --- |"]
-    for mutant in MUTANTS:
-        mark = " *" if mutant.was_unnoticed else ""
-        tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in mutant.tests)
-        rows.append(f"| {mutant.room} | {mutant.fault}{mark} | {tests} |")
+    """Returns a row for each fault: its room, what goes wrong, and the files of the tests that notice it."""
+    rows = ["| room | fault | noticed by |", "|---|---|---|"]
+    for mutant in sorted(MUTANTS, key=lambda mutant: ROOMS.index(mutant.room)):
+        mark = " \\*" if mutant.was_unnoticed else ""
+        files = dict.fromkeys(test.partition("::")[0] for test in mutant.tests)
+        links = ", ".join(f"[{file}](../tests/{file})" for file in files)
+        rows.append(f"| {mutant.room} | {mutant.fault}{mark} | {links} |")
     return "\n".join(rows)
 
 
-def run_all(chosen: Sequence[Mutant], num_copies: int) -> int:
-    """Tries the faults in `num_copies` copies at once; prints a line for each; returns how many were noticed."""
-    with tempfile.TemporaryDirectory(prefix="meshtrain-mutants-") as parent:
-        folders: queue.Queue[pathlib.Path] = queue.Queue()
-        for number in range(num_copies):
-            folder = pathlib.Path(parent, str(number))
-            folder.mkdir()
-            copy_repository(folder)
-            folders.put(folder)
-        every_test = sorted({test for mutant in chosen for test in mutant.tests})
+def try_all(chosen: Sequence[Mutant], folder: pathlib.Path) -> int:
+    """Tries faults one after the other in a copy of the repository; returns how many were noticed.
 
-        def unchanged(number: int) -> tuple[int, str]:
-            folder = pathlib.Path(parent, str(number))
-            return run_tests(folder, every_test)
-
-        def one(mutant: Mutant) -> str:
-            folder = folders.get()
-            try:
-                return try_mutant(mutant, folder)
-            finally:
-                folders.put(folder)
-
-        num_noticed = 0
-        with concurrent.futures.ThreadPoolExecutor(num_copies) as pool:
-            for code, said in pool.map(unchanged, range(num_copies)):
-                if code:
-                    raise SystemExit(f"the tests fail without any fault:\n{said}")
-            for mutant, problem in zip(chosen, pool.map(one, chosen), strict=True):
-                num_noticed += not problem
-                print(f"{'noticed' if not problem else 'NOT NOTICED'}  {mutant.room}: {mutant.name}", flush=True)
-                if problem:
-                    print(f"  {problem}", flush=True)
+    Raises:
+      RuntimeError: the tests do not pass without any fault.
+    """
+    copy_repository(folder)
+    code, said = run_tests(folder, sorted({test for mutant in chosen for test in mutant.tests}))
+    if code:
+        raise RuntimeError(f"code {code} without any fault:\n{said}")
+    num_noticed = 0
+    for mutant in chosen:
+        start_seconds = time.monotonic()
+        problem = try_mutant(mutant, folder)
+        num_noticed += not problem
+        verdict = "NOT NOTICED" if problem else "noticed"
+        seconds = time.monotonic() - start_seconds
+        print(
+            f"{verdict:<12} {seconds:5.0f} s  {mutant.room}: {mutant.name}" + f"\n{problem}" * bool(problem), flush=True
+        )
     return num_noticed
+
+
+def run_all(chosen: Sequence[Mutant], num_copies: int) -> int:
+    """Shares faults out among `num_copies` copies of the repository at once; returns how many were noticed."""
+    with (
+        tempfile.TemporaryDirectory(prefix="meshtrain-mutants-") as parent,
+        concurrent.futures.ThreadPoolExecutor(num_copies) as pool,
+    ):
+        folders = [pathlib.Path(parent, str(number)) for number in range(num_copies)]
+        shares = [chosen[number::num_copies] for number in range(num_copies)]
+        return sum(pool.map(try_all, shares, folders))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -141,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
         names = ", ".join(mutant.name for mutant in MUTANTS)
         print(f"meshtrain: error: --only: got '{arguments.only}'; allowed: parts of {names}", file=sys.stderr)
         return 2
-    num_noticed = run_all(chosen, arguments.copies)
+    num_noticed = run_all(chosen, min(max(arguments.copies, 1), len(chosen)))
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     minutes = sum(one.ru_utime + one.ru_stime for one in used) / 2 / 60
     print(f"{minutes:.1f} minutes (CPU seconds of all processes over two)")

@@ -10,7 +10,7 @@ from flax.linen import LogicallyPartitioned
 
 from meshtrain.config import __main__ as fields
 from meshtrain.config.between_runs import difference, from_json
-from meshtrain.config.config import Config, check, default, parse, resolve, to_json
+from meshtrain.config.config import Config, check, default, num_microbatches, parse, resolve, to_json
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.main import main
 from meshtrain.models.task import Task
@@ -229,6 +229,11 @@ def test_an_open_axis_is_checked_once_its_size_is_known():
     [line] = check(config, shape)
     assert line.endswith("a multiple of 8 = mesh.data 8 x mesh.fsdp 1 x 1 microbatches; nearest: 24")
     assert check(config, shape | {"data": 4}) == []
+
+
+def test_a_pipeline_cuts_each_part_of_an_accumulated_batch_again():
+    config = resolve({"accumulation_steps": 2, "pipeline": {"num_microbatches": 4}})
+    assert [num_microbatches(config, {"pipeline": size}) for size in (1, 2)] == [2, 8]
 
 
 def test_a_model_of_ones_own_is_not_measured_by_the_decoders_options():

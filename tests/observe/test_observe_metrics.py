@@ -1,10 +1,17 @@
 """The step clock on a simulated host and device, and what log lines and utilization say."""
 
+import types
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from meshtrain.assemble import throughput_of
+from meshtrain.config.config import Config
 from meshtrain.observe import metrics
+from meshtrain.observe.throughput import Throughput
+from meshtrain.step.precision import PrecisionOptions
 
 
 class Machine:
@@ -159,6 +166,18 @@ def test_utilization_agrees_with_palm():
     rate = metrics.model_flops_per_second(flops, 238.3e3)
     assert metrics.mfu(rate, 6144, 275e12) == pytest.approx(0.462, abs=5e-4)
     assert metrics.mfu(rate, 6144, None) is None
+
+
+@pytest.mark.parametrize(("policy", "peak"), [("bfloat16", 989.4e12), ("float32", 494.7e12)])
+def test_throughput_is_that_of_the_whole_mesh_in_the_compute_dtype(policy, peak):
+    """Devices that are not there: for simulated ones no peak is known, and MFU is never logged."""
+    device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    assembly = types.SimpleNamespace(
+        task=types.SimpleNamespace(unit="tokens", num_units=512, flops_per_token=6e9),
+        mesh=types.SimpleNamespace(devices=np.array([device] * 8), size=8),
+        config=Config(precision=PrecisionOptions(policy)),
+    )
+    assert throughput_of(assembly) == Throughput("tokens", 512, 6e9, 8, peak)
 
 
 def test_log_line():

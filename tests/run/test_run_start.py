@@ -1,13 +1,20 @@
-"""What a run says before it goes on."""
+"""What a run starts from, and what it says before it goes on."""
 
 import dataclasses
 import types
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 from meshtrain.config.config import Config, to_json
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import start
+from meshtrain.step.state import init_state
+from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.store.keeping import CheckpointOptions
 
 COSINE = Config(num_steps=40, learning_rate=LearningRateOptions(peak=3e-3, warmup_steps=10))
 
@@ -40,3 +47,19 @@ def test_a_learning_rate_that_rises_again_is_said_with_both_numbers(tmp_path, ca
 )
 def test_a_learning_rate_that_goes_on_as_it_was_is_no_news(tmp_path, capsys, now, step):
     assert said(tmp_path, COSINE, now, capsys, step=step) == []
+
+
+def test_a_run_begins_with_the_weights_that_it_names_and_a_state_of_its_own(tmp_path):
+    with Checkpoints(tmp_path / CHECKPOINTS, CheckpointOptions()) as checkpoints:
+        checkpoints.save(3, {"params": {"w": jnp.full(4, 7.0)}, "step": jnp.int32(3)}, {})
+    own = init_state({"w": jnp.ones(4)}, optax.sgd(0.1), jax.random.key(0))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = types.SimpleNamespace(params={"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=here)})
+    assembly = types.SimpleNamespace(
+        config=Config(init_from=str(tmp_path)), kept_state=abstract, state=abstract, init=lambda key_data: own
+    )
+    begun = start.beginning(assembly)
+    np.testing.assert_array_equal(begun.params["w"], np.full(4, 7.0))
+    assert begun == dataclasses.replace(own, params=begun.params)
+    assembly.config = Config()
+    assert start.beginning(assembly) is own

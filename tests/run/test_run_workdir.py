@@ -1,11 +1,13 @@
 """What a run keeps in its folder besides its arrays."""
 
 import json
+import os
 import time
 
 import pytest
 
 from meshtrain.run import workdir
+from meshtrain.words.errors import UserError
 
 
 def begun(run, logged_seconds=0.0):
@@ -63,6 +65,16 @@ def test_a_run_that_has_logged_or_saved_a_step_stays(tmp_path):
     for name in ("logged", "saved", "old"):
         assert (tmp_path / name / ".lock").exists()
         assert (tmp_path / name / "checkpoints").exists()
+
+
+def test_one_run_at_a_time_and_the_other_is_told_whose_it_is(tmp_path):
+    run = tmp_path / "run"
+    with workdir.locked(run):
+        second = pytest.raises(UserError, match=rf"^workdir {run}: in use by process {os.getpid()} on .* since ")
+        with second, workdir.locked(run):
+            pass
+    with workdir.locked(run):
+        assert (run / ".lock").exists(), "who was refused has removed nothing"
 
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):

@@ -103,6 +103,19 @@ def test_the_gradient_named_is_that_of_the_trained_weight_and_a_frozen_one_stays
     assert guard.name_of_first(bad.params, int(metrics[guard.FIRST_NOT_FINITE])) == "gradients/b"
 
 
+def test_each_step_draws_from_a_key_of_its_own_a_skipped_one_among_them():
+    def gradients(params, batch, rng, seed):
+        drawn = {"drawn": jax.random.uniform(rng)}
+        return Sums(batch["loss"][0], jnp.float32(1), drawn, jax.tree.map(jnp.ones_like, params))
+
+    step = jax.jit(train_step(gradients, ADAM, lambda count: RATE, 1.0, GUARD))
+    state, drawn = start(), []
+    for loss in (1.0, np.nan, 1.0, 1.0):
+        state, metrics = step(state, batch(loss=loss))
+        drawn.append(float(metrics["drawn"]))
+    assert len(set(drawn)) == 4
+
+
 def test_a_weight_that_is_no_number_is_named_first():
     params = {"a": jnp.ones(3), "b": jnp.ones((2, 2)).at[1, 1].set(jnp.nan)}
     assert guard.name_of_first(params, 0) == "params/b"
