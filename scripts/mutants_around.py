@@ -68,6 +68,7 @@ AROUND: tuple[Mutant, ...] = (
         "return max(config.accumulation_steps, in_pipeline)",
         "accumulation does not cut the batch of a pipeline again",
         ("config/test_config_config.py::test_a_pipeline_cuts_each_part_of_an_accumulated_batch_again",),
+        was_unnoticed=True,
     ),
     # data
     Mutant(
@@ -276,6 +277,7 @@ AROUND: tuple[Mutant, ...] = (
         "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
         "two runs write into one folder",
         ("run/test_run_workdir.py::test_one_run_at_a_time_and_the_other_is_told_whose_it_is",),
+        was_unnoticed=True,
     ),
     Mutant(
         "init_from ignored",
@@ -326,6 +328,7 @@ AROUND: tuple[Mutant, ...] = (
         "filled - 2, axis=1)[0]",
         "each token follows the one before the last",
         ("run/test_run_generate.py::test_each_token_is_the_most_probable_one_after_those_before_it",),
+        was_unnoticed=True,
     ),
     Mutant(
         "window stands still",
@@ -334,5 +337,6 @@ AROUND: tuple[Mutant, ...] = (
         "window = jnp.where(is_full, window, window)",
         "once the window is full only its last token changes",
         ("run/test_run_generate.py::test_each_token_is_the_most_probable_one_after_those_before_it",),
+        was_unnoticed=True,
     ),
 )

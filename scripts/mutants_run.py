@@ -27,8 +27,22 @@ from scripts.mutants_step import STEP
 
 ROOT = pathlib.Path(__file__).parents[1]
 MUTANTS = (*STEP, *AROUND)
-ROOMS = ("words", "config", "layout", "models", "optim", "pipeline", "step", "data", "store", "observe", "plan")
-ROOMS += ("launch", "run", "root")
+ROOMS = (
+    "words",
+    "config",
+    "layout",
+    "models",
+    "optim",
+    "pipeline",
+    "step",
+    "data",
+    "store",
+    "observe",
+    "plan",
+    "launch",
+    "run",
+    "root",
+)
 SECONDS_A_TEST = 300  # a fault that makes a test hang is noticed by this limit
 SECONDS_A_RUN = 3600  # of all tests together; what hangs outside of a test is not taken for noticed
 TESTS_FAILED, TESTS_HANG = 1, -1  # pytest's exit code; 2 to 5: they could not be run

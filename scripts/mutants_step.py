@@ -261,6 +261,7 @@ STEP: tuple[Mutant, ...] = (
         "return jax.random.fold_in(jax.random.wrap_key_data(state.rng), num_updates(state))",
         "the step after a skipped one draws the same random numbers again",
         ("step/test_step_guard.py::test_each_step_draws_from_a_key_of_its_own_a_skipped_one_among_them",),
+        was_unnoticed=True,
     ),
     Mutant(
         "rate counts skipped steps",
@@ -313,5 +314,6 @@ STEP: tuple[Mutant, ...] = (
         "num_devices=1,",
         "the logged MFU is that of all devices over the peak of one",
         ("observe/test_observe_metrics.py::test_throughput_is_that_of_the_whole_mesh_in_the_compute_dtype",),
+        was_unnoticed=True,
     ),
 )  # fmt: skip
