@@ -14,7 +14,8 @@ class Mutant:
       after: what replaces it.
       fault: what goes wrong, for a reader.
       tests: at most two arguments for pytest, from the folder `tests`, each a test of the fast suite.
-      was_unnoticed: whether the tests passed with this fault when the table was begun.
+      was_unnoticed: whether the tests of its room, and parity where it concerns a mesh, passed with this fault when the
+        table was begun, or the fault itself was in the code.
     """
 
     name: str

@@ -72,13 +72,13 @@ STEP: tuple[Mutant, ...] = (
     ),
     # models
     Mutant(
-        "query's gradient times tensor",
+        "query's gradient twice",
         "models/attention.py",
-        '        k = self._project("key", x, self.num_kv_heads, "kv_heads")\n',
-        '        k = self._project("key", x, self.num_kv_heads, "kv_heads")\n'
-        '        scale = self.placement.size(("tensor",))\n'
-        "        q = q * scale - jax.lax.stop_gradient(q) * (scale - 1)\n",
-        "the gradient of the query is multiplied by the size of the tensor axis",
+        "        heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))\n",
+        '        is_split = axis == "heads" and self.implementation == "auto" and self.placement.size(("tensor",)) > 1\n'
+        "        kernel = 2 * kernel - jax.lax.stop_gradient(kernel) if is_split else kernel\n"
+        "        heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))\n",
+        "the gradient of attention's query weights is counted twice where the tensor axis splits heads",
         ("parity/test_parity_covering.py::test_mesh_changes_no_number[gpt-data2-tensor4-sgd]",),
         was_unnoticed=True,
     ),
