@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import CONFIG_FILE, Config, check, configure, resolve
-from meshtrain.config.tasks import abstract_task
 from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.tokenize import Tokenizer
 from meshtrain.launch import distributed, peers
@@ -171,10 +170,10 @@ def main(argv: Sequence[str]) -> int:
     if problems := check(config, shape):
         raise UserError(*problems)
     find(arguments.workdir).close()  # before anything is compiled
-    tokenizer = tokenizer_for(config.data, vocab_size=abstract_task(config).vocab_size)
     assembly = assemble(config, shape, devices)
     if problems := problems_of_task(assembly):
         raise UserError(*problems)
+    tokenizer = tokenizer_for(config.data, vocab_size=assembly.task.vocab_size)
     params = stored_params(assembly, restore_params(arguments.workdir, assembly.kept_state.params))
     wanted = arguments.prompt, arguments.num_tokens, arguments.temperature
     said = continued(assembly, tokenizer, params, *wanted, config.seed)

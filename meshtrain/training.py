@@ -78,8 +78,7 @@ def train(
       UserError: what a user can mend, before anything is compiled; TrainingStopped, Interrupted: see `loop.run`.
     """
     begun_seconds = time.monotonic() if begun_seconds is None else begun_seconds
-    if isinstance(make_data, Rules):
-        raise UserError("make_data: got Rules; allowed: a function config -> Data; nearest: train(..., rules=rules)")
+    _refuse_no_functions(make_task, make_data)
     source = {"data.source": named.name_of(make_data)} if make_data else {}
     config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
     run = expanded(directory).absolute()
@@ -105,6 +104,20 @@ def train(
         with watchdog.patient():
             summary.show(assembly, corpus, state, values, run, is_main=is_main)
     return Result(state, values, run, assembly)
+
+
+def _refuse_no_functions(make_task: Any, make_data: Any) -> None:
+    found = []
+    if make_task is not None and not callable(make_task):
+        near = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
+        got, wanted = type(make_task).__name__, "a function (config, placement) -> Task"
+        found.append(f"make_task: got {got}; allowed: {wanted}; nearest: {near}")
+    if make_data is not None and not callable(make_data):
+        near = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Data(...)"
+        got, wanted = type(make_data).__name__, "a function config -> Data"
+        found.append(f"make_data: got {got}; allowed: {wanted}; nearest: {near}")
+    if found:
+        raise UserError(*found)
 
 
 def run_steps(

@@ -66,7 +66,7 @@ def example_problems(example: Mapping[str, np.ndarray], batch: Mapping[str, Any]
         if name not in example:
             problems.append(
                 f"{where}: got no entry '{name}'; allowed: {', '.join(batch)}, here {wanted}"
-                f"{nearest(name, example) or f'; nearest: add {name!r}'}"
+                f"{nearest(name, example.keys() - batch.keys()) or f'; nearest: add {name!r}'}"
             )
             continue
         got = np.asarray(example[name])

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import TokenFile, sidecar_path
-from meshtrain.data.tokenize import Tokenizer, open_tokenizer
+from meshtrain.data.tokenize import Tokenizer, file_problems, open_tokenizer
 from meshtrain.words import flags
 from meshtrain.words.errors import Problems, UserError, run
 from meshtrain.words.files import replacing, write_whole
@@ -132,6 +132,7 @@ def prepare(
     targets = [out_path, sidecar_path(out_path), copied][: 2 if tokenizer == "bytes" else 3]
     files, problems = find_files(path)
     problems = problems or Problems(tokens_as_text(files)).lines()
+    problems += file_problems(tokenizer) if tokenizer != "bytes" else []
     if problems := problems + _output_problems(targets, files, overwrite):
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)

@@ -61,7 +61,8 @@ def _beside(path: Path) -> str:
     except OSError:  # a folder that may not be read
         names = []
     near = nearest(path.name, names) if folder == path.parent else f"; the folder '{path.parent}' does not exist"
-    return near if "did you mean" in near else f"{near}; nearest: '{folder}/*'"
+    every = folder / "*"
+    return near if "did you mean" in near else f"{near}; nearest: '{every}'"
 
 
 def find_files(paths: str) -> tuple[list[Path], list[str]]:

@@ -23,7 +23,7 @@ from meshtrain.launch import peers
 from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError
 
-_MAX_SIMULATED = 2048  # with twice as many JAX does not start
+_MAX_SIMULATED = 8192  # each costs JAX a thread and 0.1 MB: about four seconds and 1 GB at this number
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
 _CACHE = Path("~/.cache/meshtrain/jax")
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -87,5 +87,15 @@ def test_prepare_speaks_of_its_own_flags(tmp_path, words, said):
     assert "data." not in str(caught.value)
 
 
+def test_prepare_reports_all_of_its_flags_together():
+    with pytest.raises(UserError) as caught:
+        main(["--path=/nowhere-at-all/*", "--tokenizer=/nowhere-at-all.json", "--output=/nowhere-at-all/out.bin"])
+    path, tokenizer, output = caught.value.problems
+    assert path.startswith("--path: got '/nowhere-at-all/*'")
+    assert path.endswith("the folder '/nowhere-at-all' does not exist; nearest: '/*'")
+    assert tokenizer.startswith("--tokenizer: got '/nowhere-at-all.json', which does not exist")
+    assert output.startswith("--output: ")
+
+
 def test_a_list_of_nothing_says_so():
     assert unknown("end token", "x", []) == "end token: got 'x'; allowed: none"

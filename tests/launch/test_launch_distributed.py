@@ -1,5 +1,6 @@
 """How processes find each other, how many devices each one has, and what a user is told about it."""
 
+import math
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import jax
 import pytest
 
 from meshtrain.launch import distributed, peers
+from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -223,9 +225,14 @@ run(lambda: meshtrain.simulate(4))
     )
 
 
-@pytest.mark.parametrize(("number", "near"), [(0, 1), (-3, 1), (10**6, 2048)])
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.py")), ids=lambda path: path.stem)
+def test_the_devices_of_every_configuration_can_be_simulated_for_explain(path):
+    assert 1 <= math.prod(load(str(path), []).mesh.values()) <= distributed._MAX_SIMULATED
+
+
+@pytest.mark.parametrize(("number", "near"), [(0, 1), (-3, 1), (10**6, 8192)])
 def test_a_number_of_devices_that_jax_does_not_start_with_is_refused(number, near):
-    with pytest.raises(UserError, match=rf"^simulate: got {number}; allowed: 1 to 2048 devices; nearest: {near}$"):
+    with pytest.raises(UserError, match=rf"^simulate: got {number}; allowed: 1 to 8192 devices; nearest: {near}$"):
         distributed.simulate(number)
 
 

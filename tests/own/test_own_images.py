@@ -160,7 +160,7 @@ def test_dims_of_a_batch_follow_the_rules():
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda data: data.train.__getitem__(0).pop("labels"), r"data\.train\[0\]: got no entry 'labels'"),
+        (lambda data: data.train[0].pop("labels"), r"data\.train\[0\]: got no entry 'labels'.*; nearest: add"),
         (lambda data: data.train[0].update(images=np.zeros((H, W))), r"got \[4, 2\] float64 for 'images'; .* float32"),
         (lambda data: data.train[0].update(labels=np.int64(1)), r"nearest: labels\.astype\(np\.int32\)"),
         (lambda data: data.train.clear(), r"data\.train: got no example; allowed: at least one"),
@@ -195,6 +195,17 @@ def test_data_for_other_tasks_are_refused(tmp_path):
         train(GIVEN, tmp_path, classifier)
     with pytest.raises(UserError, match=r"make_data: got Rules; .* nearest: train\(\.\.\., rules=rules\)"):
         train(GIVEN, tmp_path, classifier, default_rules(LayoutOptions()))
+    with pytest.raises(UserError) as caught:
+        train(GIVEN, tmp_path, "decoder", [image(1)])
+    of_task, of_data = caught.value.problems
+    assert of_task.startswith("make_task: got str; ")
+    assert of_task.endswith("nearest: default(task='decoder')")
+    assert of_data.startswith("make_data: got list; ")
+
+
+def test_text_of_a_task_without_logits_is_refused_for_that(on_one_device):
+    with pytest.raises(UserError, match=r"^task: got one without logits"):
+        generate.main([f"--workdir={on_one_device.directory}"])
 
 
 NAMED = {**GIVEN, "task": f"{__name__}:classifier", "data": {"source": f"{__name__}:images"}}
