@@ -31,7 +31,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "what is shown, measured and saved": (
         "log_every", "eval_every", "num_eval_batches", "sample_tokens", "checkpoint", "profile", "observe",
     ),
-    # These two do change numbers, from the step on at which the run goes on; `run.start` says so.
+    # These two change the learning rates after the resumed step; `run.start` warns of a jump.
     "how long the run goes on, and the decay of the learning rate that belongs to it": (
         "num_steps", "learning_rate.decay_steps",
     ),

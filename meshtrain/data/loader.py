@@ -142,19 +142,19 @@ def batches(
     Args:
       examples: by number; each a dict of NumPy arrays that has the batch's entries, without its first dim.
       batch: the abstract global batch over all processes, each entry [B, ...] with its sharding, which must split B
-        evenly and all entries' B alike.
+        evenly, and in the same way for all entries.
       seed: determines the order of the examples.
       start_step: how many batches came before.
       shuffle: False keeps the examples' own order.
       num_epochs: None repeats forever. Otherwise the last batch is padded with rows of zeros, so of weight 0.
-      num_threads: threads that read ahead; 0 reads when asked.
+      num_threads: threads that read ahead; 0: each batch is read when it is needed.
       num_prefetch_batches: batches held ready, on the host.
 
     Yields:
       A dict of global arrays as `batch` says.
 
     Raises:
-      UserError: an example that does not fit the batch, when its batch is asked for.
+      UserError: an example does not fit the batch; raised when its batch is due.
     """
     if not len(examples):
         return iter(())

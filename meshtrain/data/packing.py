@@ -170,7 +170,7 @@ class FirstFitExamples:
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Assigns each piece to the oldest open row with room for it; where there is none, a new row replaces the fullest.
+    """Assigns each piece to the oldest open row with room for it. If none has, a new row replaces the fullest.
 
     At most 64 rows are open, so that the time is linear in the number of pieces; rows are then about 90 % full.
 

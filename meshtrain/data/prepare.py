@@ -119,13 +119,13 @@ def prepare(
       tokenizer: `bytes`, or the path of a tokenizer.json.
       end_token: the token that ends a document; `` takes a well-known one, or adds one id.
       text_field: the field of a .jsonl line that holds the document.
-      overwrite: replace files that are there.
+      overwrite: replace existing files.
 
     Returns:
       The description that was written.
 
     Raises:
-      UserError: the text or the tokenizer cannot be read, or the output is there or cannot be written.
+      UserError: the text or the tokenizer cannot be read, or the output exists or cannot be written.
     """
     out_path = _named(output)
     copied = out_path.with_name(out_path.name + ".tokenizer.json")
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
     parser.add_argument("--end_token", default="", help="the token that ends a document")
     parser.add_argument("--text_field", default="text", help="the field of a .jsonl line that holds the document")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     given = parser.parse_args(arguments)
     try:
         described = prepare(**vars(given))

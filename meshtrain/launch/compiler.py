@@ -12,7 +12,7 @@ class CompilerOption:
     Attributes:
       name: as XLA knows it.
       value: a bool or a number; XLA refuses it as text.
-      reason: what it is for, in one line.
+      reason: its purpose, in one line.
       before: the first jaxlib version without this option (removed, crashing, or untested); "" for none.
     """
 
@@ -62,7 +62,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def compiler_options(device_kind: str) -> dict[str, Any]:
-    """Returns the argument `compiler_options` of `jax.jit` for the step, in training and in planning alike."""
+    """Returns the argument `compiler_options` of `jax.jit` for the step, for training and for planning."""
     return {option.name: option.value for option in options_of(device_kind)}
 
 

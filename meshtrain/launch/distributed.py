@@ -190,7 +190,7 @@ def _devices() -> list[jax.Device]:
     try:
         with captured() if _setting("jax_platforms") == "cpu" else contextlib.nullcontext():
             return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts where the only platform asked for has no device
+    except (RuntimeError, AssertionError) as error:  # JAX asserts if the only platform has no device
         what = f"JAX cannot start on '{_setting('jax_platforms')}': {str(error) or 'it has no device'}"
         raise UserError(f"devices: {what}; nearest: JAX_PLATFORMS=cpu") from error
 
@@ -205,7 +205,7 @@ def _choose_platform() -> None:
 
 
 def nvidia_answers(environ: Mapping[str, str]) -> bool:
-    """Returns whether an NVIDIA driver is there and may be used, without loading anything of it."""
+    """Returns whether this machine has an NVIDIA driver with visible GPUs, without loading the driver."""
     if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     if Path("/proc/driver/nvidia/version").exists():
@@ -293,7 +293,11 @@ def _meet(how: Mapping[str, Any]) -> None:
 
 
 def _simulate(num_devices: int) -> None:
-    """Asks for CPU devices, unless as many were asked for already or JAX is in use."""
+    """Sets the number of CPU devices, unless it is already as large or JAX is in use.
+
+    Raises:
+      UserError: more than JAX can simulate.
+    """
     if _setting("jax_num_cpu_devices") >= num_devices:
         return
     if _setting("jax_platforms") == "cpu" and num_devices > _MAX_SIMULATED:

@@ -41,7 +41,7 @@ class Accelerator:
 # NVIDIA's memory_bytes is what the driver reports, from openxla/xla xla/backends/gpu/target_config/specs/*.txtpb: a
 # data sheet's 80 GB is neither 80e9 bytes nor 80 GiB. Where Google's tables say GB of memory they mean GiB (JAX's own
 # table, jax/_src/pallas/mosaic/tpu_info.py, has 17.2e9 bytes for v5e's 16 GB). Where a table counts a link in both
-# directions, half of it stands here.
+# directions, half of it is used here.
 ACCELERATORS = (
     Accelerator(
         name="a100-80",

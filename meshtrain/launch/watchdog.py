@@ -103,7 +103,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """Allows half an hour for its block: an evaluation or a save, including what it compiles."""
+        """Allows half an hour for its block: an evaluation or a save, including compilation."""
         before, self._is_patient = self._is_patient, True
         try:
             yield

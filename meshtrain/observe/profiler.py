@@ -93,7 +93,7 @@ class Profiler:
             self._annotation.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
     def after(self, step: int, result: Any) -> None:
-        """Ends the trace if this was the last step to trace, once its result is there.
+        """Ends the trace if this was the last step to trace, once its result is ready.
 
         Args:
           step: the step just dispatched.

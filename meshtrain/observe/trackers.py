@@ -49,7 +49,7 @@ class Trackers:
         Args:
           options: whether to write TensorBoard events.
           directory: the run's folder, which must exist.
-          resume_step: the last step that need not be done again; 0 for a new run.
+          resume_step: the step that the run resumes from; 0 for a new run.
           is_main: whether this is process 0.
 
         Raises:
@@ -83,8 +83,8 @@ class Trackers:
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a row, `step` first, numbers unrounded.
 
-    Each row is a single write of a whole line, so a run that is killed leaves at most one torn line. JSON has no number
-    for not-a-number and infinities: null stands for them.
+    Each row is a single write of a whole line, so a run that is killed leaves at most one torn line. JSON has no
+    not-a-number and no infinities: they are written as null.
     """
 
     def __init__(self, path: str | os.PathLike[str], resume_step: int = 0) -> None:
@@ -95,7 +95,7 @@ class MetricsFile:
 
         Args:
           path: the file; its folder must exist.
-          resume_step: the last step that need not be done again; 0 for a new run.
+          resume_step: the step that the run resumes from; 0 for a new run.
 
         Raises:
           UserError: the file cannot be read or written.
@@ -104,7 +104,7 @@ class MetricsFile:
         self._has_warned = False
         try:
             self.done = _keep_rows_up_to(self.path, resume_step)
-            # Unbuffered: one write of ours is one write of the system's.
+            # Unbuffered: each row is one write of the operating system.
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             problem = f"metrics file: cannot write {self.path} ({error.strerror or error}); choose another workdir"
@@ -149,7 +149,7 @@ class TensorBoard:
 
         Args:
           directory: made where it is missing.
-          resume_step: the last step that need not be done again; TensorBoard then hides what it holds of later ones.
+          resume_step: the step that the run resumes from; 0 for a new run. TensorBoard hides earlier events after it.
           now: a monotonic time in seconds.
 
         Raises:

@@ -40,9 +40,9 @@ class Compiled:
     Attributes:
       assembly: the assembly whose step was compiled.
       text: the scheduled program; None if the compiler gave up for lack of memory.
-      statistics: the compiler's account of memory; None likewise.
+      statistics: the compiler's account of memory; None if it gave up.
       options: the compiler options it was compiled with.
-      attention: the kernel of attention that was traced, `cudnn` or `splash`; `xla` where there is none.
+      attention: the kernel of attention that was traced, `cudnn`, `splash`, or `xla` without a kernel.
       traced_flops: of matrix products on one device before any compiler, attention kernels in full.
       messages: lines that the compiler wrote to standard error.
       refusal: the compiler's message if there is no program; otherwise an empty text.

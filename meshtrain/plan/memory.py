@@ -77,7 +77,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
 
     Args:
       compiled: the step.
-      cluster: what it was compiled for.
+      cluster: the target.
       program: its parsed text; None if the compiler gave up.
     """
     assembly, stats = compiled.assembly, compiled.statistics

@@ -71,7 +71,7 @@ def _page(title: str, parts: Sequence[str]) -> str:
 
 
 def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step: int = 1) -> str:
-    """Returns a chart of bytes, a bar for each row, and a line where there is a limit.
+    """Returns a chart of bytes, a bar for each row, and a line at the limit, if any.
 
     Args:
       rows: (label, bytes).

@@ -15,10 +15,10 @@ TICK_SECONDS = 0.5
 
 
 def waiting_for(what: str, work: Callable[[], Result]) -> Result:
-    """Returns what `work` returns, and raises what it raises; shows the seconds so far where stderr is a terminal.
+    """Returns the result of `work`, or raises its exception; shows the seconds so far if stderr is a terminal.
 
-    The work runs in a thread of its own because the compiler does not react to signals. An interrupt ends the program
-    without waiting for the thread, which loses nothing: the main thread writes all files, after the work.
+    The work runs in a thread because the compiler does not react to signals. An interrupt ends the program
+    without waiting for the thread, which loses no output: the main thread writes all files afterwards.
     """
     # A copy of stderr: while the compiler works, stderr itself is captured.
     terminal = os.dup(2) if sys.stderr.isatty() else None

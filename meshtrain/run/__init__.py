@@ -1,1 +1,1 @@
-"""A RUN'S FOLDER AND LIFE: where it lies, where it starts from, what it saves, how it is evaluated and summed up."""
+"""A RUN'S FOLDER AND LIFE: its files, its starting state, its saves, its evaluations and its summary."""

@@ -21,7 +21,7 @@ from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, warn
 
-_RATE_TOLERANCE = 0.01  # relative: a learning rate that changes by less is not worth a warning
+_RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives no warning
 
 
 def saved_step(run: Path) -> int:

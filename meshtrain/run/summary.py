@@ -93,7 +93,7 @@ def rate_of_the_run(values: Mapping[str, float | None], units_per_step: int) -> 
 
 
 def places(run: Path) -> list[str]:
-    """Returns the names of a run's files and folders (`tensorboard/`) that are there."""
+    """Returns the names of a run's existing files and folders (`tensorboard/`)."""
     return [f"{name}/" if (run / name).is_dir() else name for name in _PLACES if (run / name).exists()]
 
 

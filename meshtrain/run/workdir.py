@@ -132,8 +132,8 @@ def _remove_beginning(run: pathlib.Path, names: Sequence[str], made: Sequence[pa
 
     Args:
       run: its folder.
-      names: of the files and folders in it that were not there before.
-      made: the folders that were made for it, the run's own first; those that are empty afterwards go as well.
+      names: of the files and folders in it that the run has created.
+      made: the folders that were created for it, the run's own first; empty ones are removed as well.
     """
     metrics, checkpoints = run / METRICS_FILE, run / CHECKPOINTS
     if (metrics.exists() and metrics.stat().st_size) or (checkpoints.exists() and any(checkpoints.iterdir())):
@@ -156,7 +156,7 @@ def begun_seconds(run: pathlib.Path, own_seconds: float, logged_seconds: float, 
 
     Args:
       run: the run's folder.
-      own_seconds: when this process began, as `time.monotonic` said then.
+      own_seconds: when this process began, by `time.monotonic`.
       logged_seconds: the run's age at its last logged row. It is at least that old, though the system's clock may have
         been set back.
       writes: whether this process is the one that writes (process 0).
@@ -209,7 +209,7 @@ def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
 
 
 def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bool) -> Any:
-    """Returns an entry of corpus.json; computes and writes it if it is not there yet.
+    """Returns an entry of corpus.json; computes and writes it if it is missing.
 
     Args:
       run: the run's folder.
@@ -239,7 +239,7 @@ def _facts(run: pathlib.Path) -> dict[str, Any]:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the file's object; an empty one where there is no file."""
+    """Returns the JSON object of a file; an empty one if the file is missing."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):

@@ -38,8 +38,8 @@ def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     A dtype counts because a reader would otherwise convert silently, and a resumed run would not be the same run.
 
     Args:
-      stored: path -> what the checkpoint holds, anything with `.shape` and `.dtype`.
-      wanted: path -> what the run needs, likewise.
+      stored: path -> the array of the checkpoint, anything with `.shape` and `.dtype`.
+      wanted: path -> the array that the run needs, likewise.
     """
     lines = []
     for path, leaf in wanted.items():

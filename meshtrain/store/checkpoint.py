@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run, written while training goes on, read back onto any mesh.
+"""Checkpoints: the training state of a run, written in the background, restored onto any mesh.
 
 On disk (Orbax, one directory a step, OCDBT format)::
 

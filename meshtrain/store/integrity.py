@@ -67,7 +67,7 @@ def checksums(directory: Path, is_wanted: Callable[[str], bool]) -> Files:
 
     Args:
       directory: the folder.
-      is_wanted: asked with each file's name, relative to the folder.
+      is_wanted: whether to include a file, by its name relative to the folder.
     """
     names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return {name: _entry(directory / name) for name in names if not name.startswith("manifest.") and is_wanted(name)}

@@ -66,7 +66,7 @@ class Problems:
 
 
 class TrainingStopped(Exception):
-    """Training cannot go on by itself (not-a-number, diverged): exit code 3."""
+    """Training cannot continue (too many skipped steps): exit code 3."""
 
 
 class Interrupted(Exception):
@@ -106,7 +106,7 @@ def one_line(problem: str) -> str:
 def run(entry: Callable[[], int | None]) -> NoReturn:
     """Runs a program and exits with its code; prints one line for each problem of a UserError.
 
-    An exception that is a bug of ours keeps its traceback.
+    Any other exception is a bug and keeps its traceback.
 
     Args:
       entry: the program, without arguments; it returns its exit code or None for 0.
