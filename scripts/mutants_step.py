@@ -184,10 +184,10 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "backward row too late",
         "pipeline/schedules.py",
-        "min(index % group, num_stages - 1)",
-        "min(index % group, num_stages)",
-        "1f1b runs a forward row more before its backward rows",
-        ("pipeline/test_pipeline_schedules.py::test_interleaved_is_this_table",),
+        "needed = group + index",
+        "needed = group + 1 + index",
+        "1f1b runs a forward row more before each backward row, and holds a microbatch more",
+        ("pipeline/test_pipeline_schedules.py::test_aligned_1f1b_is_this_table",),
     ),
     Mutant(
         "another microbatch is prefetched",
