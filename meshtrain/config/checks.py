@@ -168,7 +168,7 @@ def trained(config: Config, params: Any) -> tuple[Any, list[str]]:
     """Returns which parameters `optimizer.trainable` trains, None and one line where it matches none of them.
 
     Args:
-      config: what is told.
+      config: the configuration.
       params: abstract parameters.
     """
     try:

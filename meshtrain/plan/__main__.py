@@ -59,17 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if given.search:
         # The search replaces the mesh, so it need not fit the cluster.
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
-    config = configure(given, reads_data=False)
-    if not given.cluster:
-        raise UserError(f"--cluster: got nothing; allowed: {topology.ALLOWED}; nearest: --cluster=h100:8x8")
-    if given.search and given.calibrate:
-        raise UserError(
-            "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
-            "leave it out"
-        )
-    for name in ("json", "html"):
-        if path := getattr(given, name):
-            refuse_target(f"--{name}", path, f"plan.{name}")
+    config = configure(given, problems(given), reads_data=False)
     measured = calibration.measured_seconds(given.calibrate)
     # A cached program has no compiler warnings, which the report needs.
     jax.config.update("jax_enable_compilation_cache", False)
@@ -86,6 +76,30 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n{changes.text(made)}", flush=True)
     write(given, report.to_json(made), lambda: page.plan_page(made))
     return 0
+
+
+def problems(given: argparse.Namespace) -> list[str]:
+    """Returns one line for each problem of plan's own arguments that shows before a compiler is asked."""
+    found = []
+    if not given.cluster:
+        found.append(f"--cluster: got nothing; allowed: {topology.ALLOWED}; nearest: --cluster=h100:8x8")
+    else:
+        try:
+            topology.parse(given.cluster)
+        except UserError as error:
+            found += error.problems
+    if given.search and given.calibrate:
+        found.append(
+            "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
+            "leave it out"
+        )
+    for name in ("json", "html"):
+        try:
+            if path := getattr(given, name):
+                refuse_target(f"--{name}", path, f"plan.{name}")
+        except UserError as error:
+            found += error.problems
+    return found
 
 
 def searched(config: Config, cluster: topology.Cluster, given: argparse.Namespace) -> int:

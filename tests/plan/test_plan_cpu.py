@@ -157,6 +157,14 @@ def test_wrong_input_is_one_line_a_problem(words, said):
     assert all("\n" not in line for line in error.value.problems)
 
 
+def test_problems_of_plan_and_of_the_configuration_are_reported_together():
+    words = ["--cluster=h10:8", "--json=nowhere/plan.json", "--search", "--calibrate=1.5", "--config.zero.level=7"]
+    with pytest.raises(UserError) as error:
+        program.main(words)
+    named = [line.partition(":")[0] for line in error.value.problems]
+    assert named == ["--cluster", "--calibrate", "--json", "zero.level"]
+
+
 def test_a_page_needs_nothing_else(plan, small):
     made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
     text = page.plan_page(made)
