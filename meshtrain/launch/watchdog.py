@@ -22,7 +22,7 @@ from typing import Self
 import jax
 
 from meshtrain.launch import peers
-from meshtrain.words.errors import EXIT_LOST_PEER, leave_at_once
+from meshtrain.words.errors import EXIT_LOST_PEER, UserError, leave_at_once
 
 LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # in the environment: longest time without a heartbeat of a process, in seconds
 _DEFAULT_LOST_SECONDS = 60.0
@@ -58,11 +58,14 @@ class Watchdog:
           end: called with the reason; None prints stacks and reason and ends the process with code 4.
           lost_seconds: longest time without a heartbeat of a process, in seconds; None: MESHTRAIN_LOST_SECONDS, or 60.
           num_processes: the number of processes; None asks JAX.
+
+        Raises:
+          UserError: MESHTRAIN_LOST_SECONDS is not a number of seconds.
         """
         self._limit_seconds = limit_seconds
         self._now = now
         self._end = end or _end_process
-        self._lost_seconds = lost_seconds or float(os.environ.get(LOST_SECONDS) or _DEFAULT_LOST_SECONDS)
+        self._lost_seconds = lost_seconds or _lost_seconds_of_environment()
         self._durations: collections.deque[float] = collections.deque(maxlen=_NUM_STEPS_REMEMBERED)
         self._step = 0
         self._is_starting = True  # until the first step has completed: compiling may take any time
@@ -181,6 +184,19 @@ class Watchdog:
                 self.note(peers.signs_of_life())
         with contextlib.suppress(RuntimeError):
             peers.say_finished()
+
+
+def _lost_seconds_of_environment() -> float:
+    text = os.environ.get(LOST_SECONDS) or str(_DEFAULT_LOST_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UserError(
+            f"{LOST_SECONDS}: got '{text}'; allowed: a number of seconds above 0; nearest: {_DEFAULT_LOST_SECONDS:g}"
+        )
+    return seconds
 
 
 def _end_process(reason: str) -> None:

@@ -52,7 +52,7 @@ def search_page(found: search.Found) -> str:
         for one, plan in found.ranked
         if plan.timing and plan.memory.compiler
     ]
-    capacity = found.ranked[0][1].memory.capacity_bytes
+    capacity = found.ranked[0][1].memory.capacity_bytes if found.ranked else None
     parts = []
     if points:
         parts += ["<h2>Memory against modelled time</h2>", scatter(points, capacity)]

@@ -130,11 +130,11 @@ def text(found: Found) -> str:
         aligned(rows, header, "<<>>>"),
     ]
     lines += [f"refused      {describe(one)}: {why}" for one, why in found.refused]
-    best, plan = found.ranked[0]
-    if plan.memory.fits is not False:
-        lines += ["", f"the first, memory {_memory(plan)}:", f"  {arguments(best.change)}"]
-    else:
+    if not found.ranked or found.ranked[0][1].memory.fits is False:
         lines += ["", "none of them fits"]
+    else:
+        best, plan = found.ranked[0]
+        lines += ["", f"the first, memory {_memory(plan)}:", f"  {arguments(best.change)}"]
     return "\n".join(lines)
 
 

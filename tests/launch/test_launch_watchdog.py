@@ -9,6 +9,7 @@ import pytest
 
 from meshtrain.launch import peers
 from meshtrain.launch.watchdog import Watchdog
+from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -171,3 +172,10 @@ def test_processes_talk_through_the_service_that_jax_keeps():
     said = sorted(line for line in done.stderr.splitlines() if line.startswith("[") and "meshtrain: " in line)
     difference = "meshtrain: error: processes: start differs: x is 1 in process 1 and 0 in process 0; allowed: "
     assert [line.partition("the same")[0] for line in said] == [f"[0] {difference}", f"[1] {difference}"]
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf"])
+def test_a_wrong_time_in_the_environment_is_one_line(text, monkeypatch):
+    monkeypatch.setenv("MESHTRAIN_LOST_SECONDS", text)
+    with pytest.raises(UserError, match=f"MESHTRAIN_LOST_SECONDS: got '{text}'; allowed: .* above 0; nearest: 60"):
+        Watchdog(0.0, num_processes=1)

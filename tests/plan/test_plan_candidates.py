@@ -10,7 +10,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.plan import candidates, changes, guess, search, topology
+from meshtrain.plan import candidates, changes, guess, page, search, topology
 from meshtrain.step.held import held
 
 # 12.9 billion parameters: 206 GB of training state on a device that has all of it, 26 GB on one of eight that share it.
@@ -127,3 +127,13 @@ def test_no_way_is_compiled_twice(small):
     found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
     ways = [tuple(sorted(one.change.items())) for one in found]
     assert len(ways) == len(set(ways))
+
+
+def test_a_search_whose_candidates_are_all_refused_says_why(small):
+    cluster = cluster_of("h100", 1, 8)
+    one = candidates.candidates(small(), cluster, only_mesh=True)[0]
+    result = search.Found(cluster, (), 1, ((one, "batch_size: got 1"),))
+    said = search.text(result)
+    assert "batch_size: got 1" in said
+    assert said.endswith("none of them fits")
+    assert "batch_size: got 1" in page.search_page(result)
