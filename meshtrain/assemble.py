@@ -1,4 +1,4 @@
-"""Config and devices -> everything that a run is made of, from shapes alone. No array is made here.
+"""Config and devices -> mesh, task, shardings and compiled functions of a run, from shapes alone, without any array.
 
 config -> mesh -> task (abstract) -> placements -> sharded init -> step
 """
@@ -53,24 +53,25 @@ from meshtrain.words.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """What `assemble` decided; no arrays in it.
+    """The result of `assemble`. It has no arrays.
 
     Attributes:
       config: the configuration.
       mesh: the mesh, axes in mesh order.
-      rules: logical axis -> mesh axes, and the axes that store weights at this ZeRO level.
-      replicas: how the replicas of the data axis reduce gradients; their shapes and shardings on the way.
+      rules: logical axis -> mesh axes, with the storage axes of the ZeRO level.
+      replicas: how gradients are summed over microbatches and reduced over data.
       task: what is trained.
-      program: the pipeline's schedule, None on a pipeline of size 1.
+      program: the pipeline's schedule as tables for the executor; None on a pipeline of size 1.
       state: abstract `TrainState`, each leaf a `jax.ShapeDtypeStruct` with its sharding.
-      kept_state: the same with layers in layer order, as checkpoints hold it.
-      batch: abstract batch, likewise.
+      kept_state: the same with layers in layer order, as checkpoints store it.
+      batch: the abstract global batch, each entry with its sharding.
       names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
-      init: uint32 key data -> state, jitted, each array born where it lives.
-      train_step: (state, batch) -> (state, metrics), jitted with the options of these devices, the state donated.
+      init: uint32 key data -> state, jitted; each array is created with its sharding.
+      train_step: (state, batch) -> (state, metrics), jitted with the devices' compiler options; donates the state.
       eval_step: (params, batch) -> sums, jitted.
       logits: (params, batch) -> float32 [B, T, vocabulary], jitted; None where the task has none.
-      to_kept: state -> kept_state, and `from_kept` back, jitted; the identity but for interleaved schedules.
+      to_kept: a state like `state` -> one like `kept_state`, jitted; the identity except for interleaved schedules.
+      from_kept: the inverse of `to_kept`.
     """
 
     config: Config
@@ -98,17 +99,18 @@ def assemble(
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
 ) -> Assembly:
-    """Decides where everything lives and what a step is.
+    """Returns the mesh, the shardings and the jitted functions of a run. It allocates no array and compiles nothing.
 
     Args:
       config: a checked configuration.
       shape: the size of each mesh axis, -1 filled in.
-      devices: as many as the mesh has, there or not.
+      devices: at least as many as the mesh has, real or ahead-of-time.
       make_task: a task function; None for the one that `config.task` names.
       rules: logical axis -> mesh axes, None for the built-in table.
 
     Raises:
-      UserError: what cannot be placed, or a task that cannot be cut into stages.
+      UserError: arrays that cannot be sharded as configured, a batch or loss that breaks the contract of `Task`, or a
+        pipeline with a task without stages.
     """
     if problems := _offload_problems(config, devices):
         raise UserError(*problems)
@@ -197,7 +199,7 @@ def learning_rates(config: Config, task: Task) -> Schedule:
     """Returns the learning rate as a function of the number of updates done so far.
 
     Raises:
-      UserError: `noam`, which is a function of the model's width, and the task states none.
+      UserError: `noam`, which is a function of the model's width, with a task that states no width.
     """
     options = config.learning_rate
     if options.name == "noam" and not task.width:
@@ -211,14 +213,18 @@ def learning_rates(config: Config, task: Task) -> Schedule:
 
 
 def loss_scaling(config: Config, task: Task, shape: Mapping[str, int]) -> loss_scale.Scaling | None:
-    """Returns how the loss is scaled for the backward pass; None where it is not."""
+    """Returns how the loss is scaled for the backward pass; None: not at all."""
     in_float16 = compute_name(config.precision) == "float16"
     num_targets = task.num_units // num_microbatches(config, shape)
     return loss_scale.scaling(config.loss_scale, num_targets, computes_in_float16=in_float16)
 
 
 def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None:
-    """Returns the schedule, proven and ready to run; None on a pipeline of size 1."""
+    """Returns the schedule, proven and compiled to tables for the executor; None on a pipeline of size 1.
+
+    Raises:
+      UserError: the schedule has no table for these numbers, or the executor cannot run it.
+    """
     if shape["pipeline"] == 1:
         return None
     parts = num_microbatches(config, shape)
@@ -226,7 +232,7 @@ def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None
 
 
 def array_rows(assembly: Assembly) -> list[Row]:
-    """Returns a row for each array of the state, for `layout.txt` and `explain`; layers as they are stored."""
+    """Returns a row for each array of the state, for `layout.txt` and `explain`; layers in the shapes of memory."""
     leaves = dict(zip(map(str, range(len(assembly.names))), assembly.names, strict=True))
     names = jax.tree.unflatten(jax.tree.structure(assembly.state), leaves.values())
     frozen = {f"params/{path}" for path, is_trained in leaves_with_paths(assembly.replicas.trained) if not is_trained}
@@ -237,7 +243,7 @@ def array_rows(assembly: Assembly) -> list[Row]:
 
 
 def stored_params(assembly: Assembly, kept_params: Params) -> Params:
-    """Returns parameters in layer order (as checkpoints hold them) as the step wants them."""
+    """Returns parameters from layer order (as checkpoints store them) in the shapes and shardings of the step."""
     return reshaper(assembly.kept_state.params, assembly.state.params)(kept_params)
 
 
@@ -250,7 +256,7 @@ def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[s
     problems = []
     for name, entry in batch.items():
         lines = partition.problems(f"batch/{name}", entry.shape, entry.axes, rules.activations, mesh.shape)
-        # A model of one's own brings dims that the built-in table does not know.
+        # A user's own model may have dims that the built-in table does not list.
         hint = ", or a rule of its own: layout.rules.extend(rules, Rule('...'))"
         problems += [f"{line}{hint}" if "logical axis of dim" in line else line for line in lines]
     if problems:
@@ -274,7 +280,7 @@ def _computations(
     shape: Mapping[str, int],
     axes: Axes,
 ) -> tuple[Gradients, Any, Any]:
-    """Returns (gradients, evaluation, logits) of a batch: through the pipeline, or microbatch after microbatch."""
+    """Returns the functions that compute (gradients, evaluation sums, logits) of a batch, in a pipeline or not."""
     num_parts, mesh = num_microbatches(config, shape), placement.mesh
     if program is None or mesh is None:
         whole = task.logits
@@ -302,10 +308,10 @@ def _computations(
 
 
 def compiled_step(assembly: Assembly) -> Any:
-    """Returns the step, compiled.
+    """Returns the training step, compiled.
 
     Raises:
-      UserError: other processes would run another program.
+      UserError: other processes traced a different program.
     """
     lowered = assembly.train_step.lower(assembly.state, assembly.batch)
     if peers.count() > 1:
@@ -315,7 +321,7 @@ def compiled_step(assembly: Assembly) -> Any:
 
 
 def throughput_of(assembly: Assembly) -> Throughput:
-    """Returns what a step is worth: units of the task, model FLOPs, and the devices' peak in the compute dtype."""
+    """Returns the quantities of throughput: units in a step, model FLOPs a unit, peak FLOP/s in the compute dtype."""
     task, device = assembly.task, assembly.mesh.devices.flat[0]
     return Throughput(
         unit=task.unit,

@@ -1,4 +1,4 @@
-"""Prints what `assemble` decides for a configuration: the mesh, a line for each array, what each pipeline stage holds.
+"""Prints the placement of a configuration: the mesh, a line for each array, the layers of each pipeline stage.
 
 python -m meshtrain explain --config=configs/3d.py [--config.mesh.tensor=4 ...]
 """
@@ -30,7 +30,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def text(assembly: Assembly) -> str:
-    """Returns everything that is worth knowing before a run."""
+    """Returns the report that `explain` prints: parameters, mesh, batch, arrays, bytes of a device, stages."""
     config = assembly.config
     shape = dict(assembly.mesh.shape)
     parts = [
@@ -51,7 +51,7 @@ def text(assembly: Assembly) -> str:
 
 
 def batch_text(assembly: Assembly) -> str:
-    """Returns what a global batch holds: sequences of tokens, or an example's entries with their shapes."""
+    """Returns the size of a global batch: sequences of tokens, or examples with the shape of each entry."""
     config = assembly.config
     if set(assembly.batch) == set(token_batch(1, 1)):
         return f"{config.batch_size} sequences of {config.sequence_length} tokens"
@@ -60,7 +60,7 @@ def batch_text(assembly: Assembly) -> str:
 
 
 def trained_text(assembly: Assembly) -> list[str]:
-    """Returns a line for what `optimizer.trainable` leaves to train; nothing where every weight is trained."""
+    """Returns one line with the number of trained weights if `optimizer.trainable` freezes some, else none."""
     params = assembly.state.params
     trained, frozen = (jax.tree.leaves(part) for part in select(params, assembly.replicas.trained))
     if not frozen:
@@ -70,7 +70,7 @@ def trained_text(assembly: Assembly) -> list[str]:
 
 
 def held_text(bytes_held: Held) -> str:
-    """Returns what one device holds of the training state, as one line."""
+    """Returns one line with the bytes of the training state on one device."""
     names = ("parameters", "gradients", "moments")
     sizes = ", ".join(f"{name} {format_bytes(getattr(bytes_held, name))}" for name in names)
     beside = f"; {format_bytes(bytes_held.on_host)} of moments on its host" if bytes_held.on_host else ""
@@ -78,7 +78,7 @@ def held_text(bytes_held: Held) -> str:
 
 
 def stages_text(assembly: Assembly) -> list[str]:
-    """Returns a line for each pipeline stage, and what the schedule recomputes; nothing without a pipeline."""
+    """Returns a line for the schedule, for each stage, and for what is recomputed; none without a pipeline."""
     program, stages = assembly.program, assembly.task.stages
     if program is None or stages is None:
         return []
@@ -98,11 +98,15 @@ def stages_text(assembly: Assembly) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Assembles from shapes alone and prints; no array is made."""
+    """Prints the placement of a configuration, computed from shapes alone; returns the exit code.
+
+    Raises:
+      UserError: a wrong flag or configuration, or a file that cannot be written.
+    """
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain explain", description="Where each array of a configuration lives.", add_help=False
     )
-    extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh as a PNG")
+    extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh (.png, .svg or .pdf)")
     config, arguments = parse(argv, extra, reads_data=False)
     if arguments.draw:
         refuse_target("--draw", arguments.draw, "mesh.png")

@@ -1,6 +1,6 @@
 """Weights and a prompt -> text, on any mesh.
 
-R: rows of the batch (copies of the prompt that the mesh's data axes need), T: tokens a sequence, V: padded vocabulary.
+B: sequences in the batch, all copies of the prompt, one for each shard of the batch on the mesh; T: tokens a sequence.
 """
 
 import argparse
@@ -36,15 +36,15 @@ def sample(
 ) -> list[int]:
     """Returns token ids that follow a prompt.
 
-    Every token is one forward pass over the last T tokens, all of them inside one compiled loop.
+    Each token takes one forward pass over the last T tokens. One compiled loop draws all tokens.
 
     Args:
       assembly: of a task with logits.
-      params: as the assembly stores them.
-      prompt: at least one token id; only the last T - 1 count (one, where T is 1).
+      params: with the shapes and shardings of `assembly.state.params`.
+      prompt: at least one token id; only the last T - 1 are read (the last one if T is 1).
       num_tokens: how many to draw.
       temperature: 0 takes the most probable token each time.
-      seed: of the drawing.
+      seed: of the random numbers.
     """
     logits = assembly.logits
     assert logits is not None
@@ -76,7 +76,7 @@ def sample(
 
 
 def problems_of_task(assembly: Assembly) -> list[str]:
-    """Returns one line where text cannot be drawn from a task: no logits, or a batch that a prompt does not fill."""
+    """Returns one line if a task cannot generate text: it has no logits, or its batch has entries other than text's."""
     if assembly.logits is None:
         return ["task: got one without logits; allowed for generate: Task.logits, (params, batch) -> float32 [B, T, "
                 "vocabulary]; nearest: Task(init, loss, batch, logits)"]  # fmt: skip
@@ -91,7 +91,7 @@ def problems_of_task(assembly: Assembly) -> list[str]:
 
 
 def _batch(window: jax.Array, wanted: Collection[str]) -> Batch:
-    """Returns the entries `wanted` of a batch whose tokens are the window [R, T], one document in each row."""
+    """Returns the entries `wanted` of a batch whose tokens are `window` [B, T], one document in each row."""
     ones = jnp.ones(window.shape, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
     every = {
@@ -113,7 +113,7 @@ def continued(
     temperature: float,
     seed: int,
 ) -> str:
-    """Returns the prompt and the text that follows it; `text` has encode and decode, see `sample` for the rest."""
+    """Returns the prompt and the text that follows it; `text` encodes and decodes, `sample` describes the rest."""
     ids = text.encode(prompt)
     return prompt + text.decode(sample(assembly, params, ids, num_tokens, temperature, seed))
 
@@ -121,15 +121,15 @@ def continued(
 def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
     """Returns the configuration of the run in the workdir, changed by the command line's overrides.
 
-    The run's own config.json is the base, so that nothing of its command line has to be repeated. `--config` counts
-    where the workdir has none (a bare folder of checkpoints); where it has one, `--config` only names the workdir.
+    The base is the run's own config.json, so options of its command line need not be repeated. `--config` is read only
+    if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir.
 
     Args:
       arguments: from `flags.arguments`.
-      also: problems to be reported together with the arguments' and the configuration's.
+      also: problems of other flags, to be reported with those of the arguments and the configuration.
 
     Raises:
-      UserError: all of them.
+      UserError: all problems, one line each.
     """
     own = arguments.workdir / CONFIG_FILE
     if what_is_at(own) != "a file":
@@ -144,11 +144,15 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a text that follows a prompt, from the newest checkpoint of a workdir."""
+    """Prints a prompt continued by the newest checkpoint of a workdir; returns the exit code.
+
+    Raises:
+      UserError: a wrong flag, configuration, checkpoint or task.
+    """
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain generate", description="A run's newest weights continue a prompt.", add_help=False
     )
-    extra.add_argument("--prompt", default="def ", help="the text to go on from")
+    extra.add_argument("--prompt", default="def ", help="the text to continue")
     extra.add_argument("--num-tokens", type=int, default=200, help="tokens to draw")
     extra.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token each time")
     arguments = flags.arguments(argv, extra)
@@ -176,9 +180,9 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = tokenizer_for(config.data, vocab_size=assembly.task.vocab_size)
     params = stored_params(assembly, restore_params(arguments.workdir, assembly.kept_state.params))
     wanted = arguments.prompt, arguments.num_tokens, arguments.temperature
-    said = continued(assembly, tokenizer, params, *wanted, config.seed)
+    answer = continued(assembly, tokenizer, params, *wanted, config.seed)
     if peers.is_main_process():
-        print(said)
+        print(answer)
     return 0
 
 

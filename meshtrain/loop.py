@@ -18,14 +18,14 @@ from meshtrain.words.errors import Interrupted, TrainingStopped
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """When the loop does what.
+    """When the loop logs, evaluates, saves and stops.
 
     Attributes:
       num_steps: the step to stop after.
       log_every: steps between rows of metrics.
-      eval_every: steps between evaluations, 0 for one after the last step only.
-      save_every: steps between saves, 0 for one after the last step only.
-      max_skipped_in_a_row: skipped steps in a row that training survives.
+      eval_every: steps between evaluations; 0: after the last step only.
+      save_every: steps between saves; 0: after the last step only.
+      max_skipped_in_a_row: steps in a row that may be skipped; one more stops training.
     """
 
     num_steps: int
@@ -37,14 +37,14 @@ class Timetable:
 
 @dataclasses.dataclass(frozen=True)
 class Actions:
-    """What the loop calls.
+    """The functions that the loop calls.
 
     Attributes:
       train_step: (state, batch) -> (state, metrics); it returns before the devices are done.
       evaluate: state -> values such as `eval_loss`.
       save: (step, state) -> values for the row of metrics; returns once the state's buffers may be overwritten.
       finish_saving: waits until the last save is on disk, and raises SaveFailed where it could not be written.
-      rate: (step, values of the evaluation) -> None: records how good the checkpoint of a step is.
+      rate: (step, values of the evaluation) -> None: records the values with the step's checkpoint.
       write: (step, values) -> None: writes a row into the run's files.
       diagnose: (state, number) -> text: the array that first was not finite (`guard.first_not_finite` gave its number)
         and the checkpoint to go back to.
@@ -61,12 +61,12 @@ class Actions:
 
 @dataclasses.dataclass(frozen=True)
 class Observers:
-    """What follows the steps.
+    """Objects that observe the steps.
 
     Attributes:
       progress: the bar and the log lines on the terminal.
       profiler: traces the steps that the user named.
-      watchdog: ends the process when steps stay away.
+      watchdog: ends the process if no step completes in time.
       goodput: adds up the time of the steps.
     """
 
@@ -85,11 +85,19 @@ def run(
     actions: Actions,
     observers: Observers,
 ) -> tuple[Any, dict[str, float | None]]:
-    """Trains from `start_step`, with the batches of the steps after it, to `when.num_steps`.
+    """Runs the steps after `start_step` up to `when.num_steps`.
+
+    Args:
+      state: the state after `start_step` steps; its buffers are donated.
+      start_step: steps done so far.
+      batches: the batches of the following steps, in order.
+      when: when to log, evaluate, save and stop.
+      throughput: units and FLOPs of a step, for the log.
+      actions: the functions that the loop calls.
+      observers: progress, profiler, watchdog, goodput.
 
     Returns:
-      The last state (the first one's buffers are donated), and the values last logged and evaluated; where no step was
-      left to do, those of an evaluation alone.
+      The last state, and the values last logged and evaluated; those of an evaluation alone if no step was left.
 
     Raises:
       TrainingStopped: more steps in a row were skipped than the timetable allows, or the last one was.
@@ -105,7 +113,7 @@ def run(
             observers.profiler.before(step)
             state, metrics = actions.train_step(state, batch)
             observers.profiler.after(step, metrics)
-            for done in clock.dispatched(step, metrics):  # the step before this one, which stays in flight
+            for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight
                 log.completed(done)
                 stop_if_too_many_skipped(done, state, when, actions)
 
@@ -119,7 +127,7 @@ def run(
                 log.completed(done)
                 stop_if_too_many_skipped(done, state, when, actions)
             with clock.pause(), observers.watchdog.patient():
-                # Amid skipped steps a save would push out the checkpoint to go back to.
+                # A save between skipped steps could delete the last good checkpoint.
                 if saves and (is_last or stops or not num_skipped_in_a_row(metrics)):
                     actions.write(step, actions.save(step, state))
                 if evaluates:
@@ -136,7 +144,7 @@ def run(
 
 
 class Log:
-    """Rows of metrics: into the run's files, onto the terminal, and into `latest`, which the run returns."""
+    """Writes rows of metrics to the run's files, to the terminal, and to `latest`, which `run` returns."""
 
     def __init__(
         self,
@@ -146,7 +154,7 @@ class Log:
         write: Callable[[int, Mapping[str, float | None]], None],
         observers: Observers,
     ) -> None:
-        """Starts without rows; see `Timetable`, `Throughput`, `Actions` and `Observers` for the arguments."""
+        """Stores the arguments; `write` is `Actions.write`."""
         self.when = when
         self.throughput = throughput
         self.clock = clock
@@ -155,7 +163,7 @@ class Log:
         self.latest: dict[str, float | None] = {}
 
     def completed(self, done: CompletedStep) -> None:
-        """Counts a completed step, and writes its row where one is due; the first, last and fatal ones always are."""
+        """Counts a completed step, and writes its row if one is due: for the first, last and fatal steps always."""
         self.observers.progress.advance_to(done.step)
         self.observers.watchdog.completed(done.step, None if done.is_first else done.step_seconds)
         self.observers.goodput.add(0.0 if done.is_first else done.step_seconds)
@@ -175,7 +183,7 @@ class Log:
 
 
 def due(step: int, every: int) -> bool:
-    """Returns whether something that happens every so many steps (0: never) happens at this one."""
+    """Returns whether `step` is a multiple of `every`; never for 0."""
     return every > 0 and step % every == 0
 
 
@@ -185,9 +193,9 @@ def num_skipped_in_a_row(metrics: Mapping[str, Any]) -> int:
 
 
 def too_many_skipped(done: CompletedStep, when: Timetable) -> bool:
-    """Returns whether training cannot go on after a completed step: too many skipped in a row, or the last one bad."""
+    """Returns whether training stops after a completed step: too many skipped in a row, or the last step not finite."""
     num_skipped = num_skipped_in_a_row(done.result)
-    if num_skipped == 0:  # almost always; one counter is all that is read then
+    if num_skipped == 0:  # the usual case, in which only this counter is read
         return False
     return num_skipped > when.max_skipped_in_a_row or ends_badly(done, when)
 
@@ -199,16 +207,16 @@ def ends_badly(done: CompletedStep, when: Timetable) -> bool:
 
 
 def stop_if_too_many_skipped(done: CompletedStep, state: Any, when: Timetable, actions: Actions) -> None:
-    """Ends training after a completed step where the guard has skipped too many.
+    """Raises TrainingStopped after a completed step if the guard has skipped too many.
 
     Args:
       done: the step.
-      state: the newest state; skipped steps left its weights as they were after the last good step.
-      when: how many may be skipped.
-      actions: `diagnose` tells what was wrong first.
+      state: the newest state, with the weights after the last good step: skipped steps do not change them.
+      when: how many steps may be skipped.
+      actions: `diagnose` names the first array that was not finite.
 
     Raises:
-      TrainingStopped: with the values of the step, its cause, and the checkpoint to go back to.
+      TrainingStopped: with the values of the step, the cause, and the last good checkpoint.
     """
     if not too_many_skipped(done, when):
         return

@@ -1,4 +1,4 @@
-"""The story of a run, top to bottom: devices, data, placements, weights, steps, and what is left at the end."""
+"""A run from top to bottom: devices, data, shardings, weights, steps, and the summary at the end."""
 
 import dataclasses
 import functools
@@ -38,7 +38,14 @@ from meshtrain.words.paths import expanded
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run leaves in memory: its last state, the values last logged, its folder, and what it was made of."""
+    """What `train` returns.
+
+    Attributes:
+      state: the last state.
+      values: the metrics last logged and evaluated.
+      directory: the run's folder.
+      assembly: mesh, task, shardings and functions of the run.
+    """
 
     state: TrainState
     values: Mapping[str, float | None]
@@ -55,7 +62,7 @@ def train(
     *,
     begun_seconds: float | None = None,
 ) -> Result:
-    """Trains, from the beginning or from where this directory's run stopped. `meshtrain.train` is this function.
+    """Trains from the beginning, or from the newest checkpoint in the directory. `meshtrain.train` is this function.
 
         import meshtrain
 
@@ -66,16 +73,17 @@ def train(
         print(result.values["eval_loss"])
 
     Args:
-      config: what to do: a ConfigDict as `meshtrain.config.default` returns it, a dict of what differs from the
-        defaults, or a frozen `Config`.
-      directory: the run's own folder: configuration, metrics, checkpoints.
+      config: a ConfigDict as `meshtrain.config.default` returns it, a dict of the values that differ from the defaults,
+        or a frozen `Config`.
+      directory: the run's folder, for configuration, metrics and checkpoints.
       make_task: a task function (config, placement) -> Task; None for the one that `config.task` names.
       make_data: a function config -> `data.own.Data`; None for what `config.data` says.
-      rules: logical axis -> mesh axes for its weights and its batch; None for the built-in table.
-      begun_seconds: when the program began, by `time.monotonic`, from which goodput counts; None for now.
+      rules: logical axis -> mesh axes for the task's weights, activations and batch; None for the built-in table.
+      begun_seconds: when the program began, by `time.monotonic`; goodput counts from there. None: now.
 
     Raises:
-      UserError: what a user can mend, before anything is compiled; TrainingStopped, Interrupted: see `loop.run`.
+      UserError: a problem of configuration, data or task that the user can fix.
+      TrainingStopped, Interrupted, SaveFailed: see `loop.run`.
     """
     begun_seconds = time.monotonic() if begun_seconds is None else begun_seconds
     _refuse_no_functions(make_task, make_data)
@@ -132,17 +140,17 @@ def run_steps(
     """Makes or restores the state, compiles the step, and runs the loop; see `loop.run` for what comes back.
 
     Args:
-      assembly: what the run is made of.
+      assembly: mesh, task, shardings and functions of the run.
       corpus: its data.
-      checkpoints: its saves.
+      checkpoints: its checkpoints.
       run: its folder.
-      watchdog: ends the process where no step comes.
-      show: a phase of the start, by its name, as a context that takes what to say.
+      watchdog: ends the process if no step completes in time.
+      show: name -> context manager of a phase of the start; it yields a function that takes the phase's result as text.
       begun_seconds: when the program began, by `time.monotonic`.
     """
     config, is_main = assembly.config, peers.is_main_process()
     with ThreadPoolExecutor(1) as thread:
-        # The compiler leaves the interpreter alone: initial weights, a program of their own, come meanwhile.
+        # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
         compiling = thread.submit(compiled_step, assembly)
         with show("restore" if start.saved_step(run) else "init") as say:
             state, start_step, restored = start.starting_state(assembly, checkpoints)

@@ -1,1 +1,1 @@
-"""In what order do stages run? Schedules as tables, their proof and charts, and the executor that runs them."""
+"""IN WHAT ORDER do stages run? Schedules as tables, their proof and charts, and the executor that runs them."""

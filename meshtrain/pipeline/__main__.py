@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m meshtrain pipeline", description="Prints and draws a pipeline schedule.", allow_abbrev=False
     )
     parser.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
-    parser.add_argument("--table", help="a CSV file with a table of one's own, instead of --schedule, --stages, ...")
+    parser.add_argument("--table", help="a CSV file with your own table, instead of --schedule, --stages, ...")
     parser.add_argument("--stages", type=int, help="size of the mesh's pipeline axis (default 4)")
     parser.add_argument("--microbatches", type=int, help="parts of a step's batch (default 8)")
     parser.add_argument("--chunks", type=int, help="chunks of layers on each stage (default 1)")
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         "--backward",
         type=_time,
         default=Fraction(3),
-        help="time of one chunk's whole backward (default 3: a second forward, and its gradients as much again twice)",
+        help="time of one chunk's whole backward (default 3: the recomputed forward, and 2 for its gradients)",
     )
     parser.add_argument(
         "--weight-gradient",
@@ -68,12 +68,12 @@ def _number(text: str, least: float) -> Fraction:
     if not least <= value <= 1e9:
         near = 1e9 if value > 1e9 else 1
         raise argparse.ArgumentTypeError(f"got '{text}'; allowed: a number from {least:g} to 1e9; nearest: {near:g}")
-    # Fraction would write out every digit of 1e-999999999; float has already said that it is nothing.
+    # Fraction would compute every digit of 1e-999999999, which is 0 as a float.
     return Fraction(text) if value else Fraction(0)
 
 
 def _costs(arguments: argparse.Namespace, schedule: Schedule) -> Costs:
-    """Returns the actions' times; --backward is the whole backward, so a split one is shared by B and W."""
+    """Returns the duration of each action; where the table splits the backward, B and W share --backward."""
     whole, part = arguments.backward, arguments.weight_gradient
     if not is_split(schedule):
         return Costs(arguments.forward, whole, Fraction(0), arguments.transfer)
@@ -87,7 +87,7 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule) -> Costs:
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
-    """Returns the proven table that the flags name."""
+    """Returns the table that the flags name, proven."""
     if arguments.table is None:
         given = {
             "num_stages": arguments.stages,
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
     """Reads the flags, proves the table, and prints it.
 
     Raises:
-      UserError: a wrong flag, table or place to write.
+      UserError: a wrong flag or table, or a file that cannot be written.
     """
     arguments = _parser().parse_args(argv)
     schedule = _schedule(arguments)

@@ -11,15 +11,15 @@ from meshtrain.words.errors import UserError
 
 MAX_TEXT_COLUMNS = 200_000
 FORMATS = (".png", ".svg", ".pdf")
-# What fills a cell after its label, so that its length can be seen.
+# Fills a cell after its label, so that its duration is visible.
 FILL = {"F": " ", "B": "-", "W": "~"}
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradient"}
-# Two colours that also differ in grey and for colour-blind eyes, and a third for the half that few schedules have.
+# The first two colours differ in grey and for colour-blind readers too. Few schedules have the third.
 COLOURS = {"F": "#8db8e3", "B": "#f2a65a", "W": "#b7d69a"}
 
 
 def caption(schedule: Schedule, costs: Costs) -> list[str]:
-    """Returns the lines under a chart: what it shows, its bubbles, and what the stages hold."""
+    """Returns the lines under a chart: the schedule, its bubble fractions, and the peak in flight on each stage."""
     chunks = f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else ""
     durations = f"forward {_number(costs.forward)}, "
     if is_split(schedule):
@@ -43,12 +43,12 @@ def as_text(schedule: Schedule, costs: Costs, *, in_step: bool = False, max_colu
 
     Args:
       schedule: a proven table.
-      costs: how long actions take.
-      in_step: draw the stages moving row by row, not as soon as their inputs are there.
+      costs: the durations of actions.
+      in_step: whether all stages move row by row; otherwise each action starts as soon as its inputs are there.
       max_columns: characters in a line.
 
     Raises:
-      UserError: some actions last so much longer than others that the chart would not be readable.
+      UserError: the chart would have more than MAX_TEXT_COLUMNS columns.
     """
     spans = (run_in_step if in_step else run_freely)(schedule, costs)
     labels = [describe(span.action, schedule.num_chunks) for span in spans]
@@ -79,7 +79,7 @@ def _number(value: Fraction) -> str:
 
 
 def _ruler(makespan: Fraction, scale: Fraction) -> str:
-    """Returns the times over a chart, at round distances that leave their numbers room."""
+    """Returns the line of times over a chart, at intervals wide enough for the numbers."""
     distance = Fraction(1)
     while distance * scale < 12:
         distance *= 2
@@ -92,20 +92,20 @@ def _ruler(makespan: Fraction, scale: Fraction) -> str:
 
 
 def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool = False) -> None:
-    """Writes a chart as a picture; the ending of `path` says which kind.
+    """Writes a chart as a picture, in the format of the ending of `path`.
 
     Args:
       schedule: a proven table.
-      costs: how long actions take.
+      costs: the durations of actions.
       path: a file that ends in .png, .svg or .pdf.
-      in_step: draw the stages moving row by row, not as soon as their inputs are there.
+      in_step: whether all stages move row by row; otherwise each action starts as soon as its inputs are there.
 
     Raises:
-      UserError: another ending, or a place that cannot be written.
+      UserError: another ending, or a file that cannot be written.
     """
     if pathlib.Path(path).suffix.lower() not in FORMATS:
         raise UserError(f"--out: got '{path}'; allowed endings: {', '.join(FORMATS)}; nearest: {path}.png")
-    # Not at the top, because matplotlib takes half a second to import; no pyplot, whose state is the whole process's.
+    # Imported here because matplotlib takes half a second. Without pyplot, whose state is global to the process.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -146,13 +146,13 @@ def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool 
 
 
 def _lighter(colour: str, share: float) -> tuple[float, ...]:
-    """Mixes `#rrggbb` with white, so that later chunks of a stage can be told apart."""
+    """Returns `#rrggbb` mixed with white, which distinguishes the chunks of a stage."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     return tuple(part + (1 - part) * 0.55 * share for part in parts)
 
 
 def _write_numbers(axes: Any, spans: list[Span], points: float) -> None:
-    """Writes each microbatch into its cell, where the cell has room; `points` is the width of one unit of time."""
+    """Draws each microbatch's number into its cell where it fits; `points` is the width of one unit of time."""
     digits = max(len(str(span.action.microbatch)) for span in spans)
     for span in spans:
         size = min(9.0, float(span.end - span.start) * points / (digits * 0.75))

@@ -105,7 +105,7 @@ def _incomplete(schedule: Schedule) -> list[str]:
     microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
         seen = Counter(row[stage] for row in schedule.rows if row[stage] is not None)
-        # Lazily: a file may hold any microbatch, and the first one that is missing ends the search.
+        # A generator, because a file may name any microbatch number: the first missing action ends the search.
         for action in (Action(k, m, c) for m in range(microbatches) for c in range(chunks) for k in kinds):
             times = seen.pop(action, 0)
             if times != 1:
@@ -163,7 +163,7 @@ def _deadlock(schedule: Schedule) -> str:
 
 
 def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Action]]]:
-    """Runs every stage freely in its own order. Returns the timeline, and the actions of each stage that never ran."""
+    """Returns the timeline of stages that run freely in their own order, and the actions of each that never ran."""
     stages, chunks = schedule.num_stages, schedule.num_chunks
     left = [[row[stage] for row in reversed(schedule.rows) if row[stage]] for stage in range(stages)]
     ends, free, spans = dict[tuple[int, Action], Fraction](), [Fraction(0)] * stages, list[Span]()
@@ -187,14 +187,14 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Act
 
 
 def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table if a stage starts an action as soon as it is free and has the inputs."""
+    """Returns the timeline of a proven table where a stage starts an action once it is idle and has the inputs."""
     spans, left = _replay(schedule, costs)
     assert not any(left), "only proven tables have a timeline"
     return spans
 
 
 def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table if every stage waits in each row for the slowest action of the row.
+    """Returns the timeline of a proven table where every stage waits in each row for the slowest action of the row.
 
     Programs whose rows end with a permute between neighbours run like this. A row with an F or B adds one transfer.
     """

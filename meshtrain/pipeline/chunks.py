@@ -1,7 +1,7 @@
 """Layers in chunks: the storage of interleaved schedules, and the layer order of checkpoints and initial values.
 
-V: chunks a stage, L: layers. In memory [V, L / V, ...], with the second dim sharded over the stages (`stages.py`);
-in checkpoints [L, ...]. One is a reshape of the other.
+V: chunks a stage, L: layers. A leaf is [V, L / V, ...] in memory, with the second dim sharded over the stages
+(`stages.py`), and [L, ...] in checkpoints. One is a reshape of the other.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ def chunked(layers: Any, num_chunks: int) -> Any:
 
 
 def chunked_names(names: Names, num_chunks: int) -> Names:
-    """Returns the logical axes of a leaf in chunks, from those of [L, ...]."""
+    """Returns the logical axes of a leaf [V, L / V, ...], given those of [L, ...]; the same where V is 1."""
     return names if num_chunks == 1 else (CHUNKS, *names)
 
 
 def layer_order_shape(shape: Sequence[int], names: Names) -> tuple[int, ...]:
-    """Returns the shape in layer order of a leaf with these logical axes in memory."""
+    """Returns the shape [L, ...] of a leaf, given its shape and logical axes in memory."""
     if names[:1] != (CHUNKS,):
         return tuple(shape)
     return (shape[0] * shape[1], *shape[2:])
 
 
 def layer_order_names(names: Names) -> Names:
-    """Returns the logical axes in layer order of a leaf with these in memory."""
+    """Returns the logical axes of a leaf [L, ...], given those in memory."""
     return names[1:] if names[:1] == (CHUNKS,) else names

@@ -5,8 +5,8 @@ Stages that idle in a row compute too, on whatever the dump slots hold; `jnp.whe
 live longer than a row. Embedding and head are computed by all stages together (vocabulary parallelism for pipelines,
 Yeung et al. 2024). Activations may be any pytree of arrays; "an activation" below is such a tree.
 
-M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, R: rows,
-K: layers in a chunk.
+M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage,
+R: rows, K: layers in a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -33,12 +33,12 @@ class Carry(NamedTuple):
     leaving: Any  # the latest cotangent of the first layer's input, floating leaves; zeros on stages other than 0
     sums: Loss  # loss, weight, metrics of the head; the same on every stage
     layer_sums: LayerSums  # of this stage's layers
-    layers: Params  # float32 gradients of this stage's trained layers
-    outer: Params  # float32 gradients of all other trained parameters, of this stage's shard where they are sharded
+    layers: Params  # float32 gradient sums of this stage's trained layers
+    outer: Params  # float32 gradient sums of all other trained parameters; of sharded ones, this stage's shard
 
 
 class Cell(NamedTuple):
-    """One row as one stage sees it: int32 scalars, `active` bool. See `Program` for each."""
+    """One stage's entries of one row: int32 scalars, `active` bool. `Program` describes each."""
 
     microbatch: Any
     chunk: Any
@@ -79,10 +79,10 @@ def gradients(
     rng: jax.Array,
     seed: jax.Array | float = 1.0,
 ) -> Sums:
-    """Returns the sums of a whole batch, and the gradients of the parameters where `replicas.trained` is true.
+    """Returns the sums of a batch, with the gradients of the parameters where `replicas.trained` is true.
 
     Args:
-      stages: the model, cut.
+      stages: the model, cut into stages.
       program: the schedule with its buffer slots.
       replicas: the mesh, the shardings of parameters, and how gradients are reduced over data; fsdp and tensor are left
         to the partitioner.
@@ -110,7 +110,7 @@ def gradients(
 
 
 def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) -> tuple[Carry, jax.Array]:
-    """Runs the body of a segment `segment.count` times, from row number `row` on; returns the next row's number too."""
+    """Runs the body of a segment `segment.count` times from row `row` on; returns the carry and the next row."""
 
     def one_round(state: tuple[Carry, jax.Array], _: None) -> tuple[tuple[Carry, jax.Array], None]:
         carry, row = state
@@ -128,7 +128,7 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 
 
 class Rows:
-    """The two kinds of rows, as one stage runs them."""
+    """The work of one stage in a row: `forward` for F rows, `backward` for B rows, and their parts."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Rows:
         rng: jax.Array,
         seed: jax.Array,
     ) -> None:
-        """Holds what is the same in every row; `params` and `batch` are this stage's shards."""
+        """Stores what is the same in every row; `params` and `batch` are this stage's shards."""
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
         self.layers, self.outer = ring.split_layers(stages, params)
@@ -154,7 +154,7 @@ class Rows:
         self.indices = jnp.arange(stages.num_layers // (self.num_stages * self.num_chunks))
 
     def cell(self, row: jax.Array) -> Cell:
-        """Returns this stage's cell of a row. The tables are one constant of the program and take no other memory."""
+        """Returns this stage's cell of a row. The tables are one constant of the compiled program."""
         shape = self.program.active.shape
         columns = [np.broadcast_to(table.reshape(shape[0], -1), shape) for table in tables(self.program)]
         entries = ring.take(ring.take(jnp.asarray(np.stack(columns, axis=-1)), row), self.stage)
@@ -162,7 +162,7 @@ class Rows:
         return cell._replace(active=cell.active > 0)
 
     def start(self) -> Carry:
-        """Returns buffers that are empty except for the first microbatch, and zero sums."""
+        """Returns the first carry: empty buffers, except for the embedded first microbatch in slot 0, and zero sums."""
         first_cell = Cell(*(jnp.zeros((), jnp.int32) for _ in Cell._fields))
         x = self.embed(self.outer, jnp.int32(self.program.first_microbatch))
         cotangent = ring.zeros_like(floating(x))
@@ -191,13 +191,20 @@ class Rows:
         return ring.layer_at(self.layers, ring.place(cell.chunk, index, self.num_chunks))
 
     def run_layers(self, weights: Params, x: Any, cell: Cell, index: jax.Array | int) -> tuple[Any, LayerSums]:
-        """Returns the activations after the layers of the cell's chunk from `index` on, and the sums of these."""
+        """Returns the activations after some layers of the cell's chunk, and their sums.
+
+        Args:
+          weights: of the layers, each leaf [number of layers, ...].
+          x: the activations that enter them.
+          cell: the stage's entries of the row.
+          index: of the first of these layers in the chunk.
+        """
         start = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks) + index
         batch = ring.microbatch(self.batch, cell.microbatch)
         return ring.run_layers(self.stages, weights, x, batch, self.rng, start, True)
 
     def recompute(self, x: Any, cell: Cell) -> tuple[Any, LayerSums, Pullback]:
-        """Returns the activations after the cell's chunk, its sums, and each layer's backward pass, stacked [K]."""
+        """Returns the activations after the cell's chunk, its sums, and the layers' pullbacks, stacked [K, ...]."""
 
         def one(x: Any, index: jax.Array) -> tuple[Any, tuple[LayerSums, Pullback]]:
             layer = lambda weights, x: self.run_layers(weights, x, cell, index)  # noqa: E731
@@ -208,13 +215,13 @@ class Rows:
         return y, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), pullbacks
 
     def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
-        """Reads a stage input, which stays in its slot, and sends the output to the next stage."""
+        """Runs an F row: reads a stage input, which stays in its slot, and sends the output to the next stage."""
 
         def one(x: Any, index: jax.Array) -> tuple[Any, None]:
             return self.run_layers(self.layer(cell, index), x, cell, index)[0], None
 
         x = _read(carry.inputs, cell.input_slot)
-        # One chunk lies in one piece, so the model's own loop can run it: less to compile. Sums are added in B rows.
+        # A single chunk is contiguous: one call runs all its layers and compiles faster. Sums are added in B rows.
         if self.num_chunks == 1:
             y, _ = self.run_layers(self.layers, x, cell, 0)
         else:
@@ -223,7 +230,7 @@ class Rows:
         return self.embed_next(row, carry._replace(inputs=inputs), cell)
 
     def backward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
-        """Recomputes the stage from its input, runs its backward pass, and sends the input's cotangent back."""
+        """Runs a B row: recomputes the stage, runs its backward pass, sends the cotangent of its input back."""
         if row.embed_backward:
             carry = self.embed_backward(carry, cell.embed_backward_microbatch)
         y, sums, pullbacks = self.recompute(_read(carry.inputs, cell.input_slot), cell)
@@ -241,7 +248,7 @@ class Rows:
     def layers_backward(self, carry: Carry, cell: Cell, pullbacks: Pullback, cotangent: Any) -> tuple[Carry, Any]:
         """Adds the gradients of a chunk's layers, last layer first; returns the cotangent of the chunk's input.
 
-        Layer by layer: gradients of a whole chunk would be a second set of accumulators, written once more.
+        Each layer's gradient is added at once. Those of a whole chunk would take as much memory as the accumulators.
         """
 
         def one(state: tuple[Params, Any], layer: tuple[Any, Any]) -> tuple[tuple[Params, Any], None]:
@@ -273,14 +280,14 @@ class Rows:
         return carry, ring.where(is_last, floating(final_cotangent), cotangent)
 
     def embed_next(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
-        """Embeds the next microbatch of stage 0, in rows whose body does so."""
+        """Embeds a microbatch for a later row into a slot of stage 0, in rows whose body has an embedding."""
         if not row.embed:
             return carry
         x = self.embed(self.outer, jnp.maximum(cell.embed_microbatch, 0))
         return carry._replace(inputs=_write(carry.inputs, x, cell.embed_slot))
 
     def embed_backward(self, carry: Carry, m: jax.Array) -> Carry:
-        """Adds the embedding's gradient of microbatch `m`, whose cotangent stage 0 holds; nothing for m < 0."""
+        """Adds the embedding's gradient of microbatch `m` from the cotangent on stage 0; adds nothing for m < 0."""
         embed = lambda trained: self.embed(merged(trained, self.frozen_outer), jnp.maximum(m, 0))  # noqa: E731
         x, pull = jax.vjp(embed, self.trained_outer)
         (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))

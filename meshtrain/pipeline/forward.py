@@ -1,6 +1,6 @@
 """Evaluation and generation through the stages of a pipeline: forward passes only.
 
-M: microbatches, b: sequences in one, T: tokens a sequence, S: stages, V: chunks a stage.
+M: microbatches, b: sequences in a microbatch, T: tokens a sequence, S: stages, V: chunks a stage.
 """
 
 import functools
@@ -19,7 +19,20 @@ from meshtrain.pipeline.stages import MANUAL, PIPELINE
 def evaluate(
     stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch, rng: jax.Array
 ) -> Loss:
-    """Returns the sums of a batch [b, M, ...] without gradients or dropout: (loss, weight, metrics)."""
+    """Returns the sums of a batch without gradients or dropout: (loss, weight, metrics), float32 scalars.
+
+    Args:
+      stages: the model, cut into stages.
+      num_chunks: V.
+      mesh: the mesh.
+      specs: a tree like the parameters, the spec of each.
+      params: global arrays; layers in the storage that `stages.py` describes.
+      batch: microbatches [b, M, ...].
+      rng: a typed key.
+
+    Raises:
+      UserError: see `stages.run_layers`.
+    """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Loss:
         _, outer = ring.split_layers(stages, params)
@@ -40,7 +53,7 @@ def evaluate(
 
 
 def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch) -> jax.Array:
-    """Returns [M, b, T, padded vocabulary] of a batch [b, M, ...]."""
+    """Returns logits [M, b, T, padded vocabulary] of a batch [b, M, ...]; for the arguments see `evaluate`."""
     compute = stages.logits
     assert compute is not None
 
@@ -71,7 +84,7 @@ def forward_only(
     Each chunk is a pass of M + S - 1 rows: in row r stage s runs microbatch r - s, and idles where there is none.
 
     Args:
-      stages: the model, cut.
+      stages: the model, cut into stages.
       params: this stage's shard.
       batch: [b, M, ...], the same on every stage.
       rng: a typed key.
@@ -124,7 +137,7 @@ def _one_pass(run_layers: Any, source: Any, finish: Any, state: tuple[Any, Any, 
       run_layers: (activations, m) -> (activations, sums), this stage's layers.
       source: m -> the activations of microbatch m that enter stage 0.
       finish: (carry, activations that leave the last stage, m) -> carry.
-      state: (any stage input, carry, sums of this stage's layers).
+      state: (a stage input of any values, carry, sums of this stage's layers).
       num_parts: M.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The backward pass of one layer, made so that a loop can stack it for many layers: `jax.vjp` without its weights.
+"""The backward pass of one layer: `jax.vjp` without the weights among its residuals, so that a scan can stack it.
 
 K: layers in a chunk.
 """
@@ -23,9 +23,14 @@ Pullback = Callable[[Params, Any, jax.Array], tuple[Params, Any]]
 def layer_vjp(layer: Layer, weights: Params, x: Any, mask: Any = None) -> tuple[Any, LayerSums, Pullback]:
     """Returns the output of a layer, its sums, and its backward pass.
 
-    The backward pass computes gradients of the weights where the mask is true (None: of all). It is a pytree of
-    residuals, so that `jax.lax.scan` can stack it, and takes all weights as an argument: as residuals, the scan would
-    stack a copy of them.
+    The backward pass is a pytree of residuals, so that `jax.lax.scan` can stack it. It takes the weights as an
+    argument: if they were residuals, the scan would stack a copy of them.
+
+    Args:
+      layer: (weights, activations) -> (activations, sums).
+      weights: the layer's parameters.
+      x: the activations that enter it.
+      mask: a tree of bool like the weights, true for each that gets a gradient; None: all of them.
     """
     trained, frozen = select(weights, mask)
 
@@ -49,7 +54,7 @@ def layer_vjp(layer: Layer, weights: Params, x: Any, mask: Any = None) -> tuple[
 
 
 def indices_of_weights(residuals: list[jax.Array], weights: Params) -> list[int | None]:
-    """Returns for each residual which leaf of the weights it is, None for another array."""
+    """Returns for each residual the index of the leaf of the weights that it is, None for another array."""
     own = jax.tree.leaves(weights)
     return [next((i for i, one in enumerate(own) if one is residual), None) for residual in residuals]
 
@@ -60,7 +65,7 @@ def floating(tree: Any) -> Any:
 
 
 def with_float0(cotangent: Any, output: Any) -> Any:
-    """Returns a cotangent as the function of `jax.vjp` takes it: float0 zeros in place of the Nones of `floating`.
+    """Returns a cotangent as the function from `jax.vjp` takes it: float0 zeros in place of each None of `floating`.
 
     Args:
       cotangent: of the floating leaves of `output`.

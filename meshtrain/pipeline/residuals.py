@@ -1,7 +1,7 @@
 """Finds residuals of a layer's backward pass that are computed from weights alone: copies that a scan would stack.
 
 `pullback.layer_vjp` recognizes weights among the residuals by identity. A cast, a transpose or a sum of weights is
-another array, and a stage would save one for each layer of a chunk. They are found in the jaxpr of the layer.
+another array, and a stage would save one for each layer of a chunk. The layer's jaxpr shows such residuals.
 """
 
 import math
@@ -16,7 +16,7 @@ from meshtrain.pipeline.pullback import Layer, layer_vjp
 from meshtrain.words.errors import warn
 from meshtrain.words.tables import format_bytes
 
-# Scales of norms are broadcast before they multiply; such copies are too small to speak of.
+# The share of the weights' bytes above which copies are reported. Broadcast scales of norms are far below it.
 WARN_ABOVE = 0.05
 
 
@@ -50,11 +50,11 @@ def num_bytes(leaves: Sequence[Any]) -> int:
 
 
 def from_inputs_alone(jaxpr: Jaxpr, num_inputs: int) -> list[bool]:
-    """Returns for each output whether it depends on one of the first inputs and on nothing else but literals.
+    """Returns for each output whether it depends on the first inputs, and on no other input or constant.
 
     Args:
-      jaxpr: a program.
-      num_inputs: how many of its inputs are the first ones.
+      jaxpr: a jaxpr.
+      num_inputs: the number of inputs that count as the first ones.
     """
     is_first = [index < num_inputs for index in range(len(jaxpr.invars))]
     on_first = depends(jaxpr, is_first, on_constants=False)
@@ -65,11 +65,11 @@ def from_inputs_alone(jaxpr: Jaxpr, num_inputs: int) -> list[bool]:
 def depends(jaxpr: Jaxpr, inputs: Sequence[bool], *, on_constants: bool) -> list[bool]:
     """Returns for each output of a jaxpr whether it depends on one of the marked inputs.
 
-    Exact through calls and scans; the outputs of any other equation with jaxprs inside (`cond`, `while`) are taken to
-    depend on each of its inputs.
+    The result is exact through calls and scans. Each output of any other equation that contains jaxprs (`cond`,
+    `while`) counts as dependent on all of its inputs.
 
     Args:
-      jaxpr: a program.
+      jaxpr: a jaxpr.
       inputs: which inputs are marked.
       on_constants: whether its constants are marked.
     """
@@ -88,11 +88,11 @@ def _outputs(equation: Any, marks: list[bool]) -> list[bool]:
         return [any(marks)] * len(equation.outvars)
     if equation.primitive.name != "scan":
         return depends(inner[0], marks, on_constants=False)
-    # Versions of JAX name the counts differently; what is stacked has one dim less inside.
+    # JAX versions name these counts differently, so ranks give them: a stacked input has one dim less in the body.
     num_stacked = sum(x.aval.ndim < y.aval.ndim for x, y in zip(inner[0].invars, equation.invars, strict=True))
     num_carry = sum(x.aval.ndim == y.aval.ndim for x, y in zip(inner[0].outvars, equation.outvars, strict=True))
     start = len(marks) - num_stacked - num_carry
-    while True:  # what one turn marks in the carry, the next turn reads
+    while True:  # until the marks of the carry do not change, because each turn reads the carry of the one before
         outputs = depends(inner[0], marks, on_constants=False)
         before = marks[start : start + num_carry]
         after = [old or new for old, new in zip(before, outputs[:num_carry], strict=True)]

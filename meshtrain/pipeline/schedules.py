@@ -14,7 +14,7 @@ from meshtrain.words.errors import UserError, unknown
 from meshtrain.words.options import option
 
 Kind = Literal["F", "B", "W"]
-MAX_SIZE = 1 << 18  # actions of one kind in a table: made and proven in ten seconds
+MAX_SIZE = 1 << 18  # actions of one kind in a table: building and proving this many takes ten seconds
 NAMES = ("gpipe", "1f1b", "1f1b_classic", "interleaved_1f1b", "zero_bubble_h1")
 
 
@@ -23,13 +23,13 @@ class PipelineOptions:
     """In what order the stages of the mesh's pipeline axis run; without effect where that axis has size 1."""
 
     schedule: str = option("1f1b", "order in which the stages run", choices=NAMES)
-    num_microbatches: int = option(4, "parts into which a step's batch is cut on its way through the stages", minimum=1)
+    num_microbatches: int = option(4, "parts of a step's batch that pass through the stages in turn", minimum=1)
     num_chunks: int = option(1, "chunks of layers on each stage (interleaved_1f1b, or a table with chunks)", minimum=1)
-    table: str = option("", "path of a CSV file with a table of one's own instead of `schedule` (empty: none)")
+    table: str = option("", "path of a CSV file with your own table instead of `schedule`; empty: none")
 
 
 class Action(NamedTuple):
-    """What one stage does in one row.
+    """One stage's work in one row.
 
     Attributes:
       kind: F is a forward, B a whole backward (or, in a table that has W, its input gradient), W a weight gradient.
@@ -68,7 +68,7 @@ def is_split(schedule: Schedule) -> bool:
 
 
 def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[tuple[int, Action]]:
-    """Returns the (stage, action) pairs that have to end before `action` starts on `stage`.
+    """Returns the (stage, action) pairs that have to finish before `action` starts on `stage`.
 
     With v the virtual stage: F(m, v) needs F(m, v-1); B(m, v) needs F(m, v) and B(m, v+1); W(m, v) needs B(m, v).
     """
@@ -159,7 +159,9 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
 
 
 def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
-    """Stage s runs unit u = row - s: microbatches in groups of S, each group through all chunks before the next group.
+    """Returns the row in which stage s runs unit u = row - s.
+
+    Microbatches form groups of S, and each group passes through all chunks before the next group starts.
 
     Unit u is microbatch (u // (S V)) S + u mod S in chunk (u // S) mod V (Narayanan et al. 2021, figure 4).
     """
@@ -173,7 +175,7 @@ def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: i
 
 
 def _backward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
-    """A forward row with stages and chunks reversed: the last stage starts, with its last chunk."""
+    """Returns a forward row with stages and chunks reversed: the last stage starts, with its last chunk."""
     forward = _forward_row(row, num_stages, num_microbatches, num_chunks)
     return tuple(
         None if action is None else Action("B", action.microbatch, num_chunks - 1 - action.chunk)

@@ -1,6 +1,7 @@
 """Operations of one stage on its own shards, inside a manual region over the pipeline axis.
 
-M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage, K: layers each.
+M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage,
+K: layers in a chunk.
 
 Layers are stored as [K S, ...] where V is 1, else as [V, K S, ...], with the dim of size K S sharded over the stages.
 Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order.
@@ -71,10 +72,10 @@ def _slice_at(leaf: jax.Array, place: tuple[jax.Array, ...]) -> tuple[tuple[Any,
 def run_layers(
     stages: Stages, layers: Params, x: Any, batch: Batch, rng: jax.Array, start: Any, train: bool
 ) -> tuple[Any, LayerSums]:
-    """Returns (activations, sums) of `stages.repeated`.
+    """Returns the result of `Stages.repeated`, (activations, sums), after checking it.
 
     Raises:
-      UserError: it returns something else, or activations unlike those it was given.
+      UserError: it returns something else, or activations with another tree, shapes or dtypes than its input.
     """
     allowed = "allowed: (activations, None) or (activations, (loss, metrics))"
     output = stages.repeated(layers, x, batch, rng, start, train)
@@ -120,7 +121,7 @@ def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: ja
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
         start, sizes = _slice_at(total, place)
         before, part = jax.lax.dynamic_slice(total, start, sizes, allow_negative_indices=False), part.reshape(sizes)
-        # Selected before it is added, so that `total` is read once.
+        # The part is masked before the addition, so that `total` is read once.
         after = before + jnp.where(active, part, 0)
         return jax.lax.dynamic_update_slice(total, after, start, allow_negative_indices=False)
 
@@ -134,7 +135,7 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 
 
 def from_stage(tree: Any, here: jax.Array) -> Any:
-    """Returns on all stages the arrays of the one stage where `here` is true; zeros where it is true on none."""
+    """Broadcasts the arrays of the one stage where `here` is true to all stages; zeros if it is true on none."""
 
     def broadcast(x: jax.Array) -> jax.Array:
         masked = jnp.where(here, x, jnp.zeros_like(x))
@@ -146,24 +147,24 @@ def from_stage(tree: Any, here: jax.Array) -> Any:
 
 
 def to_next(tree: Any, num_stages: int) -> Any:
-    """Sends each array to the following stage, from the last one to the first."""
+    """Sends each array to the next stage; the last stage sends to the first."""
     ring = [(s, (s + 1) % num_stages) for s in range(num_stages)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, ring), tree)
 
 
 def to_previous(tree: Any, num_stages: int) -> Any:
-    """Sends each array to the stage before, from the first one to the last."""
+    """Sends each array to the previous stage; the first stage sends to the last."""
     ring = [(s, (s - 1) % num_stages) for s in range(num_stages)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, ring), tree)
 
 
 def where(condition: jax.Array, chosen: Any, otherwise: Any) -> Any:
-    """Returns one of two trees, leaf by leaf: a selection, because multiplying by 0 would keep infinities."""
+    """Returns `chosen` where the condition holds, else `otherwise`, by selection: a product with 0 keeps infinities."""
     return jax.tree.map(lambda one, other: jnp.where(condition, one, other), chosen, otherwise)
 
 
 def add_if(condition: jax.Array, total: Any, part: Any) -> Any:
-    """Returns total + part where the condition holds, else `total`, whatever is in `part`."""
+    """Returns total + part where the condition holds, else `total`; `part` may then hold infinities and NaN."""
     return jax.tree.map(lambda total, part: jnp.where(condition, total + part, total), total, part)
 
 

@@ -5,8 +5,8 @@
     ,B0
     B0,B1
 
-A cell is a kind (F forward, B backward, W weight gradient), a microbatch, and after a dot the chunk (0 where there is
-none). An empty cell idles, and every line has a cell for each stage. `python -m meshtrain pipeline --csv` prints any
+A cell is a kind (F forward, B backward, W weight gradient), a microbatch, and after a dot the chunk (0 without a dot).
+A stage idles in an empty cell. Every line has a cell for each stage. `python -m meshtrain pipeline --csv` prints any
 schedule in this form.
 """
 
@@ -51,7 +51,7 @@ def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) 
 
 
 def unread(options: PipelineOptions, num_stages: int) -> list[str]:
-    """Returns one line where a table is named and would not be read, or stands beside a schedule.
+    """Returns one line if a table would not be read, or is given together with a schedule, else none.
 
     Args:
       options: the configuration's `pipeline`.
@@ -74,14 +74,14 @@ def unread(options: PipelineOptions, num_stages: int) -> list[str]:
 
 
 def read_table(path: str) -> Schedule:
-    """Returns the table in a CSV file; not yet proven (see `check.prove`).
+    """Returns the table in a CSV file, not proven (see `check.prove`).
 
     Raises:
       UserError: the file cannot be read, is empty, or is malformed; the line names line and column, counted from 1.
     """
     try:
         if (what := what_is_at(path)) != "a file":
-            raise OSError(None, _WHY[what] if what in _WHY else what)  # not opened: a pipe would keep us waiting
+            raise OSError(None, _WHY[what] if what in _WHY else what)  # not opened, because reading a pipe would block
         if os.stat(path).st_size > _MOST_BYTES:
             raise OSError(None, f"{os.stat(path).st_size} bytes are more than the {_MOST_BYTES} of a large table")
         with open(path, encoding="utf-8-sig", newline="") as file:
