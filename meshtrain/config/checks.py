@@ -15,7 +15,7 @@ from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.optim.trainable import trained_mask
+from meshtrain.optim import trainable
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions, compute_name
@@ -165,14 +165,18 @@ def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: An
 
 
 def trained(config: Config, params: Any) -> tuple[Any, list[str]]:
-    """Returns which parameters `optimizer.trainable` trains, None and one line where it matches none of them.
+    """Returns which parameters `optimizer.trainable` trains, or None and one line if it matches none of them.
+
+    A pattern that is no regular expression gives None without a line: `optimizers.check` reports it.
 
     Args:
       config: the configuration.
       params: abstract parameters.
     """
+    if trainable.check(config.optimizer.trainable):
+        return None, []
     try:
-        return trained_mask(config.optimizer.trainable, params), []
+        return trainable.trained_mask(config.optimizer.trainable, params), []
     except UserError as error:
         return None, list(error.problems)
 
