@@ -87,14 +87,7 @@ def run(
 ) -> tuple[Any, dict[str, float | None]]:
     """Runs the steps after `start_step` up to `when.num_steps`.
 
-    Args:
-      state: the state after `start_step` steps; its buffers are donated.
-      start_step: steps done so far.
-      batches: the batches of the following steps, in order.
-      when: when to log, evaluate, save and stop.
-      throughput: units and FLOPs of a step, for the log.
-      actions: the functions that the loop calls.
-      observers: progress, profiler, watchdog, goodput.
+    The state is that after `start_step` steps, and its buffers are donated. The batches are those of the steps to run.
 
     Returns:
       The last state, and the values last logged and evaluated; those of an evaluation alone if no step was left.
