@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.data.loader import Examples, example_problems
-from meshtrain.words.errors import UserError, nearest
+from meshtrain.words.errors import Problems, UserError, nearest
 
 MakeData = Callable[[Any], Any]
 
@@ -35,7 +35,7 @@ class Data:
 
 
 def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
-    """Returns the result of a user's data function. Of the examples, the first of each split is checked.
+    """Returns the result of a user's data function. All examples of a list are checked, otherwise the first.
 
     Args:
       given: `Data`, or an object with its attributes.
@@ -43,7 +43,7 @@ def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
       num_eval_batches: batches of an evaluation, 0 for all.
 
     Raises:
-      UserError: one line for each attribute that is missing or wrong, for each entry that the first example of a split
+      UserError: one line for each attribute that is missing or wrong, for each entry that a checked example
         lacks or has with another shape or dtype, and if an evaluation would count padding as examples.
     """
     problems = []
@@ -76,11 +76,22 @@ def _split_problems(split: str, examples: Any, batch: Mapping[str, Any]) -> list
     if not len(examples):
         problem = f"data.{split}: got no example; allowed: at least one; nearest: one example"
         return [problem] if split == "train" else []
-    example = examples[0]
+    # To read all of a data set may take hours; a list is in memory.
+    number = len(examples) if isinstance(examples, list | tuple) else 1
+    found = Problems()
+    for index in range(number):
+        for line in _example_problems(examples[index], batch, f"data.{split}[{index}]"):
+            found.add(line)
+        if found.is_enough():
+            break
+    return found.lines()
+
+
+def _example_problems(example: Any, batch: Mapping[str, Any], where: str) -> list[str]:
     if not isinstance(example, Mapping):
         entries = ", ".join(f"'{name}': array" for name in batch)
-        return [f"data.{split}[0]: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
-    return example_problems({name: np.asarray(value) for name, value in example.items()}, batch, f"data.{split}[0]")
+        return [f"{where}: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
+    return example_problems({name: np.asarray(value) for name, value in example.items()}, batch, where)
 
 
 def _uneven_evaluation(num_examples: int, batch: Mapping[str, Any], num_eval_batches: int) -> list[str]:

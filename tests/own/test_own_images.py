@@ -163,6 +163,11 @@ def test_dims_of_a_batch_follow_the_rules():
         (lambda data: data.train[0].pop("labels"), r"data\.train\[0\]: got no entry 'labels'.*; nearest: add"),
         (lambda data: data.train[0].update(images=np.zeros((H, W))), r"got \[4, 2\] float64 for 'images'; .* float32"),
         (lambda data: data.train[0].update(labels=np.int64(1)), r"nearest: labels\.astype\(np\.int32\)"),
+        (lambda data: data.train[5].pop("labels"), r"^data\.train\[5\]: got no entry 'labels'"),
+        (
+            lambda data: dataclasses.replace(data, train=(*data.train, 7)),
+            r"^data\.train\[22\]: got int; allowed: a dict",
+        ),
         (lambda data: data.train.clear(), r"data\.train: got no example; allowed: at least one"),
         (lambda data: dataclasses.replace(data, fingerprint=""), r"data: got '' for 'fingerprint' of Data"),
         (lambda data: dataclasses.replace(data, train=iter([])), r"data\.train: got list_iterator; .*a list"),
