@@ -117,7 +117,7 @@ def test_no_number_changes(options, axes):
 @pytest.mark.parametrize(
     "options, num_stages, words",
     [
-        (RematOptions("full", every=3), 1, ["remat.every: got 3", "a divisor of model.num_layers = 8", "nearest: 2"]),
+        (RematOptions("full", every=3), 1, ["remat.every: got 3", "a divisor of model.num_layers = 8", "nearest: 4"]),
         (RematOptions("full", every=2), 2, ["remat.every: got 2 with mesh.pipeline = 2", "nearest: remat.every=1"]),
         (RematOptions("full", every=4), 1, []),
         (RematOptions("full"), 4, []),
