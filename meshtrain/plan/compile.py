@@ -110,7 +110,8 @@ def _places_for_others(file: str, function: str) -> bool:
 
 def _statistics(stats: Any) -> Statistics:
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
-    # The peak is of what is alive at one time; without one from the compiler, all buffers count as alive at once.
+    # The peak is of what is alive at one time. Without one from the compiler, or where it leaves out temporaries (the
+    # CPU's does), all buffers count as alive at once.
     together = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     together += stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Statistics(
@@ -118,6 +119,6 @@ def _statistics(stats: Any) -> Statistics:
         temporary_bytes=stats.temp_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
-        peak_bytes=stats.peak_memory_in_bytes or together,
+        peak_bytes=together if stats.peak_memory_in_bytes <= stats.temp_size_in_bytes else stats.peak_memory_in_bytes,
         host_bytes=host - stats.host_alias_size_in_bytes,
     )

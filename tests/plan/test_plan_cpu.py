@@ -165,6 +165,11 @@ def test_problems_of_plan_and_of_the_configuration_are_reported_together():
     assert named == ["--cluster", "--calibrate", "--json", "zero.level"]
 
 
+def test_the_peak_holds_the_temporaries(plan, small):
+    of_compiler = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})).memory.compiler
+    assert of_compiler.peak_bytes >= of_compiler.temporary_bytes + of_compiler.arguments_bytes
+
+
 def test_a_page_needs_nothing_else(plan, small):
     made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
     text = page.plan_page(made)
