@@ -145,5 +145,5 @@ def _wait_for(key: str, process: int) -> Any:
 
 def _service() -> Any:
     client = distributed.global_state.client
-    assert client is not None, "several processes have met before"
+    assert client is not None, "the processes are connected"
     return client

@@ -292,7 +292,9 @@ def unwritable(workdir: pathlib.Path) -> list[str]:
     existing = workdir.absolute()
     near = "nearest: runs/NAME"
     if workdir.parts[:1] and workdir.parts[0].startswith("~"):
-        return [f"--workdir: got '{workdir}', and there is no such home; allowed: a folder that can be written; {near}"]
+        return [
+            f"--workdir: got '{workdir}', and there is no such home directory; allowed: a folder that can be written; {near}"
+        ]
     while (what := what_is_at(existing)) == "nothing there" and existing != existing.parent:
         existing = existing.parent
     if what != "a folder":
