@@ -292,9 +292,7 @@ def unwritable(workdir: pathlib.Path) -> list[str]:
     existing = workdir.absolute()
     near = "nearest: runs/NAME"
     if workdir.parts[:1] and workdir.parts[0].startswith("~"):
-        return [
-            f"--workdir: got '{workdir}', a home directory that is missing; allowed: a writable folder; {near}"
-        ]
+        return [f"--workdir: got '{workdir}', a home directory that is missing; allowed: a writable folder; {near}"]
     while (what := what_is_at(existing)) == "nothing there" and existing != existing.parent:
         existing = existing.parent
     if what != "a folder":
