@@ -64,6 +64,18 @@ def test_without_a_command_the_line_shows_one(words):
         main(words)
 
 
+def forget_program(name, monkeypatch):
+    """Takes the module that `python -m NAME` runs out of `sys.modules`, until the test ends: runpy warns of one there.
+
+    A package stays: what runs is its `__main__`, and a second package of the same name would lack the submodules.
+    """
+    for module in (name, f"{name}.__main__"):
+        if module in sys.modules and not hasattr(sys.modules[module], "__path__"):
+            parent, _, leaf = module.rpartition(".")
+            monkeypatch.setattr(sys.modules[parent], leaf, sys.modules[module])  # bound again when the test ends
+            monkeypatch.delitem(sys.modules, module)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_shows_its_usage_and_runs_the_older_way_too(command, capsys, monkeypatch):
     with contextlib.suppress(SystemExit):
@@ -71,8 +83,7 @@ def test_each_command_shows_its_usage_and_runs_the_older_way_too(command, capsys
     said = capsys.readouterr().out
     assert said.startswith(f"usage: python -m meshtrain {command} ")
     monkeypatch.setattr(sys, "argv", [command, "--help"])
-    for name in (OLDER[command], f"{OLDER[command]}.__main__"):
-        monkeypatch.delitem(sys.modules, name, raising=False)  # runpy warns of a module that is there already
+    forget_program(OLDER[command], monkeypatch)
     with pytest.raises(SystemExit) as end:
         runpy.run_module(OLDER[command], run_name="__main__")
     assert not end.value.code
