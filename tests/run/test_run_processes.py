@@ -167,7 +167,7 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(laun
     chance, steps = random.Random(4), []
     for _ in range(20):
         # From before the restore until well into the steps and their saves; the first is the one that has just begun.
-        time.sleep(chance.uniform(0.5, 1.3) * seconds)
+        time.sleep(chance.uniform(0.5, 2.0) * seconds)
         if process.poll() is None:
             os.kill(worker(process, 0), signal.SIGKILL)
         process.communicate(timeout=LIMIT_SECONDS)

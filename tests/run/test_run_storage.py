@@ -117,11 +117,8 @@ def test_a_folder_that_vanishes_during_a_save_does_not_end_the_run(run, straight
 # Kills itself, as SIGKILL would, at one of the calls of the way from the folder to the first step.
 KILLED_AT = """
 import os, signal, sys
-from meshtrain.launch.local import NEVER_RETRIED
-from meshtrain.run import saving
+from meshtrain.main import main
 from meshtrain.store.checkpoint import Checkpoints
-from meshtrain.store.keeping import CheckpointOptions
-from meshtrain.words import errors
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
