@@ -183,8 +183,12 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(laun
 
 
 def newest_save(directory):
-    """The newest step that counts: without a manifest a save was not finished, and gives way to the one before it."""
-    return max((int(path.parent.name) for path in directory.glob("[0-9]*/manifest.json")), default=0)
+    """The newest step that counts: without a manifest a save was not finished, and gives way to the one before it.
+
+    A kill amid a deletion leaves a folder with a manifest and a name that is no number.
+    """
+    sealed = [path.parent.name for path in directory.glob("[0-9]*/manifest.json")]
+    return max((int(name) for name in sealed if name.isdecimal()), default=0)
 
 
 def final_weights(directory):
