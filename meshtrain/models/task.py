@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
+from meshtrain.models.decode import Decode
+from meshtrain.models.entry import Entry as Entry
 from meshtrain.words.errors import UserError
 
 Batch = Mapping[str, jax.Array]
@@ -34,22 +35,6 @@ class Sums(NamedTuple):
     weight: jax.Array
     metrics: Metrics
     gradients: Params
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One array of a batch: its shape, its dtype and its logical axes.
-
-    Attributes:
-      shape: of the global batch's array, [B, ...].
-      dtype: of its elements.
-      axes: a logical axis or None for each dim, the first of them "batch". The activation rules map them to mesh axes;
-        a dim with None is not split.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DTypeLike
-    axes: tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +84,9 @@ class Task:
       batch: name -> `Entry` of the global batch; see `token_batch`. A `jax.ShapeDtypeStruct` stands for an entry whose
         dims after the first are not split.
       logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None: the task
-        generates no text.
+        generates no text. Without `decode` each new token takes one forward pass over a whole sequence.
       stages: the model cut for a pipeline, with `params["layers"]` stacked; None: it does not run in a pipeline.
+      decode: how tokens are generated one after the other, with a cache; None: by `logits`.
       flops_per_token: model FLOPs of one forward and backward pass for one unit (a token, an image); 0: unknown.
       attention_flops_per_token: the part of `flops_per_token` in the matmuls of full attention; a causal kernel
         computes half of it.
@@ -121,6 +107,7 @@ class Task:
     batch: Mapping[str, Entry] | Mapping[str, jax.ShapeDtypeStruct]
     logits: Callable[[Params, Batch], jax.Array] | None = None
     stages: Stages | None = None
+    decode: Decode | None = None
     flops_per_token: float = 0.0
     attention_flops_per_token: float = 0.0
     num_parameters: int = 0
