@@ -15,9 +15,9 @@ from meshtrain.config import checks
 from meshtrain.config.fields import Config
 from meshtrain.layout.placement import Placement
 from meshtrain.models import decoder_task
+from meshtrain.models.abstract import named_params
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.task import Task
-from meshtrain.step.placed import named_params
 from meshtrain.step.precision import compute_dtype, output_dtype
 from meshtrain.words import named
 from meshtrain.words.errors import UserError

@@ -9,16 +9,15 @@ params = {"embedding": {table [V, D], positions [T, D]}, "layers": {... each lea
 
 import dataclasses
 import functools
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
-from meshtrain.models import losses
+from meshtrain.models import abstract, losses
 from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack, run_layers
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
@@ -54,7 +53,7 @@ def decoder(
     inner = NOTHING_AGAIN if remat.policy == "full" else remat
     num_parameters = count_parameters(options, num_positions)
     return Task(
-        init=functools.partial(init, options, num_positions),
+        init=initializer(options, num_positions),
         loss=functools.partial(model.loss, remat=remat),
         batch=token_batch(batch_size, sequence_length),
         logits=model.all_logits,
@@ -170,11 +169,14 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
 
 
 @functools.cache
+def initializer(options: DecoderOptions, num_positions: int) -> Callable[[jax.Array], Params]:
+    """Returns `Task.init`, the same function for equal arguments: JAX caches what it traces by the function."""
+    return functools.partial(init, options, num_positions)
+
+
 def count_parameters(options: DecoderOptions, num_positions: int) -> int:
     """Returns the number of parameters from shapes alone, without the padding of the vocabulary; touches no device."""
-    unpadded = dataclasses.replace(options, vocab_multiple=1)
-    shapes = jax.eval_shape(lambda: init(unpadded, num_positions, jax.random.key(0)))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nn.unbox(shapes)))
+    return abstract.num_parameters(initializer(options, num_positions), {"vocab": options.vocab_size})
 
 
 def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
@@ -20,28 +19,11 @@ from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import stored
 from meshtrain.layout.trees import path_text
+from meshtrain.models.abstract import named_params
 from meshtrain.models.task import Params, Task
 from meshtrain.pipeline import chunks
 from meshtrain.step.state import REPLICATED_FIELDS, TrainState
 from meshtrain.words.errors import UserError
-
-
-def named_params(init: Callable[[jax.Array], Any], *, on_one_device: bool = False) -> tuple[Any, Any]:
-    """Returns abstract parameters in layer order, and their logical axes; touches no device.
-
-    Args:
-      init: rng -> parameters; a leaf may be boxed with its logical axes.
-      on_one_device: a leaf without a box then has a None for each dim; otherwise it has no axes (None).
-    """
-    boxed = jax.eval_shape(lambda: init(jax.random.key(0)))
-    is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
-
-    def names(leaf: Any) -> Names | None:
-        if is_box(leaf):
-            return tuple(leaf.names)
-        return (None,) * leaf.ndim if on_one_device else None
-
-    return meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
 
 
 def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any, Any]:
