@@ -85,7 +85,7 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "causal mask",
         "models/attention.py",
-        "is_causal=True",
+        "is_causal=causal",
         "is_causal=False",
         "tokens see those behind them",
         ("models/test_models_decoder.py::test_tokens_see_those_before_them_only[llama]",),
@@ -93,7 +93,7 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "documents see each other",
         "models/attention.py",
-        "mask = same_document(documents) if documents is not None else None",
+        "mask = same_document(*segments) if segments is not None else None",
         "mask = None",
         "attention crosses the borders of packed documents",
         ("models/test_models_decoder.py::test_documents_do_not_see_each_other[llama]",),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.data.loader import Examples, example_problems
+from meshtrain.data.tokenize import Tokenizer
 from meshtrain.words.errors import Problems, UserError, nearest
 
 MakeData = Callable[[Any], Any]
@@ -26,12 +27,14 @@ class Data:
       validation: likewise; () for none.
       fingerprint: a text that differs where the data differ: a run is resumed on data of the same fingerprint only.
       summary: one line for people.
+      text: encodes prompts and decodes what a model generates; None: the data are no text.
     """
 
     train: Examples
     validation: Examples
     fingerprint: str
     summary: str = ""
+    text: Tokenizer | None = None
 
 
 def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
@@ -55,8 +58,13 @@ def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
             problems.append(f"data: got {got} for '{name}' of {type(given).__name__}; allowed: {wanted}{near}")
     if problems:
         raise UserError(*problems)
-    validation = getattr(given, "validation", None)
-    data = Data(given.train, () if validation is None else validation, given.fingerprint)
+    validation, text = getattr(given, "validation", None), getattr(given, "text", None)
+    if text is not None and not isinstance(text, Tokenizer):
+        problems.append(
+            f"data: got {type(text).__name__} for 'text' of {type(given).__name__}; allowed: a Tokenizer or None; "
+            "nearest: data.tokenize.open_tokenizer(path)"
+        )
+    data = Data(given.train, () if validation is None else validation, given.fingerprint, text=text)
     for split, examples in (("train", data.train), ("validation", data.validation)):
         problems += _split_problems(split, examples, batch)
     if not problems:

@@ -1,10 +1,12 @@
-"""Causal self-attention with grouped queries, within the documents of a packed sequence.
+"""Attention with grouped queries, within the documents of a packed sequence: to the sequence itself or to a memory.
 
-b: sequences in a microbatch, T: tokens a sequence, D: embed dim, N: query heads, G: key and value heads, H: head dim.
+b: sequences in a microbatch, T: tokens a sequence, S: tokens of the memory (T in self-attention), D: embed dim,
+N: query heads, G: key and value heads, H: head dim.
 """
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,22 @@ from meshtrain.layout.placement import Placement
 from meshtrain.models import splash
 from meshtrain.models.layers import normal, rotate, weight
 from meshtrain.models.remat import HEADS
+
+
+class Memory(NamedTuple):
+    """What cross-attention reads, such as the output of an encoder.
+
+    Attributes:
+      states: [b, S, D], from which keys and values are projected.
+      documents: int32 [b, S], the document of each token; None: the memory is one document.
+    """
+
+    states: jax.Array
+    documents: jax.Array | None
+
+
+# The documents of the queries [b, T] and of the keys [b, S]; None: one document.
+Segments = tuple[jax.Array, jax.Array] | None
 
 
 class Attention(nn.Module):
@@ -33,29 +51,39 @@ class Attention(nn.Module):
     output_std: float
     placement: Placement
     dtype: DTypeLike
+    causal: bool = True
 
     @nn.compact
-    def __call__(self, x: jax.Array, angles: jax.Array | None, documents: jax.Array | None) -> jax.Array:
-        """Applies attention.
+    def __call__(
+        self, x: jax.Array, angles: jax.Array | None, documents: jax.Array | None, memory: Memory | None = None
+    ) -> jax.Array:
+        """Applies attention: with `causal` a query attends to the tokens up to its own, else to all of them.
 
         Args:
           x: [b, T, D].
-          angles: rotary angles float32 [b, T, H / 2], or None without rotary positions.
+          angles: rotary angles float32 [b, T, H / 2], or None without rotary positions. They are not applied to a
+            memory, in which a token has another position than the query.
           documents: int32 [b, T], the document of each token; a query attends to its own document only. None: each
             sequence is one document.
+          memory: what keys and values are made of; None: `x`. It needs `documents` exactly where it has its own.
         """
+        source, of_keys = (x, documents) if memory is None else memory
+        assert memory is None or (angles is None and not self.causal), "a memory has no order relative to the queries"
+        assert (documents is None) == (of_keys is None), "either queries and keys have documents, or none of them"
         q = self._project("query", x, self.num_heads, "heads")
-        k = self._project("key", x, self.num_kv_heads, "kv_heads")
-        v = self._project("value", x, self.num_kv_heads, "kv_heads")
+        k = self._project("key", source, self.num_kv_heads, "kv_heads")
+        v = self._project("value", source, self.num_kv_heads, "kv_heads")
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         # Initial weights do not depend on the kernel. They are initialized in float32, which cuDNN's kernel rejects.
         # Their shapes are computed before JAX may query devices.
         how, masked = "xla", documents is not None
         if not self.is_initializing():
-            platform = self.placement.platform
-            how = chosen(self.implementation, self.head_dim, x.shape[1], self.dtype, masked, platform)
-        heads = self._attend(q, k, v, documents, how)
+            # A multiple of splash's blocks exactly where both lengths are.
+            length = math.gcd(x.shape[1], source.shape[1])
+            how = chosen(self.implementation, self.head_dim, length, self.dtype, masked, self.placement.platform)
+        segments = None if documents is None or of_keys is None else (documents, of_keys)
+        heads = self._attend(q, k, v, segments, how)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         # Splash names its results itself. A second name would save the same array twice.
         heads = heads if how == "splash" else checkpoint_name(heads, HEADS)
@@ -68,26 +96,27 @@ class Attention(nn.Module):
             result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, self.placement, self.dtype)
         return result
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None, how: str) -> jax.Array:
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, how: str) -> jax.Array:
         """Returns [b, T, N, H]."""
         if how == "xla":
             if self.dtype == jnp.float16:
                 # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
                 q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-            return _by_jax(q, k, v, documents, how).astype(self.dtype)
+            return _by_jax(q, k, v, segments, self.causal, how).astype(self.dtype)
         # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
         # shards in a manual region. Each axis made manual here splits sequences or heads: no array is replicated, and
         # no gradient has to be summed over devices.
         if how == "splash":
             interpret = self.placement.platform != "tpu"
-            kernel: Any = functools.partial(splash.attend, name=HEADS, interpret=interpret)
+            kernel: Any = functools.partial(splash.attend, causal=self.causal, name=HEADS, interpret=interpret)
         else:
-            kernel = functools.partial(_by_jax, how=how)
+            kernel = functools.partial(_by_jax, causal=self.causal, how=how)
         queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
-        tokens = self.placement.activation_spec(q.shape[:2], ("batch", "sequence"))
-        run = self.placement.on_shards(kernel, (queries, keys, keys, tokens), queries, is_opaque=True)
-        heads: jax.Array = run(q, k, v, documents)
+        tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
+        in_specs = (queries, keys, keys, tuple(tokens) if segments else None)
+        run = self.placement.on_shards(kernel, in_specs, queries, is_opaque=True)
+        heads: jax.Array = run(q, k, v, segments)
         return heads
 
     def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:
@@ -112,7 +141,7 @@ def chosen(
     Args:
       asked: one of the choices of `model.attention`; any but `auto` is returned as it is.
       head_dim: H.
-      sequence_length: T.
+      sequence_length: T; with a memory of another length, the greatest common divisor of the two.
       dtype: of queries, keys and values.
       masks_documents: whether a token attends to its own document only.
       platform: as JAX names it, such as `tpu`, `gpu` or `cuda`.
@@ -126,15 +155,16 @@ def chosen(
     return "cudnn" if platform in ("gpu", "cuda") and fits_cudnn and not masks_documents else "xla"
 
 
-def _by_jax(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None, how: Any) -> jax.Array:
-    mask = same_document(documents) if documents is not None else None
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=how)
+def _by_jax(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, causal: bool, how: Any) -> jax.Array:
+    mask = same_document(*segments) if segments is not None else None
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=how)
 
 
-def same_document(segment_ids: jax.Array) -> jax.Array:
-    """Returns bool [b, 1, T, T]: true where query and key are in the same document of a packed sequence.
+def same_document(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+    """Returns bool [b, 1, T, S]: true where query and key are in the same document.
 
     Args:
-      segment_ids: int32 [b, T].
+      of_queries: int32 [b, T], the document of each query.
+      of_keys: int32 [b, S], the document of each key.
     """
-    return (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]

@@ -1,6 +1,7 @@
-"""Causal attention on TPUs by JAX's own Pallas kernel ("splash"), which stores no [T, T] matrix of probabilities.
+"""Attention on TPUs by JAX's own Pallas kernel ("splash"), which stores no [T, S] matrix of probabilities.
 
-b: sequences in a microbatch, T: tokens a sequence, N: query heads, G: key and value heads, H: head dim.
+b: sequences in a microbatch, T: tokens a sequence, S: tokens of the memory (T in self-attention), N: query heads,
+G: key and value heads, H: head dim.
 """
 
 import math
@@ -27,18 +28,26 @@ def fits(head_dim: int, sequence_length: int, dtype: DTypeLike) -> bool:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None, *, name: str, interpret: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    documents: tuple[jax.Array, jax.Array] | None,
+    *,
+    name: str,
+    interpret: bool,
+    causal: bool = True,
 ) -> jax.Array:
     """Returns heads [b, T, N, H]; logits, softmax and sums are float32.
 
     Args:
       q: [b, T, N, H].
-      k: [b, T, G, H]; G divides N.
+      k: [b, S, G, H]; G divides N.
       v: as `k`.
-      documents: int32 [b, T], the document of each token; a query attends to its own document only. None: each
-        sequence is one document.
+      documents: int32 [b, T] and [b, S], the documents of queries and of keys, at least 0; a query attends to its own
+        document only. None: each sequence is one document.
       name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no TPU.
+      causal: whether a query attends to the keys up to its own place only; then S is T.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -46,26 +55,37 @@ def attend(
     _, length, num_heads, head_dim = q.shape
     # The kernel does not scale scores. Dividing in float32 rounds once; a 16-bit root and product would round twice.
     q = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
-    # Padding comes after every query, so the causal mask hides it.
-    padding = -length % LANES
-    q, k, v = (_longer(x, padding).swapaxes(1, 2) for x in (q, k, v))
-    padded = length + padding
-    block = max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if padded % size == 0)
+    if documents is None and not causal and k.shape[1] % LANES:
+        documents = (jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32))
+    segments = None
+    if documents is not None:
+        # A document of its own hides the padding. A causal mask does too, because padding comes after every query.
+        segments = splash.SegmentIds(*(_longer(ids, -1) for ids in documents))
+    q, k, v = (_longer(x, 0).swapaxes(1, 2) for x in (q, k, v))
+    shape = (q.shape[2], k.shape[2])
+    mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    block_q, block_kv = (
+        max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if padded % size == 0) for padded in shape
+    )
     kernel = splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([masks.CausalMask((padded, padded))] * num_heads),
+        masks.MultiHeadMask([mask] * num_heads),
         block_sizes=splash.BlockSizes(
-            block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
         ),
         residual_checkpoint_name=name,
         interpret=interpret,
     )
-    segments = None
-    if documents is not None:
-        ids = _longer(documents, padding)
-        segments = splash.SegmentIds(ids, ids)
     heads: jax.Array = jax.vmap(kernel)(q, k, v, segments)
     return heads.swapaxes(1, 2)[:, :length]
 
 
-def _longer(x: jax.Array, num_tokens: int) -> jax.Array:
-    return jnp.pad(x, [(0, num_tokens if dim == 1 else 0) for dim in range(x.ndim)]) if num_tokens else x
+def _longer(x: jax.Array, filler: int) -> jax.Array:
+    """Returns `x` with its second dim padded to a multiple of the lanes."""
+    num_tokens = -x.shape[1] % LANES
+    widths = [(0, num_tokens if dim == 1 else 0) for dim in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=filler) if num_tokens else x

@@ -18,9 +18,22 @@ from meshtrain.words.errors import UserError
 
 Batch = Mapping[str, jax.Array]
 Params = Any
-Metrics = Mapping[str, jax.Array]
+
+
+class Ratio(NamedTuple):
+    """A metric with a weight of its own, such as the share of right answers among answers: float32 scalars.
+
+    Both are sums over a batch. They are added up over microbatches, shards and the batches of an evaluation, and sum /
+    weight is logged.
+    """
+
+    sum: jax.Array
+    weight: jax.Array
+
+
+Metrics = Mapping[str, jax.Array | Ratio]
 Loss = tuple[jax.Array, jax.Array, Metrics]
-# What layers add to the loss sum and to the metrics of a batch, float32 scalars; None: nothing.
+# What layers add to the loss sum and to the metrics of a batch, float32; None: nothing.
 LayerSums = tuple[jax.Array, Metrics] | None
 
 # The step adds this entry, int32 [B]: the index of each example in the global batch. Dropout masks depend on it, so
@@ -80,7 +93,7 @@ class Task:
       init: rng -> params, a nested dict of float32 arrays. A leaf may be boxed with its logical axes
         (`flax.linen.with_logical_partitioning`). On more than one device each has to be boxed.
       loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
-        Metrics are sums too, and are divided by the same weight before they are logged.
+        A metric is a sum too, which is divided by the same weight before it is logged, or a `Ratio`.
       batch: name -> `Entry` of the global batch; see `token_batch`. A `jax.ShapeDtypeStruct` stands for an entry whose
         dims after the first are not split.
       logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None: the task
@@ -144,16 +157,34 @@ def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
     def checked(*given: Any) -> Loss:
         returned = loss(*given)
         sums = returned if isinstance(returned, tuple) and len(returned) == 3 else ()
-        if sums and isinstance(sums[2], Mapping) and all(jnp.shape(leaf) == () for leaf in jax.tree.leaves(sums)):
+        if sums and _are_scalars(sums[:2]) and isinstance(sums[2], Mapping) and _are_metrics(sums[2]):
             result: Loss = sums
             return result
         got = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", returned)
         raise UserError(
             f"Task.loss: got {got} returned; allowed: a tuple of the sum over targets, its weight and a dict of "
-            "metrics, all scalars; nearest: return loss.sum(), weights.sum(), {}"
+            "metrics, each a scalar or Ratio(sum, weight), all scalars; nearest: return loss.sum(), weights.sum(), {}"
         )
 
     return checked
+
+
+def _are_scalars(values: Any) -> bool:
+    return all(not isinstance(value, tuple | Mapping) and jnp.shape(value) == () for value in values)
+
+
+def _are_metrics(metrics: Mapping[str, Any]) -> bool:
+    return all(_are_scalars(value if isinstance(value, Ratio) else [value]) for value in metrics.values())
+
+
+def mean(metric: Any, weight: Any) -> Any:
+    """Returns what is logged of a metric: its sum over the loss's weight, or over its own if it is a `Ratio`.
+
+    Args:
+      metric: a scalar or a `Ratio`, of arrays or of floats. A `Ratio` of weight 0 gives 0.
+      weight: of the loss, above 0.
+    """
+    return metric.sum / (metric.weight + (metric.weight == 0)) if isinstance(metric, Ratio) else metric / weight
 
 
 def with_layer_sums(loss: Loss, sums: LayerSums) -> Loss:
@@ -162,7 +193,7 @@ def with_layer_sums(loss: Loss, sums: LayerSums) -> Loss:
         return loss
     total, weight, metrics = loss
     addend, of_layers = sums
-    both = {name: metrics[name] + of_layers[name] for name in metrics.keys() & of_layers.keys()}
+    both = {name: jax.tree.map(jnp.add, metrics[name], of_layers[name]) for name in metrics.keys() & of_layers.keys()}
     return total + addend, weight, {**metrics, **of_layers, **both}
 
 

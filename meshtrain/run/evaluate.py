@@ -1,8 +1,9 @@
 """The training batches of a run, and its validation loss."""
 
-import collections
 import itertools
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -11,7 +12,7 @@ from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import batches, sample_order
 from meshtrain.data.own import Data
-from meshtrain.observe.metrics import scalars
+from meshtrain.models.task import mean
 from meshtrain.step.state import TrainState
 
 
@@ -38,11 +39,12 @@ def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> di
         num_epochs=1,
         num_threads=config.data.num_threads,
     )
-    sums: collections.Counter[str] = collections.Counter()
+    sums: dict[str, Any] = {}
     for batch in itertools.islice(stream, config.num_eval_batches or None):
-        sums.update(scalars(assembly.eval_step(state.params, batch)))
+        part = jax.tree.map(float, jax.device_get(dict(assembly.eval_step(state.params, batch))))
+        sums = jax.tree.map(operator.add, sums, part) if sums else part
     weight = max(sums.pop("weight"), 1.0) if sums else 1.0
-    return {f"eval_{name}": value / weight for name, value in sums.items()}
+    return {f"eval_{name}": mean(metric, weight) for name, metric in sums.items()}
 
 
 def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.layout.trees import merged, select
-from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Metrics, Params
+from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Metrics, Params, mean
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.clip import clip, square_sums
@@ -56,7 +56,7 @@ def train_step(
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
-    step, with scaling), the task's own divided by weight, and two of the guard for the loop.
+    step, with scaling), the task's own divided by their weights, and two of the guard for the loop.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -78,7 +78,7 @@ def train_step(
         updated = jax.tree.map(
             lambda new, old: new.astype(old.dtype), optax.apply_updates(float32_params, updates), trained
         )
-        metrics = {name: value / weight for name, value in sums.metrics.items()}
+        metrics = {name: mean(metric, weight) for name, metric in sums.metrics.items()}
         metrics |= {
             "loss": loss,
             "weight": sums.weight,

@@ -38,36 +38,46 @@ def documents_of(length):
     return jnp.asarray(np.stack([1 + (place >= length // 2), 1 + (place >= 37) + (place >= 131)]), jnp.int32)
 
 
-def kernel(q, k, v, documents):
-    return splash.attend(q, k, v, documents, name=HEADS, interpret=True)
+def kernel(q, k, v, documents, causal):
+    return splash.attend(q, k, v, documents, name=HEADS, interpret=True, causal=causal)
 
 
-def written_out(q, k, v, documents):
-    mask = same_document(documents) if documents is not None else None
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
+def written_out(q, k, v, documents, causal):
+    mask = same_document(*documents) if documents is not None else None
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="xla")
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
-def both_ways(attend, arrays, documents):
+@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=QUICK)
+def both_ways(attend, arrays, documents, causal=True):
     """(heads, gradients of q, k, v)."""
     *inputs, cotangent = arrays
-    heads, backward = jax.vjp(lambda q, k, v: attend(q, k, v, documents), *inputs)
+    heads, backward = jax.vjp(lambda q, k, v: attend(q, k, v, documents, causal), *inputs)
     return heads, *backward(cotangent)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize(("length", "num_kv_heads"), [(256, 2), (200, 1)])
 def test_the_kernel_computes_attention(length, num_kv_heads, masked):
-    given, documents = arrays(length, num_kv_heads), documents_of(length) if masked else None
+    given, documents = arrays(length, num_kv_heads), (documents_of(length),) * 2 if masked else None
     for got, expected in zip(
         both_ways(kernel, given, documents), both_ways(written_out, given, documents), strict=True
     ):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "documents"])
+def test_the_kernel_computes_attention_to_a_memory_of_another_length(masked):
+    q, _, _, cotangent = arrays(200, 2)
+    _, k, v, _ = arrays(300, 2)
+    documents = (documents_of(200), documents_of(300)) if masked else None
+    pairs = zip(*(both_ways(way, (q, k, v, cotangent), documents, False) for way in (kernel, written_out)), strict=True)
+    for got, expected in pairs:
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
 def test_logits_softmax_and_sums_are_float32():
     q, k, v, cotangent = arrays(256, 2, jnp.bfloat16)
-    attend = functools.partial(splash.attend, documents=documents_of(256), name=HEADS, interpret=False)
+    attend = functools.partial(splash.attend, documents=(documents_of(256),) * 2, name=HEADS, interpret=False)
     jaxpr = jax.make_jaxpr(lambda *qkv: jax.vjp(attend, *qkv)[1](cotangent))(q, k, v)
     found = [e for e in inside(jaxpr.jaxpr, False) if e.primitive.name in ("dot_general", "exp", "reduce_sum")]
     assert len(found) >= 2 + 4 + 3

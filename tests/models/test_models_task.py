@@ -9,7 +9,16 @@ import pytest
 
 from meshtrain.assemble import learning_rates
 from meshtrain.config.config import Config
-from meshtrain.models.task import SEQUENCE_INDEX, Entry, Task, checked_loss, entries, token_batch
+from meshtrain.models.task import (
+    SEQUENCE_INDEX,
+    Entry,
+    Ratio,
+    Task,
+    checked_loss,
+    entries,
+    token_batch,
+    with_layer_sums,
+)
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.words.errors import UserError
 
@@ -38,19 +47,28 @@ def test_noam_is_refused_where_the_task_states_no_width():
         (jnp.float32(1), "got float32[] returned"),
         ((jnp.ones(3), jnp.float32(3)), "got ('float32[3]', 'float32[]') returned"),
         ((jnp.ones(3), jnp.float32(3), {}), "got ('float32[3]', 'float32[]', {}) returned"),
+        ((1.0, 3.0, {"a": (1.0, 2.0)}), "got ('float32[]', 'float32[]', {'a': ('float32[]', 'float32[]')}) returned"),
+        ((1.0, 3.0, {"a": Ratio(jnp.ones(3), 2.0)}), "got ('float32[]', 'float32[]', {'a': Ratio(sum='float32[3]', "),
         ((jnp.float32(1), jnp.float32(3), jnp.float32(3)), "got ('float32[]', 'float32[]', 'float32[]') returned"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_refused_in_one_line(returned, got):
     with pytest.raises(UserError) as caught:
         checked_loss(lambda *_: returned)({}, {}, None, True)
-    assert str(caught.value).startswith(f"Task.loss: {got}; allowed: a tuple of the sum")
+    assert str(caught.value).startswith(f"Task.loss: {got}")
+    assert "; allowed: a tuple of the sum" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_sums_pass_as_they_are():
-    sums = (jnp.float32(1), 3, {"correct": jnp.int32(2)})
+    sums = (jnp.float32(1), 3, {"correct": jnp.int32(2), "right": Ratio(jnp.float32(1), jnp.float32(2))})
     assert checked_loss(lambda *_: sums)({}, {}, None, True) is sums
+
+
+def test_ratios_of_layers_are_added_to_those_of_the_head():
+    loss = (jnp.float32(1), jnp.float32(2), {"a": Ratio(jnp.float32(3), jnp.float32(4)), "b": jnp.float32(5)})
+    total, weight, metrics = with_layer_sums(loss, (jnp.float32(10), {"a": Ratio(jnp.float32(20), jnp.float32(30))}))
+    assert (total, weight, metrics) == (11, 2, {"a": Ratio(23, 34), "b": 5})
 
 
 def test_units_of_a_batch():

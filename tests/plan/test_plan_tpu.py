@@ -122,7 +122,9 @@ def kernel_alone(cluster, head_dim, length):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
 
     def both_ways(q, k, v, documents):
-        heads, backward = jax.vjp(lambda *qkv: splash.attend(*qkv, documents, name="heads", interpret=False), q, k, v)
+        heads, backward = jax.vjp(
+            lambda *qkv: splash.attend(*qkv, (documents,) * 2, name="heads", interpret=False), q, k, v
+        )
         return backward(heads)
 
     heads = [array((1, length, num, head_dim), jnp.bfloat16) for num in (4, 2, 2)]
