@@ -9,11 +9,13 @@ from fractions import Fraction
 
 from meshtrain.pipeline.chart import as_text, write_picture
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
-from meshtrain.pipeline.schedules import NAMES, Schedule, build, is_split
+from meshtrain.pipeline.schedules import NAMES, Schedule, build, is_split, problems
 from meshtrain.pipeline.table import format_table, read_table
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
-from meshtrain.words.paths import refuse_target
+from meshtrain.words.paths import target_problems
+
+DEFAULT = "1f1b"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,24 +88,39 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule) -> Costs:
     return Costs(arguments.forward, whole - part, part, arguments.transfer)
 
 
+def _numbers(arguments: argparse.Namespace) -> dict[str, int]:
+    """Returns the arguments of `build` besides the name; a flag that was not given has its default."""
+    given = {
+        "num_stages": arguments.stages,
+        "num_microbatches": arguments.microbatches,
+        "num_chunks": arguments.chunks,
+    }
+    defaults = {"num_stages": 4, "num_microbatches": 8, "num_chunks": 1}
+    return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+
+
+def _problems(arguments: argparse.Namespace) -> list[str]:
+    """Returns one line for each flag that is wrong, alone or with the others."""
+    if arguments.table is None:
+        lines = problems(arguments.schedule or DEFAULT, **_numbers(arguments))
+    else:
+        lines = [
+            f"--{name}: got it together with --table; allowed: one of them (a table has its own); nearest: leave it out"
+            for name in ("schedule", "stages", "microbatches", "chunks")
+            if getattr(arguments, name) is not None
+        ]
+    if arguments.columns < 20:
+        lines.append(f"--columns: got {arguments.columns}; allowed: at least 20; nearest: 20")
+    if arguments.out is not None:
+        lines += target_problems("--out", arguments.out, "schedule.png")
+    return lines
+
+
 def _schedule(arguments: argparse.Namespace) -> Schedule:
     """Returns the table that the flags name, proven."""
     if arguments.table is None:
-        given = {
-            "num_stages": arguments.stages,
-            "num_microbatches": arguments.microbatches,
-            "num_chunks": arguments.chunks,
-        }
-        defaults = {"num_stages": 4, "num_microbatches": 8, "num_chunks": 1}
-        numbers = {name: default if given[name] is None else given[name] for name, default in defaults.items()}
-        schedule = build(arguments.schedule or "1f1b", **numbers)
+        schedule = build(arguments.schedule or DEFAULT, **_numbers(arguments))
     else:
-        for name in ("schedule", "stages", "microbatches", "chunks"):
-            if getattr(arguments, name) is not None:
-                raise UserError(
-                    f"--{name}: got it together with --table; allowed: one of them, the table has its own; nearest: "
-                    "leave it out"
-                )
         schedule = read_table(arguments.table)
     prove(schedule)
     return schedule
@@ -133,12 +150,11 @@ def main(argv: Sequence[str]) -> None:
       UserError: a wrong flag or table, or a file that cannot be written.
     """
     arguments = _parser().parse_args(argv)
+    if lines := _problems(arguments):
+        raise UserError(*lines)
     schedule = _schedule(arguments)
     costs = _costs(arguments, schedule)
-    if arguments.columns < 20:
-        raise UserError(f"--columns: got {arguments.columns}; allowed: at least 20; nearest: 20")
     if arguments.out is not None:
-        refuse_target("--out", arguments.out, "schedule.png")
         write_picture(schedule, costs, arguments.out, in_step=arguments.in_step)
     if arguments.json:
         sys.stdout.write(_as_json(schedule, costs))

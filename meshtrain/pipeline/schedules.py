@@ -86,11 +86,12 @@ def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -
 
 def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[str]:
     """Returns one line for each reason why the named schedule has no table for these numbers; empty if it has one."""
+    lines = list[str]()
     if name not in NAMES:
         line = unknown("pipeline.schedule", name, NAMES)
-        return [line if "did you mean" in line else f"{line}; nearest: 1f1b"]
+        lines.append(line if "did you mean" in line else f"{line}; nearest: 1f1b")
     counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
-    lines = [
+    lines += [
         f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
     ]
     if lines:

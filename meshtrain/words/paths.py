@@ -34,30 +34,37 @@ def what_is_at(path: str | os.PathLike[str]) -> str:
     return kinds[kind] if kind in kinds else "a device"
 
 
-def refuse_target(flag: str, path: str, example: str) -> None:
-    """Checks, before the work begins, that a file can be written.
+def target_problems(flag: str, path: str, example: str) -> list[str]:
+    """Returns one line if a file cannot be written, else none; it is asked before the work begins.
+
+    The folder does not exist, the path is no file, or this user may not write it.
 
     Args:
       flag: the argument that names the file, for the error.
       path: the file; it need not exist.
       example: a legal name, for the error.
-
-    Raises:
-      UserError: the folder does not exist, the path is no file, or this user may not write it.
     """
     folder = Path(path).absolute().parent
     if what_is_at(folder) != "a folder":
-        raise UserError(
-            f"{flag}: got '{path}', whose folder does not exist; allowed: a file in one that does; nearest: {example}"
-        )
+        allowed = "allowed: a file in one that does"
+        return [f"{flag}: got '{path}', whose folder does not exist; {allowed}; nearest: {example}"]
     what = what_is_at(path)
     if what not in ("a file", "nothing there"):
-        raise UserError(f"{flag}: got '{path}', {what}; allowed: a file's name; nearest: {example}")
+        return [f"{flag}: got '{path}', {what}; allowed: a file's name; nearest: {example}"]
     if not os.access(path if what == "a file" else folder, os.W_OK):
-        raise UserError(
-            f"{flag}: got '{path}', which this user may not write; allowed: a file that can be written; "
-            f"nearest: {example}"
-        )
+        allowed = "allowed: a file that can be written"
+        return [f"{flag}: got '{path}', which this user may not write; {allowed}; nearest: {example}"]
+    return []
+
+
+def refuse_target(flag: str, path: str, example: str) -> None:
+    """Checks, before the work begins, that a file can be written; see `target_problems`.
+
+    Raises:
+      UserError: it cannot.
+    """
+    if lines := target_problems(flag, path, example):
+        raise UserError(*lines)
 
 
 def is_utf8(text: str) -> bool:

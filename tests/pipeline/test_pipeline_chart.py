@@ -141,6 +141,18 @@ def test_wrong_flags_are_one_line(flags, words, printed):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_all_wrong_flags_are_reported_at_once(printed):
+    with pytest.raises(UserError) as caught:
+        printed("--schedule=1f2b", "--stages=0", "--chunks=0", "--columns=3", "--out=/no/such/place/chart.png")
+    assert [line.split(";")[0] for line in caught.value.problems] == [
+        "pipeline.schedule: got '1f2b'",
+        "pipeline: got 0 stages",
+        "pipeline: got 0 chunks",
+        "--columns: got 3",
+        "--out: got '/no/such/place/chart.png', whose folder does not exist",
+    ]
+
+
 def test_a_mistake_is_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "meshtrain.pipeline", "--schedule=gpip", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
