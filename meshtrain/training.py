@@ -26,7 +26,7 @@ from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
-from meshtrain.run import saving, start, summary, workdir
+from meshtrain.run import device, saving, start, summary, workdir
 from meshtrain.run.evaluate import evaluate, training_batches
 from meshtrain.run.opened import open_data
 from meshtrain.step.state import TrainState
@@ -160,6 +160,7 @@ def run_steps(
         workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)), writes=is_main)
         with show("compile") as say:
             train_step = compiling.result()
+            device.record(run, assembly, train_step, writes=is_main)
             say(f"{assembly.task.num_parameters:,} parameters")
     with (
         closing(Trackers(config.observe, run, start_step, is_main=is_main)) as trackers,

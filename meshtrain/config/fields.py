@@ -10,6 +10,7 @@ from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
+from meshtrain.observe.folder import CONFIG_FILE as CONFIG_FILE
 from meshtrain.observe.profiler import ProfileOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
@@ -20,8 +21,6 @@ from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.store.keeping import CheckpointOptions
 from meshtrain.words.options import option
-
-CONFIG_FILE = "config.json"  # the resolved configuration's name inside a workdir
 
 
 @dataclasses.dataclass(frozen=True)

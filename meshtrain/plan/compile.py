@@ -17,20 +17,9 @@ from meshtrain.plan.attention import as_on_target
 from meshtrain.plan.hlo import Program, read
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.traced import attention_kernel, traced_flops
+from meshtrain.step.held import Statistics, statistics
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Bytes of one device, as the compiler's memory analysis reports them."""
-
-    arguments_bytes: int
-    temporary_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    peak_bytes: int
-    host_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +77,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
     return Compiled(
         assembly=assembly,
         text=text,
-        statistics=_statistics(compiled.memory_analysis()) if compiled else None,
+        statistics=statistics(compiled.memory_analysis()) if compiled else None,
         options=compiler_options(cluster.devices[0].device_kind),
         attention=attention_kernel(traced.jaxpr.jaxpr),
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
@@ -106,19 +95,3 @@ def program_of(compiled: Compiled) -> Program | None:
 def _places_for_others(file: str, function: str) -> bool:
     """Returns whether a function adds sharding constraints on behalf of its caller, which is the source to report."""
     return file == placement.__file__ or (file, function) == (layers.__file__, layers.weight.__qualname__)
-
-
-def _statistics(stats: Any) -> Statistics:
-    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
-    # The peak is of what is alive at one time. Without one from the compiler, or where it leaves out temporaries (the
-    # CPU's does), all buffers count as alive at once.
-    together = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    together += stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return Statistics(
-        arguments_bytes=stats.argument_size_in_bytes,
-        temporary_bytes=stats.temp_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        alias_bytes=stats.alias_size_in_bytes,
-        peak_bytes=together if stats.peak_memory_in_bytes <= stats.temp_size_in_bytes else stats.peak_memory_in_bytes,
-        host_bytes=host - stats.host_alias_size_in_bytes,
-    )

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from meshtrain.assemble import Assembly
 from meshtrain.launch.hardware import usable_bytes
-from meshtrain.plan.compile import Compiled, Statistics
+from meshtrain.plan.compile import Compiled
 from meshtrain.plan.hlo import Program
 from meshtrain.plan.shapes import num_bytes, parts
 from meshtrain.plan.topology import Cluster
-from meshtrain.step.held import bytes_of_device, held
+from meshtrain.step.held import Statistics, bytes_of_device, held
 
 # A GPU chooses kernels of matrix products at run time; their workspaces and layouts make temporaries larger or smaller.
 # A TPU program's memory is final.

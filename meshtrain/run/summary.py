@@ -11,9 +11,12 @@ from meshtrain.data.baseline import bigram_loss
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.own import Data
 from meshtrain.generate import continued, problems_of_task
+from meshtrain.observe.folder import SAMPLES_FILE
 from meshtrain.run import workdir
 from meshtrain.run.evaluate import evaluated_examples
 from meshtrain.step.state import TrainState
+from meshtrain.words.errors import warn
+from meshtrain.words.files import write_whole
 
 PROMPT, TEMPERATURE = "def ", 0.7
 # Each token of a sample is a forward pass over a whole sequence: seconds for a small model, minutes for a large one.
@@ -62,8 +65,18 @@ def show(
     if num_tokens and isinstance(corpus, Corpus) and corpus.has_text and not problems_of_task(assembly):
         sampled = continued(assembly, corpus, state.params, PROMPT, num_tokens, TEMPERATURE, config.seed)
         lines += ["a sample", *(f"  | {line}" for line in sampled.splitlines())]
+        if is_main:
+            keep_sample(run, sampled)
     if is_main:
         print("\n".join(lines), flush=True)
+
+
+def keep_sample(run: Path, text: str) -> None:
+    """Writes the sample into the run's folder, for its report; a disk error is one warning."""
+    try:
+        write_whole(run / SAMPLES_FILE, text)
+    except OSError as error:
+        warn(f"{run / SAMPLES_FILE}: {error}; the sample is shown here only")
 
 
 def bigram_of(config: Config, corpus: Corpus, run: Path, *, is_main: bool) -> float | None:

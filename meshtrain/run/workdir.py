@@ -1,4 +1,4 @@
-"""A run's own folder: config.json, corpus.json, layout.txt, metrics.jsonl, tensorboard/, checkpoints/."""
+"""A run's own folder: config.json, corpus.json, device.json, layout.txt, metrics.jsonl, checkpoints/ and the rest."""
 
 import contextlib
 import datetime
@@ -17,6 +17,7 @@ from meshtrain.config.between_runs import difference
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
 from meshtrain.launch.starting import undone
+from meshtrain.observe.folder import DEVICE_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.store.checkpoint import CHECKPOINTS
 from meshtrain.words import flags
@@ -26,7 +27,7 @@ from meshtrain.words.paths import what_is_at
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
-_FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE)
+_FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVICE_FILE, SAMPLES_FILE)
 _FOLDERS = (CHECKPOINTS, "tensorboard")
 
 

@@ -1,6 +1,7 @@
-"""Bytes of training state on one device, from abstract arrays with shardings. Activations are not counted.
+"""Bytes on one device: of training state, from abstract arrays with shardings; of a program, by its compiler's account.
 
-The planner, `explain` and README's table of memory use these functions.
+The first does not count activations. The planner, `explain` and README's table of memory use these functions, and a run
+records both.
 """
 
 import dataclasses
@@ -55,3 +56,32 @@ def held(state: TrainState, replicas: Replicas) -> Held:
 def bytes_of_device(tree: Any) -> int:
     """Returns the bytes of one device's shards of a tree of abstract arrays with shardings."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Bytes of one device, as the compiler's memory analysis reports them."""
+
+    arguments_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    peak_bytes: int
+    host_bytes: int
+
+
+def statistics(stats: Any) -> Statistics:
+    """Returns the account of a compiled program from its `memory_analysis()`."""
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
+    # The peak is of what is alive at one time. Without one from the compiler, or where it leaves out temporaries (the
+    # CPU's does), all buffers count as alive at once.
+    together = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    together += stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Statistics(
+        arguments_bytes=stats.argument_size_in_bytes,
+        temporary_bytes=stats.temp_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        peak_bytes=together if stats.peak_memory_in_bytes <= stats.temp_size_in_bytes else stats.peak_memory_in_bytes,
+        host_bytes=host - stats.host_alias_size_in_bytes,
+    )

@@ -26,7 +26,8 @@ FSDP = ("mesh.fsdp=2",)
 
 def test_a_run_leaves_what_outside_programs_read(straight):
     names = {path.name for path in straight.directory.iterdir()}
-    assert names == {"config.json", "corpus.json", "layout.txt", "metrics.jsonl", "tensorboard", "checkpoints", ".lock"}
+    files = {"config.json", "corpus.json", "device.json", "layout.txt", "metrics.jsonl", "samples.txt", ".lock"}
+    assert names == files | {"tensorboard", "checkpoints"}
     config = from_json((straight.directory / "config.json").read_text())
     assert (config.mesh.fsdp, config.num_steps) == (2, 10)
     layout = (straight.directory / "layout.txt").read_text()
@@ -36,6 +37,17 @@ def test_a_run_leaves_what_outside_programs_read(straight):
     with find(straight.directory) as checkpoints:
         assert checkpoints.steps() == [10], "the last step saves, whatever the interval"
     assert list((straight.directory / "tensorboard").iterdir())
+
+
+def test_it_records_what_a_device_holds(straight):
+    facts = json.loads((straight.directory / "device.json").read_text())
+    assert facts["mesh"] == {"data": 1, "pipeline": 1, "fsdp": 2, "tensor": 1}
+    assert facts["device"] == "cpu"
+    leaves = jax.tree.leaves(straight.result.state.params)
+    assert facts["parameters_bytes"] == sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    assert facts["moments_bytes"] >= 2 * facts["parameters_bytes"], "Adam has two"
+    assert facts["peak_bytes"] > facts["temporary_bytes"] > facts["gradients_bytes"] == facts["parameters_bytes"]
+    assert facts["batch_bytes"] == 5 * 8 * 32 * 4 // 2
 
 
 def test_each_row_says_what_it_should(straight):
@@ -63,6 +75,8 @@ def test_it_ends_with_a_summary(straight):
         assert words in said
     assert str(straight.directory) in said
     assert "a sample\n  | def " in said
+    sample = (straight.directory / "samples.txt").read_text()
+    assert [f"  | {line}" for line in sample.splitlines()] == said[said.index("a sample") :].splitlines()[1:]
     facts = json.loads((straight.directory / "corpus.json").read_text())
     assert 0 < facts["bigram_loss_on_16"] < math.log(257)
 
