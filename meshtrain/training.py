@@ -30,7 +30,7 @@ from meshtrain.run import device, saving, start, summary, workdir
 from meshtrain.run.evaluate import evaluate, training_batches
 from meshtrain.run.opened import open_data
 from meshtrain.step.state import TrainState
-from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.store.checkpoint import Checkpoints
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
 from meshtrain.words.paths import expanded
@@ -107,7 +107,8 @@ def train(
             assembly = assemble(config, shape, devices, make_task, rules)
             say("; ".join([describe(assembly.mesh, peers.num_machines()), *notes]))
         start.refuse_other_weights(assembly, run)
-        with workdir.locked(run), Checkpoints(run / CHECKPOINTS, config.checkpoint) as checkpoints:
+        saving.refuse_unknown_metric(assembly, corpus)
+        with workdir.locked(run), saving.checkpoints_of(assembly, run) as checkpoints:
             state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
         with watchdog.patient():
             summary.show(assembly, corpus, state, values, run, is_main=is_main)

@@ -123,7 +123,7 @@ AROUND: tuple[Mutant, ...] = (
     Mutant(
         "best saves go",
         "store/keeping.py",
-        "return stay | set(rated[: options.keep_best])",
+        "return stay | best",
         "return stay",
         "the best checkpoints are deleted",
         ("store/test_store_integrity.py::test_what_stays",),

@@ -113,6 +113,8 @@ class Task:
       vocab_size: the data's token ids have to be below it; 0: unknown, or there are no tokens.
       unit: what throughput counts, in the plural: metrics.jsonl has `tokens` and `tokens_per_second` for `tokens`.
       units_per_step: units in a global batch; 0: see `num_units`.
+      higher_is_better: the metrics, as `loss` names them, of which a larger value is better; of the loss and of other
+        metrics a smaller one is. `checkpoint.best_metric` goes by it. Names that `loss` does not return are ignored.
     """
 
     init: Callable[[jax.Array], Params]
@@ -130,6 +132,7 @@ class Task:
     vocab_size: int = 0
     unit: str = "tokens"
     units_per_step: int = 0
+    higher_is_better: tuple[str, ...] = ("accuracy", "exact_match")
 
     @property
     def num_units(self) -> int:

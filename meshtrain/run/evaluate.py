@@ -1,4 +1,4 @@
-"""The training batches of a run, and its validation loss."""
+"""The training batches of a run, and sums and means over examples that are evaluated."""
 
 import itertools
 import operator
@@ -10,10 +10,12 @@ import jax
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus
-from meshtrain.data.loader import batches, sample_order
+from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own import Data
-from meshtrain.models.task import mean
+from meshtrain.models.task import Params, mean
 from meshtrain.step.state import TrainState
+
+EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with, in metrics.jsonl
 
 
 def training_batches(assembly: Assembly, corpus: Corpus | Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
@@ -31,20 +33,35 @@ def training_batches(assembly: Assembly, corpus: Corpus | Data, start_step: int)
 
 def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> dict[str, float]:
     """Returns mean loss and metrics over the same validation sequences each time, each of them counted once."""
+    sums = summed(assembly, state.params, corpus.validation, assembly.config.num_eval_batches)
+    return {EVALUATED + name: value for name, value in means(sums).items()}
+
+
+def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> dict[str, Any]:
+    """Returns the sums of `Assembly.eval_step` over examples, each of them counted once; empty without any example.
+
+    Args:
+      assembly: the compiled functions. All calls with one assembly share one compiled step.
+      params: with the shapes and shardings of `assembly.state.params`.
+      examples: by number, in the order of `evaluated_examples`. The last batch is padded with examples of weight 0.
+      num_batches: how many batches are counted; 0: all.
+    """
     config = assembly.config
     stream = batches(
-        corpus.validation,
-        batch=assembly.batch,
-        seed=config.seed,
-        num_epochs=1,
-        num_threads=config.data.num_threads,
+        examples, batch=assembly.batch, seed=config.seed, num_epochs=1, num_threads=config.data.num_threads
     )
-    sums: dict[str, Any] = {}
-    for batch in itertools.islice(stream, config.num_eval_batches or None):
-        part = jax.tree.map(float, jax.device_get(dict(assembly.eval_step(state.params, batch))))
-        sums = jax.tree.map(operator.add, sums, part) if sums else part
-    weight = max(sums.pop("weight"), 1.0) if sums else 1.0
-    return {f"eval_{name}": mean(metric, weight) for name, metric in sums.items()}
+    total = dict[str, Any]()
+    for batch in itertools.islice(stream, num_batches or None):
+        # Added up in float64: an evaluation may have millions of batches.
+        new = jax.tree.map(float, jax.device_get(dict(assembly.eval_step(params, batch))))
+        total = jax.tree.map(operator.add, total, new) if total else new
+    return total
+
+
+def means(sums: dict[str, Any]) -> dict[str, float]:
+    """Returns loss and metrics of `summed`, each divided by its weight; empty where the sums are."""
+    weight = max(sums["weight"], 1.0) if sums else 1.0
+    return {name: mean(value, weight) for name, value in sums.items() if name != "weight"}
 
 
 def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:

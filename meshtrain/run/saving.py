@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 
@@ -13,10 +14,11 @@ from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own import Data
 from meshtrain.launch import peers
+from meshtrain.run.evaluate import EVALUATED
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
-from meshtrain.store.checkpoint import Checkpoints
-from meshtrain.words.errors import SaveFailed, warn
+from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.words.errors import SaveFailed, UserError, unknown, warn
 
 
 def save(
@@ -63,10 +65,37 @@ def finish(checkpoints: Checkpoints) -> None:
 
 
 def rate(assembly: Assembly, checkpoints: Checkpoints, step: int, values: Mapping[str, float]) -> None:
-    """Records an evaluation's metric for the checkpoint of a step, if `checkpoint.keep_best` asks for it."""
+    """Records an evaluation's metrics for the checkpoint of a step, if `checkpoint.keep_best` asks for it."""
+    if assembly.config.checkpoint.keep_best and peers.is_main_process():
+        checkpoints.rate(step, values)
+
+
+def checkpoints_of(assembly: Assembly, run: Path) -> Checkpoints:
+    """Opens the checkpoints in a run's folder for writing; the task says in which direction `best_metric` is better."""
     options = assembly.config.checkpoint
-    if options.keep_best and options.best_metric in values and peers.is_main_process():
-        checkpoints.rate(step, values[options.best_metric])
+    higher_is_better = options.best_metric.removeprefix(EVALUATED) in assembly.task.higher_is_better
+    return Checkpoints(run / CHECKPOINTS, options, higher_is_better=higher_is_better)
+
+
+def refuse_unknown_metric(assembly: Assembly, corpus: Corpus | Data) -> None:
+    """Compares `checkpoint.best_metric` with the metrics of an evaluation, which are traced and not compiled.
+
+    Raises:
+      UserError: `checkpoint.keep_best` asks for a metric that this task does not have, or there is nothing to evaluate.
+    """
+    options = assembly.config.checkpoint
+    if not options.keep_best:
+        return
+    if not len(corpus.validation):
+        raise UserError(
+            f"checkpoint.keep_best: got {options.keep_best}, and there are no validation examples to compare "
+            "checkpoints by; allowed: 0, or data with a validation split; nearest: checkpoint.keep_best=0"
+        )
+    sums = jax.eval_shape(assembly.eval_step, assembly.state.params, assembly.batch)
+    names = [EVALUATED + name for name in ("loss", *sorted(sums.keys() - {"loss", "weight"}))]
+    if options.best_metric not in names:
+        line = unknown("checkpoint.best_metric", options.best_metric, names)
+        raise UserError(line if "did you mean" in line else f"{line}; nearest: {names[0]}")
 
 
 def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int) -> str:

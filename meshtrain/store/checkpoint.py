@@ -51,14 +51,18 @@ class Checkpoints:
       directory: the parent of one directory for each step; made absolute, and created if `options` is given.
       options: which checkpoints are kept. None opens the folder for reading: nothing is created or deleted, so that
         another program can read a run's checkpoints while it trains.
+      higher_is_better: whether a larger value of `options.best_metric` is a better one.
 
     Raises:
       UserError: the directory cannot be created.
     """
 
-    def __init__(self, directory: str | Path, options: CheckpointOptions | None) -> None:
+    def __init__(
+        self, directory: str | Path, options: CheckpointOptions | None, *, higher_is_better: bool = False
+    ) -> None:
         self.directory = Path(directory).expanduser().absolute()
         self._options = options
+        self._higher_is_better = higher_is_better
         self._in_flight: _Save | None = None
         self.newest_failure: SaveFailed | None = None  # of the newest save; None unless it is known to have failed
         self._thread = futures.ThreadPoolExecutor(1, "seal")
@@ -119,9 +123,9 @@ class Checkpoints:
         self._in_flight = _Save(step, has_failed, self._thread.submit(self._seal, step, has_failed))
         return True
 
-    def rate(self, step: int, value: float) -> None:
-        """Records the metric of a step's checkpoint, for `CheckpointOptions.keep_best`. One process calls it."""
-        keeping.write_ratings(self.directory, keeping.read_ratings(self.directory) | {step: value})
+    def rate(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the metrics of a step's evaluation, for `CheckpointOptions.keep_best`. One process calls it."""
+        keeping.write_ratings(self.directory, {**keeping.read_ratings(self.directory), step: values})
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """Returns the newest step with matching checksums, and a line for each newer one that is damaged.
@@ -235,7 +239,7 @@ class Checkpoints:
         assert self._options is not None
         is_sealed = integrity.seal(self.directory / str(step), peers.index(), peers.count(), has_failed.is_set)
         if is_sealed and peers.is_main_process():
-            keeping.prune(self.directory, self._options)
+            keeping.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
 
     def _wait_for_seal(self, save: "_Save") -> None:
         directory = self.directory / str(save.step)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import resource
 import shutil
 import threading
@@ -15,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from meshtrain.store import integrity, verify
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.store.keeping import CheckpointOptions, kept, read_ratings, saved_steps
+from meshtrain.store.keeping import RATINGS, CheckpointOptions, kept, read_ratings, saved_steps
 from meshtrain.store.other_runs import restore_params
 from meshtrain.words.errors import SaveFailed, UserError
 
@@ -265,17 +266,32 @@ def test_a_folder_that_has_vanished_is_made_again(saved):
         ({"keep_last": 1, "keep_every": 20}, {20, 40, 60}),
         ({"keep_last": 1, "keep_best": 2}, {10, 40, 60}),
         ({"keep_last": 1, "keep_best": 1, "keep_every": 30}, {30, 40, 60}),
+        ({"keep_last": 1, "keep_best": 1, "best_metric": "eval_accuracy"}, {30, 60}),
+        ({"keep_last": 1, "keep_best": 2, "best_metric": "eval_accuracy"}, {20, 30, 60}),
+        ({"keep_last": 1, "keep_best": 9, "best_metric": "eval_unknown"}, {60}),
     ],
 )
 def test_what_stays(options, stay):
-    ratings = {10: 0.5, 20: 0.7, 30: 0.9, 40: 0.5}
-    assert kept(range(10, 70, 10), CheckpointOptions(**options), ratings) == stay
+    """The accuracy, of which more is better, is best where the loss is not; 50 is no number, 60 is unrated."""
+    losses = {10: 0.5, 20: 0.7, 30: 0.9, 40: 0.5, 50: math.nan}
+    accuracies = {10: 0.7, 20: 0.9, 30: 0.9, 40: 0.8, 50: math.inf}
+    ratings = {step: {"eval_loss": losses[step], "eval_accuracy": accuracies[step]} for step in losses}
+    checked = CheckpointOptions(**options)
+    is_higher = checked.best_metric == "eval_accuracy"
+    assert kept(range(10, 70, 10), checked, ratings, higher_is_better=is_higher) == stay
 
 
-def test_old_saves_go_once_the_new_one_is_sealed_and_the_best_stays(tmp_path):
-    with Checkpoints(tmp_path, CheckpointOptions(keep_last=1, keep_best=1)) as checkpoints:
+@pytest.mark.parametrize("higher_is_better, best", [(False, 2), (True, 1)])
+def test_old_saves_go_once_the_new_one_is_sealed_and_the_best_stays(higher_is_better, best, tmp_path):
+    options = CheckpointOptions(keep_last=1, keep_best=1)
+    with Checkpoints(tmp_path, options, higher_is_better=higher_is_better) as checkpoints:
         for step, loss in ((1, 0.9), (2, 0.3), (3, 0.6), (4, 0.8)):
             checkpoints.save(step, state(step), {})
-            checkpoints.rate(step, loss)
-        assert checkpoints.steps() == [2, 4]
-    assert read_ratings(tmp_path)[2] == 0.3
+            checkpoints.rate(step, {"eval_loss": loss})
+        assert checkpoints.steps() == [best, 4]
+    assert read_ratings(tmp_path)[2] == {"eval_loss": 0.3}
+
+
+def test_ratings_of_one_metric_are_read(tmp_path):
+    (tmp_path / RATINGS).write_text('{"10": 0.5, "20": 0.25}')
+    assert read_ratings(tmp_path) == {10: {"eval_loss": 0.5}, 20: {"eval_loss": 0.25}}
