@@ -8,6 +8,7 @@ B * step, and a resumed run replays no data.
 """
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import grain
@@ -51,12 +52,15 @@ def sample_order(
     return order.repeat(num_epochs)
 
 
-def example_problems(example: Mapping[str, np.ndarray], batch: Mapping[str, Any], where: str) -> list[str]:
-    """Returns one line for each entry of a batch that an example lacks, or has with another shape or dtype.
+def example_problems(
+    example: Mapping[str, np.ndarray], batch: Mapping[str, Any], limits: Mapping[str, int], where: str
+) -> list[str]:
+    """Returns one line for each entry of a batch that an example lacks, or has with another shape, dtype or range.
 
     Args:
       example: name -> array without the batch's dim; entries that the batch does not have are ignored.
       batch: the global batch: name -> something with its shape [B, ...] and dtype.
+      limits: name -> the number that the entry's integers have to be below (they have to be at least 0).
       where: what the example is called in the lines.
     """
     problems = []
@@ -76,7 +80,19 @@ def example_problems(example: Mapping[str, np.ndarray], batch: Mapping[str, Any]
                 f"{where}: got {list(got.shape)} {got.dtype.name} for '{name}'; allowed: {wanted}, as Task.batch says; "
                 f"nearest: {fix}"
             )
+        elif name in limits and got.size and not 0 <= (wrong := _furthest(got)) < limits[name]:
+            near = 0 if wrong < 0 else limits[name] - 1
+            problems.append(
+                f"{where}: got {wrong} in '{name}'; allowed: 0 to {limits[name] - 1}, as Task.batch says; "
+                f"nearest: {near}"
+            )
     return problems
+
+
+def _furthest(array: np.ndarray) -> int:
+    """Returns the least element if it is negative, otherwise the greatest."""
+    least = int(array.min())
+    return least if least < 0 else int(array.max())
 
 
 def _local_rows(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> np.ndarray:
@@ -105,7 +121,12 @@ def _global_arrays(local: Mapping[str, np.ndarray], rows: np.ndarray, batch: Bat
 
 
 def _local_batch(
-    examples: Examples, order: grain.MapDataset[int], first_sample: int, rows: np.ndarray, batch: Batch
+    examples: Examples,
+    order: grain.MapDataset[int],
+    first_sample: int,
+    rows: np.ndarray,
+    batch: Batch,
+    limits: Mapping[str, int],
 ) -> dict[str, np.ndarray]:
     """Returns this process's rows of one batch; rows after the last sample are zero, so of weight 0.
 
@@ -117,7 +138,7 @@ def _local_batch(
     for row, sample in enumerate(samples[samples < len(order)]):
         number = order[int(sample)]
         example = examples[number]
-        if problems := example_problems(example, batch, f"example {number}"):
+        if problems := example_problems(example, batch, limits, f"example {number}"):
             raise UserError(*problems)
         for name, array in local.items():
             array[row] = example[name]
@@ -128,6 +149,7 @@ def batches(
     examples: Examples,
     *,
     batch: Batch,
+    limits: Mapping[str, int] = MappingProxyType({}),
     seed: int,
     start_step: int = 0,
     shuffle: bool = True,
@@ -143,6 +165,7 @@ def batches(
       examples: by number; each a dict of NumPy arrays that has the batch's entries, without its first dim.
       batch: the abstract global batch over all processes, each entry [B, ...] with its sharding, which must split B
         evenly, and in the same way for all entries.
+      limits: name -> the number that the entry's integers have to be below.
       seed: determines the order of the examples.
       start_step: how many batches came before.
       shuffle: False keeps the examples' own order.
@@ -162,7 +185,9 @@ def batches(
     first = next(iter(batch.values()))
     batch_size, rows = first.shape[0], _local_rows(first.sharding, first.shape)
     steps = grain.MapDataset.range(-(-len(order) // batch_size))
-    local_batches = steps.map(lambda step: _local_batch(examples, order, next_sample(step, batch_size), rows, batch))
+    local_batches = steps.map(
+        lambda step: _local_batch(examples, order, next_sample(step, batch_size), rows, batch, limits)
+    )
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(num_prefetch_batches, num_threads))
     iterator = iter(local_batches.to_iter_dataset(options))
     iterator.set_state({"next_index": min(start_step, len(local_batches))})

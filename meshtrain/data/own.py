@@ -37,17 +37,18 @@ class Data:
     text: Tokenizer | None = None
 
 
-def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
+def opened(given: Any, batch: Mapping[str, Any], limits: Mapping[str, int], num_eval_batches: int) -> Data:
     """Returns the result of a user's data function. All examples of a list are checked, otherwise the first.
 
     Args:
       given: `Data`, or an object with its attributes.
       batch: the entries of the global batch, each with shape [B, ...] and dtype.
+      limits: name -> the number that the entry's integers have to be below.
       num_eval_batches: batches of an evaluation, 0 for all.
 
     Raises:
       UserError: one line for each attribute that is missing or wrong, for each entry that a checked example
-        lacks or has with another shape or dtype, and if an evaluation would count padding as examples.
+        lacks or has with another shape, dtype or range, and if an evaluation would count padding as examples.
     """
     problems = []
     for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
@@ -66,7 +67,7 @@ def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
         )
     data = Data(given.train, () if validation is None else validation, given.fingerprint, text=text)
     for split, examples in (("train", data.train), ("validation", data.validation)):
-        problems += _split_problems(split, examples, batch)
+        problems += _split_problems(split, examples, batch, limits)
     if not problems:
         problems = _uneven_evaluation(len(data.validation), batch, num_eval_batches)
     if problems:
@@ -75,7 +76,7 @@ def opened(given: Any, batch: Mapping[str, Any], num_eval_batches: int) -> Data:
     return dataclasses.replace(data, summary=said)
 
 
-def _split_problems(split: str, examples: Any, batch: Mapping[str, Any]) -> list[str]:
+def _split_problems(split: str, examples: Any, batch: Mapping[str, Any], limits: Mapping[str, int]) -> list[str]:
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         return [
             f"data.{split}: got {type(examples).__name__}; allowed: examples by number, with len() and [i]; nearest: "
@@ -88,18 +89,18 @@ def _split_problems(split: str, examples: Any, batch: Mapping[str, Any]) -> list
     number = len(examples) if isinstance(examples, list | tuple) else 1
     found = Problems()
     for index in range(number):
-        for line in _example_problems(examples[index], batch, f"data.{split}[{index}]"):
+        for line in _example_problems(examples[index], batch, limits, f"data.{split}[{index}]"):
             found.add(line)
         if found.is_enough():
             break
     return found.lines()
 
 
-def _example_problems(example: Any, batch: Mapping[str, Any], where: str) -> list[str]:
+def _example_problems(example: Any, batch: Mapping[str, Any], limits: Mapping[str, int], where: str) -> list[str]:
     if not isinstance(example, Mapping):
         entries = ", ".join(f"'{name}': array" for name in batch)
         return [f"{where}: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
-    return example_problems({name: np.asarray(value) for name, value in example.items()}, batch, where)
+    return example_problems({name: np.asarray(value) for name, value in example.items()}, batch, limits, where)
 
 
 def _uneven_evaluation(num_examples: int, batch: Mapping[str, Any], num_eval_batches: int) -> list[str]:

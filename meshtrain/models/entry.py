@@ -14,8 +14,11 @@ class Entry:
       dtype: of its elements.
       axes: a logical axis or None for each dim; in a batch the first of them is "batch". The activation rules map them
         to mesh axes; a dim with None is not split.
+      below: integers have to be at least 0 and below this number: the vocabulary of token ids, the number of classes of
+        labels. JAX clamps an index that is out of range, so a wrong id would train without a word. 0: any value.
     """
 
     shape: tuple[int, ...]
     dtype: DTypeLike
     axes: tuple[str | None, ...]
+    below: int = 0

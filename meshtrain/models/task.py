@@ -223,6 +223,16 @@ def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
     return {"tokens": ints, "targets": ints, "segment_ids": ints, "positions": ints, "weights": floats}
 
 
+def limits(task: Task) -> dict[str, int]:
+    """Returns, by the entry's name, the number that the integers of a batch have to be below; see `Entry.below`.
+
+    For `tokens` and `targets` without one it is the task's vocabulary, where the task states it.
+    """
+    ids = {name: task.vocab_size for name in ("tokens", "targets") if name in task.batch and task.vocab_size}
+    own = {name: entry.below for name, entry in task.batch.items() if isinstance(entry, Entry) and entry.below}
+    return ids | own
+
+
 def entries(task: Task, batch_size: int) -> dict[str, Entry]:
     """Returns the task's batch with an `Entry` for each name.
 
@@ -238,7 +248,8 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
     result, problems = dict[str, Entry](), list[str]()
     for name, leaf in task.batch.items():
         axes = leaf.axes if isinstance(leaf, Entry) else ("batch", *(None,) * (len(leaf.shape) - 1))
-        entry = result[name] = Entry(tuple(leaf.shape), leaf.dtype, tuple(axes))
+        below = leaf.below if isinstance(leaf, Entry) else 0
+        entry = result[name] = Entry(tuple(leaf.shape), leaf.dtype, tuple(axes), below)
         if entry.shape[:1] != (batch_size,) or entry.axes[:1] != ("batch",) or len(entry.axes) != len(entry.shape):
             others = (entry.axes[1:] + (None,) * len(entry.shape))[: max(len(entry.shape) - 1, 0)]
             problems.append(

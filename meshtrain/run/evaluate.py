@@ -12,7 +12,7 @@ from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own import Data
-from meshtrain.models.task import Params, mean
+from meshtrain.models.task import Params, limits, mean
 from meshtrain.step.state import TrainState
 
 EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with, in metrics.jsonl
@@ -24,6 +24,7 @@ def training_batches(assembly: Assembly, corpus: Corpus | Data, start_step: int)
     return batches(
         corpus.train,
         batch=assembly.batch,
+        limits=limits(assembly.task),
         seed=config.seed,
         start_step=start_step,
         num_threads=config.data.num_threads,
@@ -48,7 +49,12 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
     """
     config = assembly.config
     stream = batches(
-        examples, batch=assembly.batch, seed=config.seed, num_epochs=1, num_threads=config.data.num_threads
+        examples,
+        batch=assembly.batch,
+        limits=limits(assembly.task),
+        seed=config.seed,
+        num_epochs=1,
+        num_threads=config.data.num_threads,
     )
     total = dict[str, Any]()
     for batch in itertools.islice(stream, num_batches or None):

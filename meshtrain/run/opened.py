@@ -5,7 +5,7 @@ from meshtrain.data.corpus import Corpus, open_corpus
 from meshtrain.data.loader import example_problems
 from meshtrain.data.own import Data, MakeData, opened
 from meshtrain.data.sources import SOURCES, is_own
-from meshtrain.models.task import Task, entries
+from meshtrain.models.task import Task, entries, limits
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
 
@@ -27,7 +27,7 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     if make_data is None and is_own(config.data):
         make_data = named.function("data.source", config.data.source, SOURCES)
     if make_data is not None:
-        return opened(make_data(config), batch, config.num_eval_batches)
+        return opened(make_data(config), batch, limits(task), config.num_eval_batches)
     if config.data.source == "synthetic" and not task.vocab_size:
         raise UserError(
             "data.source: got synthetic, and this task states no vocabulary (Task.vocab_size = 0); allowed: a task "
@@ -39,6 +39,7 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
         vocab_size=task.vocab_size or ANY_VOCABULARY,
         seed=config.seed,
     )
-    if problems := example_problems(corpus.train[0], batch, f"data.source={config.data.source}, an example"):
+    where = f"data.source={config.data.source}, an example"
+    if problems := example_problems(corpus.train[0], batch, limits(task), where):
         raise UserError(*problems)
     return corpus

@@ -159,7 +159,7 @@ def test_each_process_reads_its_own_rows_of_the_same_batch(spec, num_processes):
         }
         assert rows.tolist() == sorted(held)
         examples = Numbered(30)
-        local = loader._local_batch(examples, order, next_sample(2, 8), rows, batch_on(whole))
+        local = loader._local_batch(examples, order, next_sample(2, 8), rows, batch_on(whole), {})
         assert np.array_equal(local["tokens"], wanted["tokens"][rows])
         assert len(examples.read) == len(rows)
 
@@ -249,3 +249,10 @@ def test_closing_ends_the_threads():
     for thread in mine:
         thread.join(timeout=10)
     assert not any(thread.is_alive() for thread in mine)
+
+
+def test_an_id_out_of_range_is_named_when_its_batch_is_due():
+    examples = Numbered(8)  # the tokens of example 7 are 70 .. 73
+    assert drawn(examples, 1, limits={"tokens": 74})
+    with pytest.raises(UserError, match=r"^example 7: got 73 in 'tokens'; allowed: 0 to 72, .*; nearest: 72"):
+        drawn(examples, 1, limits={"tokens": 73})

@@ -65,7 +65,7 @@ def classifier(config, placement):
 
     batch = {
         "images": Entry((config.batch_size, H, W, C), jnp.float32, ("batch", "height", "width", "channels")),
-        "labels": Entry((config.batch_size,), jnp.int32, ("batch",)),
+        "labels": Entry((config.batch_size,), jnp.int32, ("batch",), below=CLASSES),
         "weights": Entry((config.batch_size,), jnp.float32, ("batch",)),
     }
     return Task(init, loss, batch, unit="images", flops_per_token=6.0 * H * W * C * CLASSES)
@@ -163,6 +163,8 @@ def test_dims_of_a_batch_follow_the_rules():
         (lambda data: data.train[0].pop("labels"), r"data\.train\[0\]: got no entry 'labels'.*; nearest: add"),
         (lambda data: data.train[0].update(images=np.zeros((H, W))), r"got \[4, 2\] float64 for 'images'; .* float32"),
         (lambda data: data.train[0].update(labels=np.int64(1)), r"nearest: labels\.astype\(np\.int32\)"),
+        (lambda data: data.train[0].update(labels=np.int32(-1)), r"got -1 in 'labels'; .*nearest: 0"),
+        (lambda data: data.train[3].update(labels=np.int32(CLASSES)), rf"got {CLASSES} in 'labels'; allowed: 0 to"),
         (lambda data: data.train[5].pop("labels"), r"^data\.train\[5\]: got no entry 'labels'"),
         (
             lambda data: dataclasses.replace(data, train=(*data.train, 7)),
