@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly, assemble, stored_params
-from meshtrain.config.between_runs import from_json
-from meshtrain.config.config import CONFIG_FILE, Config, check, configure, resolve
+from meshtrain.config.config import check
+from meshtrain.config.of_run import configuration
 from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.tokenize import Tokenizer
 from meshtrain.launch import distributed, peers
@@ -24,8 +24,8 @@ from meshtrain.layout.partition import num_parts
 from meshtrain.models.task import Batch, Params, token_batch
 from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words import flags
-from meshtrain.words.errors import UserError, run, warn
-from meshtrain.words.paths import is_utf8, what_is_at
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.paths import is_utf8
 
 MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
 MAX_TOKENS = 1_000_000
@@ -118,31 +118,6 @@ def continued(
     return prompt + text.decode(sample(assembly, params, ids, num_tokens, temperature, seed))
 
 
-def configuration(arguments: argparse.Namespace, also: Sequence[str]) -> Config:
-    """Returns the configuration of the run in the workdir, changed by the command line's overrides.
-
-    The base is the run's own config.json, so options of its command line need not be repeated. `--config` is read only
-    if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir.
-
-    Args:
-      arguments: from `flags.arguments`.
-      also: problems of other flags, to be reported with those of the arguments and the configuration.
-
-    Raises:
-      UserError: all problems, one line each.
-    """
-    own = arguments.workdir / CONFIG_FILE
-    if what_is_at(own) != "a file":
-        return configure(arguments, also, reads_data=False)
-    if arguments.config is not None and arguments.workdir != flags.default_workdir(arguments.config):
-        warn(f"--config={arguments.config} is not read: {own} describes the weights; --config.GROUP.FIELD changes it")
-    try:
-        given = from_json(own.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
-    return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=False)
-
-
 def main(argv: Sequence[str]) -> int:
     """Prints a prompt continued by the newest checkpoint of a workdir; returns the exit code.
 
@@ -168,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         problems.append(f"--num-tokens: got {arguments.num_tokens}; allowed: at most {MAX_TOKENS}; nearest: that")
     if not arguments.prompt or not is_utf8(arguments.prompt):
         problems.append(f"--prompt: got '{arguments.prompt}'; allowed: a text in UTF-8, not empty; nearest: 'def '")
-    config = configuration(arguments, problems)
+    config = configuration(arguments, problems, reads_data=False)
     devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
     if problems := check(config, shape):

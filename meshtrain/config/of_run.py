@@ -1,0 +1,36 @@
+"""The configuration of a run that is there, for commands that read its weights."""
+
+import argparse
+from collections.abc import Sequence
+
+from meshtrain.config.between_runs import from_json
+from meshtrain.config.config import CONFIG_FILE, Config, configure, resolve
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, warn
+from meshtrain.words.paths import what_is_at
+
+
+def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_data: bool) -> Config:
+    """Returns the configuration of the run in the workdir, changed by the command line's overrides.
+
+    The base is the run's own config.json, so options of its command line need not be repeated. `--config` is read only
+    if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir.
+
+    Args:
+      arguments: from `flags.arguments`.
+      also: problems of other flags, to be reported with those of the arguments and the configuration.
+      reads_data: see `resolve`.
+
+    Raises:
+      UserError: all problems, one line each.
+    """
+    own = arguments.workdir / CONFIG_FILE
+    if what_is_at(own) != "a file":
+        return configure(arguments, also, reads_data=reads_data)
+    if arguments.config is not None and arguments.workdir != flags.default_workdir(arguments.config):
+        warn(f"--config={arguments.config} is not read: {own} describes the weights; --config.GROUP.FIELD changes it")
+    try:
+        given = from_json(own.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
+    return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
