@@ -35,6 +35,15 @@ class Placement:
         """Returns the placement of one device: each function is the identity."""
         return cls(None, None)
 
+    def keeping_whole(self, names: Sequence[str]) -> "Placement":
+        """Returns this placement with rules that keep these logical axes of activations whole."""
+        if self.rules is None:
+            return self
+        entries = tuple(
+            dataclasses.replace(rule, activations=()) if rule.name in names else rule for rule in self.rules.entries
+        )
+        return dataclasses.replace(self, rules=dataclasses.replace(self.rules, entries=entries))
+
     def activation(self, x: jax.Array, names: Names) -> jax.Array:
         """Returns `x` constrained to its sharding by the rules; `names` has a logical axis or None for each dim.
 

@@ -1,7 +1,7 @@
 """Attention with grouped queries, within the documents of a packed sequence: to the sequence itself or to a memory.
 
 b: sequences in a microbatch, T: tokens a sequence, S: tokens of the memory (T in self-attention), D: embed dim,
-N: query heads, G: key and value heads, H: head dim.
+N: query heads, G: key and value heads, H: head dim, C: slots of a cache.
 """
 
 import functools
@@ -32,6 +32,22 @@ class Memory(NamedTuple):
     documents: jax.Array | None
 
 
+class Slots(NamedTuple):
+    """Which slots of a cache one new token of each row attends to.
+
+    Attributes:
+      filled: int32 [b, C], 1 where the row may attend to the slot, else 0. In self-attention the new token's slot is 1.
+      own: int32 scalar, the slot of the new token; unused in attention to a memory.
+    """
+
+    filled: jax.Array
+    own: jax.Array
+
+
+# Collections of the Linen variables `keys` and `values`. `apply(..., mutable=[NEW])` also returns those of the tokens
+# that it was given, [b, S, G, H]. With the collection CACHE, [b, C, G, H], a token attends to the tokens before it.
+NEW, CACHE = "new", "cache"
+
 # The documents of the queries [b, T] and of the keys [b, S]; None: one document.
 Segments = tuple[jax.Array, jax.Array] | None
 
@@ -55,7 +71,12 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, angles: jax.Array | None, documents: jax.Array | None, memory: Memory | None = None
+        self,
+        x: jax.Array,
+        angles: jax.Array | None,
+        documents: jax.Array | None,
+        memory: Memory | None = None,
+        slots: Slots | None = None,
     ) -> jax.Array:
         """Applies attention: with `causal` a query attends to the tokens up to its own, else to all of them.
 
@@ -66,24 +87,27 @@ class Attention(nn.Module):
           documents: int32 [b, T], the document of each token; a query attends to its own document only. None: each
             sequence is one document.
           memory: what keys and values are made of; None: `x`. It needs `documents` exactly where it has its own.
+          slots: where the keys and values stand in the collection CACHE that one token of each row, T = 1, attends to.
+            With `causal` its own are added in their slot; otherwise the cache is a memory, which does not change. None:
+            there is no cache.
         """
         source, of_keys = (x, documents) if memory is None else memory
         assert memory is None or (angles is None and not self.causal), "a memory has no order relative to the queries"
         assert (documents is None) == (of_keys is None), "either queries and keys have documents, or none of them"
         q = self._project("query", x, self.num_heads, "heads")
-        k = self._project("key", source, self.num_kv_heads, "kv_heads")
-        v = self._project("value", source, self.num_kv_heads, "kv_heads")
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+        k, v = self._keys_and_values(source, angles, slots)
+        q = q if angles is None else rotate(q, angles)
         # Initial weights do not depend on the kernel. They are initialized in float32, which cuDNN's kernel rejects.
-        # Their shapes are computed before JAX may query devices.
+        # Their shapes are computed before JAX may query devices. No kernel takes a single query.
         how, masked = "xla", documents is not None
-        if not self.is_initializing():
+        if slots is None and not self.is_initializing():
             # A multiple of splash's blocks exactly where both lengths are.
             length = math.gcd(x.shape[1], source.shape[1])
             how = chosen(self.implementation, self.head_dim, length, self.dtype, masked, self.placement.platform)
         segments = None if documents is None or of_keys is None else (documents, of_keys)
-        heads = self._attend(q, k, v, segments, how)
+        if slots is not None:
+            segments = (jnp.ones_like(slots.filled[:, :1]), slots.filled)
+        heads = self._attend(q, k, v, segments, self.causal and slots is None, how)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         # Splash names its results itself. A second name would save the same array twice.
         heads = heads if how == "splash" else checkpoint_name(heads, HEADS)
@@ -96,21 +120,42 @@ class Attention(nn.Module):
             result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, self.placement, self.dtype)
         return result
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, how: str) -> jax.Array:
+    def _keys_and_values(
+        self, source: jax.Array, angles: jax.Array | None, slots: Slots | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns keys, rotated, and values: [b, S, G, H] without a cache, otherwise [b, C, G, H]."""
+        if slots is not None and not self.causal:
+            return self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
+        k = self._project("key", source, self.num_kv_heads, "kv_heads")
+        v = self._project("value", source, self.num_kv_heads, "kv_heads")
+        k = k if angles is None else rotate(k, angles)
+        if self.is_mutable_collection(NEW) and not self.is_initializing():
+            self.put_variable(NEW, "keys", k)
+            self.put_variable(NEW, "values", v)
+        if slots is None:
+            return k, v
+        stored_k: jax.Array = self.get_variable(CACHE, "keys")
+        stored_v: jax.Array = self.get_variable(CACHE, "values")
+        is_own = (jnp.arange(stored_k.shape[1]) == slots.own)[None, :, None, None]
+        return jnp.where(is_own, k, stored_k), jnp.where(is_own, v, stored_v)
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, causal: bool, how: str
+    ) -> jax.Array:
         """Returns [b, T, N, H]."""
         if how == "xla":
             if self.dtype == jnp.float16:
                 # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
                 q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-            return _by_jax(q, k, v, segments, self.causal, how).astype(self.dtype)
+            return _by_jax(q, k, v, segments, causal, how).astype(self.dtype)
         # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
         # shards in a manual region. Each axis made manual here splits sequences or heads: no array is replicated, and
         # no gradient has to be summed over devices.
         if how == "splash":
             interpret = self.placement.platform != "tpu"
-            kernel: Any = functools.partial(splash.attend, causal=self.causal, name=HEADS, interpret=interpret)
+            kernel: Any = functools.partial(splash.attend, causal=causal, name=HEADS, interpret=interpret)
         else:
-            kernel = functools.partial(_by_jax, causal=self.causal, how=how)
+            kernel = functools.partial(_by_jax, causal=causal, how=how)
         queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]

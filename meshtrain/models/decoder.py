@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models import losses
-from meshtrain.models.attention import Attention
+from meshtrain.models.attention import CACHE, NEW, Attention, Slots
 from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import RESIDUAL, RematOptions, checkpoint_policy
@@ -129,7 +129,13 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, layer: jax.Array, keys: jax.Array, angles: jax.Array | None, documents: jax.Array | None
+        self,
+        x: jax.Array,
+        layer: jax.Array,
+        keys: jax.Array,
+        angles: jax.Array | None,
+        documents: jax.Array | None,
+        slots: Slots | None,
     ) -> tuple[jax.Array, None]:
         """Applies one layer.
 
@@ -139,6 +145,7 @@ class Layer(nn.Module):
           keys: one key for each sequence, keys [b].
           angles: see `Attention`.
           documents: see `Attention`.
+          slots: see `Attention`.
 
         Returns:
           The activations, and None: `nn.scan` has no outputs to stack.
@@ -155,7 +162,7 @@ class Layer(nn.Module):
         mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
         x = checkpoint_name(x, RESIDUAL)
         normed = place.activation(norm(name="attention_norm")(x), ("batch", "sequence", "embed"))
-        x = x + dropout(self._residual(attention(normed, angles, documents)), rate, keys, ATTENTION_SITE)
+        x = x + dropout(self._residual(attention(normed, angles, documents, slots=slots)), rate, keys, ATTENTION_SITE)
         normed = place.activation(norm(name="mlp_norm")(x), ("batch", "sequence", "embed"))
         x = x + dropout(self._residual(mlp(normed)), rate, keys, MLP_SITE)
         return self._residual(x), None
@@ -197,9 +204,9 @@ def layer_stack(
     layer: Any = nn.remat(Layer, policy=policy, prevent_cse=False) if policy is not None else Layer
     stack = nn.scan(
         layer,
-        variable_axes={"params": 0},
+        variable_axes={"params": 0, CACHE: 0, NEW: 0},
         split_rngs={"params": True},
-        in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+        in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
         length=num_layers,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
@@ -235,7 +242,7 @@ def run_layers(
     def run(x: jax.Array, some: tuple[Any, jax.Array], policy: str) -> jax.Array:
         layers, indices = some
         stack = layer_stack(options, indices.shape[0], placement, dtype, train, policy)
-        y: jax.Array = stack.apply({"params": layers}, x, indices, *given)[0]
+        y: jax.Array = stack.apply({"params": layers}, x, indices, *given, None)[0]
         return y
 
     def group(x: jax.Array, some: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:

@@ -1,7 +1,8 @@
 """The task of a decoder: next-token cross-entropy on packed sequences.
 
 B: sequences in the global batch, b: sequences in a microbatch, T: tokens a sequence, D: embed dim,
-V: padded vocabulary, v: the part of it on one shard of a manual axis (V without one), K: layers in a stack.
+V: padded vocabulary, v: the part of it on one shard of a manual axis (V without one), K: layers in a stack,
+R: rows of a cache, P: tokens a prompt after padding.
 
 params = {"embedding": {table [V, D], positions [T, D]}, "layers": {... each leaf [layers, ...]},
           "head": {"norm": ..., kernel [D, V]}}
@@ -18,9 +19,13 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models import abstract, losses
+from meshtrain.models import cache as caches
+from meshtrain.models.attention import CACHE, NEW, Slots
+from meshtrain.models.decode import Cache, Decode
 from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack, run_layers
+from meshtrain.models.entry import Entry
 from meshtrain.models.remat import RematOptions
-from meshtrain.models.task import Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
+from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
 
 NOTHING_AGAIN = RematOptions("none")
 
@@ -65,6 +70,7 @@ def decoder(
             model.logits,
             model.cast,
         ),
+        decode=model.decode(sequence_length),
         flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
         attention_flops_per_token=attention_flops_per_token(options, sequence_length),
         num_parameters=num_parameters,
@@ -113,7 +119,7 @@ class Decoder:
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they compute: norms in float32, the rest in `dtype`."""
         cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(self.dtype))
-        return {name: part if name.endswith("_norm") else cast(part) for name, part in layers.items()}
+        return {name: part if name.endswith("norm") else cast(part) for name, part in layers.items()}
 
     def columns(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
         """Returns logits [b, T, v] in the output dtype, padding included."""
@@ -146,6 +152,65 @@ class Decoder:
         y, _ = self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN)
         return self.logits(params, y)
 
+    def decode(self, sequence_length: int) -> Decode:
+        """Returns how tokens are generated one after the other; training has sequences of `sequence_length` tokens."""
+        # One token cannot be split over an axis that splits the sequences of training.
+        whole = dataclasses.replace(self, placement=self.placement.keeping_whole(("sequence", "residual_sequence")))
+        return Decode(
+            whole.prefill,
+            whole.step,
+            self.cache,
+            self.cast_all,
+            max_positions=self.num_positions if self.options.positions == "learned" else 0,
+            trained_positions=sequence_length,
+        )
+
+    def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
+        """Returns the entries of an empty cache; see `Decode.cache`."""
+        o, num_slots = self.options, prompt_length + num_steps
+        stack = caches.stack_entries(o.num_layers, num_rows, num_slots, o.num_kv_heads, o.width_of_head, self.dtype)
+        return {**stack, **caches.row_entries(num_rows, num_slots)}
+
+    def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Returns the logits [R, V] that follow each prompt, tokens int32 [R, P], and the cache; see `Decode`."""
+        # Padding is not masked: it stands after all tokens of its row, and its slots are never filled.
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        y, new = self._cached(params, tokens, positions, None, None)
+        last = jnp.take_along_axis(y, (lengths - 1)[:, None, None], axis=1)
+        filled = caches.first_slots(lengths, cache["filled"].shape[1])
+        slot = jnp.int32(tokens.shape[1])
+        after = {**caches.write(cache, new, 0), "filled": filled, "positions": lengths, "slot": slot}
+        return self.logits(params, last)[:, 0], after
+
+    def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Returns the logits [R, V] that follow one more token of each row, int32 [R], and the cache; see `Decode`."""
+        slot, positions = cache["slot"], cache["positions"]
+        filled = caches.next_slot(cache["filled"], slot)
+        y, new = self._cached(params, tokens[:, None], positions[:, None], cache, Slots(filled, slot))
+        after = {**caches.write(cache, new, slot), "filled": filled, "positions": positions + 1, "slot": slot + 1}
+        return self.logits(params, y)[:, 0], after
+
+    def _cached(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | None
+    ) -> tuple[jax.Array, Any]:
+        """Returns the activations [R, T, D] of tokens int32 [R, T], and their keys and values [K, R, T, G, H]."""
+        o, index = self.options, jnp.arange(tokens.shape[0])
+        batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}
+        rng = jax.random.key(0)  # of dropout, which is off
+        x = self.first(params, batch, rng, False)
+        variables = {"params": params["layers"]}
+        if slots is not None:
+            variables[CACHE] = {"attention": {name: cache[name] for name in ("keys", "values")}}
+        stack = layer_stack(o, o.num_layers, self.placement, self.dtype, False, "none")
+        given = (jnp.arange(o.num_layers), sequence_keys(rng, batch), angles_of(o, positions), None, slots)
+        (y, _), new = stack.apply(variables, x, *given, mutable=[NEW])
+        return y, new[NEW]["attention"]
+
+    def cast_all(self, params: Params) -> Params:
+        """Returns all parameters in the dtypes in which they compute; see `cast`."""
+        outer = {name: self.cast(part) for name, part in params.items() if name != "layers"}
+        return {**outer, "layers": self.cast(params["layers"])}
+
 
 def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     """Returns initial float32 parameters, each boxed with its logical axes. The values depend on `rng` alone."""
@@ -160,7 +225,7 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     layers = layer_stack(options, options.num_layers, nowhere, jnp.float32, False, "none")
     head = Head(options, rows, nowhere, jnp.float32, jnp.float32)
     table = jnp.zeros((rows, options.embed_dim)) if options.tied_embeddings else None
-    arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None)
+    arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None, None)
     return {
         "embedding": embedding.init(keys[0], batch, sequence, False, None)["params"],
         "layers": layers.init(keys[1], x, *arguments)["params"],

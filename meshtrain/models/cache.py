@@ -1,0 +1,57 @@
+"""The keys and values of a stack of layers, stored for the tokens that follow.
+
+R: rows, C: slots, K: layers, G: key and value heads, H: head dim. All rows store their next token in the same slot,
+whatever their positions are: one slice of the array is written, on any mesh without communication. The slots of a
+shorter prompt's padding stay empty.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from meshtrain.models.entry import Entry
+
+Stored = Mapping[str, jax.Array]
+
+
+def stack_entries(
+    num_layers: int, num_rows: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
+) -> dict[str, Entry]:
+    """Returns the cache of a stack of layers: `keys` and `values` [K, R, C, G, H]."""
+    shape = (num_layers, num_rows, num_slots, num_kv_heads, head_dim)
+    entry = Entry(shape, dtype, ("layers", "batch", None, "kv_heads", "head_dim"))
+    return {"keys": entry, "values": entry}
+
+
+def row_entries(num_rows: int, num_slots: int) -> dict[str, Entry]:
+    """Returns what the cache holds of each row, whatever the number of layers.
+
+    `filled` int32 [R, C] is 1 where a slot holds a token of the row, `positions` int32 [R] is the position of the row's
+    next token, and `slot` int32 is the slot of the next token of all rows.
+    """
+    return {
+        "filled": Entry((num_rows, num_slots), jnp.int32, ("batch", None)),
+        "positions": Entry((num_rows,), jnp.int32, ("batch",)),
+        "slot": Entry((), jnp.int32, ()),
+    }
+
+
+def write(stored: Stored, new: Stored, slot: jax.Array | int) -> dict[str, jax.Array]:
+    """Returns `stored`, `keys` and `values` [K, R, C, G, H], with `new` [K, R, T, G, H] from a slot on."""
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(stored[name], new[name].astype(stored[name].dtype), slot, axis=2)
+        for name in ("keys", "values")
+    }
+
+
+def first_slots(lengths: jax.Array, num_slots: int) -> jax.Array:
+    """Returns `filled` int32 [R, C] for prompts of these lengths, int32 [R], that begin in slot 0."""
+    return (jnp.arange(num_slots)[None] < lengths[:, None]).astype(jnp.int32)
+
+
+def next_slot(filled: jax.Array, slot: jax.Array) -> jax.Array:
+    """Returns `filled` with a token in this slot of every row."""
+    ones = jnp.ones((filled.shape[0], 1), filled.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(filled, ones, slot, axis=1)
