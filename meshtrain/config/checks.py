@@ -4,11 +4,11 @@ Sizes of the mesh come as {axis: size}. An axis of unknown size is passed as 1, 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtrain.config.fields import Config
-from meshtrain.data.sources import DataOptions
+from meshtrain.data.sources import IMAGES, SOURCES, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout import fit, zero
 from meshtrain.layout.partition import num_parts
@@ -31,9 +31,51 @@ def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       mesh_shape: the size of each mesh axis.
     """
     return [
+        *sources(config, TOKENS, "packed tokens"),
         *model(config.model, config.precision, config.sequence_length),
         *vocabulary(config.model, config.data),
         *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"]),
+    ]
+
+
+def convnet(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each way in which a convnet's options contradict each other or the data.
+
+    Args:
+      config: with `ConvnetOptions` as its model, each field within its own bounds.
+      mesh_shape: the size of each mesh axis; which of them the task runs on is checked for all tasks alike.
+    """
+    options, found = config.model, sources(config, IMAGES, "images")
+    if options.filters % options.num_groups:
+        found.append(
+            f"model.num_groups: got {options.num_groups}; allowed: a divisor of model.filters = {options.filters}; "
+            f"nearest: {nearest_divisor(options.filters, options.num_groups)}"
+        )
+    if options.dropout_rate >= 1:
+        found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
+    most = min(options.height, options.width) - 1
+    if options.max_shift > most:
+        found.append(
+            f"model.max_shift: got {options.max_shift}; allowed: 0 to {most}, below model.height and model.width; "
+            f"nearest: {most}"
+        )
+    return found
+
+
+def sources(config: Config, allowed: Sequence[str], what: str) -> list[str]:
+    """Returns one line if a built-in source gives other examples than a built-in task takes.
+
+    Args:
+      config: the configuration.
+      allowed: the built-in sources that fit the task.
+      what: the examples that the task takes, for the line.
+    """
+    source = config.data.source
+    if source in allowed or source not in SOURCES:
+        return []
+    return [
+        f"data.source: got {source} with task={config.task}, which takes {what}; allowed: {', '.join(allowed)}, or "
+        f"package.module:function; nearest: data.source={allowed[0]}"
     ]
 
 

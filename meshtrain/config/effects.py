@@ -10,6 +10,7 @@ from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.data.sources import is_own
+from meshtrain.models.convnet import ConvnetOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step import loss_scale
 from meshtrain.step.precision import compute_name
@@ -43,6 +44,11 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     if loss_scale.scaling(config.loss_scale, num_targets=1, computes_in_float16=in_float16) is None:
         fields = ("initial", "growth_steps", "hysteresis")
         found |= _changed(config.loss_scale, "loss_scale", "the loss is not scaled", only=fields)
+    if isinstance(config.model, ConvnetOptions):
+        found |= _changed(config.remat, "remat", "task=convnet")
+        found |= _changed(config.layout, "layout", "task=convnet", only=("sequence_parallel",))
+    if config.data.source == "idx" and config.data.validation_path:
+        found |= _changed(config.data, "data", "data.validation_path", only=("validation_fraction",))
     if config.remat.policy == "none":
         found |= _changed(config.remat, "remat", "remat.policy=none", only=("every",))
     if isinstance(config.model, DecoderOptions) and config.model.rope_factor == 1:

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 from meshtrain.config import checks
 from meshtrain.config.fields import Config
 from meshtrain.layout.placement import Placement
+from meshtrain.models import convnet as convnets
 from meshtrain.models import decoder_task
 from meshtrain.models.abstract import named_params
+from meshtrain.models.convnet import ConvnetOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.task import Task
 from meshtrain.step.precision import compute_dtype, output_dtype
@@ -52,7 +54,18 @@ def decoder(config: Config, placement: Placement) -> Task:
 decoder.options = DecoderOptions  # type: ignore[attr-defined]
 decoder.check = checks.decoder  # type: ignore[attr-defined]
 
-TASKS: Mapping[str, Any] = {"decoder": decoder}
+
+def convnet(config: Config, placement: Placement) -> Task:
+    """Returns the convolutional classifier that a configuration describes; its options are `ConvnetOptions`."""
+    return convnets.convnet(
+        config.model, batch_size=config.batch_size, dtype=compute_dtype(config.precision), placement=placement
+    )
+
+
+convnet.options = ConvnetOptions  # type: ignore[attr-defined]
+convnet.check = checks.convnet  # type: ignore[attr-defined]
+
+TASKS: Mapping[str, Any] = {"decoder": decoder, "convnet": convnet}
 
 
 def find(name: str) -> NamedTask:

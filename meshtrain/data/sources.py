@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshtrain.data.idx import find_images
 from meshtrain.data.text import find_files, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenize import file_problems
@@ -11,10 +12,13 @@ from meshtrain.words import named
 from meshtrain.words.errors import Problems, UserError, unknown
 from meshtrain.words.options import option
 
-SOURCES = ("python", "text", "tokens", "synthetic")
+TOKENS = ("python", "text", "tokens", "synthetic")  # sources of packed tokens, for the decoder
+IMAGES = ("digits", "idx")
+SOURCES = (*TOKENS, *IMAGES)
 PACKINGS = ("stream", "first_fit")
 DOCUMENTS = {"source": ("python", "text")}  # documents go through data.tokenizer
 READ = {"source": ("python", "text", "tokens")}
+SPLIT = {"source": (*READ["source"], *IMAGES)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +28,19 @@ class DataOptions:
     source: str = option(
         "python",
         "python (source of the running Python's standard library), text (files), tokens (prepared .bin), synthetic, "
-        "or package.module:function of one's own, see data/own.py",
+        "digits (handwritten, 8 x 8 pixels), idx (images in files like MNIST's), or package.module:function of one's "
+        "own, see data/own.py",
     )
-    path: str = option("", "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; '' otherwise")
+    path: str = option(
+        "",
+        "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; images for idx, whose labels "
+        "are beside them; '' otherwise",
+    )
+    validation_path: str = option(
+        "",
+        "files of images for validation; '': a share of those of data.path",
+        only_for={"source": ("idx",)},
+    )
     text_field: str = option(
         "text", "the field of a .jsonl line that holds the document", only_for={"source": ("text",)}
     )
@@ -41,7 +55,7 @@ class DataOptions:
         only_for=READ,
     )
     validation_fraction: float = option(
-        0.05, "share of the data kept for validation, 0 to below 1", minimum=0, only_for=READ
+        0.05, "share of the data kept for validation, 0 to below 1", minimum=0, only_for=SPLIT
     )
     num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
@@ -60,10 +74,15 @@ def unread(options: DataOptions) -> list[str]:
     if is_own(options):
         return []
     found = []
-    if options.source not in ("text", "tokens") and options.path:
+    if options.source not in ("text", "tokens", "idx") and options.path:
         found.append(
             f"data.path: got '{options.path}' with data.source={options.source}, which reads no files; allowed: ''; "
-            f"nearest: data.source={'tokens' if options.path.endswith('.bin') else 'text'}"
+            f"nearest: data.source={_source_of(options.path)}"
+        )
+    if options.source != "idx" and options.validation_path:
+        found.append(
+            f"data.validation_path: got '{options.validation_path}' with data.source={options.source}, which takes its "
+            "validation data from data.path or brings them; allowed: ''; nearest: data.source=idx"
         )
     if options.source not in DOCUMENTS["source"] and options.tokenizer != "bytes":
         why = "its token files bring their own" if options.source == "tokens" else "it reads no text"
@@ -72,6 +91,13 @@ def unread(options: DataOptions) -> list[str]:
             "default; nearest: leave it out"
         )
     return found
+
+
+def _source_of(path: str) -> str:
+    """Returns the source that reads a file, judged by its name."""
+    if path.endswith(".bin"):
+        return "tokens"
+    return "idx" if "idx" in path or "ubyte" in path else "text"
 
 
 def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
@@ -104,6 +130,10 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
         if not found:
             wrong = _sidecar_problems(files) if options.source == "tokens" else tokens_as_text(files)
             problems += Problems(wrong).lines()
+    if options.source == "idx":
+        problems += find_images(options.path, "data.path")[1]
+        if options.validation_path:
+            problems += find_images(options.validation_path, "data.validation_path")[1]
     return problems
 
 

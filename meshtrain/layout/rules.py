@@ -89,7 +89,8 @@ def default_rules(options: LayoutOptions) -> Rules:
 
     Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first matmul
     of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) shards the
-    residual stream between the pairs along the sequence, over the same axis. The row `batch` has every axis that splits
+    residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split the same
+    way over its `filters`, which are also the dim that is stored in shards. The row `batch` has every axis that splits
     the batch, and the row `embed` every axis that stores weights (`axes.py`).
 
     >>> rules = default_rules(LayoutOptions())
@@ -99,6 +100,7 @@ def default_rules(options: LayoutOptions) -> Rules:
     ('tensor',)
     """
     residual = ("tensor",) if options.sequence_parallel else ()
+    filters = ("tensor", *axes.storage_axes())
     return Rules(
         (
             #     logical axis         a stored weight           an activation
@@ -118,6 +120,7 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("height",            (),                       ()),
             Rule("width",             (),                       ()),
             Rule("channels",          (),                       ()),
+            Rule("filters",           filters,                  ("tensor",)),
         )
     )  # fmt: skip
 

@@ -134,7 +134,7 @@ def convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
     places = 1
     for dim in range(sum(label.isdigit() for label in labels[1])):
         size, num_outputs = left[labels[1].index(str(dim))], result[labels[3].index(str(dim))]
-        places *= _places(size, num_outputs, _window(fields, dim))
+        places *= places_on_data(size, num_outputs, _window(fields, dim))
     outer = result[labels[3].index("b")] * result[labels[3].index("f")]
     groups = BATCH_GROUPS.search(line.rest)
     # With batch groups, each output feature sees one group of the batch alone, and the result has no batch left.
@@ -143,7 +143,9 @@ def convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Window:
+class Window:
+    """One dim of a convolution's window: places, steps, zeros before the left operand, steps between elements."""
+
     size: int
     stride: int
     low: int
@@ -151,11 +153,11 @@ class _Window:
     right_dilation: int
 
 
-def _window(fields: Mapping[str, str], dim: int) -> _Window:
+def _window(fields: Mapping[str, str], dim: int) -> Window:
     def entry(name: str) -> str:
         return fields[name].split("x")[dim] if name in fields else ""
 
-    return _Window(
+    return Window(
         size=int(entry("size") or 1),
         stride=int(entry("stride") or 1),
         low=int(entry("pad").partition("_")[0] or 0),
@@ -164,8 +166,14 @@ def _window(fields: Mapping[str, str], dim: int) -> _Window:
     )
 
 
-def _places(size: int, num_outputs: int, window: _Window) -> int:
-    """Returns how many pairs (output, window place) of one dim hold an element of the left operand."""
+def places_on_data(size: int, num_outputs: int, window: Window) -> int:
+    """Returns how many pairs (output, window place) of one dim hold an element of the left operand.
+
+    Args:
+      size: elements of the left operand.
+      num_outputs: elements of the result.
+      window: of this dim.
+    """
     end, found = (size - 1) * window.left_dilation + 1, 0
     first = np.arange(num_outputs) * window.stride - window.low
     for place in range(window.size):

@@ -123,10 +123,11 @@ def _compute(plan: Plan) -> str:
     rows.append(("traced", f"{plan.compiled.traced_flops:.4g}", "before the compiler, attention kernels in full"))
     if plan.model_flops:
         causal, full = plan.model_flops
-        rows += [
-            ("model, causal", f"{causal:.4g}", "6 N and causal attention"),
-            ("model, full", f"{full:.4g}", "6 N and full attention"),
-        ]
+        if causal == full:
+            rows.append(("model", f"{full:.4g}", "as the task states them"))
+        else:
+            rows.append(("model, causal", f"{causal:.4g}", "6 N and causal attention"))
+            rows.append(("model, full", f"{full:.4g}", "6 N and full attention"))
     if plan.recomputed_share is not None:
         what = "computed again or on idle rows" if plan.compiled.assembly.program else "computed again"
         rows.append(("more than the model", f"{max(0.0, plan.recomputed_share):.1%}", f"of the compiled work: {what}"))

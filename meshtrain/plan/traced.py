@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from meshtrain.plan.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLASH, splash_flops
+from meshtrain.plan.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLASH, Window, places_on_data, splash_flops
 
 FLOATS = (jnp.bfloat16, jnp.float32)
 ATTENTION = {
@@ -40,6 +40,8 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
             continue
         if name == "dot_general":
             total += _product(equation) / share
+        elif name == "conv_general_dilated":
+            total += _convolution(equation) / share
         elif name in ATTENTION:
             total += ATTENTION[name] * _attention(equation) / share
         elif name == "pallas_call" and (kernel := SPLASH.match(equation.params["name"])):
@@ -79,6 +81,24 @@ def _product(equation: Any) -> float:
     ((contracted, _), _) = equation.params["dimension_numbers"]
     left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     return 2.0 * math.prod(result) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution(equation: Any) -> float:
+    """Returns 2 x result x input features x the window's positions that hold data, as `flops.convolution_flops`."""
+    given, numbers = equation.params, equation.params["dimension_numbers"]
+    left, right = (variable.aval.shape for variable in equation.invars)
+    result = equation.outvars[0].aval.shape
+    places = 1
+    for dim, stride in enumerate(given["window_strides"]):
+        # A spec is (batch or output features, features or input features, the dims of the window).
+        of_left, of_window, of_result = (
+            spec[2 + dim] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+        )
+        low, dilations = given["padding"][dim][0], (given["lhs_dilation"][dim], given["rhs_dilation"][dim])
+        window = Window(right[of_window], stride, low, *dilations)
+        places *= places_on_data(left[of_left], result[of_result], window)
+    outer = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
+    return 2.0 * outer * right[numbers.rhs_spec[1]] * places / given["batch_group_count"]
 
 
 def _attention(equation: Any) -> float:

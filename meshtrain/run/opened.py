@@ -2,9 +2,10 @@
 
 from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus, open_corpus
+from meshtrain.data.images import open_images
 from meshtrain.data.loader import example_problems
 from meshtrain.data.own import Data, MakeData, opened
-from meshtrain.data.sources import SOURCES, is_own
+from meshtrain.data.sources import IMAGES, SOURCES, is_own
 from meshtrain.models.task import Task, entries, limits
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
@@ -28,6 +29,11 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
         make_data = named.function("data.source", config.data.source, SOURCES)
     if make_data is not None:
         return opened(make_data(config), batch, limits(task), config.num_eval_batches)
+    if config.data.source in IMAGES:
+        size = batch["images"].shape[1:] if "images" in batch else ()
+        num_classes = batch["labels"].below if "labels" in batch else 0
+        data = open_images(config.data, size=size, num_classes=num_classes)
+        return opened(data, batch, limits(task), config.num_eval_batches)
     if config.data.source == "synthetic" and not task.vocab_size:
         raise UserError(
             "data.source: got synthetic, and this task states no vocabulary (Task.vocab_size = 0); allowed: a task "

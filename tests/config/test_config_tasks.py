@@ -75,8 +75,8 @@ def lines(given, overrides=None, **keywords):
     "name, said, fix",
     [
         ("decodr", "got 'decodr'; allowed: decoder", "did you mean 'decoder'?"),
-        ("mine_for_tests", "allowed: decoder, or package.module:function", "nearest: decoder"),
-        (":task", "allowed: decoder, or package.module:function", "nearest: decoder"),
+        ("mine_for_tests", "or package.module:function; nearest: decoder", "nearest: decoder"),
+        (":task", "or package.module:function; nearest: decoder", "nearest: decoder"),
         ("nowhere_at_all.x:task", "there is no module 'nowhere_at_all'", "nearest: decoder"),
         ("lacking_for_tests:task", "cannot be imported: ModuleNotFoundError", "import lacking_for_tests"),
         ("broken_for_tests:task", "ZeroDivisionError: division by zero", "broken_for_tests.py:3)"),

@@ -12,7 +12,7 @@ import pytest
 
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config.config import parse
-from meshtrain.explain import stages_text
+from meshtrain.explain import batch_text, stages_text
 from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.layout.picture import mesh_text
@@ -49,12 +49,10 @@ def text(assembly: Assembly) -> str:
     rows = array_rows(assembly)
     weights = [row for row in rows if row.path.startswith("params/")]
     total, piece = (sum(getattr(row, field) for row in rows) for field in ("num_bytes", "num_bytes_per_device"))
-    (batch,) = {leaf.shape for leaf in assembly.batch.values()}
-    (share,) = {leaf.sharding.shard_shape(leaf.shape) for leaf in assembly.batch.values()}
     return "\n".join(
         [
             f"parameters   {assembly.task.num_parameters:,} without padding",
-            f"batch        {batch[0]} sequences of {batch[1]} tokens; {share[0]} x {share[1]} on each device",
+            f"batch        {batch_text(assembly)}; {share_text(assembly)} on each device",
             f"state        {format_bytes(total)}; {format_bytes(piece)} on each device",
             "",
             mesh_text(dict(assembly.mesh.shape)),
@@ -63,6 +61,12 @@ def text(assembly: Assembly) -> str:
             "",
         ]
     )
+
+
+def share_text(assembly: Assembly) -> str:
+    """The share of a device: rows x tokens where all entries are [B, T], else the number of examples."""
+    shares = {leaf.sharding.shard_shape(leaf.shape) for leaf in assembly.batch.values()}
+    return " x ".join(map(str, *shares)) if len(shares) == 1 else str({share[0] for share in shares}.pop())
 
 
 def difference(before: str, now: str, name: str) -> str:

@@ -1,0 +1,200 @@
+"""Images and labels in IDX files, the format of MNIST, plain or compressed by gzip.
+
+A file begins with a magic number: two zero bytes, the type of the elements, the number of dims. The size of each dim
+follows as a big-endian uint32, then the elements in C order. Elements here are unsigned bytes, so images [N, H, W]
+begin with 0x00000803 and labels [N] with 0x00000801.
+"""
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from meshtrain.data.text import find_files
+from meshtrain.words.errors import Problems, UserError
+from meshtrain.words.paths import what_is_at
+
+IMAGES, LABELS = 0x00000803, 0x00000801
+_NAMES = {IMAGES: "images", LABELS: "labels"}
+_GZIP = b"\x1f\x8b"
+_MOST_GROWTH = 1032  # bytes that deflate makes of one, at most (zlib's technical details)
+
+
+def labels_of(images: Path) -> Path:
+    """Returns the path of the labels of a file of images: the same name with `labels` and `idx1`.
+
+    >>> labels_of(Path("mnist/train-images-idx3-ubyte.gz")).as_posix()
+    'mnist/train-labels-idx1-ubyte.gz'
+    """
+    return images.with_name(images.name.replace("images", "labels").replace("idx3", "idx1"))
+
+
+def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
+    """Returns the files of images that an option names, and one line for each problem that their headers show.
+
+    Each file of images has its labels beside it, in the file `labels_of`.
+
+    Args:
+      paths: files or globs, comma separated.
+      key: the option, for the lines.
+    """
+    if not paths.strip():
+        return [], [
+            f"{key}: got ''; allowed with data.source=idx: files of images, or globs, comma separated; nearest: "
+            "data.source=digits"
+        ]
+    files, found = find_files(paths)
+    if found:
+        return files, [line.replace("data.path", key, 1) for line in found]
+    problems, sizes = Problems(), dict[tuple[int, ...], Path]()
+    for path in files:
+        try:
+            num_images, *size = header(path, IMAGES, key)
+            sizes.setdefault(tuple(size), path)
+            num_labels = header(labels_of(path), LABELS, key)[0]
+        except UserError as error:
+            problems.add(str(error))
+            continue
+        if num_labels != num_images:
+            problems.add(
+                f"{key}: got '{path}' with {num_images} images and '{labels_of(path).name}' with {num_labels} labels; "
+                "allowed: as many labels as images; nearest: both files of one download"
+            )
+    if len(sizes) > 1:
+        said = ", ".join(f"'{path}' of {height} x {width}" for (height, width), path in sizes.items())
+        problems.add(f"{key}: got images of different sizes ({said}); allowed: one size; nearest: one of the files")
+    return files, problems.lines()
+
+
+def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
+    """Returns the size of each dim, as the first bytes of a file say.
+
+    Args:
+      path: the file.
+      magic: the number that it has to begin with, `IMAGES` or `LABELS`.
+      key: the option that names the file, for errors.
+
+    Raises:
+      UserError: the file is missing or unreadable, begins otherwise, has a dim of size 0, or cannot hold what its
+        header says.
+    """
+    num_dims = magic & 0xFF
+    with _opened(path, magic, key) as file:
+        first = _bytes(file, 4 + 4 * num_dims, path, key)
+    if len(first) < 4 or int.from_bytes(first[:4]) != magic:
+        raise UserError(_wrong_beginning(path, first, magic, key))
+    if len(first) < 4 + 4 * num_dims:
+        raise UserError(_cut(path, f"ends within its header, after {len(first)} bytes", key))
+    dims = struct.unpack(f">{num_dims}I", first[4:])
+    if 0 in dims:
+        raise UserError(f"{key}: got '{path}', whose header says {_said(dims)}; allowed: sizes above 0; nearest: 1")
+    expected, stored = 4 + 4 * num_dims + math.prod(dims), path.stat().st_size
+    if expected > _MOST_GROWTH * stored if _is_compressed(path) else expected != stored:
+        raise UserError(_cut(path, f"has {stored} bytes, and its header says {_said(dims)}", key))
+    return dims
+
+
+def read(path: Path, magic: int, key: str) -> np.ndarray:
+    """Returns the elements of a file, uint8: images [N, H, W] or labels [N]; for the arguments see `header`.
+
+    Raises:
+      UserError: see `header`; or the compressed file is damaged, or holds less or more than its header says.
+    """
+    dims = header(path, magic, key)
+    num_elements = math.prod(dims)
+    with _opened(path, magic, key) as file:
+        _bytes(file, 4 + 4 * len(dims), path, key)
+        content = _bytes(file, num_elements + 1, path, key)  # one more, to see that the file ends
+    if len(content) != num_elements:
+        said = "more" if len(content) > num_elements else f"{len(content)}"
+        raise UserError(_cut(path, f"holds {said} bytes of data, and its header says {_said(dims)}", key))
+    return np.frombuffer(content, np.uint8).reshape(dims)
+
+
+def read_pairs(files: Sequence[Path], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns images [N, H, W] and labels [N] of some files of images, one after the other, both uint8.
+
+    Raises:
+      UserError: one line for each file that `read` refuses.
+    """
+    arrays, problems = dict[int, list[np.ndarray]]({IMAGES: [], LABELS: []}), Problems()
+    for path in files:
+        for magic, one in ((IMAGES, path), (LABELS, labels_of(path))):
+            try:
+                arrays[magic].append(read(one, magic, key))
+            except UserError as error:
+                problems.add(str(error))
+    if problems.count:
+        raise UserError(*problems.lines())
+    return np.concatenate(arrays[IMAGES]), np.concatenate(arrays[LABELS])
+
+
+def _opened(path: Path, magic: int, key: str) -> BinaryIO:
+    what = what_is_at(path)
+    if what != "a file":
+        said = "which does not exist" if what == "nothing there" else what
+        beside = "" if magic == IMAGES else ", beside the images"
+        raise UserError(
+            f"{key}: got '{path}', {said}; allowed: a file of {_NAMES[magic]}{beside}; nearest: '{path.parent}/*'"
+        )
+    try:
+        return gzip.open(path) if _is_compressed(path) else path.open("rb")  # type: ignore[return-value]
+    except OSError as error:
+        raise UserError(_unreadable(path, error, key)) from error
+
+
+def _is_compressed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == _GZIP
+
+
+def _bytes(file: BinaryIO, most: int, path: Path, key: str) -> bytes:
+    """Returns the next bytes of a file, at most `most`; fewer where it ends.
+
+    Raises:
+      UserError: it cannot be read, or its compression is damaged or ends too early.
+    """
+    parts, left = list[bytes](), most
+    try:
+        while left and (part := file.read(min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+    except EOFError as error:
+        raise UserError(_cut(path, "ends before its compressed data do", key)) from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(_cut(path, f"is damaged ({error})", key)) from error
+    except OSError as error:
+        raise UserError(_unreadable(path, error, key)) from error
+    return b"".join(parts)
+
+
+def _wrong_beginning(path: Path, first: bytes, magic: int, key: str) -> str:
+    got = int.from_bytes(first[:4])
+    wanted = f"0x{magic:08x}, as IDX files of {_NAMES[magic]} begin"
+    if len(first) >= 4 and got in _NAMES:
+        near = "the other file of the two" if magic == LABELS else f"'{_images_of(path)}'"
+        return f"{key}: got '{path}', a file of {_NAMES[got]}; allowed: {wanted}; nearest: {near}"
+    return f"{key}: got '{path}', which begins with 0x{first[:4].hex()}; allowed: {wanted}; nearest: a file of MNIST"
+
+
+def _images_of(labels: Path) -> str:
+    return os.fspath(labels.with_name(labels.name.replace("labels", "images").replace("idx1", "idx3")))
+
+
+def _said(dims: Sequence[int]) -> str:
+    return f"{' x '.join(map(str, dims))} bytes" if len(dims) > 1 else f"{dims[0]} bytes"
+
+
+def _cut(path: Path, said: str, key: str) -> str:
+    return f"{key}: got '{path}', which {said}; allowed: whole IDX files; nearest: copy or download it again"
+
+
+def _unreadable(path: Path, error: OSError, key: str) -> str:
+    why = error.strerror or error
+    return f"{key}: '{path}' cannot be read ({why}); allowed: readable files; nearest: chmod a+r '{path}'"

@@ -1,0 +1,121 @@
+"""Images with labels: the handwritten digits that come with this package, or IDX files.
+
+The digits are the test part of Optical Recognition of Handwritten Digits by E. Alpaydin and C. Kaynak, from the UCI
+Machine Learning Repository, CC BY 4.0; see digits/SOURCE.txt.
+
+N: images, H: height, W: width, both in pixels.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from meshtrain.data.idx import find_images, read_pairs
+from meshtrain.data.own import Data
+from meshtrain.data.sources import DataOptions
+from meshtrain.words.errors import UserError
+
+DIGITS = Path(__file__).parent / "digits" / "images-idx3-ubyte.gz"
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Images by number, each a dict: images uint8 [H, W, 1], labels int32 [], weights float32 [], which are 1.
+
+    Attributes:
+      pixels: uint8 [N, H, W], 0 is the background.
+      labels: int32 [N].
+    """
+
+    pixels: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        label = np.asarray(self.labels[index])
+        return {"images": self.pixels[index][..., None], "labels": label, "weights": np.ones((), np.float32)}
+
+
+def open_images(options: DataOptions, *, size: tuple[int, ...], num_classes: int) -> Data:
+    """Opens the digits, or the IDX files of `data.path`; all images are held in memory.
+
+    Without files of their own, validation images are those whose pixels have the smallest hashes. So an image stays in
+    its split whatever its place in the files is, and copies of one image are in the same split but for the last one.
+
+    Args:
+      options: with the source `digits` or `idx`.
+      size: [H, W, 1] of an image in the task's batch; () if the task has no such images.
+      num_classes: labels have to be below it; 0: unknown.
+
+    Raises:
+      UserError: one line for each file that is missing or wrong, for images of another size, for labels that are too
+        large.
+    """
+    key, what = "data.path", "handwritten digits (UCI, Alpaydin and Kaynak)"
+    if options.source == "digits":
+        train = read_pairs([DIGITS], key)
+    else:
+        train, what = _from_files(options.path, key), f"images of {options.path}"
+    found = _problems(key, train, size, num_classes)
+    if options.source == "idx" and options.validation_path:
+        validation = _from_files(options.validation_path, "data.validation_path")
+        found += _problems("data.validation_path", validation, size, num_classes)
+    else:
+        train, validation = _split(*train, options.validation_fraction)
+    if found:
+        raise UserError(*found)
+    digest = hashlib.sha256()
+    for array in (*train, *validation):
+        digest.update(np.ascontiguousarray(array).data)
+    digest.update(f"{train[0].shape} {validation[0].shape}".encode())
+    height, width = train[0].shape[1:]
+    return Data(
+        train=Images(train[0], train[1].astype(np.int32)),
+        validation=Images(validation[0], validation[1].astype(np.int32)),
+        fingerprint=digest.hexdigest(),
+        summary=f"{len(train[0]):,} + {len(validation[0]):,} {what}, {height} x {width} pixels",
+    )
+
+
+def _from_files(paths: str, key: str) -> tuple[np.ndarray, np.ndarray]:
+    files, problems = find_images(paths, key)
+    if problems:
+        raise UserError(*problems)
+    return read_pairs(files, key)
+
+
+def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], size: tuple[int, ...], num_classes: int) -> list[str]:
+    """Returns one line for images of another size than the task's, and one for labels that the task has not."""
+    pixels, labels = pair
+    height, width = pixels.shape[1:]
+    found = []
+    if size and size != (height, width, 1):
+        wanted = " x ".join(map(str, size[:2]))
+        colours = "" if size[2:] == (1,) else f" with model.channels = {size[-1]}"
+        near = f"model.height={height}, model.width={width}, model.channels=1"
+        found.append(
+            f"{key}: got grey images of {height} x {width} pixels; allowed for this task: {wanted}{colours}, as "
+            f"Task.batch says; nearest: {near}"
+        )
+    if num_classes and labels.max() >= num_classes:
+        first = int(np.argmax(labels >= num_classes))
+        found.append(
+            f"{key}: got label {labels[first]} of image {first}; allowed: 0 to {num_classes - 1}, below the task's "
+            f"number of classes; nearest: model.num_classes={labels.max() + 1}"
+        )
+    return found
+
+
+def _split(
+    pixels: np.ndarray, labels: np.ndarray, fraction: float
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Returns the images and labels of training, and those of validation: the share with the smallest hashes."""
+    hashes = [hashlib.sha256(image.tobytes()).digest() for image in pixels]
+    is_held = np.zeros(len(pixels), bool)
+    is_held[sorted(range(len(pixels)), key=hashes.__getitem__)[: round(len(pixels) * fraction)]] = True
+    return (pixels[~is_held], labels[~is_held]), (pixels[is_held], labels[is_held])

@@ -1,0 +1,195 @@
+"""A small convolutional classifier of images in Flax NNX, and its task: any Flax module fits the contract.
+
+b: images in a microbatch, H: height, W: width, C: channels of an image, F: filters, h = H // 2, w = W // 2, M: hidden
+width, K: classes.
+
+Normalization is over groups of channels of one image (Wu and He 2018). BatchNorm's statistics are of a batch: they
+would make the mesh and the microbatches part of the numbers, and need a state beside the weights.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from jax.typing import DTypeLike
+
+from meshtrain.layout.placement import Placement
+from meshtrain.models.layers import dropout
+from meshtrain.models.losses import cross_entropy
+from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
+from meshtrain.words.options import option
+
+# What is folded into an image's key, so that each use has random numbers of its own.
+SHIFT, AFTER_POOLING, AFTER_HIDDEN = range(3)
+WINDOW = 3  # of a convolution, in pixels
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvnetOptions:
+    """The options of the task `convnet`."""
+
+    height: int = option(8, "pixels of an image from top to bottom", minimum=2)
+    width: int = option(8, "pixels of an image from left to right", minimum=2)
+    channels: int = option(1, "numbers a pixel: 1 for grey, 3 for colours", minimum=1)
+    num_classes: int = option(10, "labels are 0 to below this", minimum=2)
+    filters: int = option(32, "filters of the first convolution, half of the second's", minimum=1, dim="filters")
+    hidden: int = option(128, "width of the dense layer", minimum=1, dim="mlp")
+    num_groups: int = option(8, "groups of channels that GroupNorm normalizes together", minimum=1)
+    dropout_rate: float = option(0.25, "share of activations set to zero in training, 0 to below 1", minimum=0)
+    max_shift: int = option(1, "most pixels by which training shifts an image, in each direction; 0: none", minimum=0)
+
+
+class ConvNet(nnx.Module):
+    """Two convolutions with GroupNorm, max pooling, a dense layer and the head. Weights carry their logical axes.
+
+    Images [b, H, W, C] in the dtype of the weights -> logits [b, K].
+    """
+
+    def __init__(self, options: ConvnetOptions, dtype: DTypeLike, placement: Placement, rngs: nnx.Rngs) -> None:
+        """Declares the weights, float32.
+
+        Args:
+          options: the sizes.
+          dtype: of products; norms are computed in float32.
+          placement: the shardings of activations.
+          rngs: the stream `params` initializes the weights.
+        """
+        of, filters = options, options.filters
+        self.options, self.placement = options, placement
+        window = (WINDOW, WINDOW)
+        conv = functools.partial(nnx.Conv, kernel_size=window, use_bias=False, dtype=dtype, rngs=rngs)
+        dense = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+        self.first = conv(of.channels, filters, kernel_init=_he("height", "width", "channels", "filters"))
+        self.first_norm = _norm(filters, of.num_groups, rngs)
+        self.second = conv(filters, 2 * filters, kernel_init=_he("height", "width", "filters", "channels"))
+        self.second_norm = _norm(2 * filters, of.num_groups, rngs)
+        features = (of.height // 2) * (of.width // 2) * 2 * filters
+        self.hidden = dense(features, of.hidden, kernel_init=_he("embed", "mlp"), bias_init=_zeros("mlp"))
+        # Small at first, so that the first loss is that of guessing, log K.
+        small = nnx.with_metadata(nnx.initializers.normal(0.01), axes=("embed", None))
+        self.head = dense(of.hidden, of.num_classes, kernel_init=small, bias_init=_zeros(None))
+
+    def __call__(self, images: jax.Array, keys: jax.Array | None) -> jax.Array:
+        """Returns the logits; `keys` [b] drop activations out, None drops nothing."""
+        rate = self.options.dropout_rate if keys is not None else 0.0
+        keys = jnp.zeros((len(images),)) if keys is None else keys
+        place = self.placement.activation
+        x = nnx.relu(self.first_norm(self.first(images))).astype(images.dtype)
+        x = place(x, ("batch", "height", "width", "filters"))
+        x = nnx.relu(self.second_norm(self.second(x))).astype(images.dtype)
+        x = place(x, ("batch", "height", "width", "channels"))
+        x = nnx.max_pool(x, (2, 2), strides=(2, 2))  # [b, h, w, 2 F]
+        x = dropout(x, rate, keys, AFTER_POOLING)
+        x = nnx.relu(self.hidden(x.reshape(len(x), -1)))  # [b, M]
+        x = dropout(place(x, ("batch", "mlp")), rate, keys, AFTER_HIDDEN)
+        return self.head(x)
+
+
+def _he(*axes: str | None) -> Any:
+    """Returns an initializer for weights before a ReLU (He et al. 2015) with logical axes as metadata."""
+    return nnx.with_metadata(nnx.initializers.he_normal(), axes=axes)
+
+
+def _zeros(*axes: str | None) -> Any:
+    return nnx.with_metadata(nnx.initializers.zeros_init(), axes=axes)
+
+
+def _norm(num_channels: int, num_groups: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
+    ones = nnx.with_metadata(nnx.initializers.ones_init(), axes=("norm",))
+    # The fast variance, E[x^2] - E[x]^2, cancels digits.
+    return nnx.GroupNorm(
+        num_channels,
+        num_groups,
+        dtype=jnp.float32,
+        scale_init=ones,
+        bias_init=_zeros("norm"),
+        use_fast_variance=False,
+        rngs=rngs,
+    )
+
+
+def convnet(
+    options: ConvnetOptions, *, batch_size: int, dtype: DTypeLike = jnp.float32, placement: Placement | None = None
+) -> Task:
+    """Returns the task: cross-entropy of the labels, and the metric `accuracy`.
+
+    A batch is images uint8 [B, H, W, C], labels int32 [B] and weights float32 [B], 0 for padding. Weights in memory are
+    those of `ConvNet`, by the names of its modules.
+
+    Args:
+      options: each within its own bounds and checked against the others.
+      batch_size: B, images in a global batch.
+      dtype: of products; norms, the softmax and the loss are in float32.
+      placement: the shardings; None: one device.
+    """
+    placement = placement or Placement.nowhere()
+    build = functools.partial(ConvNet, options, dtype, placement)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param)
+    axes = nnx.to_pure_dict(abstract, lambda leaf: leaf.axes)
+
+    def init(rng: jax.Array) -> Params:
+        state = nnx.state(build(nnx.Rngs(params=rng)), nnx.Param)
+        return nnx.to_pure_dict(state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.axes))
+
+    def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
+        keys = sequence_keys(rng, batch) if train else None
+        gathered = jax.tree.map(lambda w, names: placement.weight(w.astype(dtype), names), params, axes)
+        images = batch["images"] if keys is None else shifted(batch["images"], keys, options.max_shift)
+        images = placement.activation(images, ("batch", "height", "width", "channels"))
+        logits = nnx.merge(graph, gathered)(images.astype(dtype) / 127.5 - 1, keys).astype(jnp.float32)
+        labels, weights = batch["labels"], batch["weights"]
+        right = jnp.sum((jnp.argmax(logits, axis=-1) == labels) * weights)
+        # The loss's other dim is that of tokens: an image has one label.
+        total = cross_entropy(logits[:, None], labels[:, None], weights[:, None], options.num_classes)
+        return total, jnp.sum(weights), {"accuracy": right}
+
+    size = (batch_size, options.height, options.width, options.channels)
+    return Task(
+        init=init,
+        loss=loss,
+        batch={
+            "images": Entry(size, jnp.uint8, ("batch", "height", "width", "channels")),
+            "labels": Entry((batch_size,), jnp.int32, ("batch",), below=options.num_classes),
+            "weights": Entry((batch_size,), jnp.float32, ("batch",)),
+        },
+        flops_per_token=flops_per_image(options),
+        takes_manual_axes=True,
+        unit="images",
+    )
+
+
+def shifted(images: jax.Array, keys: jax.Array, most: int) -> jax.Array:
+    """Shifts each image by -most .. most pixels down and to the right; zeros come in at the border.
+
+    Args:
+      images: [b, H, W, C], any dtype.
+      keys: one for each image [b]; the shift depends on it alone.
+      most: pixels; 0 returns the images as they are.
+    """
+    if most == 0:
+        return images
+
+    def one(image: jax.Array, key: jax.Array) -> jax.Array:
+        down, right = jax.random.randint(jax.random.fold_in(key, SHIFT), (2,), 0, 2 * most + 1)
+        padded = jnp.pad(image, ((most, most), (most, most), (0, 0)))
+        return jax.lax.dynamic_slice(padded, (down, right, 0), image.shape)
+
+    return jax.vmap(one)(images, keys)
+
+
+def flops_per_image(options: ConvnetOptions) -> float:
+    """Returns the FLOPs of one image's forward and backward pass: 2 for each multiplication by a weight.
+
+    The backward pass has twice as many as the forward pass, but for the first convolution, whose input needs no
+    gradient. A window of 3 x 3 at each of H x W pixels has (3 H - 2) (3 W - 2) places on the image.
+    """
+    filters, hidden = options.filters, options.hidden
+    places = (WINDOW * options.height - 2) * (WINDOW * options.width - 2)
+    features = (options.height // 2) * (options.width // 2) * 2 * filters
+    first = places * options.channels * filters
+    others = places * filters * 2 * filters + features * hidden + hidden * options.num_classes
+    return 2.0 * (2 * first + 3 * others)
