@@ -1,8 +1,10 @@
 import pathlib
 
+import jax
 import pytest
 
 from meshtrain.config.config import check, parse
+from meshtrain.config.tasks import abstract_weights, find
 from meshtrain.models.decoder_task import count_parameters
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -23,6 +25,7 @@ NUM_PARAMETERS = {
     "llama3_70b": (70_553_706_496, "70.55 B"),
     "gpt3_175b": (174_604_259_328, "174.6 B"),
     "mtnlg_530b": (529_581_506_560, "529.6 B"),
+    "digits": (151_402, "0.15 M"),
 }
 MESHES = {
     "3d": (2, 2, 1, 2), "data": (8, 1, 1, 1), "fsdp": (1, 1, 8, 1), "tensor": (1, 1, 1, 8), "hybrid": (2, 1, 4, 1),
@@ -35,6 +38,12 @@ def read(file):
     return parse([f"--config={file}"])[0]
 
 
+def counted(config):
+    if config.task == "decoder":
+        return count_parameters(config.model, config.model.max_positions or config.sequence_length)
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_weights(config, find(config.task))[0]))
+
+
 def test_every_file_is_listed():
     assert {file.stem for file in FILES} == set(NUM_PARAMETERS)
 
@@ -43,7 +52,7 @@ def test_every_file_is_listed():
 def test_each_file_is_legal_and_its_title_page_true(file):
     config, page = read(file), file.read_text().split('"""')[1]
     num_parameters, short = NUM_PARAMETERS[file.stem]
-    assert count_parameters(config.model, config.model.max_positions or config.sequence_length) == num_parameters
+    assert counted(config) == num_parameters
     assert short in page
     assert float(short.split()[0]) == pytest.approx(num_parameters / {"M": 1e6, "B": 1e9}[short[-1]], abs=0.06)
     for word in ("Purpose:", "Parameters:", "Hardware:", "Command:", f"--config=configs/{file.name}"):
