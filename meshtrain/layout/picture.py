@@ -8,11 +8,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.layout import axes
 from meshtrain.layout.axes import AXES, PIPELINE
 from meshtrain.layout.partition import num_parts
+
+if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+    from matplotlib.figure import Figure
 
 MAX_DEVICES_SHOWN = 32
 # A stage's colours: its cards' background, and the slices it holds. After eight stages they start over.
@@ -106,13 +109,17 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 
 
 def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
-    """Writes a picture of a mesh: a card for each device with its slice of the batch, the layers and the weights.
+    """Writes a picture of a mesh, see `mesh_figure`; the ending of the file's name chooses the format."""
+    mesh_figure(shape).savefig(path_png)
+
+
+def mesh_figure(shape: Mapping[str, int]) -> "Figure":
+    """Returns a picture of a mesh: a card for each device with its slice of the batch, the layers and the weights.
 
     Panels are the indices of data, rows the stages of the pipeline, columns fsdp and tensor.
 
     Args:
       shape: the size of each axis. The middle of a large mesh is left out.
-      path_png: the file to write; its ending chooses the format.
     """
     from matplotlib.figure import Figure
 
@@ -138,7 +145,7 @@ def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
             _stages(canvas, y, shown[PIPELINE])
         _cards(canvas, x, y, shape, block, shown[PIPELINE], across)
     canvas.text(0.25, height - 0.3, _note(shape), fontsize=8, va="center", color="#4a525e")
-    figure.savefig(path_png)
+    return figure
 
 
 def _note(shape: Mapping[str, int]) -> str:

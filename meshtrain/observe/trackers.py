@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtrain.observe.goodput import Done
+from meshtrain.observe.rows import has_goodput, passed_seconds, row_of
 from meshtrain.words.errors import UserError
 from meshtrain.words.files import write_whole
 from meshtrain.words.options import option
@@ -219,7 +220,7 @@ def check(directory: str | os.PathLike[str]) -> list[str]:
     with path.open("rb") as file:
         lines = file.read(_PEEK_BYTES).splitlines(keepends=True)
     is_torn = len(lines) == 1 and b'{"step": '.startswith(lines[0][:9])
-    if not lines or is_torn or any(_row(line) for line in lines):
+    if not lines or is_torn or any(row_of(line) for line in lines):
         return []
     return [f"{path}: got no row of metrics; allowed: the file as the run wrote it; nearest: another --workdir"]
 
@@ -229,34 +230,17 @@ def _keep_rows_up_to(path: pathlib.Path, step: int) -> Done:
     if not path.exists():
         return Done()
     lines = path.read_bytes().splitlines(keepends=True)
-    all_rows = [_row(line) for line in lines]
+    all_rows = [row_of(line) for line in lines]
     rows = [row if row and row["step"] <= step else None for row in all_rows]
     kept = [line for line, row in zip(lines, rows, strict=True) if row]
     if kept != lines:
         write_whole(path, b"".join(kept))
-    passed = [row["useful_seconds"] / row["goodput"] for row in all_rows if row and _has_goodput(row)]
-    useful = [row for row in rows if row and _has_goodput(row)]
+    passed = [passed_seconds(row) for row in all_rows if row and has_goodput(row)]
+    useful = [row for row in rows if row and has_goodput(row)]
     if not useful:
         return Done(passed_seconds=max(passed, default=0.0))
     last = useful[-1]
     return Done(float(last["useful_seconds"]), int(last["timed_steps"]), max(passed))
-
-
-def _has_goodput(row: Mapping[str, Any]) -> bool:
-    wanted = ("useful_seconds", "timed_steps", "goodput")
-    return all(isinstance(row.get(name), (int, float)) for name in wanted) and row["goodput"] > 0
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row that a line holds, None where it holds none."""
-    # Without its newline a line may be a number cut short, which still parses.
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _json_number(value: Any) -> float | int | None:

@@ -3,11 +3,14 @@
 import collections
 import pathlib
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Schedule, describe, is_split
 from meshtrain.words.errors import UserError
+
+if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+    from matplotlib.figure import Figure
 
 MAX_TEXT_COLUMNS = 200_000
 FORMATS = (".png", ".svg", ".pdf")
@@ -105,7 +108,18 @@ def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool 
     """
     if pathlib.Path(path).suffix.lower() not in FORMATS:
         raise UserError(f"--out: got '{path}'; allowed endings: {', '.join(FORMATS)}; nearest: {path}.png")
-    # Imported here because matplotlib takes half a second. Without pyplot, whose state is global to the process.
+    try:
+        figure(schedule, costs, in_step=in_step).savefig(path, dpi=150, facecolor="white")
+    except OSError as error:
+        raise UserError(
+            f"--out: got '{path}'; cannot write it: {error.strerror or error}; allowed: a file that "
+            "can be written; nearest: schedule.png"
+        ) from error
+
+
+def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figure":
+    """Returns a chart as a matplotlib figure; the arguments are those of `write_picture`."""
+    # Without pyplot, whose state is global to the process.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -113,8 +127,8 @@ def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool 
     makespan, stages = float(max(span.end for span in spans)), schedule.num_stages
     shortest = min(float(span.end - span.start) for span in spans)
     inches = min(max(makespan * 0.28 / (shortest or 1.0), 6.0), 40.0)
-    figure = Figure(figsize=(inches, 0.42 * stages + 1.5), layout="constrained")
-    axes = figure.add_subplot()
+    drawn = Figure(figsize=(inches, 0.42 * stages + 1.5), layout="constrained")
+    axes = drawn.add_subplot()
     groups = collections.defaultdict[tuple[int, str, int], list[tuple[float, float]]](list)
     for span in spans:
         bar = (float(span.start), float(span.end - span.start))
@@ -135,14 +149,8 @@ def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool 
     kinds = [kind for kind in COLOURS if any(span.action.kind == kind for span in spans)]
     words = WORDS | {"B": "input gradient"} if is_split(schedule) else WORDS
     handles = [Patch(color=COLOURS[kind], label=words[kind]) for kind in kinds]
-    figure.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=9)
-    try:
-        figure.savefig(path, dpi=150, facecolor="white")
-    except OSError as error:
-        raise UserError(
-            f"--out: got '{path}'; cannot write it: {error.strerror or error}; allowed: a file that "
-            "can be written; nearest: schedule.png"
-        ) from error
+    drawn.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=9)
+    return drawn
 
 
 def _lighter(colour: str, share: float) -> tuple[float, ...]:

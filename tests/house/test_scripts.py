@@ -192,6 +192,14 @@ def test_a_plan_installs_the_compiler_of_its_cluster_and_no_other(machine, words
     ]
 
 
+def test_a_report_installs_what_draws_its_curves(machine):
+    assert machine.run("report", "runs/3d", "--html=a b.html")[2] == [
+        f"venv {machine.root}/.venv",
+        f"pip {machine.root}[report]",
+        "run -m meshtrain report runs/3d --html=a b.html",
+    ]
+
+
 def test_a_second_compiler_joins_the_first(machine):
     machine.run("plan", "--cluster=v5e:4x4")
     assert machine.run("plan", "--cluster=h100:8")[2][0] == f"pip {machine.root}[plan-tpu,plan-gpu]"

@@ -1,0 +1,100 @@
+"""Still charts for a page, drawn by matplotlib as SVG: bars of bytes, and memory against time."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshtrain.words.tables import format_bytes
+
+if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+    from matplotlib.figure import Figure
+
+COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a")
+FITS = {True: "#1a7f37", None: "#9a6700", False: "#c0262d"}
+_WIDTH_INCHES, _BAR_INCHES = 9.0, 0.27
+
+
+def svg(figure: "Figure", what: str) -> str:
+    """Returns a figure as an element of an HTML page; its texts stay text.
+
+    Args:
+      figure: drawn by matplotlib.
+      what: the kind of chart, for those who cannot see it.
+    """
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "meshtrain"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    # Inside a page the element needs no name spaces; its style would change every other element of the page.
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
+    return text.replace("<svg", f'<svg class="still" role="img" aria-label="{what}"', 1)
+
+
+def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step: int = 1) -> str:
+    """Returns a chart of bytes, a bar for each row, and a line at the limit, if any.
+
+    Args:
+      rows: (label, bytes).
+      limit: (label, bytes).
+      step: how many neighbouring bars share a colour.
+    """
+    from matplotlib.figure import Figure
+
+    height = _BAR_INCHES * len(rows) + (0.45 if limit else 0.15)
+    figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
+    axes = figure.add_subplot()
+    places, sizes = range(len(rows)), [size for _, size in rows]
+    colours = [COLOURS[number // step % len(COLOURS)] for number in places]
+    drawn = axes.barh(places, sizes, height=0.7, color=colours)
+    axes.bar_label(drawn, [format_bytes(int(size)) for size in sizes], padding=4, fontsize=9)
+    axes.set_yticks(places, [_plain(label) for label, _ in rows], fontsize=9)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    longest = max([*sizes, float(limit[1]) if limit else 0.0, 1.0])
+    axes.set(xlim=(0, longest * 1.14), ylim=(len(rows) - 0.4, -0.6))
+    if limit:
+        axes.axvline(limit[1], color=FITS[False], linewidth=1.5)
+        axes.set_xticks([limit[1]], [_plain(f"{limit[0]} {format_bytes(limit[1])}")], fontsize=9)
+    return svg(figure, "bar chart")
+
+
+def scatter(points: Sequence[tuple[float, float, str, bool | None]], capacity: int | None) -> str:
+    """Returns a chart of (seconds, bytes, label, fits): time to the right, memory upwards.
+
+    Args:
+      points: what is drawn; at least one. Its colour says whether it fits (green), does not (red), or is unclear.
+      capacity: bytes that a program can use, a line across; None: unknown.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH_INCHES, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    most_seconds = 1.1 * max(point[0] for point in points)
+    most_bytes = 1.1 * max([point[1] for point in points] + [float(capacity or 0)])
+    axes.set(xlim=(0, most_seconds), ylim=(0, most_bytes), xlabel="seconds a step, modelled")
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds:.3g} s")
+    between = 2 ** math.floor(math.log2(max(most_bytes / 3, 1)))  # bytes between ticks
+    axes.set_yticks(range(0, int(most_bytes) + 1, between))
+    axes.yaxis.set_major_formatter(lambda size, _: format_bytes(int(size)))
+    axes.spines[["top", "right"]].set_visible(False)
+    if capacity:
+        axes.axhline(capacity, color=FITS[False], linestyle="--", linewidth=1.2)
+        axes.annotate("capacity", (most_seconds, capacity), (0, 4), textcoords="offset points", ha="right", fontsize=9)
+    for seconds, size, label, fits in points:
+        axes.plot([seconds], [size], "o", color=FITS[fits])
+        side, distance = ("right", -7) if seconds > 0.55 * most_seconds else ("left", 7)
+        at, beside = (seconds, size), (distance, 0)
+        axes.annotate(_plain(label), at, beside, textcoords="offset points", ha=side, va="center", fontsize=8)
+    return svg(figure, "memory against modelled time")
+
+
+def _plain(text: str) -> str:
+    """Returns a text that matplotlib draws as it stands: between two dollars it would read mathematics."""
+    return text.replace("$", r"\$")

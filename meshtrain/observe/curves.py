@@ -1,0 +1,205 @@
+"""The curves of several runs as one Plotly figure: a panel for each metric, over steps, units or time.
+
+N: points of a curve.
+"""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshtrain.observe.rows import Curve, Log
+
+# Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.
+MOST_POINTS = 48_000
+MOST_POINTS_A_CURVE = 4_000
+FEWEST_POINTS_A_CURVE = 30
+COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a", "#c0392b", "#8a7a12")
+PANEL_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 260, 90, 50
+COLUMNS = 2
+FEW = 40  # points: fewer are drawn as dots, too, because a line through one point would be invisible
+
+# In this order; a task's own metrics stand between the two groups.
+_FIRST = ("loss", "eval_loss")
+_LAST = (
+    "learning_rate",
+    "grad_norm",
+    "loss_scale",
+    "skipped_steps",
+    "goodput",
+    "mfu",
+    "step_seconds",
+    "data_share",
+    "save_blocking_seconds",
+)
+# Other curves imply these, or they have one point for each start of the program.
+_LEFT_OUT = (
+    "weight",
+    "useful_seconds",
+    "timed_steps",
+    "data_seconds",
+    "model_flops_per_second",
+    "first_step_seconds",
+    "restore_seconds",
+)
+_IF_ANY = ("skipped_steps",)  # all zero in most runs
+_TITLES = {
+    "eval_loss": "evaluation loss",
+    "grad_norm": "gradient norm",
+    "mfu": "MFU",
+    "step_seconds": "seconds a step",
+    "data_share": "share of a step waiting for data",
+    "save_blocking_seconds": "seconds that a save blocks",
+}
+
+
+def title(metric: str) -> str:
+    """Returns what a metric is called on the page."""
+    if metric in _TITLES:
+        return _TITLES[metric]
+    if metric.endswith("_per_second"):
+        return f"throughput, {metric.removesuffix('_per_second').replace('_', ' ')}/s"
+    return metric.replace("_", " ")
+
+
+def metrics(logs: Sequence[Log]) -> list[str]:
+    """Returns the metrics that get a panel, in their order on the page."""
+    units = {log.unit for log in logs}
+    found = dict.fromkeys(
+        name
+        for log in logs
+        for name, curve in log.curves.items()
+        if name not in _LEFT_OUT and name not in units and (name not in _IF_ANY or np.nanmax(curve.values) > 0)
+    )
+    rates = tuple(f"{unit}_per_second" for unit in units)
+    first, last = ([name for name in group if name in found] for group in (_FIRST, (*_LAST[:4], *rates, *_LAST[4:])))
+    return [*first, *(name for name in found if name not in (*first, *last)), *last]
+
+
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """Returns the indices of the points to draw, increasing: at most `most`, the extremes among them.
+
+    Of each bucket of neighbouring points it keeps the first and the last one, the smallest, the largest, and the first
+    that is not a number. The first four are those of M4 (Jugel et al. 2014), with which a line chart of as many pixels
+    as buckets looks as it would with all points.
+
+    Args:
+      values: float64 [N], not-a-number for a gap.
+      most: the number of points that is enough; at least 5.
+    """
+    num_points = len(values)
+    if num_points <= most:
+        return np.arange(num_points)
+    size = -(-num_points // (most // 5))
+    num_buckets = -(-num_points // size)
+    padded = np.full(num_buckets * size, math.nan)
+    padded[:num_points] = values
+    buckets, starts = padded.reshape(num_buckets, size), size * np.arange(num_buckets)
+    gaps = np.isnan(buckets)
+    gaps[-1, num_points - starts[-1] :] = False  # the padding
+    of_each = [
+        starts,
+        np.minimum(starts + size, num_points) - 1,
+        starts + np.where(np.isnan(buckets), np.inf, buckets).argmin(axis=1),
+        starts + np.where(np.isnan(buckets), -np.inf, buckets).argmax(axis=1),
+        (starts + gaps.argmax(axis=1))[gaps.any(axis=1)],
+    ]
+    return np.unique(np.concatenate(of_each))
+
+
+def figure(runs: Mapping[str, Log]) -> dict[str, Any]:
+    """Returns a Plotly figure: `data`, a trace for each run and metric, and `layout`.
+
+    A run is one entry of the legend, which shows and hides it in all panels. Panels zoom together.
+
+    Args:
+      runs: name -> its log; at least one.
+    """
+    panels = metrics(list(runs.values()))
+    curves = [
+        (number, name, log, metric, log.curves[metric])
+        for metric in panels
+        for number, (name, log) in enumerate(runs.items())
+        if metric in log.curves
+    ]
+    most = max(FEWEST_POINTS_A_CURVE, min(MOST_POINTS_A_CURVE, MOST_POINTS // max(len(curves), 1)))
+    traces, places, named = [], [], set[str]()
+    for number, name, log, metric, curve in curves:
+        kept = thinned(curve.values, most)
+        steps = curve.steps[kept]
+        places.append((steps.tolist(), _rounded(log.units_at(steps), 15), _rounded(log.seconds_at(steps))))
+        traces.append(_trace(name, COLOURS[number % len(COLOURS)], panels.index(metric), places[-1][0], kept, curve))
+        traces[-1]["showlegend"] = name not in named
+        named.add(name)
+    units = dict.fromkeys(log.unit for log in runs.values() if log.unit)
+    return {"data": traces, "layout": _layout(panels, places, " or ".join(units))}
+
+
+def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.ndarray, curve: Curve) -> dict[str, Any]:
+    suffix = str(panel + 1) if panel else ""
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(kept) <= FEW else "lines",
+        "name": html.escape(name),  # Plotly reads some tags
+        "legendgroup": name,
+        "line": {"color": colour, "width": 1.5},
+        "marker": {"color": colour, "size": 5},
+        "x": steps,
+        "y": _rounded(curve.values[kept]),
+        "xaxis": f"x{suffix}",
+        "yaxis": f"y{suffix}",
+        "hovertemplate": "%{y:.6g}",
+    }
+
+
+def _rounded(values: np.ndarray, digits: int = 7) -> list[float | int | None]:
+    """Returns numbers for JSON, null for not-a-number. Metrics are float32, which has 7 digits."""
+    numbers = (None if math.isnan(value) else float(f"{value:.{digits}g}") for value in values.tolist())
+    return [int(value) if value is not None and value.is_integer() else value for value in numbers]
+
+
+def _layout(panels: Sequence[str], places: Sequence[tuple[Any, Any, Any]], units: str) -> dict[str, Any]:
+    num_rows = max(1, -(-len(panels) // COLUMNS))
+    inner_pixels = num_rows * PANEL_PIXELS
+    layout: dict[str, Any] = {
+        "height": inner_pixels + TOP_PIXELS + BOTTOM_PIXELS,
+        "margin": {"t": TOP_PIXELS, "b": BOTTOM_PIXELS, "l": 70, "r": 20},
+        "grid": {"rows": num_rows, "columns": COLUMNS, "pattern": "independent", "xgap": 0.16, "ygap": 0.28},
+        "hovermode": "x unified",
+        "template": {"layout": {"font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1d2733"}}},
+        "legend": {"orientation": "h", "x": 0, "y": 1 + 8 / inner_pixels, "yanchor": "bottom"},
+    }
+    for number, metric in enumerate(panels):
+        suffix = str(number + 1) if number else ""
+        shared = {"gridcolor": "#e3e7ec", "zerolinecolor": "#c6ccd4", "linecolor": "#8c95a3"}
+        layout[f"xaxis{suffix}"] = shared | {"title": {"text": "steps"}} | ({"matches": "x"} if number else {})
+        layout[f"yaxis{suffix}"] = shared | {"title": {"text": html.escape(title(metric))}, "exponentformat": "power"}
+    layout["updatemenus"] = _buttons(panels, places, units, inner_pixels)
+    return layout
+
+
+def _buttons(
+    panels: Sequence[str], places: Sequence[tuple[Any, Any, Any]], units: str, inner_pixels: int
+) -> list[dict[str, Any]]:
+    """Returns the buttons over the panels: what the curves are drawn over, and the scale of the losses."""
+    suffixes = [str(number + 1) if number else "" for number in range(len(panels))]
+    over = []
+    for index, (label, text) in enumerate((("steps", "steps"), (units, units), ("time", "seconds since the start"))):
+        if all(value is None for place in places for value in place[index]):
+            continue  # rows that say nothing of it
+        axes: dict[str, Any] = {f"xaxis{suffix}.title.text": text for suffix in suffixes}
+        axes |= {f"xaxis{suffix}.autorange": True for suffix in suffixes}
+        x = {"x": [place[index] for place in places]}
+        over.append({"label": html.escape(label), "method": "update", "args": [x, axes]})
+    losses = [suffix for suffix, metric in zip(suffixes, panels, strict=True) if metric.endswith("loss")]
+    scales = []
+    for kind, scale in (("linear", "linear"), ("logarithmic", "log")):
+        change: dict[str, Any] = {f"yaxis{suffix}.type": scale for suffix in losses}
+        change |= {f"yaxis{suffix}.autorange": True for suffix in losses}
+        scales.append({"label": f"loss: {kind}", "method": "relayout", "args": [change]})
+    top = 1 + (TOP_PIXELS - 8) / inner_pixels
+    place = {"type": "buttons", "direction": "right", "y": top, "yanchor": "top", "showactive": True}
+    menus = [place | {"x": 0, "xanchor": "left", "buttons": over}]
+    return menus + ([place | {"x": 0.42, "xanchor": "left", "buttons": scales}] if losses else [])

@@ -1,0 +1,68 @@
+"""A self-contained HTML page, and its parts: headings, tables, text as it stands."""
+
+import html
+from collections.abc import Sequence
+
+# No address is ever opened, whatever stands in the page; scripts and styles are those in the file itself.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+STYLE = """\
+body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2rem auto;padding:0 1rem;color:#1d2733;background:#fff}
+h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}h3{font-size:1rem;font-weight:600}
+pre{background:#f4f6f8;padding:1rem;overflow:auto;font-size:12px}svg.still{max-width:100%;height:auto}
+svg.still *{stroke-linejoin:round;stroke-linecap:butt}.fits{color:#1a7f37}.not{color:#c0262d}.unclear{color:#9a6700}
+.wide{overflow:auto}table{border-collapse:collapse;font-size:13px}
+td,th{text-align:left;padding:.25rem .9rem .25rem 0;border-bottom:1px solid #e3e7ec;vertical-align:top}
+td.number{text-align:right;font-variant-numeric:tabular-nums}"""
+
+
+def escaped(text: str) -> str:
+    """Returns text for HTML."""
+    return html.escape(text)
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """Returns a page.
+
+    Args:
+      title: as text.
+      parts: its content, as HTML.
+    """
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escaped(title)}</title>'
+    head += f'\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style>'
+    body = "\n".join(parts)
+    return f"{head}\n<h1>{escaped(title)}</h1>\n{body}\n</html>\n"
+
+
+def heading(text: str, level: int = 2) -> str:
+    """Returns a heading."""
+    return f"<h{level}>{escaped(text)}</h{level}>"
+
+
+def as_it_stands(text: str) -> str:
+    """Returns text with its line breaks and blanks."""
+    return f"<pre>{escaped(text)}</pre>"
+
+
+def folded(summary: str, inside: str) -> str:
+    """Returns HTML that is shown after a click on its summary."""
+    return f"<details><summary>{escaped(summary)}</summary>{inside}</details>"
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "") -> str:
+    """Returns a table.
+
+    Args:
+      rows: cells as text; each row as long as the header.
+      header: column titles.
+      align: `<` or `>` for each column; columns beyond its end are left-aligned.
+    """
+    sides = align.ljust(len(header), "<")
+    titles = "".join(f"<th>{escaped(cell)}</th>" for cell in header)
+    lines = [f"<tr>{titles}</tr>"]
+    for row in rows:
+        cells = (
+            f'<td class="number">{escaped(cell)}</td>' if side == ">" else f"<td>{escaped(cell)}</td>"
+            for cell, side in zip(row, sides, strict=True)
+        )
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'

@@ -1,0 +1,181 @@
+"""The page of one or several runs: a table, their curves, what differs between them, memory, and samples."""
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+
+from meshtrain.observe.charts import bars
+from meshtrain.observe.curves import figure
+from meshtrain.observe.page import as_it_stands, escaped, folded, heading, page, table
+from meshtrain.observe.runs import Run
+from meshtrain.words.flags import flatten
+from meshtrain.words.tables import format_bytes
+
+CURVES = "curves"  # the id of the element that holds them
+_HELD = ("parameters", "gradients", "moments", "batch")
+_ABSENT = "-"
+
+
+def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
+    """Returns the page.
+
+    Args:
+      runs: at least one.
+      pictures: HTML of meshes and schedules, which are drawn elsewhere.
+
+    Raises:
+      ModuleNotFoundError: Plotly is not installed.
+    """
+    parts = [table(*_overview(runs)), heading("Curves"), *_curves(runs)]
+    parts += [heading("Configuration"), *_configurations(runs)]
+    if memory := _memory(runs):
+        parts += [heading("Memory of a device"), *memory]
+    parts += pictures
+    samples = [part for run in runs if run.sample for part in (heading(run.name, 3), as_it_stands(run.sample))]
+    if samples:
+        parts += [heading("Samples, drawn at the end"), *samples]
+    return page(", ".join(run.name for run in runs), parts)
+
+
+def _overview(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
+    """Returns the cells and the header of the table of runs."""
+    header = ["run", "task", "mesh", "steps", "loss", "best evaluation", "throughput", "goodput", "hours"]
+    cells = []
+    for run in runs:
+        curves, log = run.log.curves, run.log
+        last_step = max(int(curve.steps[-1]) for curve in curves.values())
+        best = ""
+        if "eval_loss" in curves:
+            evaluated = curves["eval_loss"]
+            index = int(np.nanargmin(evaluated.values))
+            best = f"{evaluated.values[index]:.4f} at step {evaluated.steps[index]}"
+        steps, useful = (_last(run, name) for name in ("timed_steps", "useful_seconds"))
+        rate = steps * log.units_per_step / useful if steps and useful and log.unit else None
+        goodput = _last(run, "goodput")
+        hours = log.clock.values[-1] / 3600 if len(log.clock.values) else None
+        cells.append(
+            [
+                run.name,
+                _shown(run.config["task"]) if "task" in run.config else "",
+                mesh_text(run),
+                f"{last_step:,}" + (f" of {run.config['num_steps']:,}" if _is_count(run.config, "num_steps") else ""),
+                f"{loss:.4f}" if (loss := _last(run, "loss")) is not None else "",
+                best,
+                f"{rate:,.0f} {log.unit}/s" if rate else "",
+                f"{goodput:.1%}" if goodput is not None else "",
+                f"{hours:.2f}" if hours is not None else "",
+            ]
+        )
+    return cells, header
+
+
+def _last(run: Run, metric: str) -> float | None:
+    """Returns the last number of a metric, None if it has none."""
+    if metric not in run.log.curves:
+        return None
+    values = run.log.curves[metric].values
+    return float(values[~np.isnan(values)][-1])
+
+
+def _is_count(values: Mapping[str, object], name: str) -> bool:
+    value = values[name] if name in values else None
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def mesh_shape(run: Run) -> dict[str, int] | None:
+    """Returns axis -> size of the mesh that a run used, None where its folder does not say."""
+    for values in (run.device, run.config):
+        mesh = values["mesh"] if "mesh" in values else None
+        if isinstance(mesh, dict) and mesh and all(_is_count(mesh, axis) and mesh[axis] for axis in mesh):
+            return dict(mesh)
+    return None
+
+
+def mesh_text(run: Run) -> str:
+    """Returns a mesh in words, with the kind of device where it is known."""
+    shape = mesh_shape(run)
+    if shape is None:
+        return ""
+    sizes = " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "1 device"
+    return f"{sizes} ({_shown(run.device['device'])})" if "device" in run.device else sizes
+
+
+def _curves(runs: Sequence[Run]) -> list[str]:
+    """Returns the script of Plotly and the curves."""
+    from plotly.io import to_html
+    from plotly.offline import get_plotlyjs
+
+    drawn = to_html(
+        figure({run.name: run.log for run in runs}),
+        config={"displaylogo": False, "responsive": True},
+        include_plotlyjs=False,
+        full_html=False,
+        validate=False,
+        default_height="auto",
+        div_id=CURVES,
+    )
+    return [f"<script>{get_plotlyjs()}</script>", drawn]
+
+
+def _configurations(runs: Sequence[Run]) -> list[str]:
+    parts = []
+    if len(runs) > 1:
+        rows = differences([run.config for run in runs])
+        names = [run.name for run in runs]
+        parts.append(table(rows, ["field", *names]) if rows else "<p>The configurations are the same.</p>")
+    for run in runs:
+        parts.append(folded(f"the whole of {run.name}", as_it_stands(json.dumps(run.config, indent=2))))
+    return parts
+
+
+def differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """Returns a row for each field that is not the same in all configurations: its dotted key and each one's value.
+
+    >>> differences([{"seed": 1, "mesh": {"data": 2}}, {"seed": 1, "mesh": {"data": 4}, "task": "decoder"}])
+    [['mesh.data', '2', '4'], ['task', '-', 'decoder']]
+
+    Args:
+      configs: nested, as config.json holds them.
+    """
+    flat = [flatten(config) for config in configs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = [[key, *(_shown(one[key]) if key in one else _ABSENT for one in flat)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def together(runs: Sequence[Run], what: Callable[[Run], Hashable]) -> list[tuple[str, Run]]:
+    """Returns (names, run) once for all runs of which `what` is the same; runs of which it is None are left out."""
+    groups = dict[Hashable, list[Run]]()
+    for run in runs:
+        if (key := what(run)) is not None:
+            groups.setdefault(key, []).append(run)
+    return [(", ".join(run.name for run in group), group[0]) for group in groups.values()]
+
+
+def _memory(runs: Sequence[Run]) -> list[str]:
+    parts = []
+    for names, run in together(runs, _held):
+        held = _held(run)
+        assert held is not None
+        parts += [heading(names, 3)] * (len(runs) > 1)
+        parts.append(bars(list(held), None))
+        if _is_count(run.device, "on_host_bytes") and run.device["on_host_bytes"]:
+            text = f"{format_bytes(run.device['on_host_bytes'])} of moments in its host's memory"
+            parts.append(f"<p>{escaped(text)}</p>")
+    return parts
+
+
+def _held(run: Run) -> tuple[tuple[str, float], ...] | None:
+    """Returns (what, bytes) for each part of a device's memory, None where the run's folder does not say."""
+    if not all(_is_count(run.device, f"{name}_bytes") for name in _HELD):
+        return None
+    held = [(name, float(run.device[f"{name}_bytes"])) for name in _HELD]
+    if all(_is_count(run.device, f"{name}_bytes") for name in ("temporary", "peak")):
+        temporary = max(0, run.device["temporary_bytes"] - run.device["gradients_bytes"])
+        held += [("activations and temporaries", float(temporary)), ("peak, by the compiler", run.device["peak_bytes"])]
+    return tuple(held)

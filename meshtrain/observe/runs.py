@@ -1,0 +1,122 @@
+"""Opens the folders of runs for a report: configuration, metrics, what a device holds, the sample."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshtrain.observe import rows
+from meshtrain.observe.folder import CONFIG_FILE, DEVICE_FILE, SAMPLES_FILE
+from meshtrain.observe.trackers import METRICS_FILE
+from meshtrain.words.errors import UserError, nearest
+from meshtrain.words.paths import expanded, is_utf8, what_is_at
+
+_WORKDIR = "allowed: a workdir of meshtrain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as its folder describes it.
+
+    Attributes:
+      name: the end of its path that no other run of the report has.
+      path: as the user wrote it.
+      config: the nested dict of config.json.
+      log: its metrics.
+      device: the entries of device.json; empty if there is none.
+      sample: the text that it drew at its end; empty if there is none.
+    """
+
+    name: str
+    path: str
+    config: Mapping[str, Any]
+    log: rows.Log
+    device: Mapping[str, Any]
+    sample: str
+
+
+def opened(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """Returns the runs in some folders, and one line for each problem; the runs are all there if there is none.
+
+    Args:
+      paths: folders of runs, as a user writes them.
+    """
+    if not paths:
+        return [], [f"RUN: got nothing; {_WORKDIR}, or several; nearest: runs/3d"]
+    found, problems = list[Run](), list[str]()
+    names = _names(paths)
+    seen = set[pathlib.Path]()
+    for path, name in zip(paths, names, strict=True):
+        folder = expanded(path)
+        try:
+            _refuse_other_places(path, folder)
+            if (real := folder.resolve()) in seen:
+                raise UserError(f"RUN: got '{path}' twice; allowed: each run once; nearest: leave one out")
+            seen.add(real)
+            found.append(_run(path, name, folder))
+        except UserError as error:
+            problems += error.problems
+        except OSError as error:
+            problems.append(f"RUN: got '{path}', and cannot read it: {error}; {_WORKDIR}; nearest: one of your own")
+    return found, problems
+
+
+def _refuse_other_places(path: str, folder: pathlib.Path) -> None:
+    """Raises UserError unless the path is a folder with the files of a run."""
+    if not path or not is_utf8(path):
+        raise UserError(f"RUN: got '{path}'; {_WORKDIR}, a path in UTF-8; nearest: runs/3d")
+    if (what := what_is_at(folder)) != "a folder":
+        beside = [one.name for one in folder.parent.iterdir()] if what_is_at(folder.parent) == "a folder" else []
+        raise UserError(f"RUN: got '{path}', {what}; {_WORKDIR}{nearest(folder.name, beside) or '; nearest: runs/3d'}")
+    for name in (CONFIG_FILE, METRICS_FILE):
+        if (what := what_is_at(folder / name)) != "a file":
+            inside = [one.name for one in sorted(folder.iterdir()) if what_is_at(one / METRICS_FILE) == "a file"]
+            near = f"{path.rstrip('/')}/{inside[0]}" if inside else "runs/3d"
+            raise UserError(
+                f"RUN: got '{path}' with {what} at {name}; {_WORKDIR}, whose run has begun; nearest: {near}"
+            )
+
+
+def _run(path: str, name: str, folder: pathlib.Path) -> Run:
+    config = _json(folder / CONFIG_FILE)
+    device = _json(folder / DEVICE_FILE) if what_is_at(folder / DEVICE_FILE) == "a file" else {}
+    log = rows.read(folder / METRICS_FILE)
+    if log is None or not log.curves:
+        raise UserError(
+            f"RUN: got '{path}', whose {METRICS_FILE} has no row; {_WORKDIR} that has logged a step; nearest: wait for "
+            "its first step"
+        )
+    sample = ""
+    if what_is_at(folder / SAMPLES_FILE) == "a file":
+        sample = (folder / SAMPLES_FILE).read_text(encoding="utf-8", errors="replace")
+    return Run(name, path, config, log, device, sample)
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+        return found
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: got no JSON object ({error}); allowed: the file as the run wrote it; nearest: a report without "
+            "this run"
+        ) from None
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Returns for each path the shortest end of it that no other one has.
+
+    >>> _names(["runs/3d", "old/3d", "runs/tiny"])
+    ['runs/3d', 'old/3d', 'tiny']
+    """
+    parts = [expanded(path).absolute().parts for path in paths]
+    names = []
+    for own in parts:
+        others = [other for other in parts if other != own]
+        lengths = range(1, len(own) + 1)
+        length = next((n for n in lengths if all(other[-n:] != own[-n:] for other in others)), len(own))
+        names.append("/".join(own[-length:]).replace("//", "/"))
+    return names

@@ -1,0 +1,140 @@
+"""Writes a page about runs: python -m meshtrain report RUN [RUN ...] --html=FILE."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from meshtrain.layout.axes import AXES, PIPELINE
+from meshtrain.layout.picture import mesh_figure
+from meshtrain.observe.charts import svg
+from meshtrain.observe.page import escaped, heading
+from meshtrain.observe.report import mesh_shape, run_page, together
+from meshtrain.observe.runs import Run, opened
+from meshtrain.pipeline.chart import figure
+from meshtrain.pipeline.check import Costs
+from meshtrain.pipeline.schedules import PipelineOptions, Schedule, is_split
+from meshtrain.pipeline.table import chosen
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.files import write_whole
+from meshtrain.words.paths import refuse_target
+
+ENDINGS = (".html", ".htm")
+MOST_ACTIONS = 2000  # in a chart of a schedule: beyond, cells are too small to be read
+# As `meshtrain pipeline` draws it: the recomputed forward, and twice its time for the gradients.
+FORWARD, BACKWARD = Fraction(1), Fraction(3)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the page; returns the exit code.
+
+    Raises:
+      UserError: a wrong argument, a folder without a run, a file that cannot be written, or Plotly is missing.
+    """
+    parser = flags.Parser(
+        prog="python -m meshtrain report",
+        description="Writes one HTML page about runs: curves, differences, memory, mesh, schedule, samples.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="a run's folder, such as runs/3d")
+    parser.add_argument("--html", metavar="FILE", default="", help="the page to write; it needs nothing else")
+    arguments = parser.parse_args(argv)
+    problems = [*_of_target(arguments.html), *_of_plotly()]
+    runs, others = opened(arguments.runs)
+    if others or problems:
+        raise UserError(*others, *problems)
+    text = run_page(runs, [*meshes(runs), *schedules(runs)])
+    try:
+        write_whole(arguments.html, text)
+    except OSError as error:
+        raise UserError(
+            f"--html: got '{arguments.html}'; cannot write it: {error.strerror or error}; allowed: a file that can be "
+            "written; nearest: report.html"
+        ) from error
+    print(f"written      {arguments.html} ({len(text.encode()) / 1e6:.1f} MB)")
+    return 0
+
+
+def _of_target(path: str) -> list[str]:
+    """Returns one line if the page cannot be written there. Only pages are replaced: a run's own files never are."""
+    if not path:
+        return ["--html: got nothing; allowed: a file's name; nearest: --html=report.html"]
+    if pathlib.Path(path).suffix.lower() not in ENDINGS:
+        return [f"--html: got '{path}'; allowed endings: {', '.join(ENDINGS)}; nearest: --html={path}.html"]
+    try:
+        refuse_target("--html", path, "report.html")
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def _of_plotly() -> list[str]:
+    if importlib.util.find_spec("plotly"):
+        return []
+    return ["plotly: not installed; allowed: the extra 'report'; nearest: scripts/report, which installs it"]
+
+
+def meshes(runs: Sequence[Run]) -> list[str]:
+    """Returns HTML with a picture of each different mesh; none for runs whose folder does not name its mesh."""
+    parts = []
+    for names, one in together(runs, _known_mesh):
+        shape = _known_mesh(one)
+        assert shape is not None
+        parts += [heading(names, 3)] * (len(runs) > 1)
+        parts.append(svg(mesh_figure(dict(shape)), "picture of the mesh"))
+    return [heading("Mesh"), *parts] if parts else []
+
+
+def _known_mesh(one: Run) -> tuple[tuple[str, int], ...] | None:
+    """Returns the mesh of a run, hashable; None unless it has exactly the axes of this version."""
+    shape = mesh_shape(one)
+    return tuple(shape.items()) if shape is not None and set(shape) == set(AXES) else None
+
+
+def schedules(runs: Sequence[Run]) -> list[str]:
+    """Returns HTML with a chart of each different pipeline schedule; none for runs without a pipeline."""
+    parts = []
+    for names, one in together(runs, _schedule):
+        found = _schedule(one)
+        assert found is not None
+        parts += [heading(names, 3)] * (len(runs) > 1)
+        num_actions = sum(action is not None for row in found.rows for action in row)
+        if num_actions > MOST_ACTIONS:
+            size = f"{found.num_stages} stages and {found.num_microbatches} microbatches"
+            parts.append(f"<p>{escaped(found.name)}: {size}, too many to draw here</p>")
+            continue
+        half = BACKWARD / 2
+        costs = Costs(FORWARD, half, half) if is_split(found) else Costs(FORWARD, BACKWARD)
+        parts.append(svg(figure(found, costs), "chart of the schedule"))
+    return [heading("Schedule"), *parts] if parts else []
+
+
+def _schedule(one: Run) -> Schedule | None:
+    """Returns the schedule that a run's configuration asks for; None without a pipeline or where it has no table."""
+    shape = mesh_shape(one)
+    if shape is None or PIPELINE not in shape or shape[PIPELINE] == 1:
+        return None
+    options = _options(one, "pipeline", PipelineOptions())
+    parts = one.config["accumulation_steps"] if "accumulation_steps" in one.config else 1
+    num_parts = parts if isinstance(parts, int) else 1
+    try:
+        return chosen(options, num_stages=shape[PIPELINE], num_microbatches=num_parts * options.num_microbatches)
+    except UserError:
+        return None  # its table was a file that is no longer there
+
+
+def _options(one: Run, group: str, default: Any) -> Any:
+    """Returns a group of a run's configuration; values of a wrong type are replaced by their defaults."""
+    given = one.config[group] if group in one.config else {}
+    names = {field.name for field in dataclasses.fields(default)}
+    known = {name: value for name, value in given.items() if name in names} if isinstance(given, dict) else {}
+    values, _ = flags.collect(flags.schema(default), known, {})
+    return flags.construct(default, values)
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""Still charts: bars as long as what they stand for, labels as text, nothing that would be fetched."""
+
+import re
+
+import pytest
+from matplotlib.figure import Figure
+
+from meshtrain.observe import charts
+
+
+def widths(svg):
+    """{colour: width} of the bars, in points of the picture."""
+    found = re.findall(r'<path d="M ([\d.]+) [\d.]+ \nL ([\d.]+) [^"]*" clip-path[^>]* style="fill: (#\w+)"/>', svg)
+    return {colour: float(right) - float(left) for left, right, colour in found}
+
+
+def test_bars_are_as_long_as_their_bytes():
+    svg = charts.bars([("a", 4 << 30), ("b", 1 << 30), ("c", 0)], ("capacity", 6 << 30))
+    long, short = (widths(svg)[charts.COLOURS[number]] for number in (0, 1))
+    assert long == pytest.approx(4 * short)
+    for text in (">4 GiB<", ">1 GiB<", ">0 B<", ">capacity 6 GiB<", ">a<"):
+        assert text in svg
+
+
+def test_neighbours_share_a_colour():
+    assert set(widths(charts.bars([("a", 1.0), ("b", 1.0), ("c", 1.0)], None, step=2))) == set(charts.COLOURS[:2])
+
+
+def test_points_are_labelled_and_coloured_by_whether_they_fit():
+    svg = charts.scatter([(1.0, 1 << 30, "data <2>", True), (2.0, 3 << 30, "fsdp 2", False)], 2 << 30)
+    for text in ("data &lt;2&gt;", ">fsdp 2<", ">capacity<", ">2 GiB<", charts.FITS[True], charts.FITS[False]):
+        assert text in svg
+
+
+def test_a_chart_is_an_element_that_needs_nothing_else_and_changes_nothing_else():
+    svg = charts.svg(Figure(figsize=(1, 1)), "nothing")
+    assert svg.startswith('<svg class="still" role="img" aria-label="nothing" ')
+    assert svg.count("<svg") == svg.count("</svg>") == 1
+    assert "://" not in svg
+    assert "<style" not in svg
+    assert charts.bars([("a", 1.0)], None) == charts.bars([("a", 1.0)], None), "the same bytes each time"
+
+
+def test_dollars_are_text():
+    assert ">$a$ and $b$<" in charts.bars([("$a$ and $b$", 1.0)], None)

@@ -1,0 +1,157 @@
+"""Folders of runs: what is read, how runs are called, and what is said of a folder that holds none."""
+
+import os
+
+import pytest
+
+from meshtrain.observe.runs import opened
+from tests.observe.folders import CONFIG, folder
+
+
+def test_a_folder_is_read_whole(tmp_path):
+    path = folder(tmp_path / "3d", sample="def f\xe4(x)")
+    ([run], problems) = opened([str(path)])
+    assert problems == []
+    assert (run.name, run.path, run.config, run.sample) == ("3d", str(path), CONFIG, "def f\xe4(x)")
+    assert run.device["peak_bytes"] == 15 << 20
+    assert run.log.curves["eval_loss"].values.tolist() == [3.25]
+
+
+def test_what_older_runs_do_not_have_is_left_out(tmp_path):
+    ([run], problems) = opened([str(folder(tmp_path / "3d", device=None))])
+    assert problems == []
+    assert (run.device, run.sample) == ({}, "")
+
+
+def test_runs_of_the_same_name_get_longer_ones(tmp_path, monkeypatch):
+    for path in ("new/3d", "old/3d", "new/tiny"):
+        folder(tmp_path / path)
+    monkeypatch.chdir(tmp_path)
+    runs, problems = opened(["new/3d", "old/3d/", "new/tiny"])
+    assert problems == []
+    assert [run.name for run in runs] == ["new/3d", "old/3d", "tiny"]
+
+
+def spoilt(tmp_path, what, content):
+    path = folder(tmp_path / "run")
+    (path / what).write_bytes(content)
+    return path
+
+
+def nothing_given(tmp_path):
+    return []
+
+
+def missing(tmp_path):
+    folder(tmp_path / "3d-long")
+    return [str(tmp_path / "3d-lang")]
+
+
+def missing_where_nothing_is(tmp_path):
+    return [str(tmp_path / "no" / "3d")]
+
+
+def a_file(tmp_path):
+    return [str(folder(tmp_path / "3d") / "metrics.jsonl")]
+
+
+def a_pipe(tmp_path):
+    path = folder(tmp_path / "3d")
+    (path / "metrics.jsonl").unlink()
+    os.mkfifo(path / "metrics.jsonl")
+    return [str(path)]
+
+
+def all_runs(tmp_path):
+    return [str(folder(tmp_path / "runs" / "3d").parent)]
+
+
+def not_begun(tmp_path):
+    path = folder(tmp_path / "3d")
+    (path / "metrics.jsonl").unlink()
+    return [str(path)]
+
+
+def no_configuration(tmp_path):
+    path = folder(tmp_path / "3d")
+    (path / "config.json").unlink()
+    return [str(path)]
+
+
+def empty(tmp_path):
+    return [str(spoilt(tmp_path, "metrics.jsonl", b""))]
+
+
+def one_torn_row(tmp_path):
+    return [str(spoilt(tmp_path, "metrics.jsonl", b'{"step": 1, "lo'))]
+
+
+def other_content(tmp_path):
+    return [str(spoilt(tmp_path, "metrics.jsonl", b"\x89PNG\r\n\x1a\n\0\0\n"))]
+
+
+def rows_without_metrics(tmp_path):
+    return [str(spoilt(tmp_path, "metrics.jsonl", b'{"step": 1}\n'))]
+
+
+def torn_configuration(tmp_path):
+    return [str(spoilt(tmp_path, "config.json", b'{"seed": 0'))]
+
+
+def configuration_of_another_kind(tmp_path):
+    return [str(spoilt(tmp_path, "config.json", b"[1, 2]"))]
+
+
+def configuration_in_other_bytes(tmp_path):
+    return [str(spoilt(tmp_path, "config.json", b"\xff\xfe{"))]
+
+
+def torn_device(tmp_path):
+    return [str(spoilt(tmp_path, "device.json", b"{"))]
+
+
+def twice(tmp_path):
+    path = folder(tmp_path / "3d")
+    return [str(path), f"{path}/../3d/"]
+
+
+def not_in_utf8(tmp_path):
+    return [os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (nothing_given, ["RUN: got nothing", "nearest: runs/3d"]),
+        (missing, ["nothing there", "did you mean '3d-long'?"]),
+        (missing_where_nothing_is, ["nothing there", "nearest: runs/3d"]),
+        (a_file, ["a file;"]),
+        (a_pipe, ["with a pipe at metrics.jsonl"]),
+        (all_runs, ["with nothing there at config.json", "runs/3d"]),
+        (not_begun, ["with nothing there at metrics.jsonl", "has begun"]),
+        (no_configuration, ["with nothing there at config.json"]),
+        (empty, ["whose metrics.jsonl has no row", "wait for its first step"]),
+        (one_torn_row, ["whose metrics.jsonl has no row"]),
+        (other_content, ["whose metrics.jsonl has no row"]),
+        (rows_without_metrics, ["whose metrics.jsonl has no row"]),
+        (torn_configuration, ["config.json: got no JSON object"]),
+        (configuration_of_another_kind, ["config.json: got no JSON object (not an object)"]),
+        (configuration_in_other_bytes, ["config.json: got no JSON object"]),
+        (torn_device, ["device.json: got no JSON object"]),
+        (twice, ["twice; allowed: each run once"]),
+        (not_in_utf8, ["a path in UTF-8"]),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_a_folder_that_holds_no_run_is_one_line(tmp_path, given, words):
+    _, problems = opened(given(tmp_path))
+    [line] = problems
+    assert "\n" not in line
+    assert "; allowed: " in line
+    assert [word for word in words if word not in line] == [], line
+
+
+def test_problems_of_all_runs_are_reported_together(tmp_path):
+    good = folder(tmp_path / "good")
+    _, problems = opened([str(tmp_path / "a"), str(good), str(tmp_path / "b")])
+    assert [line.split("'")[1] for line in problems] == [str(tmp_path / "a"), str(tmp_path / "b")]

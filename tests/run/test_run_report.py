@@ -1,0 +1,118 @@
+"""The command `report`: its arguments, the pictures that it draws, and a real run's page."""
+
+import html
+import sys
+
+import pytest
+
+from meshtrain import report
+from meshtrain.observe.runs import opened
+from meshtrain.words.errors import UserError
+from tests.observe.folders import CONFIG, DEVICE, folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A function (changes of the configuration) -> one run with them."""
+
+    def made(**changes):
+        found, problems = opened([str(folder(tmp_path / "run", device=None, config=CONFIG | changes))])
+        assert problems == []
+        return found
+
+    return made
+
+
+def test_a_real_run_becomes_a_page(straight, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert report.main([str(straight.directory), f"--html={page}"]) == 0
+    assert capsys.readouterr().out == f"written      {page} ({page.stat().st_size / 1e6:.1f} MB)\n"
+    text = page.read_bytes().decode()
+    sample = (straight.directory / "samples.txt").read_bytes().decode()
+    assert f"<pre>{html.escape(sample)}</pre>" in text
+    for part in ("10 of 10", "fsdp 2 (cpu)", "Memory of a device", "picture of the mesh", '"text":"evaluation loss"'):
+        assert part in text
+    assert "<h2>Schedule" not in text, "there is no pipeline"
+
+
+def test_the_schedule_is_that_of_the_configuration(runs):
+    [_, drawn] = report.schedules(runs())
+    assert ">1f1b: 2 stages, 6 microbatches; forward 1, backward 3<" in drawn
+
+
+def test_a_schedule_too_large_to_draw_is_named(runs):
+    pipeline = CONFIG["pipeline"] | {"num_microbatches": 300}
+    [_, said] = report.schedules(runs(pipeline=pipeline))
+    assert said == "<p>1f1b: 2 stages and 600 microbatches, too many to draw here</p>"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": CONFIG["mesh"] | {"pipeline": 1}},
+        {"mesh": {"data": -1}},
+        {"pipeline": CONFIG["pipeline"] | {"table": "no/such/table.csv"}},
+        {"pipeline": CONFIG["pipeline"] | {"schedule": "of another version"}},
+    ],
+    ids=["no pipeline", "no sizes", "a table that is gone", "another version"],
+)
+def test_without_a_schedule_there_is_no_chart(runs, changes):
+    assert report.schedules(runs(**changes)) == []
+
+
+@pytest.mark.parametrize("pipeline", [None, 3, {"num_microbatches": "many", "depth": 3}])
+def test_odd_values_of_a_pipeline_are_those_of_the_defaults(runs, pipeline):
+    [_, drawn] = report.schedules(runs(pipeline=pipeline, accumulation_steps=1))
+    assert ">1f1b: 2 stages, 4 microbatches; forward 1, backward 3<" in drawn
+
+
+@pytest.mark.parametrize(("axes", "num_pictures"), [({}, 1), ({"expert": 2}, 0)])
+def test_a_mesh_of_other_axes_is_not_drawn(runs, axes, num_pictures):
+    text = "".join(report.meshes(runs(mesh=CONFIG["mesh"] | axes)))
+    assert text.count("<svg") == num_pictures
+
+
+def test_runs_on_the_same_mesh_share_a_picture(tmp_path):
+    meshes = [DEVICE["mesh"], DEVICE["mesh"] | {"data": 4}, DEVICE["mesh"]]
+    paths = [str(folder(tmp_path / f"{i}", device={"mesh": mesh})) for i, mesh in enumerate(meshes)]
+    text = "".join(report.meshes(opened(paths)[0]))
+    assert (text.count("<svg"), "<h3>0, 2</h3>" in text, "<h3>1</h3>" in text) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ([], ["RUN: got nothing", "--html: got nothing; allowed: a file's name; nearest: --html=report.html"]),
+        (["RUN"], ["--html: got nothing"]),
+        (["RUN", "--html="], ["--html: got nothing"]),
+        (["RUN", "--html"], ["--html: expected one argument"]),
+        (["RUN", "--htm=x.html"], ["arguments: got '--htm'; allowed: -h, --help, --html; did you mean '--html'?"]),
+        (["RUN", "--html=no/x.html"], ["--html: got 'no/x.html', whose folder does not exist"]),
+        (["RUN", "--html=RUN/metrics.jsonl"], ["--html: got 'RUN/metrics.jsonl'; allowed endings: .html, .htm"]),
+        (["RUN", "--html=folder.html"], ["--html: got 'folder.html', a folder; allowed: a file's name"]),
+        # Nobody can make a file there, root included.
+        (["RUN", "--html=/proc/report.html"], ["--html: got '/proc/report.html'"]),
+        (["no", "RUN", "RUN", "--html=x.png"], ["RUN: got 'no', nothing there", "RUN: got 'RUN' twice", "--html: got"]),
+    ],
+)
+def test_wrong_arguments_are_one_line_each_and_nothing_is_written(tmp_path, monkeypatch, written, words, lines):
+    folder(tmp_path / "RUN")
+    (tmp_path / "folder.html").mkdir()
+    monkeypatch.chdir(tmp_path)
+    before = written(tmp_path)
+    with pytest.raises(UserError) as caught:
+        report.main(words)
+    problems = caught.value.problems
+    assert len(problems) == len(lines)
+    assert [said for said, line in zip(lines, problems, strict=True) if not line.startswith(said)] == [], problems
+    assert written(tmp_path) == before
+
+
+def test_without_plotly_the_line_names_the_script_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(UserError) as caught:
+        report.main([str(folder(tmp_path / "run")), f"--html={tmp_path / 'x.html'}"])
+    assert caught.value.problems == (
+        "plotly: not installed; allowed: the extra 'report'; nearest: scripts/report, which installs it",
+    )
+    assert not (tmp_path / "x.html").exists()
