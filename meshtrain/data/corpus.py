@@ -116,7 +116,8 @@ def _documents(options: DataOptions) -> list[tuple[str, str]]:
     return documents
 
 
-def _stream(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
+def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
+    """Returns the ids of documents end to end, each followed by the end id."""
     pieces: list[np.ndarray] = []
     end = np.asarray([tokenizer.end_id], tokenizer.dtype)
     for ids in tokenizer.encode_documents(texts):
@@ -134,12 +135,12 @@ def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, 
 def _text_streams(options: DataOptions, tokenizer: Tokenizer) -> tuple[TokenStream, TokenStream, str]:
     documents = _documents(options)
     if len(documents) < _SPLIT_BY_HASH_FROM:
-        train, validation = _cut(_stream(tokenizer, [text for _, text in documents]), options.validation_fraction)
+        train, validation = _cut(stream_of(tokenizer, [text for _, text in documents]), options.validation_fraction)
     else:
         splits: tuple[list[str], list[str]] = ([], [])
         for key, text in documents:
             splits[share(key) < options.validation_fraction].append(text)
-        train, validation = _stream(tokenizer, splits[0]), _stream(tokenizer, splits[1])
+        train, validation = stream_of(tokenizer, splits[0]), stream_of(tokenizer, splits[1])
     digest = hashlib.sha256()
     for stream in (train, validation):
         for part in stream.parts:
@@ -174,6 +175,16 @@ def _synthetic(sequence_length: int, vocab_size: int, seed: int) -> Corpus:
     )
 
 
+def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Returns one line if the tokenizer, with its end of document, has ids that the model does not have."""
+    if tokenizer.vocab_size <= vocab_size:
+        return []
+    return [
+        f"model.vocab_size: got {vocab_size}; allowed for tokenizer '{tokenizer.name}' with its end of document: at "
+        f"least {tokenizer.vocab_size}; nearest: {tokenizer.vocab_size}"
+    ]
+
+
 def _streams(options: DataOptions, tokenizer: Tokenizer, vocab_size: int) -> tuple[TokenStream, TokenStream, str, str]:
     """Returns the streams of both splits, the digest of their ids, and a description of the source."""
     if options.source == "tokens":
@@ -181,11 +192,8 @@ def _streams(options: DataOptions, tokenizer: Tokenizer, vocab_size: int) -> tup
         arrays, digest = open_token_files(files, vocab_size)
         train, validation = _cut(TokenStream(tuple(arrays), tokenizer.end_id), options.validation_fraction)
         return train, validation, digest, f"{len(files)} token file(s)"
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"model.vocab_size: got {vocab_size}; allowed for tokenizer '{tokenizer.name}' with its end of document: "
-            f"at least {tokenizer.vocab_size}; nearest: {tokenizer.vocab_size}"
-        )
+    if problems := vocabulary_problems(tokenizer, vocab_size):
+        raise UserError(*problems)
     train, validation, digest = _text_streams(options, tokenizer)
     version = ".".join(str(number) for number in sys.version_info[:3])
     what = f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"

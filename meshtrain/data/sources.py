@@ -17,6 +17,7 @@ IMAGES = ("digits", "idx")
 SOURCES = (*TOKENS, *IMAGES)
 PACKINGS = ("stream", "first_fit")
 DOCUMENTS = {"source": ("python", "text")}  # documents go through data.tokenizer
+READ_BY_FILE = ("text", "tokens")  # each file can be evaluated by itself
 READ = {"source": ("python", "text", "tokens")}
 SPLIT = {"source": (*READ["source"], *IMAGES)}
 

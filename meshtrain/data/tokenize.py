@@ -1,11 +1,13 @@
 """Text to token ids and back: bytes, a tokenizer.json, or plain numbers."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from meshtrain.data import token_bytes
 from meshtrain.words.errors import UserError, nearest, unknown
 from meshtrain.words.paths import what_is_at
 
@@ -26,6 +28,7 @@ class Tokenizer:
       encode_documents: texts -> one unsigned integer array each, without the end id.
       encode: text -> ids, without the end id.
       decode: ids -> text; ids that are not text (the end id, padding of the vocabulary) are left out.
+      byte_lengths: () -> UTF-8 bytes of the text that each id stands for, int32 [vocab_size]; None: ids are no text.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Tokenizer:
     encode_documents: Callable[[Sequence[str]], list[np.ndarray]]
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
+    byte_lengths: Callable[[], np.ndarray] | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -54,7 +58,10 @@ def byte_tokenizer() -> Tokenizer:
         # A model may emit an incomplete character, which is shown as a replacement character.
         return bytes(int(i) for i in ids if 0 <= i < NUM_BYTES).decode(errors="replace")
 
-    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_documents, encode, decode)
+    def byte_lengths() -> np.ndarray:
+        return np.asarray([1] * NUM_BYTES + [0], np.int32)
+
+    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_documents, encode, decode, byte_lengths)
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
@@ -141,7 +148,9 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
     def decode(ids: Iterable[int]) -> str:
         return str(loaded.decode([int(i) for i in ids if 0 <= i < vocab_size and i != end_id]))
 
-    return Tokenizer(path, max(vocab_size, end_id + 1), end_id, encode_documents, encode, decode)
+    whole_size = max(vocab_size, end_id + 1)
+    byte_lengths = functools.partial(token_bytes.of_tokenizer, loaded, end_id, whole_size)
+    return Tokenizer(path, whole_size, end_id, encode_documents, encode, decode, byte_lengths)
 
 
 def open_tokenizer(name: str, end_token: str = "") -> Tokenizer:

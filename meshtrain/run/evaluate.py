@@ -44,7 +44,7 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
     Args:
       assembly: the compiled functions. All calls with one assembly share one compiled step.
       params: with the shapes and shardings of `assembly.state.params`.
-      examples: by number, in the order of `evaluated_examples`. The last batch is padded with examples of weight 0.
+      examples: by number, in the order of `first_examples`. The last batch is padded with examples of weight 0.
       num_batches: how many batches are counted; 0: all.
     """
     config = assembly.config
@@ -72,7 +72,11 @@ def means(sums: dict[str, Any]) -> dict[str, float]:
 
 def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:
     """Returns which validation examples `evaluate` counts, so that a baseline can be scored on the same."""
-    num_examples = len(corpus.validation)
+    return first_examples(config, len(corpus.validation), config.num_eval_batches)
+
+
+def first_examples(config: Config, num_examples: int, num_batches: int) -> list[int]:
+    """Returns which of `num_examples` examples `summed` counts in so many batches, 0 for all, in its order."""
     order = sample_order(num_examples, seed=config.seed, num_epochs=1)
-    wanted = config.num_eval_batches * config.batch_size or num_examples
+    wanted = num_batches * config.batch_size or num_examples
     return [order[index] for index in range(min(wanted, num_examples))]

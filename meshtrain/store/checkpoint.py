@@ -158,6 +158,20 @@ class Checkpoints:
             self._manager.reload()
         return whole, list(damaged.values())
 
+    def refuse_damaged(self, step: int) -> None:
+        """Compares the files of a step with their checksums. All processes call it together; each reads a part.
+
+        Raises:
+          UserError: no such step, or it is damaged.
+        """
+        self.refuse_unknown(step)
+        directory = self.directory / str(step)
+        found = integrity.damage(directory, peers.index(), peers.count())
+        lines = [line for part in peers.gathered(f"damage {step}", found) for line in part]
+        others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
+        if lines:
+            raise UserError(f"checkpoint {directory}: {lines[0]}; allowed: one that is whole; nearest: step {others}")
+
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Reads the whole state of a step, each array straight onto its sharding.
 
@@ -207,7 +221,7 @@ class Checkpoints:
         Raises:
           UserError: no such step.
         """
-        self._refuse_unknown(step)
+        self.refuse_unknown(step)
         items = ocp.args.Composite(**{EXTRA: ocp.args.JsonRestore()})
         return dict(self._manager.restore(step, args=items)[EXTRA])
 
@@ -264,7 +278,7 @@ class Checkpoints:
 
     def _stored(self, step: int) -> dict[str, Any]:
         """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""
-        self._refuse_unknown(step)
+        self.refuse_unknown(step)
         return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Any) -> Any:
@@ -278,11 +292,14 @@ class Checkpoints:
         found = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{STATE: items}))[STATE])
         return jax.tree.unflatten(jax.tree.structure(like), [found[path] for path in wanted])
 
-    def _refuse_unknown(self, step: int) -> None:
+    def refuse_unknown(self, step: int) -> None:
+        """Raises UserError if a step has no completely written checkpoint; the line names those that have one."""
         steps = self.steps()
         if step not in steps:
+            near = min(steps, key=lambda one: abs(one - step), default="another --workdir")
             raise UserError(
-                f"{self.directory}: got step {step}; allowed: {', '.join(map(str, steps)) or 'none, it is empty'}"
+                f"{self.directory}: got step {step}; allowed: {', '.join(map(str, steps)) or 'none, it is empty'}; "
+                f"nearest: {near}"
             )
 
 

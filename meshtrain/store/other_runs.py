@@ -12,24 +12,34 @@ from meshtrain.words.paths import expanded, what_is_at
 
 
 def restore_params(directory: str | Path, abstract_params: Any) -> Any:
-    """Reads the weights of another run's newest checkpoint onto this run's shardings.
+    """Reads the weights of another run's newest checkpoint onto this run's shardings; see `restore_params_of`."""
+    return restore_params_of(directory, None, abstract_params)[0]
+
+
+def restore_params_of(directory: str | Path, step: int | None, abstract_params: Any) -> tuple[Any, int]:
+    """Reads the weights of one of another run's checkpoints onto this run's shardings.
 
     Args:
       directory: a workdir, or the directory `checkpoints` inside one.
+      step: of the checkpoint; None: the newest one that is whole.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
 
     Returns:
-      A pytree of jax.Array of the same structure, bitwise the other run's weights.
+      A pytree of jax.Array of the same structure, bitwise the other run's weights; and the step.
 
     Raises:
-      UserError: there is no such directory, no complete checkpoint in it, or its weights have other shapes or dtypes.
+      UserError: there is no such directory, no complete checkpoint of that step in it, or its weights have other shapes
+        or dtypes.
     """
     with find(directory) as checkpoints:
-        step, damaged = checkpoints.newest_whole()
-        assert step is not None, "find returns only directories with a complete step"
-        for line in damaged if peers.is_main_process() else ():
-            warn(line)
-        return checkpoints.restore_params(step, abstract_params)
+        if step is not None:
+            checkpoints.refuse_damaged(step)
+        else:
+            step, damaged = checkpoints.newest_whole()
+            assert step is not None, "find returns only directories with a complete step"
+            for line in damaged if peers.is_main_process() else ():
+                warn(line)
+        return checkpoints.restore_params(step, abstract_params), step
 
 
 def find(directory: str | Path) -> Checkpoints:

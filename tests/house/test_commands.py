@@ -23,6 +23,7 @@ OLDER = {
     "plan": "meshtrain.plan",
     "pipeline": "meshtrain.pipeline",
     "generate": "meshtrain.generate",
+    "evaluate": "meshtrain.evaluate",
     "report": "meshtrain.report",
     "prepare": "meshtrain.data.prepare",
     "verify": "meshtrain.store.verify",

@@ -31,7 +31,7 @@ CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file
 # Who reads the configuration: rooms and files; all others are given what they need.
 READS_CONFIGURATION = {"config", "plan", "run"}
 READS_CONFIGURATION |= {
-    f"{name}.py" for name in ("__init__", "assemble", "explain", "generate", "main", "report", "training")
+    f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "report", "training")
 }
 FIELDS = {field.name for field in dataclasses.fields(Config)}
 TOP_LEVEL = {

@@ -1,0 +1,195 @@
+"""Prints how good a run's weights are: loss, perplexity, bits per byte and the task's metrics, by file and in all.
+
+python -m meshtrain evaluate --config=configs/tiny.py [--config.data.source=text --config.data.path='books/*.txt']
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import operator
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from meshtrain.assemble import Assembly
+from meshtrain.config.config import Config
+from meshtrain.config.of_run import configuration
+from meshtrain.data import token_bytes
+from meshtrain.data.corpus import tokenizer_for
+from meshtrain.data.loader import Examples
+from meshtrain.data.own import Data
+from meshtrain.data.sources import READ_BY_FILE
+from meshtrain.data.tokenize import Tokenizer
+from meshtrain.data.whole_files import open_whole
+from meshtrain.launch import peers
+from meshtrain.layout.mesh import describe
+from meshtrain.run.evaluate import first_examples, means, summed
+from meshtrain.run.opened import ANY_VOCABULARY, open_data
+from meshtrain.run.weights import Weights, assembled, restored
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.tables import aligned
+
+Values = Mapping[str, float]
+VALIDATION = "validation"  # the only part where no files are named
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What is evaluated.
+
+    Attributes:
+      parts: name of a row -> its examples: one for each file, or the validation split.
+      byte_lengths: bytes of the text that each id stands for, int [vocabulary]; None: the targets are no text.
+      num_batches: how many batches of each part; 0: all.
+    """
+
+    parts: Mapping[str, Examples]
+    byte_lengths: np.ndarray | None
+    num_batches: int
+
+
+def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
+    """Opens what is evaluated: the files that the command line names, each of them whole, or the validation split.
+
+    Args:
+      assembly: states the configuration, the task and its batch.
+      overrides: of the command line, dotted key -> text. The run's own files are not read whole, because the run has
+        learned from most of them.
+
+    Raises:
+      UserError: the data are missing or wrong, do not fit the task, or have no validation split.
+    """
+    num_batches = assembly.config.num_eval_batches if "num_eval_batches" in overrides else 0
+    config, task = dataclasses.replace(assembly.config, num_eval_batches=num_batches), assembly.task
+    data, tokenizer = config.data, None
+    if data.source in READ_BY_FILE and {"data.source", "data.path"} & overrides.keys():
+        vocab_size = task.vocab_size or ANY_VOCABULARY
+        parts: Mapping[str, Examples] = open_whole(data, sequence_length=config.sequence_length, vocab_size=vocab_size)
+        tokenizer = tokenizer_for(data, vocab_size=vocab_size)
+    else:
+        found = open_data(config, task)
+        parts = {VALIDATION: found.validation}
+        tokenizer = found.text if isinstance(found, Data) else tokenizer_for(data, vocab_size=task.vocab_size)
+        if not len(found.validation):
+            raise UserError(
+                f"data: got no validation examples with data.source={data.source}; allowed: data with a validation "
+                "split, or files to evaluate whole; nearest: --config.data.source=text --config.data.path=FILE"
+            )
+    return Scored(parts, _byte_lengths(assembly, tokenizer), num_batches)
+
+
+def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray | None:
+    """Returns the bytes of each id up to the model's vocabulary; None where targets are no text."""
+    task = assembly.task
+    if tokenizer is None or tokenizer.byte_lengths is None or task.unit != "tokens":
+        return None
+    if not {"targets", "weights"} <= assembly.batch.keys():
+        return None
+    lengths = tokenizer.byte_lengths()
+    return np.pad(lengths, (0, max(task.vocab_size - len(lengths), 0)))
+
+
+def evaluated(weights: Weights, scored: Scored) -> tuple[dict[str, Values], Values]:
+    """Returns name -> values of each part, and the values of all parts together.
+
+    Values are `loss`, `perplexity` (of tokens), `bits_per_byte` (of text), the task's metrics, the sum of the targets'
+    weights under the name of the task's unit (`tokens`), and `bytes` (of text).
+
+    Args:
+      weights: what is evaluated.
+      scored: on what. All parts share one compiled step.
+    """
+    assembly, found, total = weights.assembly, dict[str, Values](), dict[str, Any]()
+    for name, examples in tqdm(scored.parts.items(), desc="evaluate", disable=None, leave=False):
+        sums = summed(assembly, weights.params, examples, scored.num_batches)
+        if scored.byte_lengths is not None:
+            indices = first_examples(assembly.config, len(examples), scored.num_batches)
+            sums["bytes"] = token_bytes.of_targets(examples, indices, scored.byte_lengths)
+        found[name] = _values(sums, assembly.task.unit)
+        total = jax.tree.map(operator.add, total, sums) if total else sums
+    return found, _values(total, assembly.task.unit)
+
+
+def _values(sums: Mapping[str, Any], unit: str) -> Values:
+    """Returns the values of one row. Bits per byte: nats / ln 2 / bytes, over the same targets."""
+    of_task = means({name: value for name, value in sums.items() if name != "bytes"})
+    values = {"loss": of_task.pop("loss")}
+    if unit == "tokens":
+        values["perplexity"] = math.exp(values["loss"]) if values["loss"] < math.log(sys.float_info.max) else math.inf
+    if sums.get("bytes"):
+        values["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]
+    values |= {name: of_task[name] for name in sorted(of_task)}
+    values[unit] = sums["weight"]
+    return values | ({"bytes": sums["bytes"]} if "bytes" in sums else {})
+
+
+def table(found: Mapping[str, Values], total: Values, unit: str) -> str:
+    """Returns the values as a table for people: a line for each part, and one for all if there are several."""
+    lines = [*found.items(), *([("all", total)] if len(found) > 1 else [])]
+    names = list(dict.fromkeys(name for _, values in lines for name in values))
+
+    def cell(name: str, values: Values) -> str:
+        if name not in values:
+            return ""
+        return f"{values[name]:,.0f}" if name in (unit, "bytes") else f"{values[name]:.4f}"
+
+    cells = [[part, *(cell(name, values) for name in names)] for part, values in lines]
+    return aligned(cells, ("data", *(name.replace("_", " ") for name in names)), "<" + ">" * len(names))
+
+
+def as_json(found: Mapping[str, Values], total: Values, workdir: str, step: int) -> str:
+    """Returns one JSON object: workdir, step, `files` (each with its name) and `all`; null for what is not finite."""
+
+    def numbers(values: Values) -> dict[str, float | None]:
+        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+    parts = [{"name": name, **numbers(values)} for name, values in found.items()]
+    content = {"workdir": workdir, "step": step, "files": parts, "all": numbers(total)}
+    return json.dumps(content, allow_nan=False)
+
+
+def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    extra = argparse.ArgumentParser(
+        prog="python -m meshtrain evaluate",
+        description="Loss, perplexity, bits per byte and metrics of a run's weights, on its validation split or each "
+        "file that --config.data.path names.",
+        add_help=False,
+    )
+    extra.add_argument("--step", type=int, help="the checkpoint to evaluate (default: the newest)")
+    extra.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    arguments = flags.arguments(argv, extra)
+    problems = []
+    if arguments.step is not None and arguments.step < 0:
+        problems.append(f"--step: got {arguments.step}; allowed: the step of a checkpoint; nearest: leave it out")
+    return arguments, configuration(arguments, problems, reads_data=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the evaluation of one checkpoint of a workdir; returns the exit code.
+
+    Raises:
+      UserError: a wrong flag, configuration, checkpoint, or data.
+    """
+    arguments, config = _arguments(argv)
+    assembly = assembled(config, arguments)
+    scored = opened(assembly, arguments.overrides)  # before anything is compiled
+    weights = restored(assembly, arguments)
+    found, total = evaluated(weights, scored)
+    if not peers.is_main_process():
+        return 0
+    if arguments.json:
+        print(as_json(found, total, str(arguments.workdir), weights.step))
+    else:
+        print(f"step {weights.step} of {arguments.workdir} on {describe(assembly.mesh)}\n")
+        print(table(found, total, assembly.task.unit))
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""The weights of a run that is there, on this machine's devices, for commands that only compute with them."""
+
+import argparse
+import dataclasses
+from typing import NamedTuple
+
+from meshtrain.assemble import Assembly, assemble, stored_params
+from meshtrain.config.config import Config, check
+from meshtrain.launch import distributed
+from meshtrain.layout.mesh import mesh_shape, num_needed
+from meshtrain.models.task import Params
+from meshtrain.store.other_runs import find, restore_params_of
+from meshtrain.words.errors import UserError
+
+
+class Weights(NamedTuple):
+    """A run's weights with what computes with them.
+
+    Attributes:
+      assembly: mesh, task, shardings and functions.
+      params: with the shapes and shardings of `assembly.state.params`.
+      step: of the checkpoint that they are from.
+    """
+
+    assembly: Assembly
+    params: Params
+    step: int
+
+
+def assembled(config: Config, arguments: argparse.Namespace) -> Assembly:
+    """Returns the assembly of a run's configuration on the devices of this machine; reads no weights, compiles nothing.
+
+    Args:
+      config: of the run in the workdir, overrides included.
+      arguments: with `workdir` (a Path) and `step` (None: the newest).
+
+    Raises:
+      UserError: the configuration does not fit the devices, or there is no such checkpoint.
+    """
+    devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
+    shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
+    problems = check(config, shape)
+    try:
+        with find(arguments.workdir) as checkpoints:
+            if arguments.step is not None:
+                checkpoints.refuse_unknown(arguments.step)
+    except UserError as error:
+        problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return assemble(config, shape, devices)
+
+
+def restored(assembly: Assembly, arguments: argparse.Namespace) -> Weights:
+    """Returns the weights of the checkpoint that the arguments name, see `assembled`.
+
+    Raises:
+      UserError: the checkpoint is damaged, or of another model.
+    """
+    kept, step = restore_params_of(arguments.workdir, arguments.step, assembly.kept_state.params)
+    return Weights(assembly, stored_params(assembly, kept), step)
