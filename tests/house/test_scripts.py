@@ -253,23 +253,88 @@ def test_what_depends_on_jax_is_there(machine):
         assert not function or f"def {function}(" in (ROOT / path).read_text(), name
 
 
-# Logs what it is asked to run, and ends as the environment says.
-STAGE = """#!/bin/bash
-echo "${PYTHON:-python3} $*" >>"$FAKE_LOG"
-[[ "$*" == "${FAKE_SLEEPS-none}" ]] && sleep 60
-[[ "$*" == "${FAKE_FAILS-none}" ]] && exit 7
+def test_the_pages_are_tested_in_a_browser_by_one_worker(machine):
+    code, _, calls = machine.run("test", "--browser", "-x")
+    assert code == 0
+    assert calls == [
+        f"venv {machine.root}/.venv",
+        f"pip {machine.root}[dev,browser]",
+        "run -m pytest -m browser tests/browser -x",
+    ]
+
+
+# Logs its calls; `install` makes the two programs, unless there are none for this machine.
+APT_GET = """#!/bin/bash
+echo "apt-get $1" >>"$FAKE_LOG"
+[[ $1 == "${FAKE_FAILS-none}" ]] && exit 100
+[[ $1 == install && -z ${FAKE_EMPTY-} ]] && cp "$0" "${0%/*}/chromium" && cp "$0" "${0%/*}/chromedriver"
 exit 0
 """
-STAGES = ["python3 ", "python3.12 --jax", "python3 --slow", "python3 --plan", "python3 --plan -m gpu_compiler and slow"]
+SUDO = '#!/bin/bash\necho sudo >>"$FAKE_LOG"\nshift\nexec "$@"\n'
+
+
+@pytest.mark.parametrize(
+    ("user", "programs", "environment", "ends"),
+    [
+        (0, {"chromium": "", "chromedriver": ""}, {}, (0, [], "")),
+        (0, {"apt-get": APT_GET}, {}, (0, ["apt-get update", "apt-get install"], "")),
+        (
+            7,
+            {"apt-get": APT_GET, "sudo": SUDO, "true": ""},
+            {},
+            (0, ["sudo", "sudo", "apt-get update", "sudo", "apt-get install"], ""),
+        ),
+        (0, {}, {}, (2, [], "no apt-get on this machine")),
+        (7, {"apt-get": APT_GET}, {}, (2, [], "takes root, or sudo without a password")),
+        (7, {"apt-get": APT_GET, "sudo": "#!/bin/bash\nexit 1"}, {}, (2, [], "takes root, or sudo without a password")),
+        (0, {"apt-get": APT_GET}, {"FAKE_FAILS": "update"}, (2, ["apt-get update"], "apt-get update failed")),
+        (
+            0,
+            {"apt-get": APT_GET},
+            {"FAKE_FAILS": "install"},
+            (2, ["apt-get update", "apt-get install"], "apt-get install"),
+        ),
+        (0, {"apt-get": APT_GET}, {"FAKE_EMPTY": "1"}, (2, ["apt-get update", "apt-get install"], "are not there")),
+    ],
+    ids=["there", "root", "sudo", "no apt-get", "no sudo", "password", "no network", "no space", "no programs"],
+)
+def test_the_browser_is_installed_or_a_line_says_why_not(machine, user, programs, environment, ends):
+    for name, text in ({"id": f"#!/bin/bash\necho {user}"} | programs).items():
+        machine.program(name, text)
+    code, said, calls = machine.run("install_browser", **environment)
+    assert (code, calls) == ends[:2]
+    assert said.count("\n") == (code != 0)
+    assert ends[2] in said
+
+
+# Logs what it is asked to run, and ends as the environment says.
+STAGE = """#!/bin/bash
+words=$*
+[[ $0 == */test ]] || words=${0##*/}
+echo "${PYTHON:-python3} $words" >>"$FAKE_LOG"
+[[ "$words" == "${FAKE_SLEEPS-none}" ]] && sleep 60
+[[ "$words" == "${FAKE_FAILS-none}" ]] && exit 7
+exit 0
+"""
+STAGES = [
+    "python3 ",
+    "python3.12 --jax",
+    "python3 --slow",
+    "python3 install_browser",
+    "python3 --browser",
+    "python3 --plan",
+    "python3 --plan -m gpu_compiler and slow",
+]
 
 
 @pytest.fixture
 def ci(tmp_path):
-    """A function (seconds, environment) -> exit code, output and stages of .ci/run; scripts/test is a fake."""
+    """A function (seconds, environment) -> exit code, output and stages of .ci/run; the scripts are fakes."""
     for folder in (".ci", "scripts"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "scripts" / "test").write_text(STAGE)
-    (tmp_path / "scripts" / "test").chmod(0o755)
+    for name in ("test", "install_browser"):
+        (tmp_path / "scripts" / name).write_text(STAGE)
+        (tmp_path / "scripts" / name).chmod(0o755)
     text = (ROOT / ".ci" / "run").read_text()
 
     def run(seconds=60, **environment):
@@ -301,7 +366,7 @@ def test_stages_for_which_there_is_no_time_fail(ci):
     code, said, stages = ci(seconds=2, FAKE_SLEEPS="--slow")
     assert (code, stages) == (1, STAGES[:3])
     assert "ci: FAILED: did not end within 2 seconds of all stages: scripts/test --slow" in said
-    assert said.count("ci: FAILED: did not run") == 2
+    assert said.count("ci: FAILED: did not run") == 4
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,15 +27,21 @@ CONFIG = {
 }
 
 
-def metrics(num_rows: int = 4, every: int = 10, unit: str = "tokens") -> list[dict[str, Any]]:
-    """Rows as a run logs them, an evaluation at the end."""
+NOISY = ("loss", "learning_rate", "grad_norm", "step_seconds", "data_share", "tokens_per_second", "mfu", "goodput")
+
+
+def metrics(num_rows: int = 4, every: int = 10, unit: str = "tokens", noise: float = 0.0) -> list[dict[str, Any]]:
+    """Rows as a run logs them, an evaluation at the end; with noise, MFU and data share are known as well."""
     rows = list[dict[str, Any]]()
+    chance = random.Random(0)
     for step in range(every, every * num_rows + 1, every):
-        rows.append(
-            {"step": step, "loss": 3 + 1 / step, "learning_rate": 1e-3, "grad_norm": 0.5, "skipped_steps": 0.0}
-            | {"weight": 4096.0, unit: 4096 * step, "step_seconds": 0.5, f"{unit}_per_second": 8192.0, "mfu": None}
-            | {"useful_seconds": step / 2, "timed_steps": step, "goodput": 0.8}
-        )
+        row = {"step": step, "loss": 3 + 1 / step, "learning_rate": 1e-3, "grad_norm": 0.5, "skipped_steps": 0.0}
+        row |= {"weight": 4096.0, unit: 4096 * step, "step_seconds": 0.5, f"{unit}_per_second": 8192.0, "mfu": None}
+        row |= {"useful_seconds": step / 2, "timed_steps": step, "goodput": 0.8}
+        if noise:
+            row |= {"mfu": 0.4, "data_share": 0.01}
+            row |= {name: row[name] * (1 + noise * chance.random()) for name in NOISY}
+        rows.append(row)
     rows.append({"step": every * num_rows, "eval_loss": 3.25})
     return rows
 

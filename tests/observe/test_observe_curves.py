@@ -1,5 +1,6 @@
 """Curves as a Plotly figure: thinned so that extremes stay, a panel for each metric, over steps, units or time."""
 
+import json
 import math
 
 import hypothesis
@@ -17,8 +18,8 @@ def curve(values, every=1):
     return Curve(every * np.arange(1, len(values) + 1), np.array(values, np.float64))
 
 
-def log(unit="tokens", per_step=4096.0, seconds=None, **found):
-    return Log(found, unit, per_step, curve(seconds or []))
+def log(unit="tokens", per_step=4096.0, seconds=(), **found):
+    return Log(found, unit, per_step, curve(seconds))
 
 
 @hypothesis.given(
@@ -113,3 +114,14 @@ def test_buttons_hold_each_trace_over_steps_units_and_time():
 def test_what_no_run_knows_has_no_button():
     (over,) = curves.figure({"a": log("", 0.0, accuracy=curve([0.5]))})["layout"]["updatemenus"]
     assert [button["label"] for button in over["buttons"]] == ["steps"]
+
+
+@pytest.mark.parametrize(("num_runs", "fewest_points"), [(1, 3000), (12, 300), (60, 25)])
+def test_many_long_runs_leave_room_for_plotly_itself(num_runs, fewest_points):
+    """A page has 8 MB, of which the script takes 4.9: at 100,000 steps, with numbers as long as they get."""
+    chance = np.random.default_rng(0)
+    names = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "goodput", "step_seconds", "data_share", "mfu")
+    one = log(seconds=np.arange(100_000) / 3, **{name: curve(-chance.random(100_000)) for name in names})
+    drawn = curves.figure({f"run {number}": one for number in range(num_runs)})
+    assert all(len(trace["x"]) >= fewest_points for trace in drawn["data"])
+    assert len(json.dumps(drawn)) < 3_000_000

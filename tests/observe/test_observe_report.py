@@ -109,13 +109,13 @@ def test_the_mesh_is_that_of_the_devices_and_else_that_of_the_configuration(runs
 
 
 def test_a_long_run_makes_a_page_of_at_most_8_megabytes(runs):
-    rows = metrics(100_000, every=1)
+    rows = metrics(100_000, every=1, noise=0.2)
     rows[77_776]["loss"] = 123.4567
     rows[33_333]["grad_norm"] = 1e-9
     found = runs(long={"rows": rows})
     start = time.process_time()
     text = report.run_page(found, [])
-    assert 5_000_000 < len(text.encode()) <= 8_000_000
+    assert 5_500_000 < len(text.encode()) <= 8_000_000, "as many points as there may be"
     assert "123.4567" in text, "a spike of one step"
     assert "1e-09" in text, "and a dip"
     assert time.process_time() - start < 20
