@@ -1,0 +1,166 @@
+"""Log-likelihoods of texts under a run's weights, many at a time: packed into rows, batched, summed on the devices.
+
+B: rows in a batch, T: tokens a row.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain.assemble import Assembly
+from meshtrain.config.config import Config
+from meshtrain.data.loader import batches
+from meshtrain.data.packing import Example, first_fit
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.scores import segment_scores
+from meshtrain.models.task import Batch, Params, token_batch
+from meshtrain.step.step import with_sequence_index
+
+Score = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
+
+_NEEDED = ("tokens", "targets", "segment_ids", "weights")
+
+
+class Likelihood(NamedTuple):
+    """Of a continuation.
+
+    Attributes:
+      log_probability: the sum over its tokens, in nats.
+      is_greedy: whether each of its tokens is the most probable one.
+    """
+
+    log_probability: float
+    is_greedy: bool
+
+
+class Window(NamedTuple):
+    """A part of a text whose last tokens are scored.
+
+    Attributes:
+      ids: up to T + 1 token ids: inputs, and the target of the last one.
+      num_scored: how many of the last ids are scored.
+      text: which text it is a part of.
+    """
+
+    ids: Sequence[int]
+    num_scored: int
+    text: int
+
+
+def problems_of_task(assembly: Assembly) -> list[str]:
+    """Returns one line if a task cannot score texts: it has no logits, or a batch other than that of packed tokens."""
+    if assembly.task.logits is None:
+        return ["task: got one without logits; allowed for likelihoods: Task.logits, (params, batch) -> float32 "
+                "[B, T, vocabulary]; nearest: Task(init, loss, batch, logits)"]  # fmt: skip
+    names, packed = set(assembly.batch), token_batch(1, 1)
+    if names <= set(packed) and names >= set(_NEEDED):
+        return []
+    return [
+        f"task: got a batch of {', '.join(assembly.batch)}; allowed for likelihoods: {', '.join(_NEEDED)}, and of the "
+        f"others {', '.join(set(packed) - set(_NEEDED))}; nearest: token_batch(B, T)"
+    ]
+
+
+def packs(config: Config) -> bool:
+    """Returns whether texts may share a row: if the model is known to attend within segments only."""
+    return isinstance(config.model, DecoderOptions) and config.model.within_documents
+
+
+def windows(text: int, context: Sequence[int], continuation: Sequence[int], length: int) -> Iterator[Window]:
+    """Yields the windows in which each token of a continuation is scored once.
+
+    A window holds up to T tokens to score, and before them as many others as fit. So a continuation of up to T tokens
+    takes one window, and only the beginning of a long context is left out.
+
+    Args:
+      text: the number of the text.
+      context: at least one token id.
+      continuation: token ids; none: no window.
+      length: T.
+    """
+    ids = [*context, *continuation]
+    for start in range(len(context), len(ids), length):
+        stop = min(start + length, len(ids))
+        yield Window(ids[max(stop - length - 1, 0) : stop], stop - start, text)
+
+
+def scorer(assembly: Assembly) -> Score:
+    """Returns the function (params, batch) -> `segment_scores`, jitted, its results on every device.
+
+    Args:
+      assembly: of a task without `problems_of_task`, on a mesh without a pipeline.
+    """
+    logits = assembly.task.logits
+    assert logits is not None
+
+    def scores(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        found = logits(params, with_sequence_index(batch))
+        return segment_scores(found, batch["targets"], batch["weights"], batch["segment_ids"])
+
+    return jax.jit(scores, out_shardings=NamedSharding(assembly.mesh, PartitionSpec()))
+
+
+def likelihoods(
+    assembly: Assembly, score: Score, params: Params, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[Likelihood]:
+    """Returns the likelihood of each continuation after its context; windows share rows where the model allows it.
+
+    Args:
+      assembly: what `score` is of.
+      score: from `scorer`; it compiles once.
+      params: with the shapes and shardings of `assembly.state.params`.
+      texts: (context, continuation), token ids below the vocabulary; a context has at least one.
+    """
+    num_rows, length = assembly.batch["tokens"].shape
+    cut = [window for text, pair in enumerate(texts) for window in windows(text, *pair, length)]
+    rows = _rows(cut, length, shared=packs(assembly.config))
+    sums, misses = np.zeros(len(texts)), np.zeros(len(texts), np.int64)
+    stream = batches(_Rows(rows, length), batch=assembly.batch, seed=0, shuffle=False, num_epochs=1, num_threads=0)
+    for number, batch in enumerate(stream):
+        batch_sums, batch_misses = jax.device_get(score(params, batch))
+        for index, row in enumerate(rows[number * num_rows : (number + 1) * num_rows]):
+            for segment, window in enumerate(row):
+                sums[window.text] += batch_sums[index, segment]
+                misses[window.text] += batch_misses[index, segment]
+    return [Likelihood(float(total), not missed) for total, missed in zip(sums, misses, strict=True)]
+
+
+def _rows(cut: Sequence[Window], length: int, *, shared: bool) -> list[list[Window]]:
+    """Returns the windows of each row of T tokens, packed by first fit, or one in each row."""
+    lengths = np.asarray([len(window.ids) - 1 for window in cut], np.int64)
+    of_window = first_fit(lengths, length) if shared else np.arange(len(cut))
+    rows: list[list[Window]] = [[] for _ in range(of_window.max(initial=-1) + 1)]
+    for row, window in zip(of_window, cut, strict=True):
+        rows[row].append(window)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Examples by number: a row of windows each, with a segment for each window."""
+
+    rows: Sequence[Sequence[Window]]
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Example:
+        example: Example = {
+            name: np.zeros(self.length, entry.dtype) for name, entry in token_batch(1, self.length).items()
+        }
+        offset = 0
+        for segment, window in enumerate(self.rows[index], start=1):
+            stop = offset + len(window.ids) - 1
+            place = slice(offset, stop)
+            example["tokens"][place] = window.ids[:-1]
+            example["targets"][place] = window.ids[1:]
+            example["segment_ids"][place] = segment
+            example["positions"][place] = np.arange(stop - offset)
+            example["weights"][stop - window.num_scored : stop] = 1
+            offset = stop
+        return example
