@@ -184,7 +184,10 @@ def run_steps(
         goodput = Goodput(run_begun_seconds, done)
         batches = training_batches(assembly, corpus, start_step)
         observers = loop.Observers(progress, profiler, watchdog, goodput)
-        return loop.run(state, start_step, batches, timetable(config), throughput_of(assembly), actions, observers)
+        last = loop.run(state, start_step, batches, timetable(config), throughput_of(assembly), actions, observers)
+        with watchdog.patient():
+            trackers.close()  # one may send what is left over the network
+        return last
 
 
 def timetable(config: Config) -> loop.Timetable:

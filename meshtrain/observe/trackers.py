@@ -1,21 +1,24 @@
-"""Writes the metrics of a run: `metrics.jsonl` and TensorBoard.
+"""Writes the metrics of a run: `metrics.jsonl`, TensorBoard, and Weights & Biases.
 
-A tracker has `write(step, values)` and `close()`. A disk error during the run is one warning and does not end the run.
+A tracker has `write(step, values)` and `close()`. Its error during the run is one warning and does not end the run.
 Only process 0 makes trackers: processes would overwrite each other's files.
 """
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import numbers
 import os
 import pathlib
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from meshtrain.observe.folder import CONFIG_FILE
 from meshtrain.observe.goodput import Done
 from meshtrain.observe.rows import has_goodput, passed_seconds, row_of
 from meshtrain.words.errors import UserError
@@ -23,6 +26,7 @@ from meshtrain.words.files import write_whole
 from meshtrain.words.options import option
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
 _PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
 
 
@@ -32,6 +36,21 @@ class ObserveOptions:
 
     progress: bool = option(True, "draw a progress bar (process 0, on a terminal only)")
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
+    tracker: str = option(
+        "none", "one more tracker: wandb (Weights & Biases; reads WANDB_* variables)", choices=("none", "wandb")
+    )
+
+
+class Tracker(Protocol):
+    """What rows of metrics are written to."""
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Writes a row of values."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left; a second time is fine."""
+        ...
 
 
 class Trackers:
@@ -45,10 +64,10 @@ class Trackers:
     def __init__(
         self, options: ObserveOptions, directory: str | os.PathLike[str], resume_step: int = 0, *, is_main: bool = True
     ) -> None:
-        """Opens `metrics.jsonl` and, if the options say so, `tensorboard/` in the run's folder.
+        """Opens `metrics.jsonl` in the run's folder and, if the options say so, `tensorboard/` and `wandb/`.
 
         Args:
-          options: whether to write TensorBoard events.
+          options: which trackers there are.
           directory: the run's folder, which must exist.
           resume_step: the step that the run resumes from; 0 for a new run.
           is_main: whether this is process 0.
@@ -57,7 +76,7 @@ class Trackers:
           UserError: one of them cannot be written.
         """
         self._opened = contextlib.ExitStack()
-        self._trackers: list[MetricsFile | TensorBoard] = []
+        self._trackers: list[Tracker] = []
         self.done = Done()  # nothing is logged by processes other than 0
         if not is_main:
             return
@@ -68,6 +87,9 @@ class Trackers:
             opened.callback(self._trackers[-1].close)
             if options.tensorboard:
                 self._trackers.append(TensorBoard(pathlib.Path(directory) / "tensorboard", resume_step))
+                opened.callback(self._trackers[-1].close)
+            if options.tracker == "wandb":
+                self._trackers.append(WandB(pathlib.Path(directory), resume_step))
                 opened.callback(self._trackers[-1].close)
             self._opened = opened.pop_all()
 
@@ -207,6 +229,89 @@ class TensorBoard:
             # Readers stop at a torn record of an event file, so later events would be lost.
             _warn_once(False, f"{self.directory}: {error}; training goes on, without TensorBoard")
             self._writer = None
+
+
+class WandB:
+    """A run of Weights & Biases. Its files are in `wandb/`; with WANDB_MODE=offline, nothing leaves the machine.
+
+    Rows carry their step as a value, over which the curves are drawn. Its own counter of rows could not go back, and
+    would drop the steps that a resumed run does again.
+    """
+
+    def __init__(self, directory: pathlib.Path, resume_step: int = 0) -> None:
+        """Starts a run there, or continues the one that this folder's run has started.
+
+        Project, name and id are those of WANDB_PROJECT, WANDB_NAME and WANDB_RUN_ID, otherwise `meshtrain`, the
+        folder's name, and an id that is stored in the folder.
+
+        Args:
+          directory: the run's folder.
+          resume_step: the step that the run resumes from; 0 for a new run.
+
+        Raises:
+          UserError: it cannot be started, for lack of a key or of the network.
+        """
+        import wandb
+
+        self._has_warned = False
+        config = directory / CONFIG_FILE
+        try:
+            # Arguments take precedence over the variables.
+            own = {"project": "meshtrain", "name": directory.name, "run_id": self._id(directory, resume_step)}
+            given = {name: None if f"WANDB_{name.upper()}" in os.environ else value for name, value in own.items()}
+            self._run: Any = wandb.init(
+                project=given["project"],
+                name=given["name"],
+                id=given["run_id"],
+                resume="allow",
+                dir=directory,
+                config=json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None,
+            )
+            self._run.define_metric("*", step_metric="step")
+        except (wandb.Error, OSError) as error:
+            raise UserError(
+                f"observe.tracker: got 'wandb', which cannot start: {error}; allowed: none, or wandb after `wandb "
+                "login`; nearest: WANDB_MODE=offline in the environment"
+            ) from error
+
+    @staticmethod
+    def _id(directory: pathlib.Path, resume_step: int) -> str:
+        """Returns the stored id; a new run makes a new one."""
+        path = directory / WANDB_FOLDER / _WANDB_ID
+        if resume_step and path.is_file():
+            return path.read_text(encoding="utf-8")
+        path.parent.mkdir(exist_ok=True)
+        new = secrets.token_hex(4)
+        write_whole(path, new)
+        return new
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Logs a row; None is left out."""
+        row = {name: float(value) for name, value in values.items() if value is not None}
+        self._attempt(lambda: self._run.log(row | {"step": step}))
+
+    def close(self) -> None:
+        """Sends what is left and ends the run; a second time is fine."""
+        if self._run is not None:
+            self._attempt(self._run.finish)
+            self._run = None
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  the service of another program may fail in any way
+            line = f"wandb: {type(error).__name__}: {error}; training goes on, rows are missing there"
+            self._has_warned = _warn_once(self._has_warned, line)
+
+
+def missing(options: ObserveOptions) -> list[str]:
+    """Returns one line if the package of the chosen tracker is not installed."""
+    if options.tracker == "none" or importlib.util.find_spec(options.tracker):
+        return []
+    return [
+        f"observe.tracker: got '{options.tracker}', whose package is not installed; allowed: none, or "
+        f"{options.tracker} with the extra '{options.tracker}'; nearest: pip install {options.tracker}"
+    ]
 
 
 def check(directory: str | os.PathLike[str]) -> list[str]:

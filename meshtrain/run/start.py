@@ -41,7 +41,7 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
       run: its folder; it need not exist.
       start_step: from `saved_step`. From 1 on the run resumes from its own weights, and `init_from` is not read.
     """
-    found = workdir.check(run, config) or trackers.check(run)
+    found = (workdir.check(run, config) or trackers.check(run)) + trackers.missing(config.observe)
     if start_step > config.num_steps:
         found.append(
             f"num_steps: got {config.num_steps}, and the workdir's run is at step {start_step}; allowed: at least "

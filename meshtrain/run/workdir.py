@@ -18,7 +18,7 @@ from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
 from meshtrain.launch.starting import undone
 from meshtrain.observe.folder import DEVICE_FILE, SAMPLES_FILE
-from meshtrain.observe.trackers import METRICS_FILE
+from meshtrain.observe.trackers import METRICS_FILE, WANDB_FOLDER
 from meshtrain.store.checkpoint import CHECKPOINTS
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
@@ -28,7 +28,7 @@ from meshtrain.words.paths import what_is_at
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
 _FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVICE_FILE, SAMPLES_FILE)
-_FOLDERS = (CHECKPOINTS, "tensorboard")
+_FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
 
 def check(run: pathlib.Path, config: Config) -> list[str]:

@@ -239,7 +239,10 @@ def test_linters_run_before_the_tests(machine):
         "run -m pytest -n 2 --dist loadgroup",
     ]
     slow = machine.run("test", "--slow", "-x")[2]
-    assert slow == ["run -m pytest -n 2 --dist loadgroup -m slow and not gpu_compiler -x"]
+    assert slow == [
+        f"pip {machine.root}[dev,wandb]",
+        "run -m pytest -n 2 --dist loadgroup -m slow and not gpu_compiler -x",
+    ]
 
 
 def test_what_depends_on_jax_is_there(machine):

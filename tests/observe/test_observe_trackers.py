@@ -1,11 +1,14 @@
 """metrics.jsonl and TensorBoard: whole rows, resumes, and disks that fail."""
 
 import gc
+import importlib.machinery
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import types
 from contextlib import closing
 
 import jax.numpy as jnp
@@ -202,6 +205,145 @@ def test_all_trackers_of_a_run(tmp_path):
         run.write(20, {"loss": 1.25})
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 2.5}, {"step": 20, "loss": 1.25}]
     assert [event.step for event in events(tmp_path / "tensorboard") if event.HasField("session_log")] == [11]
+
+
+class FakeWandb(types.ModuleType):
+    """Takes the place of the package; writes down its calls."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self, fails=()):
+        super().__init__("wandb")
+        self.calls, self.fails, self.__spec__ = [], fails, importlib.machinery.ModuleSpec("wandb", None)
+
+    def _called(self, call, /, **given):
+        self.calls.append((call, given))
+        if call in self.fails:
+            raise self.Error(f"no {call}")
+        return self
+
+    def init(self, **given):
+        return self._called("init", **given)
+
+    def define_metric(self, name, step_metric):
+        return self._called("define_metric", name=name, over=step_metric)
+
+    def log(self, row):
+        return self._called("log", **row)
+
+    def finish(self):
+        return self._called("finish")
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A function (names of calls that fail) -> the package's fake, in its place."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+
+    def installed(*fails):
+        monkeypatch.setitem(sys.modules, "wandb", FakeWandb(fails))
+        return sys.modules["wandb"]
+
+    return installed
+
+
+WANDB = trackers.ObserveOptions(tensorboard=False, tracker="wandb")
+
+
+def test_weights_and_biases_get_every_row(tmp_path, wandb):
+    fake = wandb()
+    (tmp_path / "config.json").write_text('{"mesh": {"data": 2}}')
+    with closing(trackers.Trackers(WANDB, tmp_path)) as run:
+        run.write(10, {"loss": np.float32(2.5), "mfu": None})
+    run.close()
+    (_, given), *rest = fake.calls
+    assert given.pop("id") == (tmp_path / "wandb" / "meshtrain-run-id").read_text()
+    config = {"mesh": {"data": 2}}
+    assert given == {
+        "project": "meshtrain", "name": tmp_path.name, "resume": "allow", "dir": tmp_path, "config": config
+    }  # fmt: skip
+    assert rest == [
+        ("define_metric", {"name": "*", "over": "step"}),
+        ("log", {"step": 10, "loss": 2.5}),
+        ("finish", {}),
+    ]
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 10, "loss": 2.5, "mfu": None}]
+
+
+def test_a_resumed_run_goes_on_and_a_new_one_is_another(tmp_path, wandb):
+    fake = wandb()
+    for resume_step in (0, 20, 0):
+        trackers.Trackers(WANDB, tmp_path, resume_step).close()
+    first, second, third = (given["id"] for name, given in fake.calls if name == "init")
+    assert first == second != third
+
+
+def test_what_the_environment_says_of_a_run_is_left_to_it(tmp_path, wandb, monkeypatch):
+    fake = wandb()
+    for name in ("PROJECT", "NAME", "RUN_ID"):
+        monkeypatch.setenv(f"WANDB_{name}", "mine")
+    trackers.Trackers(WANDB, tmp_path).close()
+    assert [fake.calls[0][1][name] for name in ("project", "name", "id")] == [None, None, None]
+
+
+def test_a_service_that_does_not_start_is_one_line(tmp_path, wandb):
+    wandb("init")
+    with pytest.raises(UserError, match=r"observe\.tracker: got 'wandb', which cannot start: no init; allowed: "):
+        trackers.Trackers(WANDB, tmp_path)
+    gc.collect()  # an open file that nobody closes would be a warning here, and warnings are errors
+
+
+def test_a_service_that_fails_later_is_one_warning(tmp_path, wandb, capsys):
+    wandb("log", "finish")
+    with closing(trackers.Trackers(WANDB, tmp_path)) as run:
+        for step in range(3):
+            run.write(step, {"loss": 1.0})
+    assert capsys.readouterr().err.count("WARNING: wandb: Error: no log; training goes on") == 1
+    assert len(rows(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_a_package_that_is_missing_is_one_line_and_only_where_it_is_chosen(monkeypatch, wandb):
+    wandb()
+    assert trackers.missing(WANDB) == []
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert trackers.missing(trackers.ObserveOptions()) == []
+    assert trackers.missing(WANDB) == [
+        "observe.tracker: got 'wandb', whose package is not installed; allowed: none, or wandb with the extra 'wandb'; "
+        "nearest: pip install wandb"
+    ]
+
+
+OFFLINE = """
+import sys, time
+from meshtrain.observe.trackers import ObserveOptions, Trackers
+for start, steps in ((0, (10, 20, 30)), (20, (30, 40))):
+    run = Trackers(ObserveOptions(tensorboard=False, tracker="wandb"), sys.argv[1], start)
+    for step in steps:
+        run.write(step, {"loss": step / 16, "mfu": None})
+    run.close()
+    time.sleep(1.1)  # the folder of a start is named by the second
+"""
+
+
+@pytest.mark.slow
+def test_the_package_itself_writes_rows_without_a_network(tmp_path):
+    """Needs the extra wandb, which `scripts/test --slow` installs."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    command = [sys.executable, "-W", "error", "-c", OFFLINE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    own_id = (tmp_path / "wandb" / "meshtrain-run-id").read_text()
+    first, second = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    assert own_id in first.name
+    assert own_id in second.name, "one run, continued"
+    for path, steps in ((first, (10, 20, 30)), (second, (30, 40))):
+        content = path.read_bytes()
+        # A row is a protocol buffer: names and values, the values as JSON.
+        assert {int(step) for step in re.findall(rb"\x04step.{0,3}?\x02(\d\d)", content)} == set(steps)
+        assert all(str(step / 16).encode() in content for step in steps)
 
 
 def test_tensorboard_is_an_option(tmp_path):

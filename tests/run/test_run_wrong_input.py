@@ -88,6 +88,15 @@ def test_token_ids_past_the_vocabulary(refused, tmp_path):
     assert "holds id 257 at token 257; allowed: ids below model.vocab_size, 257; nearest: set it to 300" in line
 
 
+def test_a_tracker_that_is_not_there(refused, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    [line] = refused(tmp_path / "run", "observe.tracker=wandb")
+    assert line.startswith("observe.tracker: got 'wandb', whose package is not installed; allowed: none, or wandb with")
+    [line] = refused(tmp_path / "run", "observe.tracker=wand")
+    assert line == "observe.tracker: got 'wand'; allowed: none, wandb; did you mean 'wandb'?"
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("directory", ["file", "file/below", "/proc/run"])
 def test_a_workdir_that_is_not_writable(refused, tmp_path, directory):
     (tmp_path / "file").write_text("in the way")
