@@ -177,9 +177,9 @@ def main(argv: Sequence[str]) -> int:
       UserError: a wrong flag, configuration, checkpoint, or data.
     """
     arguments, config = _arguments(argv)
-    assembly = assembled(config, arguments)
+    assembly = assembled(config, arguments.workdir, arguments.step)
     scored = opened(assembly, arguments.overrides)  # before anything is compiled
-    weights = restored(assembly, arguments)
+    weights = restored(assembly, arguments.workdir, arguments.step)
     found, total = evaluated(weights, scored)
     if not peers.is_main_process():
         return 0

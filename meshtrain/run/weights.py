@@ -1,7 +1,7 @@
 """The weights of a run that is there, on this machine's devices, for commands that only compute with them."""
 
-import argparse
 import dataclasses
+from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain.assemble import Assembly, assemble, stored_params
@@ -27,12 +27,13 @@ class Weights(NamedTuple):
     step: int
 
 
-def assembled(config: Config, arguments: argparse.Namespace) -> Assembly:
+def assembled(config: Config, workdir: Path, step: int | None) -> Assembly:
     """Returns the assembly of a run's configuration on the devices of this machine; reads no weights, compiles nothing.
 
     Args:
       config: of the run in the workdir, overrides included.
-      arguments: with `workdir` (a Path) and `step` (None: the newest).
+      workdir: the run's folder.
+      step: of the checkpoint; None: the newest.
 
     Raises:
       UserError: the configuration does not fit the devices, or there is no such checkpoint.
@@ -41,9 +42,9 @@ def assembled(config: Config, arguments: argparse.Namespace) -> Assembly:
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
     problems = check(config, shape)
     try:
-        with find(arguments.workdir) as checkpoints:
-            if arguments.step is not None:
-                checkpoints.refuse_unknown(arguments.step)
+        with find(workdir) as checkpoints:
+            if step is not None:
+                checkpoints.refuse_unknown(step)
     except UserError as error:
         problems += error.problems
     if problems:
@@ -51,11 +52,11 @@ def assembled(config: Config, arguments: argparse.Namespace) -> Assembly:
     return assemble(config, shape, devices)
 
 
-def restored(assembly: Assembly, arguments: argparse.Namespace) -> Weights:
-    """Returns the weights of the checkpoint that the arguments name, see `assembled`.
+def restored(assembly: Assembly, workdir: Path, step: int | None) -> Weights:
+    """Returns the weights of a checkpoint; for the arguments see `assembled`.
 
     Raises:
       UserError: the checkpoint is damaged, or of another model.
     """
-    kept, step = restore_params_of(arguments.workdir, arguments.step, assembly.kept_state.params)
-    return Weights(assembly, stored_params(assembly, kept), step)
+    kept, found = restore_params_of(workdir, step, assembly.kept_state.params)
+    return Weights(assembly, stored_params(assembly, kept), found)

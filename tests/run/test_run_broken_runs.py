@@ -197,6 +197,11 @@ PROGRAMS = {
         ["--temperature=inf"], ["--temperature=-1"], ["--temperature=x"], ["--prompt="], ["--prompt=\udcff"],
         ["--promt=x"], ["--workdir=words.txt"], ["--config.seed=-1", "--num-tokens=0"],
     ],
+    "evaluate": [
+        ["--workdir=run"], ["--step=x"], ["--step=-1"], ["--step"], ["--json=x"], ["--jsn"], ["stray"],
+        ["--workdir=words.txt"], ["--workdir=pipe"], ["--config.seed=-1", "--step=-1"], ["--config=small.py"],
+        ["--config.data.path=words.txt"],
+    ],
     "explain": [["x"], ["--draw"], ["--draw=nowhere/x.png"], ["--draw=x.zzz"], ["--draw=pipe"], ["--drw=x"]],
     "config.__main__": [["x"], ["--zz"], ["--config.seed=x"], ["--config.sed=1"]],
     "data.prepare": [

@@ -67,6 +67,11 @@ def test_packed_texts_are_as_probable_as_alone(scored):
     wanted = [plainly(assembly, params, *pair) for pair in TEXTS]
     np.testing.assert_allclose([one.log_probability for one in found], [total for total, _ in wanted], rtol=1e-5)
     assert [one.is_greedy for one in found] == [is_greedy for _, is_greedy in wanted]
+    for batch in calls:
+        starts = np.diff(batch["segment_ids"], axis=1, prepend=0) > 0
+        counted = np.diff(batch["positions"], axis=1, prepend=-1)
+        assert (batch["positions"][starts] == 0).all()
+        assert (counted[~starts & (batch["segment_ids"] > 0)] == 1).all()
     assert len(calls) == 2, "seventeen windows, one in each row, would be three batches"
     likelihoods.likelihoods(assembly, score, params, TEXTS[:1])
     assert score._cache_size() == 1, "other texts compile nothing"
