@@ -40,7 +40,15 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "another model, or another shape of its arrays": ("task", "model"),
-    "other sequences in a step": ("seed", "batch_size", "sequence_length", "data.packing"),
+    "other sequences in a step": (
+        "seed",
+        "batch_size",
+        "sequence_length",
+        "data.packing",
+        "data.numbers_below",
+        "data.num_held_out",
+        "data.spelling",
+    ),
     "other gradients": ("precision", "loss_scale"),
     "other updates": ("optimizer", "learning_rate"),
     "where the weights came from: config.json is the record of it": ("init_from",),

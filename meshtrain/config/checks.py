@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtrain.config.fields import Config
-from meshtrain.data.sources import IMAGES, SOURCES, TOKENS, DataOptions
+from meshtrain.data.sources import BEGIN_ID, IMAGES, PAIRS, SOURCES, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout import fit, zero
 from meshtrain.layout.partition import num_parts
-from meshtrain.layout.rules import Rules
+from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.optim import trainable
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
@@ -36,6 +37,40 @@ def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
         *vocabulary(config.model, config.data),
         *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"]),
     ]
+
+
+def seq2seq(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each way in which an encoder-decoder's options contradict each other, the data or the mesh.
+
+    Args:
+      config: with `Seq2SeqOptions` as its model, each field within its own bounds.
+      mesh_shape: the size of each mesh axis.
+    """
+    options, found = config.model, sources(config, PAIRS, "pairs of a source and a target")
+    if options.source_length:
+        rules = default_rules(config.layout)
+        found += sequence(options.source_length, rules, mesh_shape, name="model.source_length")
+    found += [
+        *transformer(options, config.precision),
+        *remat.check(config.remat, options.num_layers, mesh_shape["pipeline"]),
+        *remat.check(config.remat, options.num_encoder_layers, 1, name="model.num_encoder_layers"),
+    ]
+    if options.positions == "sinusoidal" and options.embed_dim % 2:
+        found.append(
+            f"model.embed_dim: got {options.embed_dim}; allowed: an even number with sinusoidal positions; nearest: "
+            f"{options.embed_dim + 1}"
+        )
+    if config.data.source in PAIRS and options.begin_id != BEGIN_ID:
+        found.append(
+            f"model.begin_id: got {options.begin_id}; allowed with data.source={config.data.source}: {BEGIN_ID}, with "
+            f"which its targets begin; nearest: {BEGIN_ID}"
+        )
+    elif options.begin_id >= options.vocab_size:
+        found.append(
+            f"model.begin_id: got {options.begin_id}; allowed: a token, below model.vocab_size = {options.vocab_size}; "
+            f"nearest: {options.vocab_size - 1}"
+        )
+    return found
 
 
 def convnet(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -87,13 +122,34 @@ def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length:
       precision: the dtype that attention computes in.
       sequence_length: in tokens.
     """
-    found = []
+    found = transformer(options, precision)
     heads, kv_heads = options.num_heads, options.num_kv_heads
     if heads % kv_heads:
         found.append(
             f"model.num_kv_heads: got {kv_heads}; allowed: a divisor of model.num_heads = {heads}; "
             f"nearest: {nearest_divisor(heads, kv_heads)}"
         )
+    if options.positions == "learned" and 0 < options.max_positions < sequence_length:
+        found.append(
+            f"sequence_length: got {sequence_length}; allowed: at most model.max_positions = {options.max_positions} "
+            f"with learned positions; nearest: {options.max_positions}"
+        )
+    if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
+        found.append(
+            f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
+            f"rope_high; nearest: 1.0, 4.0"
+        )
+    return found
+
+
+def transformer(options: DecoderOptions | Seq2SeqOptions, precision: PrecisionOptions) -> list[str]:
+    """Returns one line for each contradiction inside the options that decoder and encoder-decoder share.
+
+    Args:
+      options: each within its own bounds.
+      precision: the dtype that attention computes in.
+    """
+    found, heads = [], options.num_heads
     if not options.head_dim and options.embed_dim % heads:
         found.append(
             f"model.embed_dim: got {options.embed_dim}; allowed: a multiple of model.num_heads = {heads}, or a "
@@ -105,18 +161,8 @@ def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length:
             f"model.head_dim: got {width}{'' if options.head_dim else ' (embed_dim / num_heads)'}; "
             f"allowed: an even number with rotary positions; nearest: {width + 1}"
         )
-    if options.positions == "learned" and 0 < options.max_positions < sequence_length:
-        found.append(
-            f"sequence_length: got {sequence_length}; allowed: at most model.max_positions = {options.max_positions} "
-            f"with learned positions; nearest: {options.max_positions}"
-        )
     if options.dropout_rate >= 1:
         found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
-    if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
-        found.append(
-            f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
-            f"rope_high; nearest: 1.0, 4.0"
-        )
     if options.attention == "cudnn" and compute_name(precision) == "float32":
         found.append(
             "model.attention: got cudnn computing in float32; allowed: cudnn with a 16-bit policy; nearest: "
@@ -160,22 +206,25 @@ def batch(batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_micr
     ]
 
 
-def sequence(sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+def sequence(
+    sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int], name: str = "sequence_length"
+) -> list[str]:
     """Returns one line for each rule that splits the sequence of an activation into unequal shards.
 
     Args:
       sequence_length: in tokens.
       rules: the axes that split `sequence`, and between layers `residual_sequence`, count.
       mesh_shape: the size of each mesh axis.
+      name: the option that holds the length.
     """
     found = []
-    for name in ("sequence", "residual_sequence"):
-        axes = rules.activations[name] if name in rules.activations else ()
+    for rule in ("sequence", "residual_sequence"):
+        axes = rules.activations[rule] if rule in rules.activations else ()
         parts = num_parts(axes, mesh_shape)
         if sequence_length % parts:
             over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
             found.append(
-                f"sequence_length: got {sequence_length}; allowed: a multiple of {parts}, as rule '{name}' splits it "
+                f"{name}: got {sequence_length}; allowed: a multiple of {parts}, as rule '{rule}' splits it "
                 f"over {over}; nearest: {nearest_multiple(sequence_length, parts)}"
             )
     return found

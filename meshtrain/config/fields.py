@@ -27,7 +27,8 @@ from meshtrain.words.options import option
 class Config:
     """All options of a run.
 
-    `model` is the options dataclass of the task: `DecoderOptions` for the decoder, `ConvnetOptions` for the convnet.
+    `model` is the options dataclass of the task: `DecoderOptions` for the decoder, `Seq2SeqOptions` for seq2seq,
+    `ConvnetOptions` for the convnet.
     """
 
     seed: int = option(0, "seed of all random numbers: weights, data order, dropout", minimum=0)
@@ -44,7 +45,8 @@ class Config:
     watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
     init_from: str = option("", "workdir or checkpoints of another run, from whose weights this one starts; '': none")
     task: str = option(
-        "decoder", "what is trained: decoder, convnet, or package.module:function of one's own; its options are `model`"
+        "decoder",
+        "what is trained: decoder, seq2seq, convnet, or package.module:function of one's own; its options are `model`",
     )
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)

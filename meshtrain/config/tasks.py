@@ -15,10 +15,11 @@ from meshtrain.config import checks
 from meshtrain.config.fields import Config
 from meshtrain.layout.placement import Placement
 from meshtrain.models import convnet as convnets
-from meshtrain.models import decoder_task
+from meshtrain.models import decoder_task, seq2seq_task
 from meshtrain.models.abstract import named_params
 from meshtrain.models.convnet import ConvnetOptions
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import Task
 from meshtrain.step.precision import compute_dtype, output_dtype
 from meshtrain.words import named
@@ -55,6 +56,23 @@ decoder.options = DecoderOptions  # type: ignore[attr-defined]
 decoder.check = checks.decoder  # type: ignore[attr-defined]
 
 
+def seq2seq(config: Config, placement: Placement) -> Task:
+    """Returns the encoder-decoder that a configuration describes; its options are `Seq2SeqOptions`."""
+    return seq2seq_task.seq2seq(
+        config.model,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        dtype=compute_dtype(config.precision),
+        output_dtype=output_dtype(config.precision),
+        remat=config.remat,
+        placement=placement,
+    )
+
+
+seq2seq.options = Seq2SeqOptions  # type: ignore[attr-defined]
+seq2seq.check = checks.seq2seq  # type: ignore[attr-defined]
+
+
 def convnet(config: Config, placement: Placement) -> Task:
     """Returns the convolutional classifier that a configuration describes; its options are `ConvnetOptions`."""
     return convnets.convnet(
@@ -65,7 +83,7 @@ def convnet(config: Config, placement: Placement) -> Task:
 convnet.options = ConvnetOptions  # type: ignore[attr-defined]
 convnet.check = checks.convnet  # type: ignore[attr-defined]
 
-TASKS: Mapping[str, Any] = {"decoder": decoder, "convnet": convnet}
+TASKS: Mapping[str, Any] = {"decoder": decoder, "seq2seq": seq2seq, "convnet": convnet}
 
 
 def find(name: str) -> NamedTask:

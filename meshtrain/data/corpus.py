@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from meshtrain.data import numbers
 from meshtrain.data.packing import Examples, TokenStream, pack
-from meshtrain.data.sources import DataOptions, check, is_own
+from meshtrain.data.sources import PAIRS, DataOptions, check, is_own
 from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES, SyntheticExamples
 from meshtrain.data.text import find_files, read_documents, share, standard_library, tokens_as_text
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
@@ -65,6 +66,8 @@ def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
     """
     if options.source == "synthetic":
         return number_tokenizer(vocab_size)
+    if options.source in PAIRS:
+        return numbers.tokenizer(options.spelling)
     if is_own(options):
         raise UserError(
             f"data.source: got '{options.source}', which brings no tokenizer; allowed here: python, text, tokens, "
@@ -91,6 +94,8 @@ def vocabulary_of(options: DataOptions) -> int:
         )
     if options.source == "synthetic":
         return byte_tokenizer().vocab_size
+    if options.source in PAIRS:
+        return numbers.tokenizer(options.spelling).vocab_size
     if options.source == "tokens":
         files, problems = find_files(options.path)
         if problems:

@@ -14,7 +14,10 @@ from meshtrain.words.options import option
 
 TOKENS = ("python", "text", "tokens", "synthetic")  # sources of packed tokens, for the decoder
 IMAGES = ("digits", "idx")
-SOURCES = (*TOKENS, *IMAGES)
+PAIRS, BEGIN_ID = ("numbers",), 0  # of a source and a target, for the encoder-decoder; what a target begins with
+SOURCES = (*TOKENS, *IMAGES, *PAIRS)
+SPELLINGS = ("digits", "english")
+NUMBERS = {"source": PAIRS}
 PACKINGS = ("stream", "first_fit")
 DOCUMENTS = {"source": ("python", "text")}  # documents go through data.tokenizer
 READ_BY_FILE = ("text", "tokens")  # each file can be evaluated by itself
@@ -29,8 +32,8 @@ class DataOptions:
     source: str = option(
         "python",
         "python (source of the running Python's standard library), text (files), tokens (prepared .bin), synthetic, "
-        "digits (handwritten, 8 x 8 pixels), idx (images in files like MNIST's), or package.module:function of one's "
-        "own, see data/own.py",
+        "digits (handwritten, 8 x 8 pixels), idx (images in files like MNIST's), numbers (to be written in words), or "
+        "package.module:function of one's own, see data/own.py",
     )
     path: str = option(
         "",
@@ -58,6 +61,16 @@ class DataOptions:
     validation_fraction: float = option(
         0.05, "share of the data kept for validation, 0 to below 1", minimum=0, only_for=SPLIT
     )
+    numbers_below: int = option(
+        1000, "numbers 0 .. this minus 1 are written in words", minimum=10, maximum=1_000_000, only_for=NUMBERS
+    )
+    num_held_out: int = option(
+        0, "numbers kept for validation; 0: a tenth of them, at most 1,000", minimum=0, only_for=NUMBERS
+    )
+    spelling: str = option(
+        "digits", "how a number is written: digits (four zero seven) or english (four hundred and seven)",
+        choices=SPELLINGS, only_for=NUMBERS,
+    )  # fmt: skip
     num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
 
@@ -115,6 +128,11 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
     if options.validation_fraction >= 1:
         problems.append(
             f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"
+        )
+    if options.source in PAIRS and options.num_held_out >= options.numbers_below:
+        problems.append(
+            f"data.num_held_out: got {options.num_held_out}; allowed: below data.numbers_below = "
+            f"{options.numbers_below}; nearest: {options.numbers_below // 10}"
         )
     if not reads_data:
         return problems

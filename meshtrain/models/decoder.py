@@ -197,16 +197,34 @@ class Head(nn.Module):
 
 
 def layer_stack(
-    options: DecoderOptions, num_layers: int, placement: Placement, dtype: DTypeLike, train: bool, remat: str
+    options: Any,
+    num_layers: int,
+    placement: Placement,
+    dtype: DTypeLike,
+    train: bool,
+    remat: str,
+    layer: Any = Layer,
+    num_given: int = 4,
 ) -> Any:
-    """Returns a stack of `num_layers` layers as one scanned Linen module."""
+    """Returns a stack of `num_layers` layers as one scanned Linen module.
+
+    Args:
+      options: the model's shape, for `layer`.
+      num_layers: how many.
+      placement: where activations and gathered weights live.
+      dtype: of the activations.
+      train: whether to apply dropout.
+      remat: one of the choices of `RematOptions.policy`.
+      layer: the class of a layer, with the fields and arguments of `Layer`.
+      num_given: how many arguments a layer takes after its index; all layers get the same.
+    """
     policy = checkpoint_policy(remat, placement)
-    layer: Any = nn.remat(Layer, policy=policy, prevent_cse=False) if policy is not None else Layer
+    layer = nn.remat(layer, policy=policy, prevent_cse=False) if policy is not None else layer
     stack = nn.scan(
         layer,
         variable_axes={"params": 0, CACHE: 0, NEW: 0},
         split_rngs={"params": True},
-        in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+        in_axes=(0, *(nn.broadcast,) * num_given),
         length=num_layers,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
@@ -214,7 +232,7 @@ def layer_stack(
 
 
 def run_layers(
-    options: DecoderOptions,
+    options: Any,
     layers: Any,
     x: jax.Array,
     indices: jax.Array,
@@ -223,26 +241,28 @@ def run_layers(
     dtype: DTypeLike,
     train: bool,
     remat: RematOptions,
+    layer: Any = Layer,
 ) -> jax.Array:
     """Returns the activations after K layers, [b, T, D].
 
     Args:
-      options: the model's shape.
+      options: the model's shape, for `layer`.
       layers: parameters, each leaf [K, ...].
       x: [b, T, D].
       indices: int32 [K], of the layers in the whole model.
-      given: further arguments of each layer: keys, angles, documents.
+      given: further arguments of each layer, for the decoder's: keys, angles, documents, slots.
       placement: where activations and gathered weights live.
       dtype: of the activations.
       train: whether to apply dropout and `remat`.
       remat: what the backward pass recomputes. `every` has to divide K.
+      layer: the class of a layer, with the fields and arguments of `Layer`.
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
 
     def run(x: jax.Array, some: tuple[Any, jax.Array], policy: str) -> jax.Array:
         layers, indices = some
-        stack = layer_stack(options, indices.shape[0], placement, dtype, train, policy)
-        y: jax.Array = stack.apply({"params": layers}, x, indices, *given, None)[0]
+        stack = layer_stack(options, indices.shape[0], placement, dtype, train, policy, layer, len(given))
+        y: jax.Array = stack.apply({"params": layers}, x, indices, *given)[0]
         return y
 
     def group(x: jax.Array, some: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:

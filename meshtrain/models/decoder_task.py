@@ -113,7 +113,7 @@ class Decoder:
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
-        given = (sequence_keys(rng, batch), angles, documents)
+        given = (sequence_keys(rng, batch), angles, documents, None)
         return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat), None
 
     def cast(self, layers: Params) -> Params:

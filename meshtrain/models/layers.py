@@ -69,7 +69,7 @@ class Norm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Column-parallel up, row-parallel down: GELU (Hendrycks and Gimpel 2016) or SwiGLU (Shazeer 2020).
+    """Column-parallel up, row-parallel down: ReLU, GELU (Hendrycks and Gimpel 2016) or SwiGLU (Shazeer 2020).
 
     [b, T, D] -> [b, T, D] through [b, T, F], whose last dim is sharded over the tensor axis.
     """
@@ -96,6 +96,8 @@ class Mlp(nn.Module):
         if self.activation == "swiglu":
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
             hidden = jax.nn.silu(x @ gate) * hidden
+        elif self.activation == "relu":
+            hidden = jax.nn.relu(hidden)
         else:
             hidden = jax.nn.gelu(hidden, approximate=True)
         result = place.activation(hidden, ("batch", "sequence", "mlp")) @ down

@@ -82,13 +82,14 @@ def _all_but(chosen: Callable[..., bool]) -> Callable[..., bool]:
     return lambda primitive, *_, **params: not chosen(primitive, params)
 
 
-def check(options: RematOptions, num_layers: int, num_stages: int) -> list[str]:
+def check(options: RematOptions, num_layers: int, num_stages: int, name: str = "model.num_layers") -> list[str]:
     """Returns one line for each reason why `remat.every` does not fit the model or the mesh.
 
     Args:
       options: each field within its own bounds.
       num_layers: layers of the whole model.
       num_stages: stages of the pipeline, 1 for none.
+      name: the option that holds the number of layers.
     """
     if options.every == 1:
         return []
@@ -99,7 +100,5 @@ def check(options: RematOptions, num_layers: int, num_stages: int) -> list[str]:
         ]
     if num_layers % options.every:
         near = nearest_divisor(num_layers, options.every)
-        return [
-            f"remat.every: got {options.every}; allowed: a divisor of model.num_layers = {num_layers}; nearest: {near}"
-        ]
+        return [f"remat.every: got {options.every}; allowed: a divisor of {name} = {num_layers}; nearest: {near}"]
     return []

@@ -4,8 +4,9 @@ from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus, open_corpus
 from meshtrain.data.images import open_images
 from meshtrain.data.loader import example_problems
+from meshtrain.data.numbers import open_numbers
 from meshtrain.data.own import Data, MakeData, opened
-from meshtrain.data.sources import IMAGES, SOURCES, is_own
+from meshtrain.data.sources import IMAGES, PAIRS, SOURCES, is_own
 from meshtrain.models.task import Task, entries, limits
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
@@ -29,6 +30,8 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
         make_data = named.function("data.source", config.data.source, SOURCES)
     if make_data is not None:
         return opened(make_data(config), batch, limits(task), config.num_eval_batches)
+    if config.data.source in PAIRS:
+        return opened(_pairs(config, task), batch, limits(task), config.num_eval_batches)
     if config.data.source in IMAGES:
         size = batch["images"].shape[1:] if "images" in batch else ()
         num_classes = batch["labels"].below if "labels" in batch else 0
@@ -49,3 +52,15 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     if problems := example_problems(corpus.train[0], batch, limits(task), where):
         raise UserError(*problems)
     return corpus
+
+
+def _pairs(config: Config, task: Task) -> Data:
+    sides = ("source_tokens", "tokens")
+    if missing := [name for name in sides if name not in task.batch]:
+        raise UserError(
+            f"data.source: got {config.data.source}, pairs of a source and a target, with a task whose batch has no "
+            f"'{missing[0]}'; allowed: a task whose batch has {' and '.join(sides)}; nearest: task=seq2seq"
+        )
+    source_length, target_length = (task.batch[name].shape[1] for name in sides)
+    vocab_size = task.vocab_size or ANY_VOCABULARY
+    return open_numbers(config.data, source_length=source_length, target_length=target_length, vocab_size=vocab_size)

@@ -1,0 +1,188 @@
+"""Numbers in digits -> numbers in words, as pairs for an encoder-decoder: "407" -> "four zero seven".
+
+Sources and targets share one vocabulary: the end token, which also begins a target; the ten digits; the words.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from meshtrain.data.own import Data
+from meshtrain.data.pairs import PairExamples, packed
+from meshtrain.data.sources import BEGIN_ID, DataOptions
+from meshtrain.data.tokenize import Tokenizer
+from meshtrain.words.errors import UserError, nearest
+
+END_ID = BEGIN_ID
+SPECIAL, DIGITS = "<end>", tuple("0123456789")
+UNITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TEENS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+HUNDRED, THOUSAND, AND = "hundred", "thousand", "and"
+WORDS = {"digits": UNITS, "english": (*UNITS, *TEENS, *TENS, HUNDRED, THOUSAND, AND)}
+MOST_HELD_OUT = 1000
+
+
+def spelled(number: int, spelling: str) -> list[str]:
+    """Returns a number in words.
+
+    >>> spelled(407, "digits"), spelled(407, "english")
+    (['four', 'zero', 'seven'], ['four', 'hundred', 'and', 'seven'])
+    >>> " ".join(spelled(21_013, "english"))
+    'twenty one thousand and thirteen'
+
+    Args:
+      number: 0 to 999,999.
+      spelling: `digits`, a word for each digit, or `english`, as it is spoken in Britain.
+    """
+    if spelling == "digits":
+        return [UNITS[int(digit)] for digit in str(number)]
+    thousands, rest = divmod(number, 1000)
+    if not thousands:
+        return _below_thousand(rest)
+    words = [*_below_thousand(thousands), THOUSAND]
+    if rest:
+        words += [*([AND] if rest < 100 else []), *_below_thousand(rest)]
+    return words
+
+
+def _below_thousand(number: int) -> list[str]:
+    hundreds, rest = divmod(number, 100)
+    words = [UNITS[hundreds], HUNDRED] if hundreds else []
+    if hundreds and not rest:
+        return words
+    words += [AND] if hundreds else []
+    if rest < 20:
+        return [*words, (*UNITS, *TEENS)[rest]]
+    return [*words, TENS[rest // 10 - 2], *([UNITS[rest % 10]] if rest % 10 else [])]
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberPairs:
+    """Pair i is (ids of the digits, ids of the words) of `numbers[i]`. They are made when they are read."""
+
+    numbers: np.ndarray
+    spelling: str
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
+        ids, number = ids_of(self.spelling), int(self.numbers[index])
+        return [ids[digit] for digit in str(number)], [ids[word] for word in spelled(number, self.spelling)]
+
+    def lengths(self) -> np.ndarray:
+        """Returns the tokens of each source, and of each target with its end, int64 [pairs, 2]."""
+        num_digits = 1 + np.sum(self.numbers[:, None] >= 10 ** np.arange(1, 6), axis=1)
+        if self.spelling == "digits":
+            return np.stack([num_digits, num_digits + 1], axis=1)
+        below = np.asarray([len(_below_thousand(number)) for number in range(1000)])
+        thousands, rest = np.divmod(self.numbers, 1000)
+        after = np.where(rest > 0, below[rest] + (rest < 100), 0)
+        num_words = np.where(thousands > 0, below[thousands] + 1 + after, below[rest])
+        return np.stack([num_digits, num_words + 1], axis=1)
+
+
+def ids_of(spelling: str) -> dict[str, int]:
+    """Returns token -> id of a spelling's vocabulary."""
+    return {token: number for number, token in enumerate((SPECIAL, *DIGITS, *WORDS[spelling]))}
+
+
+def tokenizer(spelling: str) -> Tokenizer:
+    """Returns the tokenizer of numbers: digits, and words with spaces between, to ids and back."""
+    ids = ids_of(spelling)
+    tokens = list(ids)
+
+    def encode(text: str) -> list[int]:
+        found = []
+        for word in text.split():
+            parts = list(word) if re.fullmatch("[0-9]+", word) else [word]
+            if word == SPECIAL or parts[0] not in ids:
+                known = (*DIGITS, *WORDS[spelling])
+                raise UserError(
+                    f"prompt: got '{word}'; allowed with data.source=numbers: digits 0 to 9, or words from "
+                    f"{UNITS[0]} to {known[-1]}{nearest(word, known) or '; nearest: 407'}"
+                )
+            found += [ids[part] for part in parts]
+        return found
+
+    def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(encode(text), np.uint16) for text in texts]
+
+    def decode(given: Iterable[int]) -> str:
+        words = [tokens[int(one)] for one in given if 0 <= one < len(tokens) and one != END_ID]
+        return re.sub(r"(?<=\d) (?=\d)", "", " ".join(words))
+
+    return Tokenizer(f"numbers in {spelling}", len(ids), END_ID, encode_documents, encode, decode)
+
+
+def num_held_out(options: DataOptions) -> int:
+    """Returns how many numbers are kept for validation."""
+    return options.num_held_out or min(options.numbers_below // 10, MOST_HELD_OUT)
+
+
+def split(options: DataOptions) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers to train on and those held out, int64: the ones with the smallest hash are held out.
+
+    Both are in the order of their hashes, so that neighbours in a row of pairs are unrelated.
+    """
+    numbers = np.arange(options.numbers_below, dtype=np.int64)
+    by_hash = numbers[np.argsort(_hashes(numbers), kind="stable")]
+    return by_hash[num_held_out(options) :], by_hash[: num_held_out(options)]
+
+
+def _hashes(numbers: np.ndarray) -> np.ndarray:
+    """Returns 64-bit hashes: the output function of SplitMix64 (Steele et al. 2014), of each number's state."""
+    z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def open_numbers(options: DataOptions, *, source_length: int, target_length: int, vocab_size: int) -> Data:
+    """Returns the numbers below `options.numbers_below` as packed pairs.
+
+    Args:
+      options: `numbers_below`, `num_held_out` and `spelling`.
+      source_length: S, tokens of sources in an example.
+      target_length: T, tokens of targets.
+      vocab_size: the model's, which every id must be below.
+
+    Raises:
+      UserError: a line for each size that is too small.
+    """
+    text, (train, validation) = tokenizer(options.spelling), split(options)
+    splits = [NumberPairs(numbers, options.spelling) for numbers in (train, validation)]
+    most_source, most_target = np.max([pairs.lengths().max(axis=0) for pairs in splits], axis=0)
+    problems = [
+        f"{key}: got {got}; allowed for numbers below {options.numbers_below:,} in {options.spelling}: at least "
+        f"{least}, {what}; nearest: {least}"
+        for key, got, least, what in (
+            ("model.source_length", source_length, most_source, "the digits of the longest"),
+            ("sequence_length", target_length, most_target, "the words of the longest and an end"),
+            ("model.vocab_size", vocab_size, text.vocab_size, "the end, the digits and the words"),
+        )
+        if got < least
+    ]
+    if problems:
+        raise UserError(*problems)
+    examples = [
+        packed(pairs, source_length=source_length, target_length=target_length, lengths=pairs.lengths())
+        for pairs in splits
+    ]
+    said = f"{options.numbers_below} {len(validation)} {options.spelling} {source_length} {target_length}"
+    return Data(
+        train=examples[0],
+        validation=examples[1],
+        fingerprint=hashlib.sha256(f"numbers {said}".encode()).hexdigest(),
+        summary=_summary(options, splits, examples),
+        text=text,
+    )
+
+
+def _summary(options: DataOptions, splits: list[NumberPairs], examples: list[PairExamples]) -> str:
+    pairs, rows = (" + ".join(f"{len(part):,}" for part in parts) for parts in (splits, examples))
+    return f"numbers below {options.numbers_below:,} in {options.spelling}: {pairs} pairs in {rows} sequences"

@@ -1,0 +1,142 @@
+"""Pairs of a source and a target, such as a sentence and its translation, packed into examples of fixed lengths.
+
+Shapes: S tokens of sources in an example, T tokens of targets, P pairs, R rows.
+
+An example is a dict of arrays. For the decoder it has tokens, targets, segment_ids, positions (int32 [T]) and weights
+(float32 [T]: 1 where the target counts, else 0). For the encoder it has source_tokens, source_segment_ids,
+source_positions (int32 [S]). The segment ids of a pair are the same on both sides; they count from 1, and 0 is padding.
+Positions count from 0 in each segment.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from meshtrain.words.errors import Problems, UserError
+
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of the source and of the target, without begin and end
+Example = dict[str, np.ndarray]
+
+
+class Pairs(Protocol):
+    """Pairs by number, such as a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Pair: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PairExamples:
+    """Example i is row i of whole pairs.
+
+    The decoder reads the begin token and the target, and predicts the target and the end token.
+
+    Attributes:
+      pairs: by number.
+      row_starts: int64 [R + 1]: row r holds the pairs row_starts[r] .. row_starts[r + 1].
+      source_length: S.
+      target_length: T.
+      begin_id: the token that the decoder reads first.
+      end_id: the token that ends a target.
+    """
+
+    pairs: Pairs
+    row_starts: np.ndarray
+    source_length: int
+    target_length: int
+    begin_id: int
+    end_id: int
+
+    def __len__(self) -> int:
+        return len(self.row_starts) - 1
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        source_names = ("source_tokens", "source_segment_ids", "source_positions")
+        row = {name: np.zeros(self.source_length, np.int32) for name in source_names}
+        for name in ("tokens", "targets", "segment_ids", "positions"):
+            row[name] = np.zeros(self.target_length, np.int32)
+        row["weights"] = np.zeros(self.target_length, np.float32)
+        source_start = target_start = 0
+        first, last = int(self.row_starts[index]), int(self.row_starts[index + 1])
+        for segment, number in enumerate(range(first, last), start=1):
+            source, target = self.pairs[number]
+            place = slice(source_start, source_start := source_start + len(source))
+            row["source_tokens"][place] = source
+            row["source_segment_ids"][place] = segment
+            row["source_positions"][place] = np.arange(len(source))
+            place = slice(target_start, target_start := target_start + len(target) + 1)
+            row["tokens"][place] = [self.begin_id, *target]
+            row["targets"][place] = [*target, self.end_id]
+            row["segment_ids"][place] = segment
+            row["positions"][place] = np.arange(len(target) + 1)
+            row["weights"][place] = 1
+        return row
+
+
+def packed(
+    pairs: Pairs,
+    *,
+    source_length: int,
+    target_length: int,
+    begin_id: int = 0,
+    end_id: int = 0,
+    lengths: np.ndarray | None = None,
+) -> PairExamples:
+    """Returns examples of whole pairs: as many to a row, in their order, as fit on both sides.
+
+    Args:
+      pairs: by number; a source has 1 to S tokens, a target 0 to T - 1, for an end token follows it.
+      source_length: S.
+      target_length: T.
+      begin_id: the token that the decoder reads first; `model.begin_id`.
+      end_id: the token that ends a target; it may be the same.
+      lengths: int [P, 2], tokens of each source and of each target with its end; None: they are counted.
+
+    Raises:
+      UserError: a line for each pair that does not fit into a row.
+    """
+    if lengths is None:
+        counted = [(len(source), len(target) + 1) for source, target in (pairs[i] for i in range(len(pairs)))]
+        lengths = np.asarray(counted, np.int64).reshape(-1, 2)
+    if problems := _too_long(lengths, (source_length, target_length)):
+        raise UserError(*problems)
+    row_starts = rows_in_order(lengths, (source_length, target_length))
+    return PairExamples(pairs, row_starts, source_length, target_length, begin_id, end_id)
+
+
+def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[str]:
+    found = Problems()
+    for number in np.flatnonzero(np.any((lengths < 1) | (lengths > capacities), axis=1)):
+        source, target = lengths[number].tolist()
+        found.add(
+            f"data: pair {number} has {source} tokens of source and {target} of target with its end; allowed: 1 to "
+            f"{capacities[0]} and 1 to {capacities[1]}; nearest: sequence_length={max(target, capacities[1])}, "
+            f"model.source_length={max(source, capacities[0])}, or a shorter pair"
+        )
+        if found.is_enough():
+            break
+    return found.lines()
+
+
+def rows_in_order(lengths: np.ndarray, capacities: Sequence[int]) -> np.ndarray:
+    """Returns where each row begins if pieces are put into rows in order, int64 [R + 1].
+
+    A row is closed where the next piece does not fit into it (next fit).
+
+    Args:
+      lengths: int [P, K], K sizes of each piece, each 1 .. its capacity.
+      capacities: what a row holds of each, K numbers.
+    """
+    assert np.all(lengths <= np.asarray(capacities)), "a piece does not fit into a row"
+    totals = np.concatenate([np.zeros((1, len(capacities)), np.int64), np.cumsum(lengths, axis=0)])
+    ends = [np.searchsorted(total, total + most, "right") - 1 for total, most in zip(totals.T, capacities, strict=True)]
+    following = np.min(ends, axis=0).tolist()
+    starts = [0]
+    while starts[-1] < len(lengths):
+        starts.append(following[starts[-1]])
+    return np.asarray(starts, np.int64)

@@ -1,0 +1,270 @@
+"""The modules of an encoder-decoder transformer: Vaswani et al. 2017, and its usual variants by configuration.
+
+b: sequences in a microbatch, T: tokens of targets in a sequence, S: tokens of sources, L: T or S, D: embed dim,
+H: head dim, V: padded vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from meshtrain.layout.placement import Placement
+from meshtrain.models.attention import Attention, Memory, Slots
+from meshtrain.models.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE, ROTARY
+from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
+from meshtrain.models.lookup import look_up
+from meshtrain.models.remat import RESIDUAL
+from meshtrain.words.options import option
+
+CROSS_SITE = MLP_SITE + 1
+SOURCE, TARGET = "source", "target"
+SINUSOID_BASE = 10000.0  # Vaswani et al. 2017, section 3.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Seq2SeqOptions:
+    """The shape of an encoder-decoder."""
+
+    num_encoder_layers: int = option(4, "layers of the encoder", minimum=1, maximum=100_000)
+    num_layers: int = option(4, "layers of the decoder", minimum=1, maximum=100_000)
+    embed_dim: int = option(128, "width of the residual stream", minimum=1, dim="embed")
+    mlp_dim: int = option(512, "inner width of the mlp", minimum=1, dim="mlp")
+    num_heads: int = option(4, "attention heads", minimum=1, dim="heads")
+    head_dim: int = option(0, "width of a head; 0 means embed_dim / num_heads", minimum=0)
+    source_length: int = option(
+        0, "tokens of sources in a sequence; 0: sequence_length, which counts those of targets", minimum=0
+    )
+    vocab_size: int = option(
+        0, "tokens in the vocabulary of sources and targets, without padding; 0: as many as the data have", minimum=0
+    )
+    vocab_multiple: int = option(
+        128, "the vocabulary is padded to a multiple of this; padding gets no probability", minimum=1, dim="vocab"
+    )
+    begin_id: int = option(0, "the token that begins a target when one is generated", minimum=0)
+    dropout_rate: float = option(
+        0.1, "dropout probability, on embeddings and on the outputs of attention and mlp", minimum=0.0
+    )
+    positions: str = option("sinusoidal", "encoding of positions", choices=("sinusoidal", "learned", "rotary"))
+    rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0, only_for=ROTARY)
+    norm: str = option("layernorm", "normalization", choices=("layernorm", "rmsnorm"))
+    norm_placement: str = option(
+        "pre", "pre: of the input of attention and mlp, and at the end; post: of each sum with the residual",
+        choices=("pre", "post"),
+    )  # fmt: skip
+    norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
+    activation: str = option("relu", "activation function of the mlp", choices=("relu", "gelu", "swiglu"))
+    tied_embeddings: bool = option(True, "sources, targets and the head share one table; false: each has its own")
+    biases: bool = option(True, "biases in projections, mlp and LayerNorm")
+    init_std: float = option(
+        0.0, "standard deviation of initial weights; 0 means embed_dim^-0.5, at which embeddings have a variance of 1",
+        minimum=0.0,
+    )  # fmt: skip
+    attention: str = option(
+        "auto",
+        "implementation of attention: xla, cudnn (GPU), splash (TPU; interpreted elsewhere, slowly), auto",
+        choices=("auto", "xla", "cudnn", "splash"),
+    )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def width_of_head(self) -> int:
+        """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def weight_std(self) -> float:
+        """The standard deviation of initial weights."""
+        return self.init_std or self.embed_dim**-0.5
+
+
+class Embedding(nn.Module):
+    """Tokens to activations: int32 [b, L] -> [b, L, D], times sqrt(D), with positions and dropout.
+
+    The tables are `table`, or `source_table` and `target_table`; and learned positions of each side.
+    """
+
+    options: Seq2SeqOptions
+    placement: Placement
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, side: str, tokens: jax.Array, positions: jax.Array, num_positions: int, keys: jax.Array, train: bool
+    ) -> jax.Array:
+        """Looks up the tokens of one side.
+
+        Args:
+          side: `source` or `target`.
+          tokens: int32 [b, L].
+          positions: int32 [b, L].
+          num_positions: rows of the table of learned positions of this side.
+          keys: one key for each sequence, keys [b].
+          train: whether to apply dropout.
+        """
+        o, place, init = self.options, self.placement, normal(self.options.weight_std)
+        name, shape = "table" if o.tied_embeddings else f"{side}_table", (o.padded_vocab_size, o.embed_dim)
+        x = look_up(weight(self, name, shape, ("vocab", "embed"), init, place, self.dtype), tokens, place)
+        if o.positions == "learned":
+            shape = (num_positions, o.embed_dim)
+            table = weight(self, f"{side}_positions", shape, ("positions", "embed"), init, place, self.dtype)
+            x = x + jnp.take(table, positions, axis=0, mode="clip")
+        x = x * math.sqrt(o.embed_dim)
+        if o.positions == "sinusoidal":
+            x = x + sinusoids(positions, o.embed_dim).astype(x.dtype)
+        x = place.activation(x, ("batch", "residual_sequence", "embed"))
+        return dropout(x, o.dropout_rate if train else 0.0, keys, EMBEDDING_SITE)
+
+
+class Layer(nn.Module):
+    """One layer: attention, attention to the memory if there is one, mlp. [b, L, D] -> [b, L, D].
+
+    With a memory (or its slots) it is a layer of the decoder, whose tokens see those before them only. Without one it
+    is a layer of the encoder, whose tokens see each other.
+    """
+
+    options: Seq2SeqOptions
+    placement: Placement
+    dtype: DTypeLike
+    train: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        layer: jax.Array,
+        keys: jax.Array,
+        angles: jax.Array | None,
+        documents: jax.Array | None,
+        slots: Slots | None,
+        memory: Memory | None = None,
+        memory_slots: Slots | None = None,
+    ) -> tuple[jax.Array, None]:
+        """Applies one layer.
+
+        Args:
+          x: [b, L, D].
+          layer: int32 scalar, the layer's index in its stack, for dropout.
+          keys: one key for each sequence, keys [b], different for encoder and decoder.
+          angles: see `Attention`.
+          documents: see `Attention`: the pair of each token.
+          slots: see `Attention`: of the tokens before.
+          memory: the encoder's output and its pairs.
+          memory_slots: see `Attention`: of the memory, where its keys and values are in a cache.
+
+        Returns:
+          The activations, and None: `nn.scan` has no outputs to stack.
+        """
+        o, in_decoder = self.options, memory is not None or memory_slots is not None
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, layer + 1)
+        # As in the decoder, what each layer adds to the residual stream shrinks with the number of additions.
+        num_added = 3 * o.num_layers if in_decoder else 2 * o.num_encoder_layers
+        std = o.weight_std
+        output_std = std / math.sqrt(num_added) if o.norm_placement == "pre" else std
+
+        def attention(name: str, causal: bool) -> Attention:
+            return Attention(
+                o.num_heads, o.num_heads, o.width_of_head, o.biases, o.attention, std, output_std, self.placement,
+                self.dtype, causal, name=name,
+            )  # fmt: skip
+
+        x = checkpoint_name(x, RESIDUAL)
+        own = attention("attention", in_decoder)
+        x = self._added("attention", lambda y: own(y, angles, documents, slots=slots), x, keys, ATTENTION_SITE)
+        if in_decoder:
+            cross = attention("cross_attention", False)
+            read = lambda y: cross(y, None, documents, memory, memory_slots)  # noqa: E731
+            x = self._added("cross_attention", read, x, keys, CROSS_SITE)
+        mlp = Mlp(o.mlp_dim, o.activation, o.biases, std, output_std, self.placement, self.dtype, name="mlp")
+        return self._added("mlp", mlp, x, keys, MLP_SITE), None
+
+    def _added(
+        self, name: str, function: Callable[[jax.Array], jax.Array], x: jax.Array, keys: jax.Array, site: int
+    ) -> jax.Array:
+        """Returns x + dropout(function(norm(x))), or norm(x + dropout(function(x))) with post-norm."""
+        o, place = self.options, self.placement
+        norm = Norm(o.norm, o.norm_epsilon, o.biases, place, name=f"{name}_norm")
+        y = norm(x) if o.norm_placement == "pre" else x
+        y = self._residual(function(place.activation(y, ("batch", "sequence", "embed"))))
+        x = x + dropout(y, o.dropout_rate if self.train else 0.0, keys, site)
+        return self._residual(norm(x) if o.norm_placement == "post" else x)
+
+    def _residual(self, x: jax.Array) -> jax.Array:
+        return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
+
+
+class End(nn.Module):
+    """The end of a stack: its last norm, which post-norm does without. [b, L, D] -> [b, L, D]."""
+
+    options: Seq2SeqOptions
+    placement: Placement
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes each position, or returns it as it is."""
+        o = self.options
+        if o.norm_placement == "pre":
+            x = Norm(o.norm, o.norm_epsilon, o.biases, self.placement, name="norm")(x)
+        return self.placement.activation(x, ("batch", "sequence", "embed"))
+
+
+class Head(nn.Module):
+    """The logits: [b, T, D] -> [b, T, V]."""
+
+    options: Seq2SeqOptions
+    placement: Placement
+    dtype: DTypeLike
+    output_dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array, table: jax.Array | None) -> jax.Array:
+        """Returns logits from the embedding `table` [V, D] (tied), or from the head's own kernel if `table` is None."""
+        o, place = self.options, self.placement
+        if table is None:
+            shape = (o.embed_dim, o.padded_vocab_size)
+            kernel = weight(self, "kernel", shape, ("embed", "vocab"), normal(o.weight_std), place, self.dtype)
+        else:
+            kernel = place.weight(table.astype(self.dtype), ("vocab", "embed")).T
+        logits = jnp.matmul(x, kernel, preferred_element_type=self.output_dtype)
+        return place.activation(logits, ("batch", "sequence", "vocab"))
+
+
+def sinusoids(positions: jax.Array, embed_dim: int) -> jax.Array:
+    """Returns the encoding of Vaswani et al. 2017, section 3.5, float32 [b, L, D].
+
+    Channel 2i is sin(position / 10000^(2i / D)), channel 2i + 1 the cosine of the same.
+
+    Args:
+      positions: int32 [b, L].
+      embed_dim: D, even.
+    """
+    angles = rotary_angles(positions, embed_dim, SINUSOID_BASE, None)
+    return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, embed_dim)
+
+
+def angles_of(options: Seq2SeqOptions, positions: jax.Array) -> jax.Array | None:
+    """Returns the rotary angles of int32 positions [b, L], float32 [b, L, H / 2]; None with other positions."""
+    if options.positions != "rotary":
+        return None
+    return rotary_angles(positions, options.width_of_head, options.rope_base, None)
+
+
+def side_keys(keys: jax.Array, side: str) -> jax.Array:
+    """Returns the keys of one side from those of the sequences, keys [b]."""
+    return jax.vmap(functools.partial(jax.random.fold_in, data=(SOURCE, TARGET).index(side)))(keys)
+
+
+def params_of(params: Any, name: str) -> dict[str, Any]:
+    """Returns the variables of a module that may have no parameters, for `apply`."""
+    return {"params": params[name]} if name in params else {}

@@ -1,0 +1,181 @@
+"""configs/numbers.py from the command line: exact match wherever metrics go, and what is refused."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+
+import pytest
+
+from meshtrain import explain
+from meshtrain.config.config import default, resolve
+from meshtrain.data.sources import DataOptions
+from meshtrain.main import main
+from meshtrain.models.task import Task, token_batch
+from meshtrain.run.opened import open_data
+from meshtrain.words.errors import UserError
+from tests.quick import quick_steps
+from tests.run.broken import Case, assert_refused
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = f"--config={ROOT}/configs/numbers.py"
+SMALL = {
+    "num_steps": 3,
+    "log_every": 1,
+    "eval_every": 2,
+    "model.num_encoder_layers": 1,
+    "model.num_layers": 1,
+    "model.embed_dim": 16,
+    "model.mlp_dim": 16,
+    "model.num_heads": 2,
+    "observe.progress": "no",
+}
+NUM_HELD_OUT = 100
+
+
+def words(run, **changes):
+    return [CONFIG, f"--workdir={run}", *(f"--config.{key}={value}" for key, value in (SMALL | changes).items())]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(folder, what it printed) of a run of three steps on two devices in float16."""
+    run, output = tmp_path_factory.mktemp("numbers") / "run", io.StringIO()
+    with quick_steps(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        assert main(words(run)) == 0
+    return run, output.getvalue()
+
+
+def test_exact_match_is_in_the_metrics_the_log_and_tensorboard(trained):
+    run, said = trained
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["eval_exact_match"] for row in rows if "eval_exact_match" in row}
+    assert list(found) == [2, 3]
+    for share in found.values():
+        assert share * NUM_HELD_OUT == pytest.approx(round(share * NUM_HELD_OUT), abs=1e-4), "each number counts once"
+    [events] = (run / "tensorboard").glob("events*")
+    assert b"eval_exact_match" in events.read_bytes()
+    assert f"eval exact match {found[3]:.4g}" in said
+    assert {row["loss_scale"] for row in rows if "loss" in row} == {65536}
+
+
+def test_another_spelling_is_another_run(trained):
+    run, _ = trained
+    with pytest.raises(UserError) as caught:
+        main(words(run, **{"data.spelling": "english", "num_steps": 4}))
+    assert 'data.spelling: was "digits", now "english"' in str(caught.value)
+
+
+def test_explain_shows_the_cross_attention(capsys):
+    assert explain.main([CONFIG, "--config.mesh.tensor=2", "--config.mesh.fsdp=2"]) == 0
+    said = capsys.readouterr().out
+    assert "16 sequences of 32 source and 32 target tokens" in said
+    [line] = [line for line in said.splitlines() if line.startswith("params/decoder/layers/cross_attention/key ")]
+    assert "layers embed kv_heads head_dim" in line
+    assert "- fsdp tensor -" in line
+
+
+def lines(task, changes):
+    given = default(task)
+    if task == "seq2seq" and "data.source" not in changes:
+        given.data.source = "numbers"
+    try:
+        resolve(given, changes)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    "task, changes, said",
+    [
+        (
+            "seq2seq",
+            {"data.source": "python"},
+            "data.source: got python with task=seq2seq, which takes pairs of a source and a target; allowed: numbers,",
+        ),
+        (
+            "decoder",
+            {"data.source": "numbers"},
+            "data.source: got numbers with task=decoder, which takes packed tokens;",
+        ),
+        ("seq2seq", {"model.positions": "rotery"}, "model.positions: got 'rotery'; allowed: sinusoidal, learned, rot"),
+        (
+            "seq2seq",
+            {"model.norm_placement": "both"},
+            "model.norm_placement: got 'both'; allowed: pre, post; did you ",
+        ),
+        ("seq2seq", {"model.num_heads": "3"}, "model.embed_dim: got 128; allowed: a multiple of model.num_heads = 3"),
+        (
+            "seq2seq",
+            {"model.positions": "rotary", "model.head_dim": "5"},
+            "model.head_dim: got 5; allowed: an even number with rotary positions; nearest: 6",
+        ),
+        (
+            "seq2seq",
+            {"model.embed_dim": "65", "model.num_heads": "5"},
+            "model.embed_dim: got 65; allowed: an even number with sinusoidal positions; nearest: 66",
+        ),
+        ("seq2seq", {"model.dropout_rate": "1"}, "model.dropout_rate: got 1.0; allowed: 0 to below 1; nearest: 0.9"),
+        ("seq2seq", {"model.attention": "cudnn"}, "model.attention: got cudnn computing in float32; allowed: cudnn w"),
+        ("seq2seq", {"model.begin_id": "3"}, "model.begin_id: got 3; allowed with data.source=numbers: 0, with which"),
+        (
+            "seq2seq",
+            {"model.begin_id": "30", "model.vocab_size": "30", "data.source": "tests.run.test_run_numbers:words"},
+            "model.begin_id: got 30; allowed: a token, below model.vocab_size = 30; nearest: 29",
+        ),
+        ("seq2seq", {"model.num_kv_heads": "2"}, "model.num_kv_heads: unknown key"),
+        (
+            "seq2seq",
+            {"remat.policy": "full", "remat.every": "2", "model.num_encoder_layers": "3"},
+            "remat.every: got 2; allowed: a divisor of model.num_encoder_layers = 3; nearest: ",
+        ),
+        ("seq2seq", {"mesh.pipeline": "2"}, "mesh.pipeline: got 2, and this task has no stages; allowed: 1; nearest:"),
+        (
+            "seq2seq",
+            {"mesh.tensor": "2", "layout.sequence_parallel": "yes", "model.source_length": "33"},
+            "model.source_length: got 33; allowed: a multiple of 2, as rule 'residual_sequence' splits it over mesh.te",
+        ),
+        ("seq2seq", {"data.numbers_below": "9"}, "data.numbers_below: got 9; allowed: at least 10; nearest: 10"),
+        ("seq2seq", {"data.numbers_below": "1000001"}, "data.numbers_below: got 1000001; allowed: at most 1000000;"),
+        ("seq2seq", {"data.num_held_out": "1000"}, "data.num_held_out: got 1000; allowed: below data.numbers_below ="),
+        ("seq2seq", {"data.spelling": "german"}, "data.spelling: got 'german'; allowed: digits, english; nearest: 'di"),
+        ("seq2seq", {"data.path": "a.txt"}, "data.path: got 'a.txt' with data.source=numbers, which reads no files;"),
+        ("seq2seq", {"data.tokenizer": "t.json"}, "data.tokenizer: got 't.json' with data.source=numbers: it reads n"),
+    ],
+)
+def test_what_a_configuration_shows_is_refused(task, changes, said):
+    [line] = lines(task, changes)
+    assert line.startswith(said)
+    assert "; nearest: " in line or "did you mean" in line
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            ("model.source_length=2",),
+            "model.source_length: got 2; allowed for numbers below 1,000 in digits: at least 3",
+        ),
+        (
+            ("sequence_length=3",),
+            "sequence_length: got 3; allowed for numbers below 1,000 in digits: at least 4, the w",
+        ),
+        (("model.vocab_size=20",), "model.vocab_size: got 20; allowed for numbers below 1,000 in digits: at least 21"),
+    ],
+)
+def test_sizes_that_hold_no_number_are_refused_before_anything_is_written(changes, said, tmp_path, monkeypatch):
+    arguments = [CONFIG, "--workdir=run", *(f"--config.{change}" for change in changes)]
+    [line] = assert_refused(Case("small", lambda folder: arguments, (said,)), tmp_path, monkeypatch)
+    assert "; nearest: " in line
+
+
+def test_a_task_without_sources_is_told_which_has_them():
+    config = dataclasses.replace(resolve({"batch_size": 4}), data=DataOptions(source="numbers"))
+    with pytest.raises(UserError) as caught:
+        open_data(config, Task(init=dict, loss=len, batch=token_batch(4, 8)))
+    assert str(caught.value) == (
+        "data.source: got numbers, pairs of a source and a target, with a task whose batch has no 'source_tokens'; "
+        "allowed: a task whose batch has source_tokens and tokens; nearest: task=seq2seq"
+    )
