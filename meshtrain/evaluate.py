@@ -29,7 +29,7 @@ from meshtrain.data.whole_files import open_whole
 from meshtrain.launch import peers
 from meshtrain.layout.mesh import describe
 from meshtrain.run.evaluate import first_examples, means, summed
-from meshtrain.run.opened import ANY_VOCABULARY, open_data
+from meshtrain.run.opened import ANY_VOCABULARY, open_data, open_image_files
 from meshtrain.run.weights import Weights, assembled, restored
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
@@ -68,7 +68,10 @@ def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
     num_batches = assembly.config.num_eval_batches if "num_eval_batches" in overrides else 0
     config, task = dataclasses.replace(assembly.config, num_eval_batches=num_batches), assembly.task
     data, tokenizer = config.data, None
-    if data.source in READ_BY_FILE and {"data.source", "data.path"} & overrides.keys():
+    names_files = bool({"data.source", "data.path"} & overrides.keys())
+    if data.source == "idx" and names_files:
+        return Scored(open_image_files(config, task), None, num_batches)
+    if data.source in READ_BY_FILE and names_files:
         vocab_size = task.vocab_size or ANY_VOCABULARY
         parts: Mapping[str, Examples] = open_whole(data, sequence_length=config.sequence_length, vocab_size=vocab_size)
         tokenizer = tokenizer_for(data, vocab_size=vocab_size)

@@ -82,6 +82,26 @@ def open_images(options: DataOptions, *, size: tuple[int, ...], num_classes: int
     )
 
 
+def open_each(paths: str, *, size: tuple[int, ...], num_classes: int) -> dict[str, Images]:
+    """Opens each IDX file of images by itself, whole, by its path as `data.path` names it.
+
+    Args:
+      paths: files or globs, comma separated.
+      size: see `open_images`.
+      num_classes: see `open_images`.
+
+    Raises:
+      UserError: see `open_images`.
+    """
+    files, found = find_images(paths, "data.path")
+    if found:
+        raise UserError(*found)
+    pairs = {str(path): read_pairs([path], "data.path") for path in files}
+    if found := [line for pair in pairs.values() for line in _problems("data.path", pair, size, num_classes)]:
+        raise UserError(*found)
+    return {name: Images(pixels, labels.astype(np.int32)) for name, (pixels, labels) in pairs.items()}
+
+
 def _from_files(paths: str, key: str) -> tuple[np.ndarray, np.ndarray]:
     files, problems = find_images(paths, key)
     if problems:

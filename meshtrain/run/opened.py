@@ -1,12 +1,16 @@
 """A run's data: the corpus of `config.data`, or the result of a user's data function."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus, open_corpus
-from meshtrain.data.images import open_images
+from meshtrain.data.images import Images, open_each, open_images
 from meshtrain.data.loader import example_problems
 from meshtrain.data.numbers import open_numbers
 from meshtrain.data.own import Data, MakeData, opened
 from meshtrain.data.sources import IMAGES, PAIRS, SOURCES, is_own
+from meshtrain.models.entry import Entry
 from meshtrain.models.task import Task, entries, limits
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
@@ -33,9 +37,7 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     if config.data.source in PAIRS:
         return opened(_pairs(config, task), batch, limits(task), config.num_eval_batches)
     if config.data.source in IMAGES:
-        size = batch["images"].shape[1:] if "images" in batch else ()
-        num_classes = batch["labels"].below if "labels" in batch else 0
-        data = open_images(config.data, size=size, num_classes=num_classes)
+        data = open_images(config.data, **_of_images(batch))
         return opened(data, batch, limits(task), config.num_eval_batches)
     if config.data.source == "synthetic" and not task.vocab_size:
         raise UserError(
@@ -64,3 +66,24 @@ def _pairs(config: Config, task: Task) -> Data:
     source_length, target_length = (task.batch[name].shape[1] for name in sides)
     vocab_size = task.vocab_size or ANY_VOCABULARY
     return open_numbers(config.data, source_length=source_length, target_length=target_length, vocab_size=vocab_size)
+
+
+def open_image_files(config: Config, task: Task) -> dict[str, Images]:
+    """Opens each file of images that `data.path` names, whole, for an evaluation.
+
+    Raises:
+      UserError: a file is missing or wrong, or does not fit the task's batch.
+    """
+    batch = entries(task, config.batch_size)
+    found = open_each(config.data.path, **_of_images(batch))
+    for name, images in found.items():
+        opened(Data(images, images, name), batch, limits(task), num_eval_batches=0)
+    return found
+
+
+def _of_images(batch: Mapping[str, Entry]) -> dict[str, Any]:
+    """Returns what images have to be like for a task's batch: their size [H, W, C], and the number of classes."""
+    return {
+        "size": batch["images"].shape[1:] if "images" in batch else (),
+        "num_classes": batch["labels"].below if "labels" in batch else 0,
+    }

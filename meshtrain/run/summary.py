@@ -13,7 +13,7 @@ from meshtrain.data.own import Data
 from meshtrain.generate import continued, problems_of_task
 from meshtrain.observe.folder import SAMPLES_FILE
 from meshtrain.run import workdir
-from meshtrain.run.evaluate import evaluated_examples
+from meshtrain.run.evaluate import EVALUATED, evaluated_examples
 from meshtrain.step.state import TrainState
 from meshtrain.words.errors import warn
 from meshtrain.words.files import write_whole
@@ -54,6 +54,7 @@ def show(
         if bigram is not None:
             verdict = "better" if loss < bigram else "not better"
             lines.append(f"bigram model      {bigram:.4f} on the same text: the run is {verdict}")
+    lines += [f"validation {name:<6} {value:.4f}" for name, value in metrics_of_evaluation(values).items()]
     unit = assembly.task.unit
     lines.append(f"{unit:<17} {int(state.step) * assembly.task.num_units:,}")
     if rate := rate_of_the_run(values, assembly.task.num_units):
@@ -77,6 +78,12 @@ def keep_sample(run: Path, text: str) -> None:
         write_whole(run / SAMPLES_FILE, text)
     except OSError as error:
         warn(f"{run / SAMPLES_FILE}: {error}; the sample is shown here only")
+
+
+def metrics_of_evaluation(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns the task's own metrics of the last evaluation, such as `accuracy`, by name."""
+    evaluated = {name.removeprefix(EVALUATED): value for name, value in values.items() if name.startswith(EVALUATED)}
+    return {name: value for name, value in evaluated.items() if name != "loss" and value is not None}
 
 
 def bigram_of(config: Config, corpus: Corpus, run: Path, *, is_main: bool) -> float | None:

@@ -3,10 +3,17 @@
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen, nnx
 
+from meshtrain.config.config import parse
+from meshtrain.data.own import opened
 from meshtrain.layout.rules import LayoutOptions, default_rules
-from scripts import memory_by_level, mesh_by_mesh
+from meshtrain.models.task import Task, entries, limits, sequence_keys
+from scripts import digits_by_batch, memory_by_level, mesh_by_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,6 +30,45 @@ def test_table_of_logical_axes_is_that_of_the_rules():
     written = {name: (axes_of(c[1]), axes_of(c[2])) for c in lines for name in re.findall(r"`(\w+)`", c[0])}
     rules = {rule.name: (rule.parameters, rule.activations) for rule in default_rules(LayoutOptions()).entries}
     assert written == {name: axes for name, axes in rules.items() if name != "residual_sequence"}
+
+
+class Linear(nnx.Module):
+    """What the page calls `Model`."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        named = nnx.with_metadata(nnx.initializers.normal(1.0), axes=("vocab", "embed"))
+        self.table = nnx.Embed(4, 2, embedding_init=named, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.table(tokens)
+
+
+class Dropped(linen.Module):
+    """What the page calls `network`: all that it computes is dropout."""
+
+    @linen.compact
+    def __call__(self, image: jax.Array, train: bool) -> jax.Array:
+        return linen.Dropout(0.5, deterministic=not train)(image)
+
+
+def test_blocks_of_the_page_run_one_after_another():
+    example = {"images": np.ones((32, 32, 3), np.float32), "labels": np.int32(3), "weights": np.float32(1)}
+    names = {"B": 4, "jax": jax, "jnp": jnp, "nnx": nnx, "LogicallyPartitioned": linen.LogicallyPartitioned}
+    names |= {"Model": Linear, "network": Dropped(), "sequence_keys": sequence_keys, "train": lambda *_, rules: None}
+    names |= {"examples": [example] * 3, "held_out": [], "config": None, "directory": None, "make_task": None}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(compile(block, "docs/own_model.md", "exec"), names)
+    task = Task(len, len, names["batch"])
+    data = opened(names["make_data"](None), entries(task, 4), limits(task), 0)
+    assert (len(data.train), data.fingerprint) == (3, "cifar10 v1")
+    boxed = names["init"](jax.random.key(0))
+    assert boxed["table"]["embedding"].names == ("vocab", "embed")
+    weights = linen.unbox(boxed)
+    np.testing.assert_array_equal(names["apply"](weights, np.array([2])), weights["table"]["embedding"][2:3])
+    batch = {"images": np.ones((4, 8), np.float32), "sequence_index": np.array([5, 6, 7, 5])}
+    drawn = np.asarray(names["logits"]({}, batch, jax.random.key(0)))
+    np.testing.assert_array_equal(drawn[0], drawn[3])
+    assert not np.array_equal(drawn[0], drawn[1])
 
 
 def test_block_with_rules_of_ones_own_runs():
@@ -52,3 +98,30 @@ def test_mesh_table_has_the_settings_of_the_script_and_keeps_its_promise():
     assert [len(row) for row in rows] == [len(mesh_by_mesh.SETTINGS)] * len(mesh_by_mesh.SETTINGS)
     differences = [[float(cell.strip().removeprefix("= ")) for cell in row] for row in rows]
     assert max(map(max, differences)) <= mesh_by_mesh.TOLERANCE
+
+
+def test_digits_table_has_the_settings_of_the_script_and_keeps_its_promise():
+    page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
+    rows = page.partition("\n".join(digits_by_batch.HEADER))[2].split("\n\n")[0].strip().splitlines()
+    outcomes = [digits_by_batch.Outcome(digits_by_batch.NUM_HELD_OUT, 1.0)]
+    expected = [digits_by_batch.line(setting, outcomes).split("|")[1:5] for setting in digits_by_batch.SETTINGS]
+    assert [row.split("|")[1:5] for row in rows] == expected
+    accuracy, seconds = rows[0].split("|")[6:8]
+    assert float(accuracy.strip().removesuffix("%")) >= 98
+    assert float(seconds) < 60
+
+
+@pytest.mark.slow
+def test_the_digits_script_trains(tmp_path):
+    setting = digits_by_batch.SETTINGS[0]
+    outcome = digits_by_batch.trained(setting, 0, tmp_path, "--config.num_steps=3", "--config.model.filters=8")
+    assert 0 < outcome.num_right < digits_by_batch.NUM_HELD_OUT
+    assert outcome.seconds > 1
+
+
+def test_digits_script_has_the_numbers_of_the_configuration():
+    config, _ = parse([f"--config={ROOT}/configs/digits.py"])
+    rate = config.learning_rate
+    found = (config.batch_size, config.num_steps, rate.peak, rate.warmup_steps)
+    base = digits_by_batch
+    assert found == (base.BASE_BATCH, base.NUM_STEPS, base.PEAK, base.WARMUP_STEPS)

@@ -9,11 +9,13 @@ import shutil
 import numpy as np
 import pytest
 
-from meshtrain import generate
+from meshtrain import evaluate, generate
 from meshtrain.config.config import default, resolve
+from meshtrain.data.idx import read_pairs
 from meshtrain.data.images import DIGITS
 from meshtrain.main import main
 from meshtrain.words.errors import UserError
+from tests.data.test_data_idx import idx
 from tests.quick import quick_steps
 from tests.run.broken import Case, assert_refused
 
@@ -72,6 +74,28 @@ def test_it_goes_on_on_another_mesh(trained, tmp_path):
         before, after = ([row[name] for row in rows(one) if name in row and row["step"] > 2] for one in (trained, run))
         np.testing.assert_allclose(after, before, rtol=1e-5)
         assert before
+
+
+def test_files_of_images_are_evaluated_whole(trained, tmp_path, capsys):
+    part = tmp_path / "part-images"
+    pixels, labels = read_pairs([DIGITS], "data.path")
+    part.write_bytes(idx(pixels[:3]))
+    (tmp_path / "part-labels").write_bytes(idx(labels[:3]))
+    with quick_steps():
+        found = [
+            evaluate.main([f"--workdir={trained}", "--json", *words])
+            for words in (
+                [],
+                ["--config.data.source=idx", f"--config.data.path={part},{DIGITS}", "--config.mesh.data=2"],
+            )
+        ]
+    assert found == [0, 0]
+    split, files = map(json.loads, capsys.readouterr().out.splitlines())
+    last = [row for row in rows(trained) if "eval_accuracy" in row][-1]
+    assert split["all"]["accuracy"] == pytest.approx(last["eval_accuracy"])
+    assert [(one["name"], one["images"]) for one in files["files"]] == [(str(part), 3), (str(DIGITS), 1797)]
+    right = [one["accuracy"] * one["images"] for one in (*files["files"], files["all"])]
+    assert right[2] == pytest.approx(right[0] + right[1])
 
 
 def test_it_generates_no_text(trained):

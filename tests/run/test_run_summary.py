@@ -24,3 +24,8 @@ def test_the_speed_is_that_of_all_timed_steps():
     values = {"useful_seconds": 4.0, "timed_steps": 8, "tokens_per_second": 9.0}
     assert summary.rate_of_the_run(values, 100) == 200.0
     assert summary.rate_of_the_run({"eval_loss": 3.0}, 100) is None
+
+
+def test_metrics_of_the_last_evaluation_are_shown():
+    values = {"loss": 1.0, "accuracy": 0.5, "eval_loss": 2.0, "eval_accuracy": 0.75, "eval_lost": None}
+    assert summary.metrics_of_evaluation(values) == {"accuracy": 0.75}
