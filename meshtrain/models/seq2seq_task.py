@@ -1,7 +1,8 @@
 """The task of an encoder-decoder: cross-entropy of the targets of packed pairs, and the share of pairs all right.
 
 B: sequences in the global batch, b: sequences in a microbatch, T: tokens of targets in a sequence, S: tokens of
-sources, D: embed dim, V: padded vocabulary.
+sources, D: embed dim, V: padded vocabulary, K: layers of the decoder, N: heads, H: head dim, R: rows of a cache,
+P: tokens of a source after padding.
 
 A sequence holds several pairs. Tokens of sources and targets with the same segment id belong together.
 
@@ -23,9 +24,12 @@ from jax.typing import DTypeLike
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models import abstract, losses
-from meshtrain.models.attention import Memory
+from meshtrain.models import cache as caches
+from meshtrain.models.attention import CACHE, NEW, Memory, Slots
+from meshtrain.models.decode import Cache, Decode
 from meshtrain.models.decoder import layer_stack, run_layers
 from meshtrain.models.entry import Entry
+from meshtrain.models.exact_match import exact_match
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.seq2seq import (
     SOURCE,
@@ -39,7 +43,7 @@ from meshtrain.models.seq2seq import (
     params_of,
     side_keys,
 )
-from meshtrain.models.task import Batch, Loss, Params, Ratio, Task, sequence_keys, token_batch
+from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Task, sequence_keys, token_batch
 
 NOTHING_AGAIN = RematOptions("none")
 
@@ -74,6 +78,7 @@ def seq2seq(
         loss=functools.partial(model.loss, remat=remat),
         batch=pair_batch(batch_size, *lengths, options.vocab_size),
         logits=model.all_logits,
+        decode=model.decoding(),
         flops_per_token=flops_per_token(options, *lengths),
         attention_flops_per_token=attention_flops_per_token(options, *lengths),
         num_parameters=abstract.num_parameters(of_init, {"vocab": options.vocab_size}),
@@ -179,34 +184,115 @@ class Seq2Seq:
         x = self.decode(params, memory, batch, keys, False, NOTHING_AGAIN)
         return losses.without_padding(self.columns(params, x), self.options.vocab_size)
 
+    def decoding(self) -> Decode:
+        """Returns how targets are generated one token after the other."""
+        # One token cannot be split over an axis that splits the sequences of training.
+        whole = dataclasses.replace(self, placement=self.placement.keeping_whole(("sequence", "residual_sequence")))
+        is_learned = self.options.positions == "learned"
+        return Decode(
+            whole.prefill,
+            whole.step,
+            self.cache,
+            self.cast,
+            continues=False,
+            max_prompt=self.source_length if is_learned else 0,
+            max_positions=self.target_length if is_learned else 0,
+            trained_positions=self.target_length,
+        )
 
-def exact_match(logits: jax.Array, batch: Batch) -> Ratio:
-    """Returns the number of pairs whose targets are all the most probable token, and the number of pairs.
+    def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
+        """Returns the entries of an empty cache; see `Decode.cache`.
 
-    That is the share of pairs which greedy decoding gets right: as long as all tokens before were right, it has the
-    same input as here.
+        Beside those of the target, which begins with one token, `memory_keys` and `memory_values` [K, R, P, N, H] are
+        the cross-attention's, and `memory_filled` int32 [R, P] is 1 where the source has a token.
+        """
+        o = self.options
+        entries = functools.partial(caches.stack_entries, o.num_layers, num_rows)
+        own, memory = (
+            entries(slots, o.num_heads, o.width_of_head, self.dtype) for slots in (1 + num_steps, prompt_length)
+        )
+        filled = caches.row_entries(num_rows, prompt_length)["filled"]
+        of_memory = {f"memory_{name}": entry for name, entry in {**memory, "filled": filled}.items()}
+        return {**own, **caches.row_entries(num_rows, 1 + num_steps), **of_memory}
 
-    Args:
-      logits: float32 [b, T, V], padding at minus infinity.
-      batch: with `targets`, `weights` and `segment_ids`. The tokens of a pair are neighbours. A pair counts if it has
-        a target of weight above 0, and only such targets have to be right.
-    """
-    counts = batch["weights"] > 0
-    wrong = counts & (jnp.argmax(logits, axis=-1) != batch["targets"])
-    segment_ids = batch["segment_ids"]
-    differs = segment_ids[:, 1:] != segment_ids[:, :-1]
-    ends = jnp.ones_like(differs[:, :1])
-    is_first, is_last = jnp.concatenate([ends, differs], axis=1), jnp.concatenate([differs, ends], axis=1)
-    is_pair = is_last & (_sum_in_pair(counts, is_first) > 0)
-    is_right = is_pair & (_sum_in_pair(wrong, is_first) == 0)
-    return Ratio(jnp.sum(is_right.astype(jnp.float32)), jnp.sum(is_pair.astype(jnp.float32)))
+    def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Encodes sources, int32 [R, P], and begins their targets: returns logits [R, V] and the cache; see `Decode`.
 
+        The keys and values of cross-attention are computed here, once.
+        """
+        num_rows, prompt_length = tokens.shape
+        filled = caches.first_slots(lengths, prompt_length)
+        positions = jnp.broadcast_to(jnp.arange(prompt_length), tokens.shape)
+        source = {"source_tokens": tokens, "source_positions": positions, "source_segment_ids": filled}
+        memory = self.encode(params, source, self._no_keys(num_rows), False, NOTHING_AGAIN)
+        ones = jnp.ones(num_rows, jnp.int32)
+        begin, zeros = ones * self.options.begin_id, 0 * ones
+        y, new = self._one_token(params, begin, zeros, {}, (ones[:, None], None, memory, None))
+        stored = {name: cache[f"memory_{name}"] for name in ("keys", "values")}
+        of_memory = {**caches.write(stored, new["cross_attention"], 0), "filled": filled}
+        after = {
+            **caches.write(cache, new["attention"], 0),
+            **{f"memory_{name}": value for name, value in of_memory.items()},
+            "filled": caches.first_slots(ones, cache["filled"].shape[1]),
+            "positions": ones,
+            "slot": jnp.int32(1),
+        }
+        return self._next_logits(params, y), after
 
-def _sum_in_pair(marks: jax.Array, is_first: jax.Array) -> jax.Array:
-    """Returns how many of a pair's tokens up to each one are marked, int32 [b, T]; both arguments are bool [b, T]."""
-    total = jnp.cumsum(marks.astype(jnp.int32), axis=1)
-    before_pair = jax.lax.cummax(jnp.where(is_first, total - marks, 0), axis=1)
-    return total - before_pair
+    def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Returns the logits [R, V] that follow one more token of each target, int32 [R], and the cache."""
+        slot, positions = cache["slot"], cache["positions"]
+        filled = caches.next_slot(cache["filled"], slot)
+        names = ("keys", "values")
+        stored = {
+            "attention": {name: cache[name] for name in names},
+            "cross_attention": {name: cache[f"memory_{name}"] for name in names},
+        }
+        of_memory = Slots(cache["memory_filled"], jnp.int32(0))
+        y, new = self._one_token(
+            params, tokens, positions, {CACHE: stored}, (None, Slots(filled, slot), None, of_memory)
+        )
+        written = caches.write(cache, new["attention"], slot)
+        after = {**cache, **written, "filled": filled, "positions": positions + 1, "slot": slot + 1}
+        return self._next_logits(params, y), after
+
+    def _one_token(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, stored: Any, given: tuple[Any, ...]
+    ) -> tuple[jax.Array, Any]:
+        """Returns the decoder's output [R, 1, D] for one token of each row, int32 [R], and its keys and values.
+
+        Args:
+          params: of the model.
+          tokens: int32 [R].
+          positions: int32 [R], of the tokens.
+          stored: the collection CACHE of the layers, or {}.
+          given: further arguments of each `Layer`: pairs, slots, memory, slots of the memory.
+        """
+        tokens, positions, keys = tokens[:, None], positions[:, None], self._no_keys(tokens.shape[0])
+        x = self.embed(params, TARGET, tokens, positions, keys, False)
+        decoder, num_layers = params["decoder"], self.options.num_layers
+        stack = layer_stack(self.options, num_layers, self.placement, self.dtype, False, "none", Layer, 2 + len(given))
+        variables = {"params": decoder["layers"], **stored}
+        angles = angles_of(self.options, positions)
+        (x, _), new = stack.apply(variables, x, jnp.arange(num_layers), keys, angles, *given, mutable=[NEW])
+        y: Any = End(self.options, self.placement).apply(params_of(decoder, "end"), x)
+        return y, new[NEW]
+
+    def _next_logits(self, params: Params, x: jax.Array) -> jax.Array:
+        return losses.without_padding(self.columns(params, x), self.options.vocab_size)[:, 0]
+
+    def _no_keys(self, num_rows: int) -> jax.Array:
+        """Returns the keys of dropout, which is off."""
+        return sequence_keys(jax.random.key(0), {SEQUENCE_INDEX: jnp.arange(num_rows)})
+
+    def cast(self, params: Params) -> Params:
+        """Returns the parameters in the dtypes in which they compute: norms in float32, the rest in `dtype`."""
+
+        def cast_one(path: Any, leaf: jax.Array) -> jax.Array:
+            is_norm = any(key.key.endswith("norm") for key in path)
+            return leaf if is_norm else leaf.astype(self.dtype)
+
+        return jax.tree.map_with_path(cast_one, params)
 
 
 def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: jax.Array) -> Params:

@@ -11,7 +11,7 @@ from flax.core import meta
 
 from meshtrain.data.pairs import packed
 from meshtrain.models.seq2seq import SOURCE, TARGET, Seq2SeqOptions, side_keys, sinusoids
-from meshtrain.models.seq2seq_task import exact_match, seq2seq
+from meshtrain.models.seq2seq_task import seq2seq
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan.traced import traced_flops
 from tests.quick import QUICK
@@ -112,23 +112,40 @@ def test_exact_match_is_what_greedy_decoding_gets_right(model):
     assert right([(0, wrong), (1, decoded[1])], [(0, decoded[0])]) == (2, 3)
 
 
-def test_exact_match_counts_pairs_with_a_target():
-    generator = np.random.default_rng(0)
-    segment_ids = np.sort(generator.integers(0, 5, (50, 12)), axis=1)[:, ::-1].astype(np.int32)
-    targets = generator.integers(0, 9, (50, 12))
-    predicted = np.where(generator.random((50, 12)) < 0.8, targets, 0)
-    weights = (generator.random((50, 12)) < 0.6).astype(np.float32)
-    pairs = [
-        (counted, all(predicted[row, place][counted] == targets[row, place][counted]))
-        for row in range(50)
-        for segment in np.unique(segment_ids[row])
-        if (counted := weights[row, (place := segment_ids[row] == segment)] > 0).any()
-    ]
-    found = exact_match(
-        jax.nn.one_hot(predicted, 9), {"targets": targets, "weights": weights, "segment_ids": jnp.asarray(segment_ids)}
-    )
-    assert tuple(map(int, found)) == (sum(is_right for _, is_right in pairs), len(pairs))
-    assert 0 < found.sum < found.weight
+def test_cached_logits_are_those_of_the_whole_pairs(model):
+    task, params, logits = model
+    sources, targets = [PAIRS[0][0], PAIRS[1][0]], np.array([[6, 7, 5, 4], [10, 11, 12, 13]])
+    rows = [example_of([(source, target)]) for source, target in zip(sources, targets.tolist(), strict=True)]
+    expected = np.asarray(logits(params, batch_of(*rows)))
+    prompts = np.array([[*source, *[19] * (4 - len(source))] for source in sources], np.int32)
+    lengths, num_steps = np.array([len(source) for source in sources], np.int32), targets.shape[1]
+    cache = {name: jnp.zeros(e.shape, e.dtype) for name, e in task.decode.cache(2, 4, num_steps).items()}
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)
+    got, cache = jax.jit(task.decode.prefill, compiler_options=QUICK)(params, prompts, lengths, cache)
+    step = jax.jit(task.decode.step, compiler_options=QUICK)
+    for place in range(num_steps + 1):
+        wanted = expected[:, place]
+        real = np.isfinite(wanted)
+        assert np.array_equal(np.isfinite(got), real)
+        np.testing.assert_allclose(got[real], wanted[real], rtol=0, atol=1e-5 * np.abs(wanted[real]).max())
+        if place < num_steps:
+            got, cache = step(params, targets[:, place].astype(np.int32), cache)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache) == shapes
+    assert step._cache_size() == 1, "one compiled step serves all positions"
+
+
+def test_a_cache_begins_with_the_begin_token_and_weights_are_cast_once():
+    options = dataclasses.replace(OPTIONS, begin_id=3, positions="learned")
+    task = seq2seq(options, batch_size=2, sequence_length=T, dtype=jnp.bfloat16)
+    entries = task.decode.cache(2, 5, 7)
+    assert entries["keys"].shape == (2, 2, 8, 2, 8)
+    assert entries["memory_keys"].shape == (2, 2, 5, 2, 8)
+    assert {entries[f"{side}{name}"].dtype for side in ("", "memory_") for name in ("keys", "values")} == {jnp.bfloat16}
+    assert (task.decode.max_prompt, task.decode.max_positions, task.decode.continues) == (S, T, False)
+    cast = jax.eval_shape(task.decode.cast, abstract_inputs(task)[0])
+    dtypes = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(cast)}
+    assert {dtype for path, dtype in dtypes.items() if "norm" in path} == {jnp.dtype(jnp.float32)}
+    assert {dtype for path, dtype in dtypes.items() if "norm" not in path} == {jnp.dtype(jnp.bfloat16)}
 
 
 def abstract_inputs(task):
