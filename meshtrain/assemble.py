@@ -247,6 +247,11 @@ def stored_params(assembly: Assembly, kept_params: Params) -> Params:
     return reshaper(assembly.kept_state.params, assembly.state.params)(kept_params)
 
 
+def kept_params(assembly: Assembly, params: Params) -> Params:
+    """Returns parameters from the shapes of the step in layer order; the inverse of `stored_params`."""
+    return reshaper(assembly.state.params, assembly.kept_state.params)(params)
+
+
 def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the abstract global batch, each entry with its sharding by the activation rules.
 

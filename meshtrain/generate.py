@@ -1,163 +1,164 @@
-"""Weights and a prompt -> text, on any mesh.
+"""A run's weights continue prompts (a decoder) or answer them (an encoder-decoder), on any mesh.
 
-B: sequences in the batch, all copies of the prompt, one for each shard of the batch on the mesh; T: tokens a sequence.
+python -m meshtrain generate --workdir=runs/tiny --prompt="def " --temperature=0
 """
 
 import argparse
-import dataclasses
+import functools
+import itertools
+import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-
-from meshtrain.assemble import Assembly, assemble, stored_params
-from meshtrain.config.config import check
 from meshtrain.config.of_run import configuration
-from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.tokenize import Tokenizer
-from meshtrain.launch import distributed, peers
-from meshtrain.layout.mesh import mesh_shape, num_needed
-from meshtrain.layout.partition import num_parts
-from meshtrain.models.task import Batch, Params, token_batch
-from meshtrain.store.other_runs import find, restore_params
+from meshtrain.generation.answers import Wanted, answers, fitting, room_left, trained_left
+from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags
+from meshtrain.generation.sampling import Sampling
+from meshtrain.generation.shown import Shown
+from meshtrain.generation.text import Text
+from meshtrain.launch import peers
+from meshtrain.models.decode import Decode
+from meshtrain.run.generating import decode_of, generator, problems_of_task
+from meshtrain.run.opened import text_of
+from meshtrain.run.weights import assembled, restored
 from meshtrain.words import flags
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.paths import is_utf8
+from meshtrain.words.errors import Problems, UserError, run, warn
+from meshtrain.words.files import write_whole
+from meshtrain.words.paths import is_utf8, target_problems
 
 MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
-MAX_TOKENS = 1_000_000
+MAX_TOKENS, MAX_SAMPLES, MAX_SEED, MAX_STEP = 1_000_000, 100_000, 2**32 - 1, 10**12
+DEFAULT_PROMPT, DEFAULT_TOKENS = "def ", 200
 
 
-def sample(
-    assembly: Assembly, params: Params, prompt: Sequence[int], num_tokens: int, temperature: float, seed: int
-) -> list[int]:
-    """Returns token ids that follow a prompt.
-
-    Each token takes one forward pass over the last T tokens. One compiled loop draws all tokens.
-
-    Args:
-      assembly: of a task with logits.
-      params: with the shapes and shardings of `assembly.state.params`.
-      prompt: at least one token id; only the last T - 1 are read (the last one if T is 1).
-      num_tokens: how many to draw.
-      temperature: 0 takes the most probable token each time.
-      seed: of the random numbers.
-    """
-    logits = assembly.logits
-    assert logits is not None
-    rows = num_parts(assembly.rules.activations["batch"], assembly.mesh.shape)
-    length = assembly.batch["tokens"].shape[1]
-    recent = list(prompt)[-max(length - 1, 1) :]
-    window = np.zeros((rows, length), np.int32)
-    window[:, : len(recent)] = recent
-
-    def draw(params: Params, window: jax.Array, filled: int, key: jax.Array) -> jax.Array:
-        def one(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            window, filled = carry
-            here = jnp.take(logits(params, _batch(window, assembly.batch)), filled - 1, axis=1)[0]
-            token = jnp.argmax(here)
-            if temperature > 0:
-                token = jax.random.categorical(key, here / temperature)
-            is_full = filled == length
-            window = jnp.where(is_full, jnp.roll(window, -1, axis=1), window)
-            filled = jnp.where(is_full, length - 1, filled)
-            window = jax.lax.dynamic_update_slice(window, jnp.full((rows, 1), token, jnp.int32), (0, filled))
-            return (window, filled + 1), token
-
-        _, tokens = jax.lax.scan(one, (window, jnp.int32(filled)), jax.random.split(key, num_tokens))
-        return tokens
-
-    whole = NamedSharding(assembly.mesh, PartitionSpec())  # so that each process can read it
-    tokens = jax.jit(draw, out_shardings=whole)(params, window, len(recent), jax.random.key(seed))
-    return [int(token) for token in np.asarray(tokens)]
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m meshtrain generate", description="A run's weights continue prompts.", add_help=False
+    )
+    parser.add_argument("--prompt", action="append", help="the text to continue; may be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help='a .jsonl file instead: {"prompt": "..."} on each line')
+    parser.add_argument(
+        "--num-tokens", type=int, help=f"most tokens of a text (default: {DEFAULT_TOKENS}, or as many as fit)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token each time")
+    parser.add_argument("--top-k", type=int, default=0, help="only the most probable tokens, this many; 0: all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="only the most probable tokens, up to this probability; 1: all"
+    )
+    parser.add_argument("--stop", action="append", default=[], help="ends a text before it; may be given several times")
+    parser.add_argument("--num-samples", type=int, default=1, help="texts for each prompt")
+    parser.add_argument("--seed", type=int, help="of the random numbers (default: the run's seed)")
+    parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
+    parser.add_argument("--out", metavar="FILE", help="writes the texts to a .jsonl file instead of printing them")
+    return parser
 
 
-def problems_of_task(assembly: Assembly) -> list[str]:
-    """Returns one line if a task cannot generate text: it has no logits, or its batch has entries other than text's."""
-    if assembly.logits is None:
-        return ["task: got one without logits; allowed for generate: Task.logits, (params, batch) -> float32 [B, T, "
-                "vocabulary]; nearest: Task(init, loss, batch, logits)"]  # fmt: skip
-    filled = token_batch(1, 1)
-    strange = [name for name in assembly.batch if name not in filled]
-    if strange or "tokens" not in assembly.batch:
-        return [
-            f"task: got a batch of {', '.join(assembly.batch)}; allowed for generate: 'tokens', and of the others "
-            f"{', '.join(filled)}; nearest: token_batch(B, T)"
-        ]
-    return []
+def _number_problems(arguments: argparse.Namespace) -> list[str]:
+    """Returns one line for each number outside its bounds."""
+    bounds = (
+        ("--num-tokens", arguments.num_tokens, 1, MAX_TOKENS),
+        ("--temperature", arguments.temperature, 0, MAX_TEMPERATURE),
+        ("--top-k", arguments.top_k, 0, MAX_TOKENS),
+        ("--num-samples", arguments.num_samples, 1, MAX_SAMPLES),
+        ("--seed", arguments.seed, 0, MAX_SEED),
+        ("--step", arguments.step, 0, MAX_STEP),
+    )
+    found = []
+    for flag, value, least, most in bounds:
+        if value is not None and not least <= value <= most:
+            near = most if value > most else least
+            found.append(f"{flag}: got {value}; allowed: {least} to {most:,}; nearest: {near:g}")
+    if not 0 < arguments.top_p <= 1:
+        found.append(f"--top-p: got {arguments.top_p}; allowed: above 0, at most 1; nearest: 1")
+    return found
 
 
-def _batch(window: jax.Array, wanted: Collection[str]) -> Batch:
-    """Returns the entries `wanted` of a batch whose tokens are `window` [B, T], one document in each row."""
-    ones = jnp.ones(window.shape, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
-    every = {
-        "tokens": window,
-        "targets": window,
-        "segment_ids": ones,
-        "positions": positions,
-        "weights": ones.astype(jnp.float32),
-    }
-    return {name: every[name] for name in wanted}
+def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
+    """Returns the prompts, none where none was given, and one line for each problem of the flags that are texts."""
+    problems = Problems()
+    for stop in arguments.stop:
+        if not stop or not is_utf8(stop):
+            problems.add(f"--stop: got '{stop}'; allowed: a text in UTF-8, not empty; nearest: leave it out")
+    for line in target_problems("--out", arguments.out, "texts.jsonl") if arguments.out is not None else ():
+        problems.add(line)
+    if arguments.prompt is not None and arguments.prompts is not None:
+        problems.add("--prompt, --prompts: got both; allowed: one of them; nearest: drop --prompt")
+    prompts = from_flags(arguments.prompt or [], problems)
+    if arguments.prompts is not None:
+        prompts += from_file(arguments.prompts, problems)
+    return prompts, problems.lines()
 
 
-def continued(
-    assembly: Assembly,
-    text: Corpus | Tokenizer,
-    params: Params,
-    prompt: str,
-    num_tokens: int,
-    temperature: float,
-    seed: int,
-) -> str:
-    """Returns the prompt and the text that follows it; `text` encodes and decodes, `sample` describes the rest."""
-    ids = text.encode(prompt)
-    return prompt + text.decode(sample(assembly, params, ids, num_tokens, temperature, seed))
+def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
+    """Returns how many tokens to draw after prompts of at most `longest` tokens."""
+    room, trained = room_left(decode, longest), trained_left(decode, longest)
+    if asked is not None and 0 <= room < asked:
+        raise UserError(
+            f"--num-tokens: got {asked}; allowed: at most {room}, as the model has {decode.max_positions} positions"
+            f"{f' and the longest prompt {longest} tokens' if decode.continues else ''}; nearest: {room}"
+        )
+    wanted = fitting(decode, longest, DEFAULT_TOKENS, within_training=True) if asked is None else asked
+    if 0 <= trained < wanted and peers.is_main_process():
+        what = f"{longest} tokens of a prompt and {wanted} more" if decode.continues else f"{wanted} tokens"
+        warn(f"{what} are beyond the {decode.trained_positions} positions of training; the text may be poor there")
+    return wanted
+
+
+def _json_line(prompt: Prompt, index: int, sample: int, text: Text) -> str:
+    fields = {"prompt": prompt.text, "index": index, "sample": sample, "text": text.text, "ended": text.ended}
+    return json.dumps(fields, ensure_ascii=False) + "\n"
+
+
+def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> list[str]:
+    """Returns what is printed before each text: a title where there are several, and the prompt that it continues."""
+    heads = []
+    for index, prompt in enumerate(prompts, start=1):
+        for sample in range(1, num_samples + 1):
+            title = f"prompt {index} of {len(prompts)}, sample {sample} of {num_samples}"
+            several = len(prompts) * num_samples > 1
+            heads.append((f"--- {title}\n" if several else "") + (prompt.text if continues else ""))
+    return heads
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a prompt continued by the newest checkpoint of a workdir; returns the exit code.
+    """Prints texts that the newest checkpoint of a workdir generates; returns the exit code.
 
     Raises:
-      UserError: a wrong flag, configuration, checkpoint or task.
+      UserError: a wrong flag, prompt, configuration, checkpoint or task.
     """
-    extra = argparse.ArgumentParser(
-        prog="python -m meshtrain generate", description="A run's newest weights continue a prompt.", add_help=False
-    )
-    extra.add_argument("--prompt", default="def ", help="the text to continue")
-    extra.add_argument("--num-tokens", type=int, default=200, help="tokens to draw")
-    extra.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token each time")
-    arguments = flags.arguments(argv, extra)
-    problems = []
-    if arguments.num_tokens < 1:
-        problems.append(f"--num-tokens: got {arguments.num_tokens}; allowed: at least 1; nearest: 1")
-    if not 0 <= arguments.temperature <= MAX_TEMPERATURE:
-        near = MAX_TEMPERATURE if arguments.temperature > MAX_TEMPERATURE else 0
-        problems.append(
-            f"--temperature: got {arguments.temperature}; allowed: 0 to {MAX_TEMPERATURE:g}; nearest: {near:g}"
-        )
-    if arguments.num_tokens > MAX_TOKENS:
-        problems.append(f"--num-tokens: got {arguments.num_tokens}; allowed: at most {MAX_TOKENS}; nearest: that")
-    if not arguments.prompt or not is_utf8(arguments.prompt):
-        problems.append(f"--prompt: got '{arguments.prompt}'; allowed: a text in UTF-8, not empty; nearest: 'def '")
-    config = configuration(arguments, problems, reads_data=False)
-    devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
-    shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    if problems := check(config, shape):
-        raise UserError(*problems)
-    find(arguments.workdir).close()  # before anything is compiled
-    assembly = assemble(config, shape, devices)
+    arguments = flags.arguments(argv, _parser())
+    prompts, problems = _prompts(arguments)
+    config = configuration(arguments, [*_number_problems(arguments), *problems], reads_data=False)
+    assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if problems := problems_of_task(assembly):
         raise UserError(*problems)
-    tokenizer = tokenizer_for(config.data, vocab_size=assembly.task.vocab_size)
-    params = stored_params(assembly, restore_params(arguments.workdir, assembly.kept_state.params))
-    wanted = arguments.prompt, arguments.num_tokens, arguments.temperature
-    answer = continued(assembly, tokenizer, params, *wanted, config.seed)
-    if peers.is_main_process():
-        print(answer)
+    decode = decode_of(assembly)
+    if not prompts and not decode.continues:
+        raise UserError("--prompt: got none; allowed: at least one for this task; nearest: --prompt=TEXT")
+    prompts = prompts or [Prompt(DEFAULT_PROMPT, "--prompt")]
+    tokenizer: Tokenizer = text_of(config, assembly.task)
+    ids = encoded(prompts, tokenizer.encode, assembly.task.vocab_size, decode)
+    num_tokens = _num_tokens(arguments.num_tokens, decode, max(len(one) for one in ids))
+    params = restored(assembly, arguments.workdir, arguments.step).params
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    seed = config.seed if arguments.seed is None else arguments.seed
+    wanted = Wanted(num_tokens, sampling, arguments.stop, arguments.num_samples, seed)
+    draw = functools.partial(answers, generator(assembly, params, tokenizer.end_id), tokenizer.decode, ids, wanted)
+    if not peers.is_main_process():
+        draw()
+    elif arguments.out is None:
+        heads = _heads(prompts, arguments.num_samples, continues=decode.continues)
+        draw(Shown(functools.partial(print, end="", flush=True), heads))
+    else:
+        lines = [
+            _json_line(prompts[prompt], prompt, sample, text)
+            for text, (prompt, sample) in zip(
+                draw(), itertools.product(range(len(prompts)), range(arguments.num_samples)), strict=True
+            )
+        ]
+        write_whole(arguments.out, "".join(lines))
+        print(f"{len(lines)} texts in {arguments.out}")
     return 0
 
 

@@ -111,7 +111,7 @@ def train(
         with workdir.locked(run), saving.checkpoints_of(assembly, run) as checkpoints:
             state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
         with watchdog.patient():
-            summary.show(assembly, corpus, state, values, run, is_main=is_main)
+            summary.show(assembly, corpus, state, values, run, make_task, rules, is_main=is_main)
     return Result(state, values, run, assembly)
 
 

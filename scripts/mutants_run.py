@@ -40,6 +40,7 @@ ROOMS = (
     "observe",
     "plan",
     "launch",
+    "generation",
     "run",
     "root",
 )

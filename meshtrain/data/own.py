@@ -5,7 +5,7 @@ config -> `Data`, in plain Python or Grain.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Data:
       fingerprint: a text that differs where the data differ: a run is resumed on data of the same fingerprint only.
       summary: one line for people.
       text: encodes prompts and decodes what a model generates; None: the data are no text.
+      prompts: those of the sample that a run draws at its end; () for none, or for a task whose texts continue prompts.
     """
 
     train: Examples
@@ -35,6 +36,7 @@ class Data:
     fingerprint: str
     summary: str = ""
     text: Tokenizer | None = None
+    prompts: Sequence[str] = ()
 
 
 def opened(given: Any, batch: Mapping[str, Any], limits: Mapping[str, int], num_eval_batches: int) -> Data:
@@ -65,7 +67,14 @@ def opened(given: Any, batch: Mapping[str, Any], limits: Mapping[str, int], num_
             f"data: got {type(text).__name__} for 'text' of {type(given).__name__}; allowed: a Tokenizer or None; "
             "nearest: data.tokenize.open_tokenizer(path)"
         )
-    data = Data(given.train, () if validation is None else validation, given.fingerprint, text=text)
+    prompts = getattr(given, "prompts", ())
+    if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        problems.append(
+            f"data: got {prompts!r} for 'prompts' of {type(given).__name__}; allowed: a list of texts that are not "
+            "empty; nearest: []"
+        )
+    validation = () if validation is None else validation
+    data = Data(given.train, validation, given.fingerprint, text=text, prompts=prompts)
     for split, examples in (("train", data.train), ("validation", data.validation)):
         problems += _split_problems(split, examples, batch, limits)
     if not problems:

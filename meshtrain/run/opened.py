@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.config.config import Config
-from meshtrain.data.corpus import Corpus, open_corpus
+from meshtrain.data.corpus import Corpus, open_corpus, tokenizer_for
 from meshtrain.data.images import Images, open_each, open_images
 from meshtrain.data.loader import example_problems
 from meshtrain.data.numbers import open_numbers
 from meshtrain.data.own import Data, MakeData, opened
 from meshtrain.data.sources import IMAGES, PAIRS, SOURCES, is_own
+from meshtrain.data.tokenize import Tokenizer
 from meshtrain.models.entry import Entry
 from meshtrain.models.task import Task, entries, limits
 from meshtrain.words import named
@@ -87,3 +88,17 @@ def _of_images(batch: Mapping[str, Entry]) -> dict[str, Any]:
         "size": batch["images"].shape[1:] if "images" in batch else (),
         "num_classes": batch["labels"].below if "labels" in batch else 0,
     }
+
+
+def text_of(config: Config, task: Task) -> Tokenizer:
+    """Returns what encodes and decodes text for a run; its data are opened only if they are the user's own.
+
+    Raises:
+      UserError: a file that the tokenizer needs is missing or wrong, or the data bring no tokenizer.
+    """
+    if is_own(config.data):
+        given = named.function("data.source", config.data.source, SOURCES)(config)
+        text: Tokenizer | None = getattr(given, "text", None)
+        if text is not None:
+            return text
+    return tokenizer_for(config.data, vocab_size=task.vocab_size)

@@ -7,20 +7,19 @@ from pathlib import Path
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
+from meshtrain.config.tasks import MakeTask
 from meshtrain.data.baseline import bigram_loss
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.own import Data
-from meshtrain.generate import continued, problems_of_task
+from meshtrain.layout.rules import Rules
 from meshtrain.observe.folder import SAMPLES_FILE
 from meshtrain.run import workdir
 from meshtrain.run.evaluate import EVALUATED, evaluated_examples
+from meshtrain.run.sample import sample
 from meshtrain.step.state import TrainState
 from meshtrain.words.errors import warn
 from meshtrain.words.files import write_whole
 
-PROMPT, TEMPERATURE = "def ", 0.7
-# Each token of a sample is a forward pass over a whole sequence: seconds for a small model, minutes for a large one.
-NUM_SAMPLE_TOKENS, MOST_PARAMETERS_FOR_A_SAMPLE = 160, 10_000_000
 _PLACES = ("config.json", "layout.txt", "metrics.jsonl", "tensorboard", "profile", "checkpoints", "damaged")
 
 
@@ -30,6 +29,8 @@ def show(
     state: TrainState,
     values: Mapping[str, float | None],
     run: Path,
+    make_task: MakeTask | None = None,
+    rules: Rules | None = None,
     *,
     is_main: bool,
 ) -> None:
@@ -43,6 +44,8 @@ def show(
       state: after the last step.
       values: what was last logged and evaluated.
       run: its folder.
+      make_task: the caller's task function, as in `assemble`.
+      rules: the caller's rules, as in `assemble`.
       is_main: whether this process is the one that prints and writes (process 0).
     """
     config = assembly.config
@@ -62,9 +65,7 @@ def show(
     here = Path.cwd()
     shown = run.relative_to(here) if run.is_relative_to(here) else run
     lines.append(f"in                {shown}: {', '.join(places(run))}")
-    num_tokens = sample_tokens(config, assembly.task.num_parameters)
-    if num_tokens and isinstance(corpus, Corpus) and corpus.has_text and not problems_of_task(assembly):
-        sampled = continued(assembly, corpus, state.params, PROMPT, num_tokens, TEMPERATURE, config.seed)
+    if sampled := sample(assembly, corpus, state.params, make_task, rules):
         lines += ["a sample", *(f"  | {line}" for line in sampled.splitlines())]
         if is_main:
             keep_sample(run, sampled)
@@ -115,10 +116,3 @@ def rate_of_the_run(values: Mapping[str, float | None], units_per_step: int) -> 
 def places(run: Path) -> list[str]:
     """Returns the names of a run's existing files and folders (`tensorboard/`)."""
     return [f"{name}/" if (run / name).is_dir() else name for name in _PLACES if (run / name).exists()]
-
-
-def sample_tokens(config: Config, num_parameters: int) -> int:
-    """Returns how many tokens of text the summary draws, 0 for none."""
-    if config.sample_tokens >= 0:
-        return config.sample_tokens
-    return NUM_SAMPLE_TOKENS if num_parameters <= MOST_PARAMETERS_FOR_A_SAMPLE else 0

@@ -1,12 +1,14 @@
 """The weights of a run that is there, on this machine's devices, for commands that only compute with them."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.config.config import Config, check
-from meshtrain.launch import distributed
+from meshtrain.config.folded import without_pipeline
+from meshtrain.launch import distributed, peers
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Params
 from meshtrain.store.other_runs import find, restore_params_of
@@ -27,13 +29,14 @@ class Weights(NamedTuple):
     step: int
 
 
-def assembled(config: Config, workdir: Path, step: int | None) -> Assembly:
+def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline: bool = False) -> Assembly:
     """Returns the assembly of a run's configuration on the devices of this machine; reads no weights, compiles nothing.
 
     Args:
       config: of the run in the workdir, overrides included.
       workdir: the run's folder.
       step: of the checkpoint; None: the newest.
+      folds_pipeline: whether the pipeline axis is folded into others, see `config.folded`; one line says so.
 
     Raises:
       UserError: the configuration does not fit the devices, or there is no such checkpoint.
@@ -49,6 +52,10 @@ def assembled(config: Config, workdir: Path, step: int | None) -> Assembly:
         problems += error.problems
     if problems:
         raise UserError(*problems)
+    if folds_pipeline:
+        config, shape, line = without_pipeline(config, shape)
+        if line and peers.is_main_process():
+            print(f"meshtrain: {line}", file=sys.stderr, flush=True)
     return assemble(config, shape, devices)
 
 

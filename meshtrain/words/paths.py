@@ -44,6 +44,8 @@ def target_problems(flag: str, path: str, example: str) -> list[str]:
       path: the file; it need not exist.
       example: a legal name, for the error.
     """
+    if not path:
+        return [f"{flag}: got ''; allowed: a file's name; nearest: {example}"]
     folder = Path(path).absolute().parent
     if what_is_at(folder) != "a folder":
         allowed = "allowed: a file in one that does"
@@ -51,7 +53,9 @@ def target_problems(flag: str, path: str, example: str) -> list[str]:
     what = what_is_at(path)
     if what not in ("a file", "nothing there"):
         return [f"{flag}: got '{path}', {what}; allowed: a file's name; nearest: {example}"]
-    if not os.access(path if what == "a file" else folder, os.W_OK):
+    # Of the effective user, whose rights the process has, where the system can tell.
+    effective = os.access in os.supports_effective_ids
+    if not os.access(path if what == "a file" else folder, os.W_OK, effective_ids=effective):
         allowed = "allowed: a file that can be written"
         return [f"{flag}: got '{path}', which this user may not write; {allowed}; nearest: {example}"]
     return []

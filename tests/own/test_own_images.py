@@ -23,6 +23,7 @@ from meshtrain.data.own import Data
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.models.task import Entry, Task
+from meshtrain.run.generating import problems_of_task
 from meshtrain.run.opened import open_data
 from meshtrain.training import train
 from meshtrain.words.errors import UserError
@@ -227,7 +228,7 @@ def test_task_and_data_go_by_name():
     assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices()[:1])
     said = explain.text(assembly)
     assert "8 examples of images [4, 2, 3] float32, labels [] int32, weights [] float32; 8 images" in said
-    [line] = generate.problems_of_task(assembly)
+    [line] = problems_of_task(assembly)
     assert line.startswith("task: got one without logits")
     with pytest.raises(UserError, match=r"data\.source: got '.*:images', which brings no tokenizer; .*source=python"):
         tokenizer_for(config.data, vocab_size=3)
@@ -255,7 +256,7 @@ def test_a_batch_that_a_prompt_does_not_fill_generates_nothing():
         return dataclasses.replace(task, logits=lambda params, batch: batch["images"])
 
     assembly = assemble(resolve(NAMED), dict.fromkeys(AXES, 1), jax.devices()[:1], drawn)
-    [line] = generate.problems_of_task(assembly)
+    [line] = problems_of_task(assembly)
     assert line.startswith("task: got a batch of images, labels, weights; allowed for generate: 'tokens'")
 
 

@@ -82,7 +82,7 @@ def _stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {name: getattr(train.workdir, name) for name in dir(train.workdir) if not name.startswith("__")}
     monkeypatch.setattr(train, "workdir", types.SimpleNamespace(**parts | {"locked": accepted}))
     monkeypatch.setattr("meshtrain.plan.planner.plan", accepted)
-    monkeypatch.setattr("meshtrain.generate.restore_params", accepted)
+    monkeypatch.setattr("meshtrain.generate.restored", accepted)
     monkeypatch.setattr("meshtrain.evaluate.restored", accepted)
     monkeypatch.setattr("meshtrain.launch.local.run", accepted)
 

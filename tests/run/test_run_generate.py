@@ -1,13 +1,9 @@
 """Text from a run's weights, the same on every mesh; and what `explain` says of a configuration."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from meshtrain import explain, generate
-from meshtrain.assemble import assemble
-from meshtrain.config import default, resolve
 from meshtrain.words.errors import UserError
 
 FSDP = ("mesh.fsdp=2",)
@@ -45,42 +41,6 @@ def test_a_long_prompt_counts_with_its_end(straight, capsys):
     prompt = "x" * 100
     said = generated(capsys, f"--workdir={straight.directory}", f"--prompt={prompt}", "--num-tokens=3")
     assert said.startswith(prompt)
-
-
-def test_a_model_of_sequences_of_one_token_is_sampled_from():
-    config = default()
-    config.batch_size = config.sequence_length = config.model.num_layers = config.model.num_heads = 1
-    config.model.num_kv_heads, config.model.embed_dim, config.model.mlp_dim = 1, 8, 8
-    shape = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
-    assembly = assemble(resolve(config), shape, jax.devices()[:1])
-    params = assembly.init(jax.random.key_data(jax.random.key(0))).params
-    drawn = generate.sample(assembly, params, [3, 1, 2], num_tokens=4, temperature=0.0, seed=0)
-    assert len(drawn) == 4
-    # One token decides the next one: what follows the last of the prompt follows it wherever it comes up.
-    assert drawn[:1] == generate.sample(assembly, params, [2], num_tokens=1, temperature=0.0, seed=0)
-
-
-def test_each_token_is_the_most_probable_one_after_those_before_it():
-    """Against one forward pass for each token, before and after the window of four is full."""
-    config = default()
-    config.batch_size, config.sequence_length, config.model.num_layers, config.model.vocab_size = 1, 4, 1, 60
-    config.model.embed_dim = config.model.mlp_dim = 16
-    config.model.init_std = 1.0  # every token in the window has a say
-    config.data.source = "synthetic"
-    shape = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
-    assembly = assemble(resolve(config), shape, jax.devices()[:1])
-    params = assembly.init(jax.random.key_data(jax.random.key(0))).params
-    tokens = [3, 1]
-    drawn = generate.sample(assembly, params, tokens, num_tokens=9, temperature=0.0, seed=0)
-    ones, positions = jnp.ones((1, 4), jnp.int32), jnp.arange(4)[None]
-    others = {"targets": ones, "segment_ids": ones, "positions": positions, "weights": ones.astype(jnp.float32)}
-    while len(tokens) < 11:
-        window = np.zeros((1, 4), np.int32)
-        window[0, : len(tokens[-4:])] = tokens[-4:]
-        logits = assembly.logits(params, {"tokens": window, **others})
-        tokens.append(int(logits[0, len(tokens[-4:]) - 1].argmax()))
-    assert drawn == tokens[2:]
-    assert len(set(drawn)) > 4, "what repeats itself shows little"
 
 
 def test_weights_of_another_shape_are_refused(straight, command):

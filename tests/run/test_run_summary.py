@@ -4,6 +4,7 @@ import pytest
 
 from meshtrain.config.config import Config
 from meshtrain.run import summary
+from meshtrain.run.sample import sample_tokens
 
 
 @pytest.mark.parametrize(
@@ -11,7 +12,7 @@ from meshtrain.run import summary
     [(-1, 10_000_000, 160), (-1, 10_000_001, 0), (0, 1000, 0), (7, 10**12, 7)],
 )
 def test_only_small_models_draw_a_sample_by_themselves(asked, num_parameters, drawn):
-    assert summary.sample_tokens(Config(sample_tokens=asked), num_parameters) == drawn
+    assert sample_tokens(Config(sample_tokens=asked), num_parameters) == drawn
 
 
 def test_it_names_what_is_there(tmp_path):

@@ -1,0 +1,1 @@
+"""Which tokens come next: sampling, the loop on the devices, the text that it gives."""

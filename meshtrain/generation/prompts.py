@@ -1,0 +1,121 @@
+"""Prompts from the command line or from a file, and their tokens: every problem of every prompt at once."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from meshtrain.generation.answers import room_left
+from meshtrain.models.decode import Decode
+from meshtrain.words.errors import Problems, UserError
+from meshtrain.words.paths import expanded, is_utf8, what_is_at
+
+_SHOWN = 40  # characters of a prompt in an error
+_LINE = '{"prompt": "def "}'
+
+
+class Prompt(NamedTuple):
+    """A prompt and where it is from: `--prompt`, or a file's line, for errors."""
+
+    text: str
+    where: str
+
+
+def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
+    """Returns the prompts of `--prompt`; adds a line to `problems` for each that is empty or not UTF-8."""
+    for text in texts:
+        if not text or not is_utf8(text):
+            problems.add(f"--prompt: got '{text}'; allowed: a text in UTF-8, not empty; nearest: 'def '")
+    return [Prompt(text, "--prompt") for text in texts]
+
+
+def from_file(path: str, problems: Problems) -> list[Prompt]:
+    """Returns the prompts of a file, on each line a JSON object with `prompt`; adds to `problems` what is wrong.
+
+    Args:
+      path: of `--prompts`.
+      problems: reading ends once they are enough.
+    """
+    name = expanded(path)
+    if (what := what_is_at(name)) != "a file":
+        problems.add(
+            f"--prompts: got '{path}', {what}; allowed: a file with lines like {_LINE}; nearest: --prompt='def '"
+        )
+        return []
+    found = []
+    try:
+        with name.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    found.append(Prompt(_of_line(line), f"{path}, line {number}"))
+                except ValueError as error:
+                    problems.add(f"--prompts: {path}, line {number}: {error}; nearest: {_LINE}")
+                if problems.is_enough():
+                    break
+    except OSError as error:
+        problems.add(f"--prompts: got '{path}', which cannot be read ({error.strerror}); allowed: a readable file; "
+                     f"nearest: chmod a+r '{path}'")  # fmt: skip
+        return []
+    if not found and not problems.count:
+        problems.add(f"--prompts: got '{path}', which holds no prompt; allowed: at least one line; nearest: {_LINE}")
+    return found
+
+
+def _of_line(line: bytes) -> str:
+    """Returns the prompt of a line. Raises ValueError: what it got, and what is allowed."""
+    wanted = "allowed: a JSON object with 'prompt', a text that is not empty"
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"got no JSON in UTF-8 ({error}); {wanted}") from error
+    if not isinstance(fields, dict) or "prompt" not in fields:
+        got = ", ".join(fields) or "no field" if isinstance(fields, dict) else type(fields).__name__
+        raise ValueError(f"got {got}; {wanted}")
+    text = fields["prompt"]
+    if not isinstance(text, str) or not text or not is_utf8(text):
+        raise ValueError(f"got {text!r} for 'prompt'; {wanted}")
+    return text
+
+
+def encoded(
+    prompts: Sequence[Prompt], encode: Callable[[str], list[int]], vocab_size: int, decode: Decode
+) -> list[list[int]]:
+    """Returns the tokens of each prompt.
+
+    Args:
+      prompts: at least one.
+      encode: text -> ids.
+      vocab_size: of the model; 0: unknown.
+      decode: how the task generates, which limits a prompt's length.
+
+    Raises:
+      UserError: a line for each prompt that cannot be encoded, has no tokens, ids that the model does not have, or more
+        tokens than the model has positions.
+    """
+    problems, found = Problems(), list[list[int]]()
+    for text, where in prompts:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        try:
+            ids = encode(text)
+        except UserError as error:
+            for line in error.problems:
+                problems.add(f"{where}: {line}")
+            continue
+        found.append(ids)
+        if not ids:
+            problems.add(f"{where}: got '{shown}', which has no tokens; allowed: at least one; nearest: 'def '")
+        elif vocab_size and max(ids) >= vocab_size:
+            problems.add(
+                f"{where}: got '{shown}', which has the token {max(ids)}; allowed: below model.vocab_size = "
+                f"{vocab_size}; nearest: the data.tokenizer of the run"
+            )
+        elif room_left(decode, len(ids)) == 0:
+            most = decode.max_prompt or decode.max_positions - 1
+            problems.add(
+                f"{where}: got '{shown}', {len(ids)} tokens; allowed: at most {most}, as the model has no more "
+                f"positions; nearest: its last {most} tokens"
+            )
+    if problems.count:
+        raise UserError(*problems.lines())
+    return found

@@ -1,0 +1,70 @@
+"""The choice of one token from logits: greedy, or at random with temperature, top-k and top-p.
+
+R: rows, V: padded vocabulary.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. The three apply in this order, as in Hugging Face's generation.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the most probable token.
+      top_k: only the most probable tokens, this many, are left; 0: all of them.
+      top_p: only the most probable tokens are left whose probabilities sum to this, the token that crosses it included
+        (nucleus sampling, Holtzman et al. 2020); 1: all of them.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def row_keys(key: jax.Array, prompts: jax.Array, samples: jax.Array) -> jax.Array:
+    """Returns one key for each row, keys [R]; neither the mesh nor the other rows of a batch change it.
+
+    Args:
+      key: of the seed.
+      prompts: int32 [R], the index of each row's prompt in the request.
+      samples: int32 [R], which of the prompt's samples the row is.
+    """
+    fold = jax.vmap(jax.random.fold_in)
+    return fold(fold(jnp.broadcast_to(key, prompts.shape), prompts), samples)
+
+
+def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampling) -> jax.Array:
+    """Returns one token for each row, int32 [R].
+
+    Args:
+      logits: float32 [R, V]; a token at minus infinity is never chosen.
+      keys: of the rows, keys [R].
+      index: int32 scalar, how many tokens the rows have been given before.
+      sampling: how to choose.
+    """
+    if sampling.temperature == 0.0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = kept(logits / sampling.temperature, sampling)
+    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, index)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def kept(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Returns logits float32 [R, V] with the tokens that top-k and top-p leave out at minus infinity.
+
+    Tokens as probable as the least probable one that is kept are kept too, so that order does not matter.
+    """
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p < 1.0:
+        descending = -jnp.sort(-logits, axis=-1)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        least = jnp.min(jnp.where(before < sampling.top_p, descending, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits

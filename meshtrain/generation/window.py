@@ -1,0 +1,71 @@
+"""Generation by `Task.logits`, for tasks without `Task.decode`: one forward pass over the last tokens for each new one.
+
+R: rows, P: tokens a prompt after padding, T: tokens a sequence, V: padded vocabulary.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.models.decode import Cache, Decode
+from meshtrain.models.entry import Entry
+from meshtrain.models.task import Batch, Params
+
+Logits = Callable[[Params, Batch], jax.Array]
+
+
+def by_window(logits: Logits, batch: Mapping[str, Any]) -> Decode:
+    """Returns how a task with logits generates tokens; its cache is the last T tokens of each row.
+
+    A prompt counts with its last T - 1 tokens (the last one if T is 1). Once T tokens are there, the first of them is
+    forgotten for each new one.
+
+    Args:
+      logits: (params, batch) -> float32 [R, T, V].
+      batch: the entries of the task's batch; `tokens` [B, T] among them.
+    """
+    length = int(batch["tokens"].shape[1])
+
+    def after(params: Params, window: jax.Array, filled: jax.Array) -> tuple[jax.Array, Cache]:
+        of_all = logits(params, batch_of(window, batch))
+        last = jnp.take_along_axis(of_all, (filled - 1)[:, None, None], axis=1)[:, 0]
+        return last, {"window": window, "filled": filled}
+
+    def prefill(params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        filled = jnp.minimum(lengths, max(length - 1, 1))
+        place = jnp.arange(length)[None]
+        from_place = jnp.minimum((lengths - filled)[:, None] + place, tokens.shape[1] - 1)
+        window = jnp.where(place < filled[:, None], jnp.take_along_axis(tokens, from_place, axis=1), 0)
+        return after(params, window, filled)
+
+    def step(params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        window, filled = cache["window"], cache["filled"]
+        is_full = filled == length
+        window = jnp.where(is_full[:, None], jnp.roll(window, -1, axis=1), window)
+        filled = jnp.where(is_full, length - 1, filled)
+        window = jnp.where(jnp.arange(length)[None] == filled[:, None], tokens[:, None], window)
+        return after(params, window, filled + 1)
+
+    def cache(num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
+        return {
+            "window": Entry((num_rows, length), jnp.int32, ("batch", None)),
+            "filled": Entry((num_rows,), jnp.int32, ("batch",)),
+        }
+
+    return Decode(prefill, step, cache)
+
+
+def batch_of(window: jax.Array, wanted: Collection[str]) -> Batch:
+    """Returns the entries `wanted` of a batch whose tokens are `window` [R, T], one document in each row."""
+    ones = jnp.ones(window.shape, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(window.shape[1]), window.shape)
+    every = {
+        "tokens": window,
+        "targets": window,
+        "segment_ids": ones,
+        "positions": positions,
+        "weights": ones.astype(jnp.float32),
+    }
+    return {name: every[name] for name in wanted}

@@ -1,0 +1,56 @@
+"""Tasks with logits and no cache: one pass over the last tokens for each new one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain.generation.loop import Generator, Request
+from meshtrain.generation.sampling import Sampling
+from meshtrain.generation.window import batch_of, by_window
+from meshtrain.layout.mesh import make_mesh
+from meshtrain.layout.rules import LayoutOptions, default_rules
+from meshtrain.models.task import token_batch
+
+VOCABULARY = 31
+
+
+def logits(params, batch):
+    """The next token is a number made of the ones up to here and of their places, seen from the window."""
+    place = jnp.arange(1, batch["tokens"].shape[1] + 1) * batch["weights"].astype(jnp.int32)
+    number = jnp.cumsum(batch["tokens"] * place + batch["positions"] * params, axis=1) % VOCABULARY
+    return jax.nn.one_hot(number, VOCABULARY)
+
+
+def written_out(prompt, num_tokens, length):
+    tokens = list(prompt)[-max(length - 1, 1) :]
+    for _ in range(num_tokens):
+        recent = np.asarray(tokens[-length:])
+        places = np.arange(1, len(recent) + 1)
+        tokens.append(int((recent * places + (places - 1) * 3).sum() % VOCABULARY))
+    return tokens[-num_tokens:]
+
+
+@pytest.mark.parametrize("length", [1, 4, 8])
+def test_each_token_follows_those_in_its_window(length):
+    shape = {"data": 2, "fsdp": 1, "tensor": 1, "pipeline": 1}
+    mesh = make_mesh(shape, jax.devices()[:2])
+    decode = by_window(logits, token_batch(8, length))
+    generator = Generator(decode, jnp.int32(3), mesh, default_rules(LayoutOptions()), end_id=-1)
+    prompts = [[3, 1], [5, 2, 9, 4, 7, 7, 1, 2, 30], [11]]  # shorter and longer than a window
+    drawn = {index: [] for index in range(3)}
+
+    def take(index, tokens, is_last):
+        drawn[index] += tokens
+        return False
+
+    generator.draw([Request(prompt) for prompt in prompts], 20, Sampling(), 0, take)
+    assert drawn == {index: written_out(prompt, 20, length) for index, prompt in enumerate(prompts)}
+    assert any(len(set(tokens)) > 4 for tokens in drawn.values()) or length == 1, "what repeats itself shows little"
+
+
+def test_a_window_is_one_document():
+    batch = batch_of(jnp.zeros((2, 3), jnp.int32), ["tokens", "positions", "segment_ids"])
+    assert sorted(batch) == ["positions", "segment_ids", "tokens"]
+    assert batch["positions"].tolist() == [[0, 1, 2]] * 2
+    assert batch["segment_ids"].tolist() == [[1, 1, 1]] * 2
