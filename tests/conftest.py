@@ -10,6 +10,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests import quick
+
 NUM_DEVICES = 8
 TESTS = pathlib.Path(__file__).parent
 # Tests that share what is made once a session run in one worker: fixture -> group.
@@ -32,9 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): one worker runs the group")  # known without xdist, too
     # In the environment too, so that programs which tests start see no accelerator either.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Compiling is most of what the tests do. Not 0: there, one source gives other last bits in other programs.
-    # Programs that the tests start get the same, unless the caller says otherwise.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    # Compiling is most of what the tests do. Programs that they start get the same, unless the caller says otherwise.
+    os.environ.setdefault("XLA_FLAGS", " ".join(quick.xla_flags()))
+    os.environ.setdefault(quick.VARIABLE, "1")
+    quick.compile_quickly(os.environ[quick.VARIABLE] == "1")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     cache = getattr(config, "cache", None)
@@ -63,6 +66,13 @@ def _eight_devices() -> None:
     found = jax.devices()
     assert len(found) == NUM_DEVICES, f"the tests need {NUM_DEVICES} CPU devices, found {found}"
     assert {device.platform for device in found} == {"cpu"}, found
+
+
+@pytest.fixture
+def exact_bits() -> Iterator[None]:
+    """What a test compiles has the same last bits wherever the same operations stand in another program."""
+    with quick.exact():
+        yield
 
 
 # CPU seconds by folder, of this process and of the children that it has waited for.

@@ -1,23 +1,49 @@
 """Compiling in less time where only the program counts, or numbers to a relative bound: LLVM optimizes nothing.
 
-At this level one source gives other last bits in other programs, so that nothing may be compared bit by bit. Sizes of
-buffers and collectives are decided before LLVM sees the program, and are those of any level.
+At this level one source gives other last bits in other programs. Where those are compared bit by bit, `exact` makes
+them; tests ask for the fixture `exact_bits`, and programs that they start get `EXACT`. Sizes of buffers and
+collectives are decided before LLVM sees the program, and are those of any level.
 """
 
 import contextlib
+import importlib.metadata
 from collections.abc import Iterator
 
-from meshtrain import assemble
+import jax
+
+VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+EXACT = {VARIABLE: "0"}  # for the environment of a program
+
+
+def xla_flags() -> list[str]:
+    """Returns the flags for `XLA_FLAGS`, which hold wherever most optimizations are not disabled."""
+    flags = ["--xla_backend_optimization_level=1"]
+    if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+        # Newer ones do not know it. These emitters take half of the time of compiling.
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    return flags
+
+
+def compile_quickly(quickly: bool) -> None:
+    """Says how this process compiles from now on."""
+    jax.config.update(VARIABLE.lower(), quickly)
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Compiles so that bits of several programs can be compared."""
+    before = jax.config.read(VARIABLE.lower())
+    compile_quickly(False)
+    try:
+        yield
+    finally:
+        compile_quickly(before)
+
 
 QUICK = {"xla_backend_optimization_level": 0}
 
 
 @contextlib.contextmanager
 def quick_steps() -> Iterator[None]:
-    """Compiles steps in less time; what is compared bit by bit has to be made by one program."""
-    original = assemble.compiler_options
-    assemble.compiler_options = lambda device_kind: original(device_kind) | QUICK
-    try:
-        yield
-    finally:
-        assemble.compiler_options = original
+    """What is the rule by now."""
+    yield

@@ -11,7 +11,6 @@ from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import collectives, hlo
-from tests.quick import QUICK
 
 MODEL = DecoderOptions(
     num_layers=2, embed_dim=64, mlp_dim=128, num_heads=2, num_kv_heads=2, vocab_size=128, vocab_multiple=128
@@ -37,7 +36,7 @@ def wire_bytes_over_data(num_microbatches, mesh, level=0):
     shape = dict.fromkeys(AXES, 1) | {"data": NUM_REPLICAS} | mesh
     devices = jax.devices()[: NUM_REPLICAS * (2 if mesh else 1)]
     assembly = assemble(config_of(num_microbatches, mesh, level), shape, devices)
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
+    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     program = hlo.read(compiled.as_text())
     found = collectives.collectives(program, shape)
     own = sum(4 * leaf.size for leaf in jax.tree.leaves(assembly.state.params)) // (2 if "pipeline" in mesh else 1)

@@ -19,7 +19,6 @@ from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.remat import HEADS, RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
-from tests.quick import QUICK
 
 BATCH_SIZE, NUM_HEADS, HEAD_DIM = 2, 4, 16
 
@@ -47,7 +46,7 @@ def written_out(q, k, v, documents, causal):
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="xla")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def both_ways(attend, arrays, documents, causal=True):
     """(heads, gradients of q, k, v)."""
     *inputs, cotangent = arrays
@@ -120,7 +119,7 @@ def gradients(implementation, placement=None, policy="none"):
     )
     params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
     both = jax.value_and_grad(lambda params: task.loss(params, batch(), jax.random.key(1), True)[0])
-    return jax.jit(both, compiler_options=QUICK)(params)
+    return jax.jit(both)(params)
 
 
 def test_a_model_learns_the_same_from_the_kernel_on_a_mesh():

@@ -12,7 +12,6 @@ from flax.core import meta
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
-from tests.quick import QUICK
 
 NUM_ROWS, LENGTH, VOCABULARY = 3, 12, 11
 PROMPTS = np.array([5, 3, 1])  # tokens of each row's prompt; all are padded to the longest
@@ -33,8 +32,6 @@ FAMILIES = {
     ),
 }
 
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
-
 
 def tokens_of_rows():
     return np.random.default_rng(0).integers(0, VOCABULARY, (NUM_ROWS, LENGTH)).astype(np.int32)
@@ -49,7 +46,7 @@ def whole(task, params, tokens):
         "segment_ids": np.ones(shape, np.int32),
         SEQUENCE_INDEX: np.arange(shape[0]),
     }
-    return np.asarray(quick_jit(task.logits)(params, batch))
+    return np.asarray(jax.jit(task.logits)(params, batch))
 
 
 def one_by_one(decode, params, tokens):
@@ -59,9 +56,9 @@ def one_by_one(decode, params, tokens):
     empty = {name: jnp.zeros(e.shape, e.dtype) for name, e in decode.cache(num_rows, prompt_length, num_steps).items()}
     padding = np.arange(prompt_length) >= PROMPTS[:, None]
     prompts = np.where(padding, VOCABULARY - 1, tokens[:, :prompt_length])
-    logits, cache = quick_jit(decode.prefill)(params, prompts, PROMPTS, empty)
+    logits, cache = jax.jit(decode.prefill)(params, prompts, PROMPTS, empty)
     yield np.asarray(logits)
-    step = quick_jit(decode.step)
+    step = jax.jit(decode.step)
     for index in range(num_steps):
         logits, cache = step(params, tokens[np.arange(num_rows), PROMPTS + index], cache)
         yield np.asarray(logits)
@@ -71,7 +68,7 @@ def one_by_one(decode, params, tokens):
 @pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
 def test_cached_logits_are_those_of_the_whole_sequence(options):
     task = decoder(options, batch_size=NUM_ROWS, sequence_length=LENGTH)
-    params = meta.unbox(quick_jit(task.init)(jax.random.key(0)))
+    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
     tokens = tokens_of_rows()
     expected = whole(task, params, tokens)
     rows = np.arange(NUM_ROWS)

@@ -11,7 +11,6 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
-from tests.quick import QUICK
 
 NUM_LAYERS, EMBED, MLP = 8, 128, 512
 # Few tokens and wide weights: what is kept of activations is little beside one layer's weights.
@@ -29,7 +28,7 @@ WEIGHTS_BYTES = 4 * NUM_LAYERS * (4 * EMBED * EMBED + 3 * EMBED * MLP)
 def temporary_bytes(zero, policy, mesh):
     config = dataclasses.replace(CONFIG, zero=zero, remat=RematOptions(policy))
     assembly = assemble(config, dict.fromkeys(AXES, 1) | mesh, jax.devices())
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
+    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

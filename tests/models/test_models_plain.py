@@ -15,7 +15,6 @@ from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.optim.learning_rate import LearningRateOptions
 from scripts import plain_decoder, step_benchmark
-from tests.quick import QUICK
 
 BATCH_SIZE, SEQUENCE_LENGTH = 3, 16
 LLAMA = DecoderOptions(
@@ -73,8 +72,7 @@ def both(family, dtype):
         return total / weight
 
     plain = functools.partial(plain_loss, batch=batch, vocab_size=options.vocab_size, dtype=dtype)
-    quick = functools.partial(jax.jit, compiler_options=QUICK)
-    return quick(jax.value_and_grad(mean))(params), quick(jax.value_and_grad(plain))(params)
+    return jax.jit(jax.value_and_grad(mean))(params), jax.jit(jax.value_and_grad(plain))(params)
 
 
 def compare(got, expected, rtol):

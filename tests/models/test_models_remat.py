@@ -15,7 +15,6 @@ from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from tests.quick import QUICK
 
 NUM_LAYERS, BATCH, LENGTH, EMBED, MLP = 4, 8, 128, 64, 512
 CONFIG = Config(
@@ -40,7 +39,7 @@ def assembled(options, **axes):
 @functools.cache
 def temporary_bytes(options):
     assembly = assembled(options)
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
+    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

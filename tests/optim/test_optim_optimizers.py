@@ -15,7 +15,6 @@ from meshtrain.layout.partition import is_names
 from meshtrain.optim.masks import num_stacked
 from meshtrain.optim.optimizers import NAMES, OptimizerOptions, check, optimizer, state_axes
 from meshtrain.words.errors import UserError
-from tests.quick import QUICK
 
 NUM_LAYERS = 2
 AXES = {
@@ -54,13 +53,13 @@ def build(name, axes=AXES, rate=1e-2, **changes):
 def run(transformation, params, gradients, shardings=None):
     """Two updates with different gradients; returns parameters and state, which live in `shardings` where given."""
 
-    @functools.partial(jax.jit, out_shardings=shardings, compiler_options=QUICK)
+    @functools.partial(jax.jit, out_shardings=shardings)
     def step(params, state, gradients, factor):
         scaled = jax.tree.map(lambda gradient: factor * gradient + 0.1, gradients)
         updates, state = transformation.update(scaled, state, params)
         return optax.apply_updates(params, updates), state
 
-    init = jax.jit(transformation.init, out_shardings=shardings and shardings[1], compiler_options=QUICK)
+    init = jax.jit(transformation.init, out_shardings=shardings and shardings[1])
     state = init(params)
     params, state = step(params, state, gradients, 1.0)
     return step(params, state, gradients, -0.5)
@@ -69,7 +68,7 @@ def run(transformation, params, gradients, shardings=None):
 def update_once(transformation, gradients, params):
     """The first updates."""
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def update(gradients, params):
         return transformation.update(gradients, transformation.init(params), params)[0]
 
@@ -94,13 +93,13 @@ def test_ten_steps_on_a_quadratic_go_down(name):
             jnp.mean(jnp.square(x - y)) for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True)
         )
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def step(params, state):
         value, gradients = jax.value_and_grad(loss)(params)
         updates, state = transformation.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state, losses = jax.jit(transformation.init, compiler_options=QUICK)(params), []
+    state, losses = jax.jit(transformation.init)(params), []
     for _ in range(11):
         params, state, value = step(params, state)
         losses.append(float(value))

@@ -22,7 +22,6 @@ from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Task, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.words.errors import UserError
-from tests.quick import QUICK
 
 B, T, D, F, V = 16, 8, 16, 32, 64
 CONFIG = Config(
@@ -117,7 +116,7 @@ def three_steps(name: str, **axes: int):
     assembly = assemble(CONFIG, shape, devices, MODELS[name], extend(RULES, *OWN_RULES[name]))
     state = assembly.init(jax.random.key_data(jax.random.key(0)))
     initial, losses = jax.device_get(state.params), []
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
+    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     generator = np.random.default_rng(3)
     for _ in range(CONFIG.num_steps):
         values = {leaf: generator.integers(0, V, (B, T)).astype(np.int32) for leaf in ("tokens", "targets")}

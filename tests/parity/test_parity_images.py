@@ -14,7 +14,6 @@ from meshtrain.run.evaluate import training_batches
 from meshtrain.run.opened import open_data
 from tests.parity.comparison import Trained, assert_same
 from tests.parity.runs import by_path, first_moments, sizes
-from tests.quick import QUICK
 
 NUM_STEPS = 10
 GIVEN = {
@@ -35,7 +34,7 @@ def train(accumulation_steps: int = 1, **axes: int) -> Trained:
     assembly = assemble(config, sizes(**axes), jax.devices()[:num_devices])
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     initial, losses, norms, gradients = by_path(state.params), [], [], {}
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
+    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     batches = training_batches(assembly, open_data(config, abstract_task(config)), 0)
     for _ in range(NUM_STEPS):
         state, metrics = step(state, next(batches))

@@ -26,7 +26,6 @@ from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.schedules import Action, Schedule, build
 from tests.parity.comparison import SCALAR_BOUND, assert_gradients
-from tests.quick import QUICK
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY = 4, 2, 3, 4, 12
 
@@ -96,7 +95,7 @@ def reference(num_layers, num_microbatches):
         loss, weight, _ = last(params, x, batch, None)
         return loss, weight
 
-    both = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=QUICK)
+    both = jax.jit(jax.value_and_grad(total, has_aux=True))
     (loss, weight), gradients = both(parameters(num_layers))
     return Sums(loss, weight, {"sequences": jnp.float32(NUM_SEQUENCES * num_microbatches)}, gradients)
 
@@ -119,13 +118,13 @@ def compute_on(mesh, schedule, params):
     return functools.partial(executor.gradients, model(num_layers), executable(schedule), Replicas(mesh, stored))
 
 
-def run(schedule, num_replicas=1, options=QUICK):
+def run(schedule, num_replicas=1):
     """Returns what the executor makes of two layers a chunk, gradients in layer order."""
     num_layers = 2 * schedule.num_stages * schedule.num_chunks
     params = parameters(num_layers)
     params["layers"] = chunks.chunked(params["layers"], schedule.num_chunks)
     compute = compute_on(mesh_of(schedule.num_stages, num_replicas), schedule, params)
-    run_once = jax.jit(compute, compiler_options=options)
+    run_once = jax.jit(compute)
     sums = jax.device_get(run_once(params, batch_of(schedule.num_microbatches), jax.random.key(3)))
     in_order = jax.tree.map(lambda leaf: leaf.reshape(num_layers, *leaf.shape[-1:]), sums.gradients["layers"]["scale"])
     kernel = sums.gradients["layers"]["kernel"].reshape(num_layers, WIDTH, WIDTH)
@@ -208,7 +207,7 @@ def test_a_pipeline_inside_an_outer_region_computes_the_same():
 
     whole, groups = PartitionSpec(), PartitionSpec("group")
     region = on_shards(mesh, in_group, (whole, whole), groups, axes=frozenset({"group"}))
-    both = jax.device_get(jax.jit(region, compiler_options=QUICK)(parameters(4), batch_of(NUM_MICROBATCHES)))
+    both = jax.device_get(jax.jit(region)(parameters(4), batch_of(NUM_MICROBATCHES)))
     for group in range(2):
         assert_right(jax.tree.map(lambda leaf, group=group: leaf[group], both), schedule)
 
@@ -235,11 +234,11 @@ def poison(monkeypatch, garbage):
         ("interleaved_1f1b", 2, np.nan),
     ],
 )
-def test_garbage_on_idle_stages_changes_no_bit(name, num_chunks, garbage, monkeypatch):
+def test_garbage_on_idle_stages_changes_no_bit(name, num_chunks, garbage, monkeypatch, exact_bits):
     schedule = schedule_of(name, num_chunks=num_chunks)
-    clean = run(schedule, options=None)  # bits of two programs: see QUICK
+    clean = run(schedule)
     poison(monkeypatch, garbage)
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(schedule, options=None), clean)))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, run(schedule), clean)))
 
 
 def multiplied_mask(total, part, place, active):
@@ -306,7 +305,7 @@ def test_evaluation_drops_nothing_and_sums_the_batch():
         "head": PartitionSpec(None, "pipeline"),
     }
     compute = functools.partial(forward.evaluate, model(num_layers), 1, mesh_of(2), specs)
-    loss, weight, metrics = jax.jit(compute, compiler_options=QUICK)(params, batch, jax.random.key(0))
+    loss, weight, metrics = jax.jit(compute)(params, batch, jax.random.key(0))
     whole = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     y = first(params, whole, None, False, None)
     y, _ = repeated(params["layers"], y, whole, jax.random.key(0), 0, False)

@@ -7,7 +7,6 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from tests.quick import QUICK
 
 SEQUENCES_PER_DEVICE, NUM_DATA, SEQUENCE_LENGTH = 2, 2, 32
 MODEL = DecoderOptions(num_layers=8, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=128)
@@ -24,7 +23,7 @@ def temporary_bytes(schedule, num_microbatches, num_chunks=1):
         pipeline=PipelineOptions(schedule=schedule, num_microbatches=num_microbatches, num_chunks=num_chunks),
     )
     assembly = assemble(config, MESH, jax.devices())
-    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
+    compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -25,7 +25,6 @@ from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.schedules import PipelineOptions, build
 from meshtrain.words.errors import UserError
-from tests.quick import QUICK
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY, NUM_STAGES = 4, 4, 3, 4, 12, 2
 SEED, KEY = 2.0, jax.random.key_data  # gradients come out multiplied by the seed
@@ -99,7 +98,7 @@ def reference(num_layers):
         loss, weight, metrics = staged_loss(stages_of(num_layers))(params, whole_batch(), jax.random.key(3), True)
         return SEED * loss, (loss, weight, metrics)
 
-    both = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=QUICK)
+    both = jax.jit(jax.value_and_grad(total, has_aux=True))
     (_, sums), gradients = both(parameters(num_layers))
     return jax.device_get((sums, gradients))
 
@@ -129,7 +128,7 @@ def run(name, num_chunks=1):
     params = stored(num_layers, num_chunks)
     where = jax.tree.map(lambda leaf, spec: Stored.alike(spec, leaf.ndim), params, specs_of(num_chunks))
     compute = functools.partial(executor.gradients, stages_of(num_layers), program, Replicas(mesh(), where))
-    sums = jax.device_get(jax.jit(compute, compiler_options=QUICK)(params, batch_of(), jax.random.key(3), SEED))
+    sums = jax.device_get(jax.jit(compute)(params, batch_of(), jax.random.key(3), SEED))
     like = parameters(num_layers)
     gradients = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), sums.gradients, like)
     return (sums.loss, sums.weight, sums.metrics), gradients
@@ -200,7 +199,7 @@ def test_a_break_is_noticed(broken, monkeypatch):
 def evaluated(num_chunks):
     num_layers = 2 * NUM_STAGES * num_chunks
     compute = functools.partial(forward.evaluate, stages_of(num_layers), num_chunks, mesh(), specs_of(num_chunks))
-    run = jax.jit(compute, compiler_options=QUICK)
+    run = jax.jit(compute)
     found = jax.device_get(run(stored(num_layers, num_chunks), batch_of(), jax.random.key(0)))
     plain = staged_loss(stages_of(num_layers))
     expected = jax.jit(lambda params: plain(params, whole_batch(), jax.random.key(0), False))(parameters(num_layers))

@@ -16,7 +16,6 @@ import pytest
 from meshtrain import training
 from meshtrain.main import main
 from meshtrain.words.errors import Interrupted
-from tests.quick import quick_steps
 
 NUM_STEPS, STOPPED_AT = 10, 5
 
@@ -96,18 +95,11 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
         kept: list[Any] = []
         output = io.StringIO()
         remember = patched("train", lambda original: lambda *given, **named: kept.append(original(*given, **named)))
-        with quick_steps(), remember, contextlib.redirect_stdout(output):
+        with remember, contextlib.redirect_stdout(output):
             assert main(command(directory, *changes)) == 0
         return Ran(kept[0], output.getvalue(), directory)
 
     return trained
-
-
-@pytest.fixture(autouse=True)
-def _quick_steps() -> Iterator[None]:
-    """For tests that call the program's entry points themselves; what outlives a test has `quick_steps` of its own."""
-    with quick_steps():
-        yield
 
 
 @contextlib.contextmanager
@@ -142,7 +134,7 @@ def stopped(command: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
     def made(changes: tuple[str, ...]) -> pathlib.Path:
         directory = tmp_path_factory.mktemp("stopped") / "run"
         said = pytest.raises(Interrupted, match=f"saved at step {STOPPED_AT} of {NUM_STEPS}")
-        with quick_steps(), patched("evaluate", signalling), said, contextlib.redirect_stdout(io.StringIO()):
+        with patched("evaluate", signalling), said, contextlib.redirect_stdout(io.StringIO()):
             main(command(directory, *changes))
         return directory
 

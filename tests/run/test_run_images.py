@@ -16,7 +16,6 @@ from meshtrain.data.images import DIGITS
 from meshtrain.main import main
 from meshtrain.words.errors import UserError
 from tests.data.test_data_idx import idx
-from tests.quick import quick_steps
 from tests.run.broken import Case, assert_refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -49,8 +48,7 @@ def rows(run):
 def trained(tmp_path_factory):
     """The folder of a run of four steps on one device, evaluated and saved after two and four."""
     run = tmp_path_factory.mktemp("digits") / "run"
-    with quick_steps():
-        assert main(words(run)) == 0
+    assert main(words(run)) == 0
     return run
 
 
@@ -68,8 +66,7 @@ def test_the_metrics_count_images(trained):
 def test_it_goes_on_on_another_mesh(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "4")
-    with quick_steps():
-        assert main(words(run, **{"mesh.data": 2, "mesh.fsdp": 2})) == 0
+    assert main(words(run, **{"mesh.data": 2, "mesh.fsdp": 2})) == 0
     for name in ("loss", "eval_loss", "eval_accuracy"):
         before, after = ([row[name] for row in rows(one) if name in row and row["step"] > 2] for one in (trained, run))
         np.testing.assert_allclose(after, before, rtol=1e-5)

@@ -11,7 +11,6 @@ import pytest
 
 from scripts import mesh_by_mesh, witness
 from scripts.mesh_by_mesh import SAMPLE, SETTINGS, Setting, compare, copy_save, differing_arrays
-from tests.quick import quick_steps
 
 SMALLER = {"model.num_layers": 2, "accumulation_steps": 1}  # compiles in half the time
 
@@ -43,10 +42,9 @@ def pair(tmp_path_factory) -> Pair:
     """From weights split by ZeRO to moments split by it, and another mesh; both in this process."""
     work = tmp_path_factory.mktemp("meshes")
     wrote, reads = (dataclasses.replace(SETTINGS[name], processes=1) for name in "BE")
-    with quick_steps():
-        witness.main([f"--workdir={work / 'writer'}", *wrote.words(SMALLER)])
-        reader = copy_save(work / "writer", work / "reader")
-        witness.main([f"--workdir={reader}", *reads.words(SMALLER)])
+    witness.main([f"--workdir={work / 'writer'}", *wrote.words(SMALLER)])
+    reader = copy_save(work / "writer", work / "reader")
+    witness.main([f"--workdir={reader}", *reads.words(SMALLER)])
     return Pair(work / "writer", wrote, reader, reads)
 
 

@@ -1,5 +1,6 @@
 """A few steps of one small model on any mesh, with something wrong in them."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from tests.quick import QUICK
+from tests.quick import exact
 
 CONFIG = Config(
     num_steps=20,
@@ -70,12 +71,12 @@ def taken(
     num_steps: int,
     broken: tuple[int, ...],
     large: tuple[int, ...],
+    exact_bits: bool,
 ) -> list[Taken]:
     assembly = assembled(config, axes)
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
-    # On one device bits of several programs are compared.
-    options = QUICK if axes else None
-    train_step = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=options)
+    with exact() if exact_bits else contextlib.nullcontext():
+        train_step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     steps = [Taken({}, jax.device_get(state))]
     for step in range(1, num_steps + 1):
         batch = batch_of(step, step in broken, step in large)
@@ -87,16 +88,17 @@ def taken(
 
 @pytest.fixture(scope="session")
 def steps() -> Callable[..., list[Taken]]:
-    """A function (configuration, number of steps, broken ones, large ones, mesh axes) -> what each step leaves."""
+    """A function (configuration, steps, broken ones, large ones, exact bits, mesh axes) -> what each step leaves."""
 
     def run(
         config: Config = CONFIG,
         num_steps: int = 4,
         broken: tuple[int, ...] = (),
         large: tuple[int, ...] = (),
+        exact_bits: bool = False,
         **axes: int,
     ) -> list[Taken]:
-        return taken(config, tuple(axes.items()), num_steps, broken, large)
+        return taken(config, tuple(axes.items()), num_steps, broken, large, exact_bits)
 
     return run
 
