@@ -10,7 +10,6 @@ from flax.core import meta
 
 from meshtrain.models.convnet import ConvnetOptions, convnet, flops_per_image, shifted
 from meshtrain.plan.traced import traced_flops
-from tests.quick import QUICK
 
 B = 8
 OPTIONS = ConvnetOptions(filters=8, hidden=16, num_groups=4, height=6, width=5, channels=3, num_classes=7)
@@ -31,7 +30,7 @@ def batch(start=0):
 def computed():
     """A function (options, batch, train) -> (sum, weight, accuracy), compiled once for each `train`."""
     params = meta.unbox(convnet(OPTIONS, batch_size=B).init(jax.random.key(0)))
-    loss = jax.jit(convnet(OPTIONS, batch_size=B).loss, static_argnums=3, compiler_options=QUICK)
+    loss = jax.jit(convnet(OPTIONS, batch_size=B).loss, static_argnums=3)
 
     def values(given, train):
         total, weight, metrics = loss(params, given, jax.random.key(1), train)

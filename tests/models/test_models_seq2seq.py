@@ -14,7 +14,6 @@ from meshtrain.models.seq2seq import SOURCE, TARGET, Seq2SeqOptions, side_keys, 
 from meshtrain.models.seq2seq_task import seq2seq
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan.traced import traced_flops
-from tests.quick import QUICK
 
 S, T, VOCABULARY = 12, 16, 20
 OPTIONS = Seq2SeqOptions(
@@ -46,7 +45,7 @@ def model(request):
     task, generator = seq2seq(request.param, batch_size=2, sequence_length=T), np.random.default_rng(0)
     shapes = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: 0.3 * generator.standard_normal(leaf.shape, np.float32), shapes)
-    return task, params, jax.jit(task.logits, compiler_options=QUICK)
+    return task, params, jax.jit(task.logits)
 
 
 def batch_of(*examples):
@@ -94,7 +93,7 @@ def test_exact_match_is_what_greedy_decoding_gets_right(model):
     task, params, logits = model
     sources = [[3, 4, 5], [8, 9]]
     decoded = greedily(task, params, logits, sources, 4)
-    loss = jax.jit(functools.partial(task.loss, train=False), compiler_options=QUICK)
+    loss = jax.jit(functools.partial(task.loss, train=False))
 
     def right(*targets):
         # The last token of a pair is the one that the data end it with: here, whatever the model says.
@@ -121,8 +120,8 @@ def test_cached_logits_are_those_of_the_whole_pairs(model):
     lengths, num_steps = np.array([len(source) for source in sources], np.int32), targets.shape[1]
     cache = {name: jnp.zeros(e.shape, e.dtype) for name, e in task.decode.cache(2, 4, num_steps).items()}
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)
-    got, cache = jax.jit(task.decode.prefill, compiler_options=QUICK)(params, prompts, lengths, cache)
-    step = jax.jit(task.decode.step, compiler_options=QUICK)
+    got, cache = jax.jit(task.decode.prefill)(params, prompts, lengths, cache)
+    step = jax.jit(task.decode.step)
     for place in range(num_steps + 1):
         wanted = expected[:, place]
         real = np.isfinite(wanted)

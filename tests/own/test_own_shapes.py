@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from meshtrain.main import main
-from tests.quick import quick_steps
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "own_images.py"
@@ -22,8 +21,7 @@ def from_the_root(monkeypatch):
 
 def rows(folder, *changes):
     words = [f"--config.{change}" for change in (*CHANGES, *changes)]
-    with quick_steps():
-        assert main(["--config=docs/own_images.py", f"--workdir={folder}", *words]) == 0
+    assert main(["--config=docs/own_images.py", f"--workdir={folder}", *words]) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -11,7 +11,6 @@ from meshtrain.run.evaluate import training_batches
 from meshtrain.run.opened import open_data
 from tests.parity.comparison import Trained, assert_same
 from tests.parity.runs import by_path, first_moments, sizes
-from tests.quick import QUICK
 
 MODEL = {
     "num_encoder_layers": 2,
@@ -53,7 +52,7 @@ def train(config: Config, evaluates: bool, **axes: int) -> tuple[Trained, list[f
     assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     initial, losses, norms, gradients = by_path(state.params), [], [], {}
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile(compiler_options=QUICK)
+    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     batches = training_batches(assembly, open_data(config, abstract_task(config)), 0)
     for _ in range(config.num_steps):
         state, metrics = step(state, batch := next(batches))
@@ -64,7 +63,7 @@ def train(config: Config, evaluates: bool, **axes: int) -> tuple[Trained, list[f
     if not evaluates:
         return trained, []
     found = []
-    evaluate = assembly.eval_step.lower(state.params, batch).compile(compiler_options=QUICK)
+    evaluate = assembly.eval_step.lower(state.params, batch).compile()
     weights = batch["weights"] * (batch["targets"] == 0)
     for token in range(config.model.vocab_size):
         targets = jax.device_put(np.full(weights.shape, token, np.int32), weights.sharding)

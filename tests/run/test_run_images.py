@@ -78,14 +78,13 @@ def test_files_of_images_are_evaluated_whole(trained, tmp_path, capsys):
     pixels, labels = read_pairs([DIGITS], "data.path")
     part.write_bytes(idx(pixels[:3]))
     (tmp_path / "part-labels").write_bytes(idx(labels[:3]))
-    with quick_steps():
-        found = [
-            evaluate.main([f"--workdir={trained}", "--json", *words])
-            for words in (
-                [],
-                ["--config.data.source=idx", f"--config.data.path={part},{DIGITS}", "--config.mesh.data=2"],
-            )
-        ]
+    found = [
+        evaluate.main([f"--workdir={trained}", "--json", *words])
+        for words in (
+            [],
+            ["--config.data.source=idx", f"--config.data.path={part},{DIGITS}", "--config.mesh.data=2"],
+        )
+    ]
     assert found == [0, 0]
     split, files = map(json.loads, capsys.readouterr().out.splitlines())
     last = [row for row in rows(trained) if "eval_accuracy" in row][-1]

@@ -15,7 +15,6 @@ from meshtrain.main import main
 from meshtrain.models.task import Task, token_batch
 from meshtrain.run.opened import open_data
 from meshtrain.words.errors import UserError
-from tests.quick import quick_steps
 from tests.run.broken import Case, assert_refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,7 +41,7 @@ def words(run, **changes):
 def trained(tmp_path_factory):
     """(folder, what it printed) of a run of three steps on two devices in float16."""
     run, output = tmp_path_factory.mktemp("numbers") / "run", io.StringIO()
-    with quick_steps(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         assert main(words(run)) == 0
     return run, output.getvalue()
 
