@@ -29,7 +29,7 @@ from meshtrain.words.paths import is_utf8, target_problems
 
 MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
 MAX_TOKENS, MAX_SAMPLES, MAX_SEED, MAX_STEP = 1_000_000, 100_000, 2**32 - 1, 10**12
-DEFAULT_PROMPT, DEFAULT_TOKENS = "def ", 200
+DEFAULT_PROMPT, DEFAULT_TOKENS, DEFAULT_TEMPERATURE = "def ", 200, 0.8
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,7 +41,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-tokens", type=int, help=f"most tokens of a text (default: {DEFAULT_TOKENS}, or as many as fit)"
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token each time")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help=f"0 takes the most probable token each time (default: {DEFAULT_TEMPERATURE}; 0 for answers to prompts)",
+    )
     parser.add_argument("--top-k", type=int, default=0, help="only the most probable tokens, this many; 0: all")
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="only the most probable tokens, up to this probability; 1: all"
@@ -141,7 +145,9 @@ def main(argv: Sequence[str]) -> int:
     ids = encoded(prompts, tokenizer.encode, assembly.task.vocab_size, decode)
     num_tokens = _num_tokens(arguments.num_tokens, decode, max(len(one) for one in ids))
     params = restored(assembly, arguments.workdir, arguments.step).params
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    default_temperature = DEFAULT_TEMPERATURE if decode.continues else 0.0
+    temperature = default_temperature if arguments.temperature is None else arguments.temperature
+    sampling = Sampling(temperature, arguments.top_k, arguments.top_p)
     seed = config.seed if arguments.seed is None else arguments.seed
     wanted = Wanted(num_tokens, sampling, arguments.stop, arguments.num_samples, seed)
     draw = functools.partial(answers, generator(assembly, params, tokenizer.end_id), tokenizer.decode, ids, wanted)

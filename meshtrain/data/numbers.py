@@ -23,7 +23,7 @@ TEENS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 HUNDRED, THOUSAND, AND = "hundred", "thousand", "and"
 WORDS = {"digits": UNITS, "english": (*UNITS, *TEENS, *TENS, HUNDRED, THOUSAND, AND)}
-MOST_HELD_OUT = 1000
+MOST_HELD_OUT, NUM_PROMPTS = 1000, 4
 
 
 def spelled(number: int, spelling: str) -> list[str]:
@@ -180,6 +180,7 @@ def open_numbers(options: DataOptions, *, source_length: int, target_length: int
         fingerprint=hashlib.sha256(f"numbers {said}".encode()).hexdigest(),
         summary=_summary(options, splits, examples),
         text=text,
+        prompts=tuple(str(number) for number in validation[:NUM_PROMPTS]),
     )
 
 

@@ -80,7 +80,7 @@ def seq2seq(
         logits=model.all_logits,
         decode=model.decoding(),
         flops_per_token=flops_per_token(options, *lengths),
-        attention_flops_per_token=attention_flops_per_token(options, *lengths),
+        attention_flops_per_token=causal_flops_per_token(options, sequence_length),
         num_parameters=abstract.num_parameters(of_init, {"vocab": options.vocab_size}),
         takes_manual_axes=True,
         width=options.embed_dim,
@@ -334,9 +334,9 @@ def initializer(options: Seq2SeqOptions, source_length: int, target_length: int)
 def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: int) -> float:
     """Returns model FLOPs of a forward and backward pass for one token of a target, with its share of the sources.
 
-    6 for each weight that multiplies a token, times S or T tokens, over T; and the products of attention. The encoder,
-    and the keys and values of cross-attention, read tokens of sources; the rest of the decoder and the head those of
-    targets.
+    6 for each weight that multiplies a token, times S or T tokens, over T. The encoder, and the keys and values of
+    cross-attention, read tokens of sources; the rest of the decoder and the head those of targets. And 12 N H for each
+    pair of a query and a key of full attention: S S in a layer of the encoder, T T and T S in one of the decoder.
     """
     params, _ = abstract.named_params(initializer(options, source_length, target_length))
     total = 6.0 * target_length * options.vocab_size * options.embed_dim
@@ -346,15 +346,11 @@ def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: 
                 ("/cross_attention/key", "/cross_attention/value")
             )
             total += 6.0 * math.prod(leaf.shape) * (source_length if reads_source else target_length)
-    return total / target_length + attention_flops_per_token(options, source_length, target_length)
+    of_pair = 12.0 * options.num_heads * options.width_of_head
+    others = options.num_encoder_layers * source_length**2 + options.num_layers * target_length * source_length
+    return (total + of_pair * others) / target_length + causal_flops_per_token(options, target_length)
 
 
-def attention_flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: int) -> float:
-    """Returns the FLOPs of attention in a forward and backward pass for one token of a target: 12 N H pairs / T.
-
-    N heads of width H compute scores of, and sums over, pairs of a query and a key: S S in each layer of the encoder, T
-    T and T S in each layer of the decoder (full attention).
-    """
-    pairs = options.num_encoder_layers * source_length**2
-    pairs += options.num_layers * target_length * (target_length + source_length)
-    return 12.0 * options.num_heads * options.width_of_head * pairs / target_length
+def causal_flops_per_token(options: Seq2SeqOptions, target_length: int) -> float:
+    """Returns the FLOPs of the decoder's self-attention, as if it were full, for one token of a target: 12 L T N H."""
+    return 12.0 * options.num_layers * target_length * options.num_heads * options.width_of_head

@@ -22,6 +22,7 @@ MODEL = {
     "vocab_multiple": 8,
     "dropout_rate": 0.1,
 }
+PLAIN = {"biases": False}  # half as many weights, which compile in half the time
 OTHER = {
     "positions": "rotary",
     "norm": "rmsnorm",
@@ -90,7 +91,7 @@ def on_one_device():
     "model, mesh, changes",
     [
         (
-            {},
+            PLAIN,
             {"data": 2, "fsdp": 2, "tensor": 2},
             {"zero": {"level": 2}, "remat": {"policy": "dots"}, "accumulation_steps": 2},
         ),
@@ -114,6 +115,6 @@ def test_the_mesh_changes_no_number(model, mesh, changes, on_one_device):
     evaluates = model is OTHER
     expected, right = on_one_device(model, evaluates)
     got, found = train(configured(model, **changes), evaluates, **mesh)
-    assert_same(got, expected, zero_gradients=model is not OTHER)
+    assert_same(got, expected, zero_gradients=model is not OTHER and model is not PLAIN)
     assert expected.losses[-1] < expected.losses[0]
     assert found == right

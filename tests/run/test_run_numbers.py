@@ -5,10 +5,12 @@ import dataclasses
 import io
 import json
 import pathlib
+import re
 
 import pytest
 
-from meshtrain import explain
+from meshtrain import generate
+from meshtrain.config.between_runs import difference
 from meshtrain.config.config import default, resolve
 from meshtrain.data.sources import DataOptions
 from meshtrain.main import main
@@ -57,22 +59,24 @@ def test_exact_match_is_in_the_metrics_the_log_and_tensorboard(trained):
     assert b"eval_exact_match" in events.read_bytes()
     assert f"eval exact match {found[3]:.4g}" in said
     assert {row["loss_scale"] for row in rows if "loss" in row} == {65536}
+    assert re.search(r"a sample\n +\| \d+ -> ", said)
 
 
-def test_another_spelling_is_another_run(trained):
+def test_generate_answers_with_the_most_probable_words(trained, capsys):
     run, _ = trained
-    with pytest.raises(UserError) as caught:
-        main(words(run, **{"data.spelling": "english", "num_steps": 4}))
-    assert 'data.spelling: was "digits", now "english"' in str(caught.value)
+    found = []
+    for flags in ([], ["--config.mesh.data=1", "--temperature=0"]):
+        assert generate.main([f"--workdir={run}", "--prompt=407", "--prompt=8", "--num-tokens=5", *flags]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0].count("\n") == 4
+    assert found[0] == found[1]
 
 
-def test_explain_shows_the_cross_attention(capsys):
-    assert explain.main([CONFIG, "--config.mesh.tensor=2", "--config.mesh.fsdp=2"]) == 0
-    said = capsys.readouterr().out
-    assert "16 sequences of 32 source and 32 target tokens" in said
-    [line] = [line for line in said.splitlines() if line.startswith("params/decoder/layers/cross_attention/key ")]
-    assert "layers embed kv_heads head_dim" in line
-    assert "- fsdp tensor -" in line
+def test_other_numbers_are_another_run():
+    old = {"task": "seq2seq", "data": {"source": "numbers"}}
+    for name, value in (("spelling", "english"), ("numbers_below", 2000), ("num_held_out", 50)):
+        [line] = difference(old, {**old, "data": {"source": "numbers", name: value}})
+        assert line.startswith(f"data.{name}: was ")
 
 
 def lines(task, changes):
