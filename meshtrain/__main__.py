@@ -14,7 +14,7 @@ COMMANDS = {
     "explain": ("meshtrain.explain", "print how each array of a configuration is sharded"),
     "plan": ("meshtrain.plan.__main__", "compile the step for a cluster that need not exist: memory, time, traffic"),
     "pipeline": ("meshtrain.pipeline.__main__", "print or draw a pipeline schedule"),
-    "generate": ("meshtrain.generate", "continue a prompt with a run's newest weights"),
+    "generate": ("meshtrain.generate", "continue or answer prompts with a run's weights"),
     "evaluate": ("meshtrain.evaluate", "score a run's weights: loss, perplexity, bits per byte, metrics"),
     "report": ("meshtrain.report", "write a page about runs: curves, differences, memory, mesh, samples"),
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),

@@ -80,9 +80,12 @@ def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
         parts = {VALIDATION: found.validation}
         tokenizer = found.text if isinstance(found, Data) else tokenizer_for(data, vocab_size=task.vocab_size)
         if not len(found.validation):
+            near = (
+                "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"
+            )
             raise UserError(
                 f"data: got no validation examples with data.source={data.source}; allowed: data with a validation "
-                "split, or files to evaluate whole; nearest: --config.data.source=text --config.data.path=FILE"
+                f"split, or files of text or tokens, which are scored whole; nearest: {near}"
             )
     return Scored(parts, _byte_lengths(assembly, tokenizer), num_batches)
 
@@ -128,7 +131,8 @@ def _values(sums: Mapping[str, Any], unit: str) -> Values:
     if sums.get("bytes"):
         values["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]
     values |= {name: of_task[name] for name in sorted(of_task)}
-    values[unit] = sums["weight"]
+    weight = float(sums["weight"])
+    values[unit] = int(weight) if weight.is_integer() else weight
     return values | ({"bytes": sums["bytes"]} if "bytes" in sums else {})
 
 

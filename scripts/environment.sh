@@ -4,7 +4,8 @@
 #                                     the NVIDIA driver, if any); sets `environment`: run "$environment/bin/python"
 #
 # Reads PYTHON, the interpreter to build on (python3). The folder is .venv; .venv-plan with the compilers for planning
-# (extras plan-*), because with them installed every `import jax` looks for accelerators and prints that none is there.
+# (extras plan-*), because with them installed every `import jax` looks for accelerators and prints that none is there;
+# .venv-eval with the evaluation harness (extra eval), whose packages take 760 MB and ask for older versions of others.
 # Where PYTHON is another version than python3, the name ends in -<version>, so that versions live side by side.
 # shellcheck shell=bash
 
@@ -95,6 +96,7 @@ prepare_environment() {
   find_interpreter
   environment=$root/.venv
   [[ " $* " == *" plan-"* ]] && environment+=-plan
+  [[ " $* " == *" eval "* ]] && environment+=-eval
   if [[ -n ${PYTHON:-} && $version != "$(version_of python3)" ]]; then
     environment+=-$version
   fi

@@ -177,6 +177,30 @@ AROUND: tuple[Mutant, ...] = (
         "the step that compiles is a timed one",
         ("observe/test_observe_goodput.py::test_the_first_step_counts_as_time_and_not_as_use",),
     ),
+    Mutant(
+        "spikes are thinned away",
+        "observe/curves.py",
+        "starts + np.where(np.isnan(buckets), -np.inf, buckets).argmax(axis=1),",
+        "starts,",
+        "a thinned curve has lost the largest value of each bucket",
+        ("observe/test_observe_curves.py",),
+    ),
+    Mutant(
+        "values of the first time",
+        "observe/rows.py",
+        'kept[-1]["step"] > row["step"]',
+        "False",
+        "a report draws steps that were done again both times",
+        ("observe/test_observe_rows.py",),
+    ),
+    Mutant(
+        "a page fetches",
+        "observe/page.py",
+        "default-src 'none'; script-src",
+        "default-src *; script-src",
+        "a page lets the browser open addresses",
+        ("observe/test_observe_page.py",),
+    ),
     # plan
     Mutant(
         "half of the pipeline's bytes",

@@ -218,6 +218,8 @@ def built(
         for given_here in (values, texts):
             for key in [key for key in given_here if key == "task" or key == "model" or key.startswith("model.")]:
                 del given_here[key]
+    if values.get("model") == {} and not dataclasses.fields(start.model):
+        del values["model"]  # the task has options, and none of them
     found += _drop_other_defaults(start, values, texts)
     typed, wrong = flags.collect(flags.schema(start), values, texts)
     return flags.construct(start, typed), found + wrong

@@ -135,12 +135,16 @@ def convnet(
         state = nnx.state(build(nnx.Rngs(params=rng)), nnx.Param)
         return nnx.to_pure_dict(state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.axes))
 
+    def ready(w: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+        # The cast comes first so that the gather moves the smaller dtype; norms stay in float32.
+        return placement.weight(w if "norm" in names else w.astype(dtype), names)
+
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
         keys = sequence_keys(rng, batch) if train else None
-        gathered = jax.tree.map(lambda w, names: placement.weight(w.astype(dtype), names), params, axes)
         images = batch["images"] if keys is None else shifted(batch["images"], keys, options.max_shift)
         images = placement.activation(images, ("batch", "height", "width", "channels"))
-        logits = nnx.merge(graph, gathered)(images.astype(dtype) / 127.5 - 1, keys).astype(jnp.float32)
+        network = nnx.merge(graph, jax.tree.map(ready, params, axes))
+        logits = network(images.astype(dtype) / 127.5 - 1, keys).astype(jnp.float32)
         labels, weights = batch["labels"], batch["weights"]
         right = jnp.sum((jnp.argmax(logits, axis=-1) == labels) * weights)
         # The loss's other dim is that of tokens: an image has one label.

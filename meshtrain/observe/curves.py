@@ -17,8 +17,8 @@ MOST_POINTS = 48_000
 MOST_POINTS_A_CURVE = 4_000
 FEWEST_POINTS_A_CURVE = 30
 COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a", "#c0392b", "#8a7a12")
-PANEL_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 260, 90, 50
-COLUMNS = 2
+PANEL_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 250, 90, 50
+COLUMNS = 3
 FEW = 40  # points: fewer are drawn as dots, too, because a line through one point would be invisible
 
 # In this order; a task's own metrics stand between the two groups.
@@ -50,8 +50,8 @@ _TITLES = {
     "grad_norm": "gradient norm",
     "mfu": "MFU",
     "step_seconds": "seconds a step",
-    "data_share": "share of a step waiting for data",
-    "save_blocking_seconds": "seconds that a save blocks",
+    "data_share": "share waiting for data",
+    "save_blocking_seconds": "seconds a save blocks",
 }
 
 
@@ -166,7 +166,7 @@ def _layout(panels: Sequence[str], places: Sequence[tuple[Any, Any, Any]], units
     layout: dict[str, Any] = {
         "height": inner_pixels + TOP_PIXELS + BOTTOM_PIXELS,
         "margin": {"t": TOP_PIXELS, "b": BOTTOM_PIXELS, "l": 70, "r": 20},
-        "grid": {"rows": num_rows, "columns": COLUMNS, "pattern": "independent", "xgap": 0.16, "ygap": 0.28},
+        "grid": {"rows": num_rows, "columns": COLUMNS, "pattern": "independent", "xgap": 0.22, "ygap": 0.3},
         "hovermode": "x unified",
         "template": {"layout": {"font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1d2733"}}},
         "legend": {"orientation": "h", "x": 0, "y": 1 + 8 / inner_pixels, "yanchor": "bottom"},

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 # No address is ever opened, whatever stands in the page; scripts and styles are those in the file itself.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 STYLE = """\
-body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2rem auto;padding:0 1rem;color:#1d2733;background:#fff}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#1d2733;background:#fff}
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}h3{font-size:1rem;font-weight:600}
 pre{background:#f4f6f8;padding:1rem;overflow:auto;font-size:12px}svg.still{max-width:100%;height:auto}
 svg.still *{stroke-linejoin:round;stroke-linecap:butt}.fits{color:#1a7f37}.not{color:#c0262d}.unclear{color:#9a6700}

@@ -112,7 +112,9 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
     if not (run / CONFIG_FILE).is_file() or int(state.step) >= assembly.config.num_steps:
         return
     now = assembly.config
-    was = from_json((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    given = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    # A task function without options cannot be found by its name, and no rate depends on `model`.
+    was = from_json(json.dumps({key: value for key, value in given.items() if key not in ("task", "model")}))
     options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
     before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
     count, step = int(state.step) - int(state.skipped.total), int(state.step)

@@ -1,5 +1,6 @@
 """Tasks by name: what is found, what is refused, and whose options `config.model` holds."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -156,6 +157,15 @@ def test_a_function_given_by_hand_is_recorded_under_its_name():
     task.options = list
     [line] = lines({}, make_task=task)
     assert "options are <class 'list'>" in line
+
+
+def test_a_task_may_have_no_options():
+    function = lambda config, placement: None  # noqa: E731
+    function.options = dataclasses.make_dataclass("Options", [], frozen=True)
+    config = resolve({}, make_task=function)
+    assert resolve(json.loads(to_json(config)), make_task=function) == config
+    [line] = lines({"model": {"width": 3}}, make_task=function)
+    assert line.startswith("model.width: unknown key")
 
 
 def test_a_run_of_another_task_is_another_run():

@@ -90,6 +90,7 @@ def test_images_by_path_stay_in_their_split_in_another_order(tmp_path):
     ]
     assert pixels_of(made[0].validation) == pixels_of(made[1].validation)
     assert len(made[0].validation) == 2
+    assert made[0].fingerprint != made[1].fingerprint, "by number they are other examples"
     labels = [{e["images"].tobytes(): int(e["labels"]) for e in map(m.train.__getitem__, range(3))} for m in made]
     assert labels[0] == labels[1]
 

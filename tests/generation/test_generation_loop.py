@@ -9,7 +9,7 @@ from flax.core import meta
 
 from meshtrain.assemble import assemble, stored_params
 from meshtrain.config import default, resolve
-from meshtrain.generation.loop import Request, rounded
+from meshtrain.generation.loop import NOTHING, Request, rounded
 from meshtrain.generation.sampling import Sampling
 from meshtrain.run.generating import folded, generator
 from meshtrain.step.placed import shardings
@@ -119,9 +119,15 @@ def test_greedy_texts_are_those_of_the_whole_forward_pass(generator_on, weights)
 
 
 def test_one_compiled_function_serves_all_positions_and_writes_over_its_cache(generator_on, expected):
-    made = generator_on("one device")
-    _, advance = made.compiled(RANDOM, len(REQUESTS), rounded(6), rounded(NUM_TOKENS))
+    made, shape = generator_on("one device"), (len(REQUESTS), rounded(6))
+    prefill, advance = made.compiled(RANDOM, *shape, rounded(NUM_TOKENS))
+    numbers = np.ones(shape[0], np.int32)
+    before, _ = prefill(made.params, np.zeros(shape, np.int32), numbers, numbers, numbers, np.zeros(2, np.uint32))
+    after, drawn = advance(made.params, before, np.zeros(shape[0], bool), 9)
     assert advance._cache_size() == 1
+    assert before.cache["keys"].is_deleted()
+    assert int(after.index) == 9
+    assert (np.asarray(drawn)[:, 8:] == NOTHING).all()
 
 
 def test_a_text_stops_when_it_is_told_to(generator_on):

@@ -256,6 +256,17 @@ def test_what_depends_on_jax_is_there(machine):
         assert not function or f"def {function}(" in (ROOT / path).read_text(), name
 
 
+def test_the_harness_is_installed_apart_from_everything_else(machine):
+    code, _, calls = machine.run("test", "--eval", "-x")
+    assert code == 0
+    assert calls == [
+        f"venv {machine.root}/.venv-eval",
+        f"pip {machine.root}[dev,eval]",
+        "run -m pytest -m harness tests/run/test_run_harness.py -x",
+    ]
+    assert machine.run("test", "x")[2][0] == f"venv {machine.root}/.venv"
+
+
 def test_the_pages_are_tested_in_a_browser_by_one_worker(machine):
     code, _, calls = machine.run("test", "--browser", "-x")
     assert code == 0
@@ -323,6 +334,7 @@ STAGES = [
     "python3 ",
     "python3.12 --jax",
     "python3 --slow",
+    "python3 --eval",
     "python3 install_browser",
     "python3 --browser",
     "python3 --plan",
@@ -369,7 +381,7 @@ def test_stages_for_which_there_is_no_time_fail(ci):
     code, said, stages = ci(seconds=2, FAKE_SLEEPS="--slow")
     assert (code, stages) == (1, STAGES[:3])
     assert "ci: FAILED: did not end within 2 seconds of all stages: scripts/test --slow" in said
-    assert said.count("ci: FAILED: did not run") == 4
+    assert said.count("ci: FAILED: did not run") == 5
 
 
 @pytest.mark.parametrize(

@@ -108,4 +108,8 @@ def test_products_are_in_the_compute_dtype_and_the_loss_in_float32():
     products = [line for line in str(traced).splitlines() if "conv_general_dilated[" in line or "dot_general[" in line]
     assert len(products) == 4
     assert all(":bf16[" in line for line in products), products
+    # Filters are 8, as is nothing else: the cast weights are kernels, not norms of [8].
+    casts = [line for line in str(traced).splitlines() if "convert_element_type[new_dtype=bfloat16" in line]
+    assert any(":bf16[3,3,3,8] " in line for line in casts)
+    assert not any(":bf16[8] " in line for line in casts)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((params, traced.out_avals))} == {"float32"}

@@ -42,7 +42,7 @@ def test_what_a_run_writes_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "torn", ['{"step": 30, "lo', '{"step": 30}', '{"step": 1', "\x00\x00\n", "[1]\n", '{"a": 1}\n']
+    "torn", ['{"step": 30, "lo', '{"step": 30, "loss": 1}', '{"step": 1', "\x00\x00\n", "[1]\n", '{"a": 1}\n']
 )
 def test_lines_that_are_no_rows_are_left_out(log, torn):
     read = log([{"step": 10, "loss": 3.0}, {"step": 20, "loss": 2.0}], torn)
@@ -62,6 +62,10 @@ def test_steps_that_are_done_again_have_the_later_values(log):
     read = log(first + again)
     assert points(read.curves["loss"]) == {10: 10.0, 20: 20.0, 30: -3.0, 50: -5.0}
     assert points(read.curves["eval_loss"]) == {10: 1.0, 20: 1.0}, "40, and the 30 before it, were not reached again"
+
+
+def test_a_step_that_is_done_twice_in_a_row_has_the_later_value(log):
+    assert points(log([{"step": 10, "loss": 1.0}, {"step": 10, "loss": 2.0}]).curves["loss"]) == {10: 2.0}
 
 
 @pytest.mark.parametrize(

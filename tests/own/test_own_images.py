@@ -240,8 +240,8 @@ def test_task_and_data_go_by_name():
         ("nowhere_at_all:images", r"there is no module 'nowhere_at_all'"),
         (f"{__name__}:imges", r"has no 'imges'; allowed: python, .* did you mean 'images'\?"),
         (f"{__name__}:CLASSES", r"no function but int"),
-        ("pyton", r"allowed: python, text, tokens, .*idx, package\.module:function; did you mean 'python'\?"),
-        ("zzz", r"idx, package\.module:function; nearest: 'python', the default"),
+        ("pyton", r"allowed: python, text, tokens, .*, package\.module:function; did you mean 'python'\?"),
+        ("zzz", r", package\.module:function; nearest: 'python', the default"),
     ],
 )
 def test_data_that_cannot_be_found_are_one_line(source, said):

@@ -77,7 +77,7 @@ def num_validation(straight):
 def test_each_file_is_scored_whole_by_one_compiled_step(straight, files, capsys, compiled):
     one, two, nine = files
     found = answered(capsys, straight.directory, ON_TEXT, f"--config.data.path={one},{two},{nine}")
-    assert compiled.count("jit(step)") == 1, compiled
+    assert sum("step" in name for name in compiled) == 1, compiled
     parts = {part["name"]: part for part in found["files"]}
     assert list(parts) == [str(path) for path in files]
     num_bytes = len(TEXTS[1].encode())

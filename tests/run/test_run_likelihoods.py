@@ -63,7 +63,7 @@ def scored(straight):
 
 
 def test_packed_texts_are_as_probable_as_alone(scored):
-    assembly, params, found, calls, score = scored
+    assembly, params, found, calls, _ = scored
     wanted = [plainly(assembly, params, *pair) for pair in TEXTS]
     np.testing.assert_allclose([one.log_probability for one in found], [total for total, _ in wanted], rtol=1e-5)
     assert [one.is_greedy for one in found] == [is_greedy for _, is_greedy in wanted]
@@ -73,8 +73,22 @@ def test_packed_texts_are_as_probable_as_alone(scored):
         assert (batch["positions"][starts] == 0).all()
         assert (counted[~starts & (batch["segment_ids"] > 0)] == 1).all()
     assert len(calls) == 2, "seventeen windows, one in each row, would be three batches"
-    likelihoods.likelihoods(assembly, score, params, TEXTS[:1])
-    assert score._cache_size() == 1, "other texts compile nothing"
+
+
+def test_other_texts_compile_nothing(scored):
+    assembly, params, _, _, score = scored
+    compiled = []
+
+    def note(name, seconds, **what):
+        if name == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            compiled.append(what)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        likelihoods.likelihoods(assembly, score, params, TEXTS[:1])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert not compiled
 
 
 def test_a_text_that_the_model_would_write_is_greedy(scored):

@@ -27,6 +27,12 @@ def said(run, before, now, capsys, step=40, skipped=0):
     return capsys.readouterr().err.splitlines()
 
 
+def test_a_task_that_cannot_be_found_by_name_has_a_rate_too(tmp_path, capsys):
+    """As that of a notebook, or one without options: `train` is given the function itself."""
+    [line] = said(tmp_path, dataclasses.replace(COSINE, task="nowhere:task", model={}), longer(80), capsys)
+    assert "its decay was to end at step 40 and now ends at 80" in line
+
+
 def longer(num_steps, decay_steps=0):
     rate = dataclasses.replace(COSINE.learning_rate, decay_steps=decay_steps)
     return dataclasses.replace(COSINE, num_steps=num_steps, learning_rate=rate)
