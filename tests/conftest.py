@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, asked for before anything can query a device; and what tests cost."""
 
 import collections
+import contextlib
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -36,8 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compiling is most of what the tests do. Programs that they start get the same, unless the caller says otherwise.
     os.environ.setdefault("XLA_FLAGS", " ".join(quick.xla_flags()))
-    os.environ.setdefault(quick.VARIABLE, "1")
-    quick.compile_quickly(os.environ[quick.VARIABLE] == "1")
+    quick.compile_quickly(quickly=True)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     cache = getattr(config, "cache", None)
@@ -72,6 +72,13 @@ def _eight_devices() -> None:
 def exact_bits() -> Iterator[None]:
     """What a test compiles has the same last bits wherever the same operations stand in another program."""
     with quick.exact():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _as_users_compile(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What GPUs' and TPUs' compilers make of a step is what they make of it for users."""
+    with quick.exact() if request.node.get_closest_marker("gpu_compiler") else contextlib.nullcontext():
         yield
 
 

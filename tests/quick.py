@@ -1,18 +1,18 @@
 """Compiling in less time where only the program counts, or numbers to a relative bound: LLVM optimizes nothing.
 
 At this level one source gives other last bits in other programs. Where those are compared bit by bit, `exact` makes
-them; tests ask for the fixture `exact_bits`, and programs that they start get `EXACT`. Sizes of buffers and
+them; tests ask for the fixture `exact_bits`. Sizes of buffers and
 collectives are decided before LLVM sees the program, and are those of any level.
 """
 
 import contextlib
 import importlib.metadata
+import os
 from collections.abc import Iterator
 
 import jax
 
 VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
-EXACT = {VARIABLE: "0"}  # for the environment of a program
 
 
 def xla_flags() -> list[str]:
@@ -25,7 +25,8 @@ def xla_flags() -> list[str]:
 
 
 def compile_quickly(quickly: bool) -> None:
-    """Says how this process compiles from now on."""
+    """Says how this process compiles from now on, and the programs that it starts."""
+    os.environ[VARIABLE] = str(int(quickly))
     jax.config.update(VARIABLE.lower(), quickly)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step.precision import PrecisionOptions
@@ -23,30 +24,37 @@ SCHEDULES = {
     "1f1b": PipelineOptions(schedule="1f1b", num_microbatches=4),
     "interleaved_1f1b": PipelineOptions(schedule="interleaved_1f1b", num_microbatches=4, num_chunks=2),
 }
-# Each mesh with a pipeline in it once; each schedule with pipelines of 2, 4 and 8, and with each other axis.
+# Each mesh with a pipeline in it once; each schedule with pipelines of 2, 4 and 8, and with each other axis. Levels of
+# ZeRO, policies of rematerialization and fewer microbatches than stages ride along: compiling is what a run costs.
+FULL, DOTS = {"remat": RematOptions("full")}, {"remat": RematOptions("dots")}
+LEVELS = {level: {"zero": ZeroOptions(level=level)} for level in (1, 2, 3)}
+FEW = 2
 MESHES = [
-    ("1f1b", {"data": 4, "pipeline": 2}),
-    ("gpipe", {"fsdp": 4, "pipeline": 2}),
-    ("interleaved_1f1b", {"tensor": 4, "pipeline": 2}),
-    ("interleaved_1f1b", {"data": 2, "fsdp": 2, "pipeline": 2}),
-    ("1f1b", {"data": 2, "tensor": 2, "pipeline": 2}),
-    ("1f1b", {"fsdp": 2, "tensor": 2, "pipeline": 2}),
-    ("gpipe", {"data": 2, "pipeline": 4}),
-    ("interleaved_1f1b", {"fsdp": 2, "pipeline": 4}),
-    ("gpipe", {"tensor": 2, "pipeline": 4}),
-    ("1f1b", {"pipeline": 4}),
-    ("gpipe", {"pipeline": 8}),
-    ("1f1b", {"pipeline": 8}),
-    ("interleaved_1f1b", {"pipeline": 8}),
+    ("1f1b", {"data": 4, "pipeline": 2}, LEVELS[2]),
+    ("gpipe", {"fsdp": 4, "pipeline": 2}, {}),
+    ("interleaved_1f1b", {"tensor": 4, "pipeline": 2}, DOTS),
+    ("interleaved_1f1b", {"data": 2, "fsdp": 2, "pipeline": 2}, LEVELS[1]),
+    ("1f1b", {"data": 2, "tensor": 2, "pipeline": 2}, LEVELS[3]),
+    ("1f1b", {"fsdp": 2, "tensor": 2, "pipeline": 2}, FULL),
+    ("gpipe", {"data": 2, "pipeline": 4}, {}),
+    ("interleaved_1f1b", {"fsdp": 2, "pipeline": 4}, {}),
+    ("gpipe", {"tensor": 2, "pipeline": 4}, {"num_microbatches": FEW}),
+    ("1f1b", {"pipeline": 4}, {"num_microbatches": FEW}),
+    ("gpipe", {"pipeline": 8}, {}),
+    ("1f1b", {"pipeline": 8}, {}),
+    ("interleaved_1f1b", {"pipeline": 8}, {}),
 ]
 
 
-def name(mesh):
-    return "-".join(f"{axis}{size}" for axis, size in mesh.items()) if isinstance(mesh, dict) else str(mesh)
+def name(given):
+    if not isinstance(given, dict):
+        return given
+    return "-".join(f"{key}{value if isinstance(value, int) else ''}" for key, value in given.items()) or "plain"
 
 
-def with_schedule(schedule, config=runs.CONFIG, **options):
-    return dataclasses.replace(config, pipeline=dataclasses.replace(SCHEDULES[schedule], **options))
+def with_schedule(schedule, config=runs.CONFIG, num_microbatches=4, **changes):
+    pipeline = dataclasses.replace(SCHEDULES[schedule], num_microbatches=num_microbatches)
+    return dataclasses.replace(config, pipeline=pipeline, **changes)
 
 
 def deep(schedule):
@@ -56,16 +64,21 @@ def deep(schedule):
 
 
 def test_each_schedule_stands_in_the_list_with_each_size_and_each_axis():
-    seen = {(schedule, axis) for schedule, mesh in MESHES for axis in mesh}
+    seen = {(schedule, axis) for schedule, mesh, _ in MESHES for axis in mesh}
     assert seen == set(itertools.product(SCHEDULES, ("data", "fsdp", "tensor", "pipeline")))
-    sizes = {(schedule, mesh["pipeline"]) for schedule, mesh in MESHES}
+    sizes = {(schedule, mesh["pipeline"]) for schedule, mesh, _ in MESHES}
     assert sizes == set(itertools.product(SCHEDULES, (2, 4, 8)))
+    splits = [(mesh, changes["zero"].level) for _, mesh, changes in MESHES if "zero" in changes]
+    assert {level for mesh, level in splits if mesh["data"] > 1} == {1, 2, 3}
+    assert {changes["remat"].policy for _, _, changes in MESHES if "remat" in changes} == {"full", "dots"}
+    few = {schedule for schedule, mesh, changes in MESHES if changes.get("num_microbatches") and mesh["pipeline"] > FEW}
+    assert few == {"1f1b", "gpipe"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "mesh"), MESHES, ids=name)
-def test_schedule_changes_no_number(schedule, mesh, assert_parity):
-    assert_parity(deep(schedule) if mesh["pipeline"] == 8 else with_schedule(schedule), **mesh)
+@pytest.mark.parametrize(("schedule", "mesh", "changes"), MESHES, ids=name)
+def test_schedule_changes_no_number(schedule, mesh, changes, assert_parity):
+    assert_parity(deep(schedule) if mesh["pipeline"] == 8 else with_schedule(schedule, **changes), **mesh)
 
 
 @pytest.mark.slow
@@ -100,18 +113,6 @@ def test_tied_table_learned_positions_biases_and_clipping(schedule, mesh, assert
     """The tied table gets its gradient from both ends, and the norm that clips is taken over all stages once."""
     config = runs.with_optimizer(dataclasses.replace(runs.CONFIG, model=runs.GPT), "adam", clip_norm=0.3)
     assert_parity(with_schedule(schedule, config), **mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["dots", "full"])
-def test_rematerialization_inside_a_stage_changes_no_number(policy, assert_parity):
-    assert_parity(dataclasses.replace(runs.CONFIG, remat=RematOptions(policy)), tensor=2, pipeline=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_fewer_microbatches_than_stages(schedule, assert_parity):
-    assert_parity(with_schedule(schedule, num_microbatches=2), pipeline=4)
 
 
 @pytest.mark.slow
