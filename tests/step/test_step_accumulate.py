@@ -4,15 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshtrain.assemble import assemble
+from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.layout.stored import stored_tree
+from meshtrain.models.task import Entry, Ratio, Task
 from meshtrain.step.accumulate import accumulated, cut, split
 
 BATCH_AXES = {"images": ("batch", "height", "width", "channels"), "labels": ("batch",)}
@@ -52,3 +56,33 @@ def test_a_gradient_that_data_does_not_divide_is_reduced_once(level, num_microba
     assert [replicas.stored[name].data_dim for name in ("odd", "even")] == [0, -1]
     np.testing.assert_array_equal(sums.gradients["odd"], [8] * 3)
     np.testing.assert_array_equal(sums.gradients["even"], [8] * 4)
+
+
+def numbers_task(config, placement):
+    def loss(params, batch, rng, train):
+        large = batch["weights"] * (batch["numbers"] > 4)
+        metrics = {
+            "plain": jnp.sum(batch["numbers"]),
+            "large": Ratio(jnp.sum(large * batch["numbers"]), jnp.sum(large)),
+            "none": Ratio(jnp.float32(0), jnp.float32(0)),
+        }
+        return params["w"][0] * jnp.sum(batch["numbers"]), jnp.sum(batch["weights"]), metrics
+
+    entry = Entry((config.batch_size,), jnp.float32, ("batch",))
+    init = lambda rng: {"w": nn.LogicallyPartitioned(jnp.ones(1), ("norm",))}  # noqa: E731
+    return Task(init, loss, {"numbers": entry, "weights": entry})
+
+
+def test_a_ratio_is_summed_over_shards_and_microbatches_and_divided_by_its_own_weight():
+    numbers = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.float32)
+    config = Config(batch_size=8, accumulation_steps=2)
+    assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": 2}, jax.devices()[:2], numbers_task)
+    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    batch = {"numbers": numbers, "weights": np.ones(8, np.float32)}
+    placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
+    _, metrics = assembly.train_step(state, placed)
+    assert {name: float(metrics[name]) for name in ("plain", "large", "none")} == {
+        "plain": numbers.mean(),
+        "large": np.float32((5 + 9 + 6) / 3),
+        "none": 0,
+    }
