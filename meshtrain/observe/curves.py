@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.observe.rows import Curve, Log
+from meshtrain.observe.rows import EVALUATED, Curve, Log
 
 # Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.
 MOST_POINTS = 48_000
@@ -46,7 +46,6 @@ _LEFT_OUT = (
 )
 _IF_ANY = ("skipped_steps",)  # all zero in most runs
 _TITLES = {
-    "eval_loss": "evaluation loss",
     "grad_norm": "gradient norm",
     "mfu": "MFU",
     "step_seconds": "seconds a step",
@@ -59,6 +58,8 @@ def title(metric: str) -> str:
     """Returns what a metric is called on the page."""
     if metric in _TITLES:
         return _TITLES[metric]
+    if metric.startswith(EVALUATED):
+        return f"evaluation {title(metric.removeprefix(EVALUATED))}"
     if metric.endswith("_per_second"):
         return f"throughput, {metric.removesuffix('_per_second').replace('_', ' ')}/s"
     return metric.replace("_", " ")

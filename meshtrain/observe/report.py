@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import numpy as np
 
 from meshtrain.observe.charts import bars
-from meshtrain.observe.curves import figure
+from meshtrain.observe.curves import figure, metrics
 from meshtrain.observe.page import as_it_stands, escaped, folded, heading, page, table
+from meshtrain.observe.rows import EVALUATED
 from meshtrain.observe.runs import Run
 from meshtrain.words.flags import flatten
 from meshtrain.words.tables import format_bytes
@@ -40,12 +41,12 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
 
 def _overview(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
     """Returns the cells and the header of the table of runs."""
-    header = ["run", "task", "mesh", "steps", "loss", "best evaluation", "throughput", "goodput", "hours"]
+    header = ["run", "task", "mesh", "steps", "loss", "last evaluation", "best loss", "throughput", "goodput", "hours"]
     cells = []
     for run in runs:
         curves, log = run.log.curves, run.log
         last_step = max(int(curve.steps[-1]) for curve in curves.values())
-        best = ""
+        best, evaluations = "", [name for name in metrics([log]) if name.startswith(EVALUATED)]
         if "eval_loss" in curves:
             evaluated = curves["eval_loss"]
             index = int(np.nanargmin(evaluated.values))
@@ -61,6 +62,7 @@ def _overview(runs: Sequence[Run]) -> tuple[list[list[str]], list[str]]:
                 mesh_text(run),
                 f"{last_step:,}" + (f" of {run.config['num_steps']:,}" if _is_count(run.config, "num_steps") else ""),
                 f"{loss:.4f}" if (loss := _last(run, "loss")) is not None else "",
+                ", ".join(f"{name.removeprefix(EVALUATED)} {_last(run, name):.4f}" for name in evaluations),
                 best,
                 f"{rate:,.0f} {log.unit}/s" if rate else "",
                 f"{goodput:.1%}" if goodput is not None else "",

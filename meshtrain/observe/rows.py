@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with
 _MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
 
 

@@ -13,9 +13,8 @@ from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own import Data
 from meshtrain.models.task import Params, limits, mean
+from meshtrain.observe.rows import EVALUATED
 from meshtrain.step.state import TrainState
-
-EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with, in metrics.jsonl
 
 
 def training_batches(assembly: Assembly, corpus: Corpus | Data, start_step: int) -> Iterator[dict[str, jax.Array]]:

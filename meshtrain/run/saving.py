@@ -14,7 +14,7 @@ from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own import Data
 from meshtrain.launch import peers
-from meshtrain.run.evaluate import EVALUATED
+from meshtrain.observe.rows import EVALUATED
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints

@@ -13,8 +13,9 @@ from meshtrain.data.corpus import Corpus
 from meshtrain.data.own import Data
 from meshtrain.layout.rules import Rules
 from meshtrain.observe.folder import SAMPLES_FILE
+from meshtrain.observe.rows import EVALUATED
 from meshtrain.run import workdir
-from meshtrain.run.evaluate import EVALUATED, evaluated_examples
+from meshtrain.run.evaluate import evaluated_examples
 from meshtrain.run.sample import sample
 from meshtrain.step.state import TrainState
 from meshtrain.words.errors import warn

@@ -67,7 +67,7 @@ def test_panels_come_in_one_order_and_leave_out_what_others_say():
     [
         ("images_per_second", "throughput, images/s"),
         ("eval_loss", "evaluation loss"),
-        ("eval_exact_match", "eval exact match"),
+        ("eval_exact_match", "evaluation exact match"),
     ],
 )
 def test_titles(metric, said):

@@ -43,7 +43,8 @@ def test_a_page_has_every_part(runs):
         "mesh": "data 2 x pipeline 2 x tensor 2 (cpu)",
         "steps": "40 of 40",
         "loss": "3.0250",
-        "best evaluation": "3.2500 at step 40",
+        "last evaluation": "loss 3.2500",
+        "best loss": "3.2500 at step 40",
         "throughput": "8,192 tokens/s",
         "goodput": "80.0%",
         "hours": "0.01",
@@ -68,13 +69,15 @@ def test_it_needs_nothing_else(runs):
 
 def test_a_run_of_images_without_anything_of_text(runs):
     rows = [{"step": step, "loss": 2.0, "accuracy": 0.5, "images": 32 * step, "images_per_second": 9.0}
-            for step in (1, 2)]  # fmt: skip
+            for step in (1, 2)] + [{"step": 2, "eval_accuracy": 0.75}]  # fmt: skip
     config = {"task": "mine.images:task", "model": {"width": 8}, "mesh": {"data": -1}}
     text = report.run_page(runs(a={"rows": rows, "config": config, "device": None}), [])
     header, first = cells(text)[:2]
     row = dict(zip(header, first, strict=True))
-    assert (row["task"], row["mesh"], row["steps"], row["best evaluation"]) == ("mine.images:task", "", "2", "")
+    assert (row["task"], row["mesh"], row["steps"], row["best loss"]) == ("mine.images:task", "", "2", "")
+    assert row["last evaluation"] == "accuracy 0.7500"
     assert '"text":"accuracy"' in text
+    assert '"text":"evaluation accuracy"' in text
     assert '"label":"images"' in text
     for part in ("Memory", "Samples"):
         assert f"<h2>{part}" not in text
