@@ -95,9 +95,13 @@ def test_any_number_of_processes_gives_the_same_losses_and_goes_on_with_what_ano
 
 
 def test_eight_processes_of_one_device(finished, tmp_path):
-    alone = finished(tmp_path / "1", *THREE_AXES, "num_steps=3", processes=1, devices=8)
-    many = finished(tmp_path / "8", *THREE_AXES, "num_steps=3", processes=8, devices=1)
+    changes = (*THREE_AXES, "num_steps=3", "sample_tokens=8")
+    alone = finished(tmp_path / "1", *changes, processes=1, devices=8)
+    many = finished(tmp_path / "8", *changes, processes=8, devices=1)
     np.testing.assert_allclose(list(many.values()), list(alone.values()), rtol=1e-5)
+    samples = [(tmp_path / name / "samples.txt").read_text() for name in ("1", "8")]
+    assert samples[0] == samples[1]
+    assert "the pipeline of 2 is folded into tensor" in samples[0]
 
 
 @pytest.mark.parametrize(("number", "code", "within_seconds"), [(signal.SIGKILL, 137, 15), (signal.SIGSTOP, 4, 30)])
