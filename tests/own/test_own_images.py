@@ -174,6 +174,8 @@ def test_dims_of_a_batch_follow_the_rules():
         (lambda data: data.train.clear(), r"data\.train: got no example; allowed: at least one"),
         (lambda data: dataclasses.replace(data, fingerprint=""), r"data: got '' for 'fingerprint' of Data"),
         (lambda data: dataclasses.replace(data, text="words"), r"data: got str for 'text' of Data; .* a Tokenizer or"),
+        (lambda data: dataclasses.replace(data, prompts="407"), r"data: got '407' for 'prompts' of Data; .* list of"),
+        (lambda data: dataclasses.replace(data, prompts=[""]), r"data: got \[''\] for 'prompts' of Data; .* not empty"),
         (lambda data: dataclasses.replace(data, train=iter([])), r"data\.train: got list_iterator; .*a list"),
         (lambda data: dataclasses.replace(data, validation=[3]), r"data\.validation\[0\]: got int; allowed: a dict"),
         (lambda data: {"train": data.train}, r"data: got nothing for 'train' of dict"),

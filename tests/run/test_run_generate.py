@@ -1,5 +1,7 @@
 """Text from a run's weights, the same on every mesh; and what `explain` says of a configuration."""
 
+import json
+
 import jax
 import pytest
 
@@ -75,3 +77,27 @@ def test_explain_says_where_each_array_lives(command, straight, tmp_path, capsys
 def test_explain_refuses_what_does_not_fit(command, tmp_path):
     with pytest.raises(UserError, match=r"^batch_size: got 12; allowed: a multiple of 8"):
         explain.main(command(tmp_path / "run", "mesh.data=-1", "batch_size=12"))
+
+
+def test_texts_of_several_prompts_go_to_the_terminal_or_to_a_file(straight, tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts.write_text('{"prompt": "def f1(x"}\n\n{"prompt": "ret", "more": 1}\n')
+    words = [f"--workdir={straight.directory}", f"--prompts={prompts}", "--num-samples=2", "--num-tokens=12"]
+    words += ["--top-k=9", "--top-p=0.9", "--stop=f", "--stop= x", "--seed=3"]
+    said = generated(capsys, *words)
+    assert generated(capsys, *words, f"--out={out}") == f"4 texts in {out}\n"
+    texts = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(one["prompt"], one["index"], one["sample"]) for one in texts] == [
+        ("def f1(x", 0, 0), ("def f1(x", 0, 1), ("ret", 1, 0), ("ret", 1, 1),
+    ]  # fmt: skip
+    assert {one["ended"] for one in texts} <= {"stop", "length"}
+    assert not any("f" in one["text"] or " x" in one["text"] for one in texts)
+    titles = [f"--- prompt {prompt} of 2, sample {sample} of 2" for prompt in (1, 2) for sample in (1, 2)]
+    blocks = [f"{title}\n{one['prompt']}{one['text']}\n" for title, one in zip(titles, texts, strict=True)]
+    assert said == "".join(blocks)
+
+
+def test_a_checkpoint_of_another_task_is_refused(straight):
+    with pytest.raises(UserError) as caught:
+        generate.main([f"--workdir={straight.directory}", "--config.task=convnet", "--prompt=x"])
+    assert any("task" in line or "model." in line for line in caught.value.problems)
