@@ -281,7 +281,8 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
     """
     also = [*arguments.problems, *also]
     try:
-        given = default() if arguments.config is None else load(arguments.config, list(flags.schema(Config())))
+        # Without a file nothing was chosen: `task` alone decides which fields `model` has.
+        given = {} if arguments.config is None else load(arguments.config, list(flags.schema(Config())))
         built(given, {})  # raises where the file returns something other than a configuration
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.

@@ -103,7 +103,7 @@ def tokenizer(spelling: str) -> Tokenizer:
             if word == SPECIAL or parts[0] not in ids:
                 known = (*DIGITS, *WORDS[spelling])
                 raise UserError(
-                    f"prompt: got '{word}'; allowed with data.source=numbers: digits 0 to 9, or words from "
+                    f"got '{word}'; allowed with data.source=numbers: digits 0 to 9, or words from "
                     f"{UNITS[0]} to {known[-1]}{nearest(word, known) or '; nearest: 407'}"
                 )
             found += [ids[part] for part in parts]
