@@ -6,6 +6,7 @@ V: padded vocabulary.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from meshtrain.models.decode import Cache, Decode
 from meshtrain.models.task import Params
 
 CALL_TOKENS = 16  # tokens of a row between two looks of the host
-MOST_ROWS = 64
+MOST_ROWS, MOST_CACHE_BYTES = 64, 2 << 30  # of a batch, and of its cache on one device
 SHORTEST = 64
 NOTHING = -1  # in place of a token that was not drawn
 
@@ -102,15 +103,13 @@ class Generator:
           seed: of the random numbers.
           take: gets the tokens as they come, without the end token.
         """
-        shards = num_parts(self.rules.activations["batch"], self.mesh.shape)
-        most = max(shards, MOST_ROWS // shards * shards)
-        num_rows = min(-(-len(requests) // shards) * shards, most)
-        prompt_length = rounded(max(len(request.ids) for request in requests))
-        prefill, advance = self.compiled(sampling, num_rows, prompt_length, rounded(num_tokens))
+        lengths = rounded(max(len(request.ids) for request in requests)), rounded(num_tokens)
+        num_rows = self._num_rows(len(requests), *lengths)
+        prefill, advance = self.compiled(sampling, num_rows, *lengths)
         key = np.asarray(jax.random.key_data(jax.random.key(seed)))
         for start in range(0, len(requests), num_rows):
             some = requests[start : start + num_rows]
-            state, drawn = prefill(self.params, *_rows(some, num_rows, prompt_length), key)
+            state, drawn = prefill(self.params, *_rows(some, num_rows, lengths[0]), key)
             index, done = 1, [row >= len(some) for row in range(num_rows)]
             while True:
                 for row, tokens in enumerate(np.asarray(drawn)):
@@ -120,6 +119,16 @@ class Generator:
                     break
                 state, drawn = advance(self.params, state, np.asarray(done), num_tokens)
                 index = min(index + CALL_TOKENS, num_tokens)
+
+    def _num_rows(self, num_requests: int, prompt_length: int, num_steps: int) -> int:
+        """Returns R: the requests rounded up to the batch's shards, as far as a batch and its cache may be large."""
+        shards = num_parts(self.rules.activations["batch"], self.mesh.shape)
+        num_bytes = 0
+        for entry in self.decode.cache(shards, prompt_length, num_steps).values():
+            shape = self._sharding(entry.shape, entry.axes).shard_shape(entry.shape)
+            num_bytes += math.prod(shape) * jnp.dtype(entry.dtype).itemsize
+        most = max(min(MOST_ROWS // shards, MOST_CACHE_BYTES // num_bytes), 1)
+        return shards * min(-(-num_requests // shards), most)
 
     def _handed(self, take: Take, request: int, drawn: np.ndarray, is_last: bool) -> bool:
         """Hands a row's new tokens to `take`, and returns whether the row is done."""

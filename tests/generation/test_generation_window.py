@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshtrain.generation import loop
 from meshtrain.generation.loop import Generator, Request
-from meshtrain.generation.sampling import Sampling
+from meshtrain.generation.sampling import Sampling, choose, row_keys
 from meshtrain.generation.window import batch_of, by_window
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.models.task import token_batch
+from tests.quick import QUICK
 
 VOCABULARY = 31
 
@@ -47,6 +49,28 @@ def test_each_token_follows_those_in_its_window(length):
     generator.draw([Request(prompt) for prompt in prompts], 20, Sampling(), 0, take)
     assert drawn == {index: written_out(prompt, 20, length) for index, prompt in enumerate(prompts)}
     assert any(len(set(tokens)) > 4 for tokens in drawn.values()) or length == 1, "what repeats itself shows little"
+
+
+@pytest.mark.parametrize("most_bytes", [loop.MOST_CACHE_BYTES, 1], ids=["one batch", "a batch for each"])
+def test_random_numbers_are_those_of_prompt_sample_and_position(monkeypatch, most_bytes):
+    monkeypatch.setattr(loop, "MOST_CACHE_BYTES", most_bytes)
+    flat = by_window(lambda params, batch: jnp.zeros((*batch["tokens"].shape, VOCABULARY)), token_batch(8, 4))
+    mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}, jax.devices()[:1])
+    generator = Generator(flat, jnp.int32(0), mesh, default_rules(LayoutOptions()), end_id=5, compiler_options=QUICK)
+    drawn = {index: [] for index in range(3)}
+
+    def take(index, tokens, is_last):
+        drawn[index] += tokens
+        return False
+
+    requests = [Request([1], prompt, sample) for prompt, sample in ((0, 0), (0, 1), (4, 2))]
+    generator.draw(requests, 20, Sampling(1.0), 8, take)
+    keys = row_keys(jax.random.key(8), jnp.asarray([0, 0, 4]), jnp.asarray([0, 1, 2]))
+    every = [choose(jnp.zeros((3, VOCABULARY)), keys, jnp.int32(index), Sampling(1.0)) for index in range(20)]
+    assert generator.compiled.cache_info().currsize == 1
+    expected = np.stack(every, axis=1).tolist()
+    assert any(5 in row for row in expected)
+    assert list(drawn.values()) == [row[: row.index(5)] if 5 in row else row for row in expected]
 
 
 def test_a_window_is_one_document():
