@@ -114,6 +114,21 @@ def _json_line(prompt: Prompt, index: int, sample: int, text: Text) -> str:
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
+def write(path: str, lines: Sequence[str]) -> None:
+    """Writes the lines to a new file, which then replaces `path`.
+
+    Raises:
+      UserError: it cannot be written; `path` is as before.
+    """
+    try:
+        write_whole(path, "".join(lines))
+    except OSError as error:
+        raise UserError(
+            f"--out: got '{path}', which cannot be written ({error.strerror}); allowed: a file on a disk with room; "
+            "nearest: another folder"
+        ) from error
+
+
 def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> list[str]:
     """Returns what is printed before each text: a title where there are several, and the prompt that it continues."""
     heads = []
@@ -163,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
                 draw(), itertools.product(range(len(prompts)), range(arguments.num_samples)), strict=True
             )
         ]
-        write_whole(arguments.out, "".join(lines))
+        write(arguments.out, lines)
         print(f"{len(lines)} texts in {arguments.out}")
     return 0
 

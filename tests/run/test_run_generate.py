@@ -97,6 +97,11 @@ def test_texts_of_several_prompts_go_to_the_terminal_or_to_a_file(straight, tmp_
     assert said == "".join(blocks)
 
 
+def test_texts_that_cannot_be_written_are_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"^--out: got '.*', which cannot be written \(.*\); allowed: .*; nearest: "):
+        generate.write(str(tmp_path / "gone" / "texts.jsonl"), ["{}\n"])
+
+
 def test_a_checkpoint_of_another_task_is_refused(straight):
     with pytest.raises(UserError) as caught:
         generate.main([f"--workdir={straight.directory}", "--config.task=convnet", "--prompt=x"])
