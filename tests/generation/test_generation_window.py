@@ -1,9 +1,12 @@
 """Tasks with logits and no cache: one pass over the last tokens for each new one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.generation import loop
 from meshtrain.generation.loop import Generator, Request
@@ -71,6 +74,16 @@ def test_random_numbers_are_those_of_prompt_sample_and_position(monkeypatch, mos
     expected = np.stack(every, axis=1).tolist()
     assert any(5 in row for row in expected)
     assert list(drawn.values()) == [row[: row.index(5)] if 5 in row else row for row in expected]
+
+
+def test_weights_are_cast_before_the_loop_with_their_shardings():
+    mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 1, "pipeline": 1}, jax.devices()[:2])
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    cast = dataclasses.replace(by_window(logits, token_batch(8, 4)), cast=lambda weights: weights.astype(jnp.bfloat16))
+    given = jax.device_put(np.ones(4, np.float32), split)
+    generator = Generator(cast, given, mesh, default_rules(LayoutOptions()), end_id=-1)
+    assert generator.params.dtype == jnp.bfloat16
+    assert generator.params.sharding == split
 
 
 def test_a_window_is_one_document():
