@@ -1,8 +1,8 @@
 """Compiling in less time where only the program counts, or numbers to a relative bound: LLVM optimizes nothing.
 
 At this level one source gives other last bits in other programs. Where those are compared bit by bit, `exact` makes
-them; tests ask for the fixture `exact_bits`. Sizes of buffers and
-collectives are decided before LLVM sees the program, and are those of any level.
+them; tests ask for the fixture `exact_bits`. Sizes of buffers and collectives are decided before LLVM sees the program,
+and are those of any level.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import jax
 
 VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+QUICK = {"xla_backend_optimization_level": 0}  # for what takes compiler options
 
 
 def xla_flags() -> list[str]:
@@ -39,12 +40,3 @@ def exact() -> Iterator[None]:
         yield
     finally:
         compile_quickly(before)
-
-
-QUICK = {"xla_backend_optimization_level": 0}
-
-
-@contextlib.contextmanager
-def quick_steps() -> Iterator[None]:
-    """What is the rule by now."""
-    yield
