@@ -40,6 +40,8 @@ def write(folder, images=IMAGES_FILE, labels=LABELS_FILE, suffix=""):
         (gzip.compress(IMAGES_FILE), ""),  # what a file is stands in it, not in its name
         (gzip.compress(IMAGES_FILE[:20]) + gzip.compress(IMAGES_FILE[20:]), ".gz"),  # as pigz and dictzip write them
     ],
+    # Without these, the time in the compressed bytes gives each worker of pytest tests of other names.
+    ids=["plain", "compressed", "compressed, its name does not tell", "two compressed parts"],
 )
 def test_images_and_labels_are_read(images, suffix, tmp_path):
     path = write(tmp_path, images, gzip.compress(LABELS_FILE), suffix)
