@@ -80,13 +80,6 @@ def exact_bits() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _as_users_compile(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What GPUs' and TPUs' compilers make of a step is what they make of it for users."""
-    with quick.exact() if request.node.get_closest_marker("gpu_compiler") else contextlib.nullcontext():
-        yield
-
-
 # CPU seconds by folder, of this process and of the children that it has waited for.
 COST = pytest.StashKey[collections.Counter]()
 
@@ -98,10 +91,14 @@ def cpu_seconds() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Adds what a test costs, with the fixtures that it sets up and tears down, to its folder and to itself."""
+    """Adds what a test costs, with the fixtures that it sets up and tears down, to its folder and to itself.
+
+    What the compilers of GPUs and TPUs make of a step is shown with optimizations, fixtures included.
+    """
     before = cpu_seconds()
     try:
-        return (yield)
+        with quick.exact() if item.get_closest_marker("gpu_compiler") else contextlib.nullcontext():
+            return (yield)
     finally:
         spent = cpu_seconds() - before
         item.config.stash[COST][item.path.relative_to(TESTS).parts[0]] += spent
