@@ -109,7 +109,7 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "every slot is a source",
         "models/seq2seq_task.py",
-        "filled = caches.first_slots(lengths, prompt_length)",
+        "filled = caches.first_slots(lengths + 1, num_sources)",
         "filled = jnp.ones_like(tokens)",
         "a generated target sees the padding of its source",
         ("models/test_models_seq2seq.py::test_cached_logits_are_those_of_the_whole_pairs[vaswani]",),

@@ -75,15 +75,15 @@ class NumberPairs:
         return [ids[digit] for digit in str(number)], [ids[word] for word in spelled(number, self.spelling)]
 
     def lengths(self) -> np.ndarray:
-        """Returns the tokens of each source, and of each target with its end, int64 [pairs, 2]."""
+        """Returns the tokens of each source and of each target, with their ends, int64 [pairs, 2]."""
         num_digits = 1 + np.sum(self.numbers[:, None] >= 10 ** np.arange(1, 6), axis=1)
         if self.spelling == "digits":
-            return np.stack([num_digits, num_digits + 1], axis=1)
+            return np.stack([num_digits + 1, num_digits + 1], axis=1)
         below = np.asarray([len(_below_thousand(number)) for number in range(1000)])
         thousands, rest = np.divmod(self.numbers, 1000)
         after = np.where(rest > 0, below[rest] + (rest < 100), 0)
         num_words = np.where(thousands > 0, below[thousands] + 1 + after, below[rest])
-        return np.stack([num_digits, num_words + 1], axis=1)
+        return np.stack([num_digits + 1, num_words + 1], axis=1)
 
 
 def ids_of(spelling: str) -> dict[str, int]:
@@ -161,7 +161,7 @@ def open_numbers(options: DataOptions, *, source_length: int, target_length: int
         f"{key}: got {got}; allowed for numbers below {options.numbers_below:,} in {options.spelling}: at least "
         f"{least}, {what}; nearest: {least}"
         for key, got, least, what in (
-            ("model.source_length", source_length, most_source, "the digits of the longest"),
+            ("model.source_length", source_length, most_source, "the digits of the longest and an end"),
             ("sequence_length", target_length, most_target, "the words of the longest and an end"),
             ("model.vocab_size", vocab_size, text.vocab_size, "the end, the digits and the words"),
         )

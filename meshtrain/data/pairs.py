@@ -32,14 +32,15 @@ class Pairs(Protocol):
 class PairExamples:
     """Example i is row i of whole pairs.
 
-    The decoder reads the begin token and the target, and predicts the target and the end token.
+    The encoder reads the source and the begin token, which marks where the source ends. The decoder reads the begin
+    token and the target, and predicts the target and the end token.
 
     Attributes:
       pairs: by number.
       row_starts: int64 [R + 1]: row r holds the pairs row_starts[r] .. row_starts[r + 1].
       source_length: S.
       target_length: T.
-      begin_id: the token that the decoder reads first.
+      begin_id: the token that ends a source, and that the decoder reads first.
       end_id: the token that ends a target.
     """
 
@@ -65,6 +66,7 @@ class PairExamples:
         first, last = int(self.row_starts[index]), int(self.row_starts[index + 1])
         for segment, number in enumerate(range(first, last), start=1):
             source, target = self.pairs[number]
+            source = [*source, self.begin_id]
             place = slice(source_start, source_start := source_start + len(source))
             row["source_tokens"][place] = source
             row["source_segment_ids"][place] = segment
@@ -90,18 +92,18 @@ def packed(
     """Returns examples of whole pairs: as many to a row, in their order, as fit on both sides.
 
     Args:
-      pairs: by number; a source has 1 to S tokens, a target 0 to T - 1, for an end token follows it.
+      pairs: by number; a source has 0 to S - 1 tokens and a target 0 to T - 1, for an end follows both.
       source_length: S.
       target_length: T.
-      begin_id: the token that the decoder reads first; `model.begin_id`.
+      begin_id: the token that ends a source, and that the decoder reads first; `model.begin_id`.
       end_id: the token that ends a target; it may be the same.
-      lengths: int [P, 2], tokens of each source and of each target with its end; None: they are counted.
+      lengths: int [P, 2], tokens of each source and of each target, with their ends; None: they are counted.
 
     Raises:
       UserError: a line for each pair that does not fit into a row.
     """
     if lengths is None:
-        counted = [(len(source), len(target) + 1) for source, target in (pairs[i] for i in range(len(pairs)))]
+        counted = [(len(source) + 1, len(target) + 1) for source, target in (pairs[i] for i in range(len(pairs)))]
         lengths = np.asarray(counted, np.int64).reshape(-1, 2)
     if problems := _too_long(lengths, (source_length, target_length)):
         raise UserError(*problems)
@@ -111,11 +113,11 @@ def packed(
 
 def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[str]:
     found = Problems()
-    for number in np.flatnonzero(np.any((lengths < 1) | (lengths > capacities), axis=1)):
+    for number in np.flatnonzero(np.any(lengths > capacities, axis=1)):
         source, target = lengths[number].tolist()
         found.add(
-            f"data: pair {number} has {source} tokens of source and {target} of target with its end; allowed: 1 to "
-            f"{capacities[0]} and 1 to {capacities[1]}; nearest: sequence_length={max(target, capacities[1])}, "
+            f"data: pair {number} has {source} tokens of source and {target} of target, with their ends; allowed: at "
+            f"most {capacities[0]} and {capacities[1]}; nearest: sequence_length={max(target, capacities[1])}, "
             f"model.source_length={max(source, capacities[0])}, or a shorter pair"
         )
         if found.is_enough():

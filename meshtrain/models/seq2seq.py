@@ -48,7 +48,7 @@ class Seq2SeqOptions:
     vocab_multiple: int = option(
         128, "the vocabulary is padded to a multiple of this; padding gets no probability", minimum=1, dim="vocab"
     )
-    begin_id: int = option(0, "the token that begins a target when one is generated", minimum=0)
+    begin_id: int = option(0, "the token that ends a source and begins a target", minimum=0)
     dropout_rate: float = option(
         0.1, "dropout probability, on embeddings and on the outputs of attention and mlp", minimum=0.0
     )

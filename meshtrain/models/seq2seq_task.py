@@ -93,7 +93,8 @@ def pair_batch(batch_size: int, source_length: int, target_length: int, vocab_si
     """Returns `Task.batch`: the entries of `token_batch` for the targets, and three more for the sources.
 
     `tokens` are the decoder's inputs: a begin token and the target; `targets` the target and an end token.
-    `source_tokens`, `source_segment_ids` (0 is padding) and `source_positions` are int32 [B, S].
+    `source_tokens`, `source_segment_ids` (0 is padding) and `source_positions` are int32 [B, S]. A begin token ends
+    each source.
     """
     ints = Entry((batch_size, source_length), jnp.int32, ("batch", "sequence"))
     tokens = dataclasses.replace(ints, below=vocab_size)
@@ -195,7 +196,7 @@ class Seq2Seq:
             self.cache,
             self.cast,
             continues=False,
-            max_prompt=self.source_length if is_learned else 0,
+            max_prompt=self.source_length - 1 if is_learned else 0,
             max_positions=self.target_length if is_learned else 0,
             trained_positions=self.target_length,
         )
@@ -203,26 +204,28 @@ class Seq2Seq:
     def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
         """Returns the entries of an empty cache; see `Decode.cache`.
 
-        Beside those of the target, which begins with one token, `memory_keys` and `memory_values` [K, R, P, N, H] are
-        the cross-attention's, and `memory_filled` int32 [R, P] is 1 where the source has a token.
+        Beside those of the target, which begins with one token, `memory_keys` and `memory_values` [K, R, P + 1, N, H]
+        are the cross-attention's, and `memory_filled` int32 [R, P + 1] is 1 where the source or its end has a token.
         """
-        o = self.options
+        o, num_sources = self.options, prompt_length + 1
         entries = functools.partial(caches.stack_entries, o.num_layers, num_rows)
         own, memory = (
-            entries(slots, o.num_heads, o.width_of_head, self.dtype) for slots in (1 + num_steps, prompt_length)
+            entries(slots, o.num_heads, o.width_of_head, self.dtype) for slots in (1 + num_steps, num_sources)
         )
-        filled = caches.row_entries(num_rows, prompt_length)["filled"]
+        filled = caches.row_entries(num_rows, num_sources)["filled"]
         of_memory = {f"memory_{name}": entry for name, entry in {**memory, "filled": filled}.items()}
         return {**own, **caches.row_entries(num_rows, 1 + num_steps), **of_memory}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Encodes sources, int32 [R, P], and begins their targets: returns logits [R, V] and the cache; see `Decode`.
 
-        The keys and values of cross-attention are computed here, once.
+        Each source gets its end. The keys and values of cross-attention are computed here, once.
         """
-        num_rows, prompt_length = tokens.shape
-        filled = caches.first_slots(lengths, prompt_length)
-        positions = jnp.broadcast_to(jnp.arange(prompt_length), tokens.shape)
+        tokens = jnp.pad(tokens, ((0, 0), (0, 1)))
+        num_rows, num_sources = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(num_sources), tokens.shape)
+        tokens = jnp.where(positions == lengths[:, None], self.options.begin_id, tokens)
+        filled = caches.first_slots(lengths + 1, num_sources)
         source = {"source_tokens": tokens, "source_positions": positions, "source_segment_ids": filled}
         memory = self.encode(params, source, self._no_keys(num_rows), False, NOTHING_AGAIN)
         ones = jnp.ones(num_rows, jnp.int32)

@@ -46,7 +46,7 @@ def test_digits_are_spelled_one_by_one():
 def test_lengths_are_counted_without_spelling(spelling):
     numbers = np.concatenate([np.arange(2500), np.random.default_rng(0).integers(0, 1_000_000, 500), [999_999]])
     pairs = NumberPairs(numbers, spelling)
-    counted = [(len(source), len(target) + 1) for source, target in map(pairs.__getitem__, range(len(pairs)))]
+    counted = [(len(source) + 1, len(target) + 1) for source, target in map(pairs.__getitem__, range(len(pairs)))]
     np.testing.assert_array_equal(pairs.lengths(), counted)
 
 
@@ -122,8 +122,8 @@ def test_a_prompt_that_is_no_number_is_refused(prompt, said):
 @pytest.mark.parametrize(
     "sizes, keys",
     [
-        ((2, 24, 100), ["model.source_length: got 2; allowed for numbers below 1,000 in english: at least 3,"]),
-        ((3, 5, 100), ["sequence_length: got 5; allowed for numbers below 1,000 in english: at least 6,"]),
+        ((3, 24, 100), ["model.source_length: got 3; allowed for numbers below 1,000 in english: at least 4,"]),
+        ((4, 5, 100), ["sequence_length: got 5; allowed for numbers below 1,000 in english: at least 6,"]),
         ((2, 5, 41), ["model.source_length: ", "sequence_length: ", "model.vocab_size: got 41; allowed"]),
     ],
 )

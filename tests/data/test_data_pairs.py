@@ -38,7 +38,7 @@ def unpacked(example):
 def test_every_pair_is_in_one_row_with_its_begin_and_its_end():
     rows = examples()
     found = [pair for number in range(len(rows)) for pair in unpacked(rows[number])]
-    assert found == [[source, [BEGIN, *target], [*target, END]] for source, target in PAIRS]
+    assert found == [[[*source, BEGIN], [BEGIN, *target], [*target, END]] for source, target in PAIRS]
 
 
 def test_rows_have_fixed_shapes_and_padding_counts_nothing():
@@ -54,9 +54,9 @@ def test_rows_have_fixed_shapes_and_padding_counts_nothing():
         rows[len(rows)]
 
 
-@pytest.mark.parametrize("capacities", [(8, 7), (16, 11), (400, 7), (8, 400), (400, 400)])
+@pytest.mark.parametrize("capacities", [(9, 7), (16, 11), (400, 7), (9, 400), (400, 400)])
 def test_a_row_is_closed_where_the_next_pair_does_not_fit(capacities):
-    lengths = np.array([(len(source), len(target) + 1) for source, target in PAIRS])
+    lengths = np.array([(len(source) + 1, len(target) + 1) for source, target in PAIRS])
     starts = rows_in_order(lengths, capacities)
     assert (starts[0], starts[-1]) == (0, len(PAIRS))
     for first, last in itertools.pairwise(starts):
@@ -68,9 +68,12 @@ def test_a_row_is_closed_where_the_next_pair_does_not_fit(capacities):
 @pytest.mark.parametrize(
     "pair, said",
     [
-        ((list(range(17)), [1]), r"^data: pair 60 has 17 tokens of source and 2 of target .* model\.source_length=17,"),
-        (([1], list(range(11))), r"^data: pair 60 has 1 tokens of source and 12 of .* nearest: sequence_length=12,"),
-        (([], [1]), r"^data: pair 60 has 0 tokens of source .*; allowed: 1 to 16 and 1 to 11;"),
+        (
+            (list(range(16)), [1]),
+            r"^data: pair 60 has 17 tokens of source and 2 of target, .* model\.source_length=17,",
+        ),
+        (([1], list(range(11))), r"^data: pair 60 has 2 tokens of source and 12 of .* nearest: sequence_length=12,"),
+        (([1], list(range(11))), r"allowed: at most 16 and 11;"),
     ],
 )
 def test_a_pair_that_no_row_holds_is_refused(pair, said):

@@ -16,7 +16,7 @@ from meshtrain.models.seq2seq_task import seq2seq
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan.traced import traced_flops
 
-S, T, VOCABULARY = 12, 16, 20
+S, T, VOCABULARY = 18, 16, 20
 OPTIONS = Seq2SeqOptions(
     num_encoder_layers=1,
     num_layers=2,
@@ -85,7 +85,7 @@ def test_tokens_of_a_source_see_each_other(model):
     batch = batch_of(example_of(PAIRS), example_of([*PAIRS[:1], ([8, 1], PAIRS[1][1]), *PAIRS[2:]]))
     states, _ = jax.jit(encode)(params, batch, jax.random.split(jax.random.key(0), 2))
     differs = np.abs(states[0] - states[1]).max(axis=-1) > 1e-4
-    assert list(np.flatnonzero(differs)) == [3, 4], "those of the source, and no others"
+    assert list(np.flatnonzero(differs)) == [4, 5, 6], "those of the source, and no others"
 
 
 def greedily(task, params, logits, sources, num_tokens):
@@ -148,9 +148,9 @@ def test_a_cache_begins_with_the_begin_token_and_weights_are_cast_once():
     task = seq2seq(options, batch_size=2, sequence_length=T, dtype=jnp.bfloat16)
     entries = task.decode.cache(2, 5, 7)
     assert entries["keys"].shape == (2, 2, 8, 2, 8)
-    assert entries["memory_keys"].shape == (2, 2, 5, 2, 8)
+    assert entries["memory_keys"].shape == (2, 2, 6, 2, 8)
     assert {entries[f"{side}{name}"].dtype for side in ("", "memory_") for name in ("keys", "values")} == {jnp.bfloat16}
-    assert (task.decode.max_prompt, task.decode.max_positions, task.decode.continues) == (S, T, False)
+    assert (task.decode.max_prompt, task.decode.max_positions, task.decode.continues) == (S - 1, T, False)
     cast = jax.eval_shape(task.decode.cast, abstract_inputs(task)[0])
     dtypes = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(cast)}
     assert {dtype for path, dtype in dtypes.items() if "norm" in path} == {jnp.dtype(jnp.float32)}

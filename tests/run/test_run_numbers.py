@@ -159,10 +159,10 @@ def test_what_a_configuration_shows_is_refused(task, changes, said):
     [
         (
             ("model.source_length=2",),
-            "model.source_length: got 2; allowed for numbers below 1,000 in digits: at least 3",
+            "model.source_length: got 2; allowed for numbers below 1,000 in digits: at least 4",
         ),
         (
-            ("sequence_length=3",),
+            ("sequence_length=3", "model.source_length=8"),
             "sequence_length: got 3; allowed for numbers below 1,000 in digits: at least 4, the w",
         ),
         (("model.vocab_size=20",), "model.vocab_size: got 20; allowed for numbers below 1,000 in digits: at least 21"),
