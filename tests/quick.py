@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import jax
 
 VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+NUM_FRAMES = 100  # at most, of the traceback of an operation: more than any has
 QUICK = {"xla_backend_optimization_level": 0}  # for what takes compiler options
 
 
@@ -40,3 +41,17 @@ def exact() -> Iterator[None]:
         yield
     finally:
         compile_quickly(before)
+
+
+@contextlib.contextmanager
+def with_places() -> Iterator[None]:
+    """Traces and compiles so that each instruction of a program names its place in the source, as for users."""
+    names = ("jax_traceback_in_locations_limit", "jax_compilation_cache_include_metadata_in_key")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(names[0], NUM_FRAMES)
+    jax.config.update(names[1], True)  # otherwise the cache may answer with a program that has no places
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

@@ -59,7 +59,8 @@ def batch_of(step: int, broken: bool, large: bool) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def assembled(config: Config, axes: tuple[tuple[str, int], ...]) -> Assembly:
+def assembled(config: Config, axes: tuple[tuple[str, int], ...], exact_bits: bool) -> Assembly:
+    """The functions of a run; of an exact one its own, because JAX keeps what it has compiled for a function."""
     shape = dict.fromkeys(AXES, 1) | dict(axes)
     return assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
 
@@ -73,9 +74,9 @@ def taken(
     large: tuple[int, ...],
     exact_bits: bool,
 ) -> list[Taken]:
-    assembly = assembled(config, axes)
-    state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
+    assembly = assembled(config, axes, exact_bits)
     with exact() if exact_bits else contextlib.nullcontext():
+        state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
         train_step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     steps = [Taken({}, jax.device_get(state))]
     for step in range(1, num_steps + 1):
