@@ -39,17 +39,21 @@ class NamedTask(Protocol):
         ...
 
 
+def _of_text(config: Config, placement: Placement) -> dict[str, Any]:
+    """Returns what the tasks of text take besides their options."""
+    return {
+        "batch_size": config.batch_size,
+        "sequence_length": config.sequence_length,
+        "dtype": compute_dtype(config.precision),
+        "output_dtype": output_dtype(config.precision),
+        "remat": config.remat,
+        "placement": placement,
+    }
+
+
 def decoder(config: Config, placement: Placement) -> Task:
     """Returns the decoder that a configuration describes; its options are `DecoderOptions`."""
-    return decoder_task.decoder(
-        config.model,
-        batch_size=config.batch_size,
-        sequence_length=config.sequence_length,
-        dtype=compute_dtype(config.precision),
-        output_dtype=output_dtype(config.precision),
-        remat=config.remat,
-        placement=placement,
-    )
+    return decoder_task.decoder(config.model, **_of_text(config, placement))
 
 
 decoder.options = DecoderOptions  # type: ignore[attr-defined]
@@ -58,15 +62,7 @@ decoder.check = checks.decoder  # type: ignore[attr-defined]
 
 def seq2seq(config: Config, placement: Placement) -> Task:
     """Returns the encoder-decoder that a configuration describes; its options are `Seq2SeqOptions`."""
-    return seq2seq_task.seq2seq(
-        config.model,
-        batch_size=config.batch_size,
-        sequence_length=config.sequence_length,
-        dtype=compute_dtype(config.precision),
-        output_dtype=output_dtype(config.precision),
-        remat=config.remat,
-        placement=placement,
-    )
+    return seq2seq_task.seq2seq(config.model, **_of_text(config, placement))
 
 
 seq2seq.options = Seq2SeqOptions  # type: ignore[attr-defined]
