@@ -1,0 +1,228 @@
+"""Measured links: latency and bandwidth of each collective operation along each mesh axis, as a file. No JAX.
+
+`meshtrain bench-collectives --json=FILE` writes the file, and `meshtrain plan --links=FILE` reads it:
+
+    {"platform": "NVIDIA H100 80GB HBM3",
+     "links": [{"axis": "data", "operation": "all-reduce", "group_size": 8, "num_hosts": 2,
+                "latency_seconds": 3.1e-05, "bytes_per_second": 4.2e+10}, ...]}
+
+A collective then takes latency_seconds + wire bytes / bytes_per_second. Wire bytes are what one device sends, as
+`plan/collectives.py` counts them, so bytes_per_second is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md). Other
+keys of the file are not read.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from meshtrain.launch.hardware import find as find_accelerator
+from meshtrain.words.errors import Problems, UserError
+from meshtrain.words.paths import expanded, what_is_at
+
+# As XLA names them. The ring is an all-reduce written with permutes, which no compiled step has.
+RING = "ring-all-reduce"
+OPERATIONS = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", RING
+)  # fmt: skip
+ALLOWED = "a file that `meshtrain bench-collectives --json=FILE` has written"
+_NEAREST = "nearest: measure again, or leave --links out"
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The measured speed of one operation along one mesh axis.
+
+    Attributes:
+      axis: of the mesh that was measured.
+      operation: one of `OPERATIONS`.
+      group_size: devices along the axis.
+      num_hosts: hosts over which these devices are spread.
+      latency_seconds: of a collective without bytes.
+      bytes_per_second: what one device sends, of a collective so large that latency does not count.
+    """
+
+    axis: str
+    operation: str
+    group_size: int
+    num_hosts: int
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, wire_bytes: float) -> float:
+        """Returns the seconds of a collective of which one device sends this many bytes."""
+        return self.latency_seconds + wire_bytes / self.bytes_per_second
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """The measured links of one cluster.
+
+    Attributes:
+      platform: `jax.Device.device_kind` of its devices.
+      links: at most one for each axis, operation, group size and number of hosts.
+    """
+
+    platform: str
+    links: tuple[Link, ...]
+
+
+def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts: int) -> Link | None:
+    """Returns the measured link for a collective, or None where nothing like it was measured.
+
+    Measured on the same axis and operation, its group has to use the network in the same way: inside one host, or with
+    the same number of devices on each of several hosts. For another group size the bandwidth stays, and the latency
+    grows with log2 of the group size, as the assumptions of the plan's model do. Of several the nearest size is taken.
+
+    Args:
+      links: as measured.
+      axis: of the mesh.
+      operation: one of `OPERATIONS`.
+      group_size: devices of the group, at least 2.
+      num_hosts: hosts over which they are spread.
+    """
+    found = [
+        link
+        for link in links.links
+        if (link.axis, link.operation) == (axis, operation)
+        and (link.num_hosts > 1) == (num_hosts > 1)
+        and (num_hosts == 1 or link.group_size * num_hosts == group_size * link.num_hosts)
+    ]
+    if not found:
+        return None
+    near = min(found, key=lambda link: abs(math.log2(link.group_size / group_size)))
+    latency = near.latency_seconds * math.log2(group_size) / math.log2(near.group_size)
+    return dataclasses.replace(near, group_size=group_size, num_hosts=num_hosts, latency_seconds=latency)
+
+
+def to_json(links: Links) -> dict[str, Any]:
+    """Returns the content of the file; more keys may be added to it."""
+    return {"platform": links.platform, "links": [dataclasses.asdict(link) for link in links.links]}
+
+
+def read(path: str) -> Links:
+    """Returns the links of a file.
+
+    Args:
+      path: of the file, as the user wrote it.
+
+    Raises:
+      UserError: it is no such file, or has no links; a line for each problem, at most ten.
+    """
+    place = expanded(path)
+    if (what := what_is_at(place)) != "a file":
+        raise UserError(f"--links: got '{path}', which is not a file but {what}; allowed: {ALLOWED}; {_NEAREST}")
+    try:
+        content = json.loads(place.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        said = f"--links: got '{path}', which is no JSON ({error}); allowed: {ALLOWED}; {_NEAREST}"
+        raise UserError(said) from error
+    problems = Problems()
+    platform, listed = _top(path, content, problems)
+    found = []
+    for number, entry in enumerate(listed):
+        lines = _entry_problems(f"--links: '{path}', links[{number}]", entry)
+        for line in lines:
+            problems.add(line)
+        if not lines:
+            found.append(_link(entry))
+        if problems.is_enough():
+            break
+    for place_of_second in _repeated(found):
+        problems.add(f"--links: '{path}' has {place_of_second} twice; allowed: once; {_NEAREST}")
+    if problems.count:
+        raise UserError(*problems.lines())
+    return Links(platform, tuple(found))
+
+
+def refuse_other_platform(path: str, links: Links, device_kind: str) -> None:
+    """Checks that links were measured on the devices that are planned for. Names of one accelerator are the same.
+
+    Args:
+      path: of the file, for the error.
+      links: as measured.
+      device_kind: `jax.Device.device_kind` of the planned devices.
+
+    Raises:
+      UserError: they were measured on others.
+    """
+    measured_on = find_accelerator(links.platform)
+    if links.platform == device_kind or (measured_on and measured_on is find_accelerator(device_kind)):
+        return
+    raise UserError(
+        f"--links: got '{path}', measured on '{links.platform}', for a plan on '{device_kind}'; allowed: links "
+        f"measured on '{device_kind}'; nearest: leave --links out"
+    )
+
+
+def _top(path: str, content: Any, problems: Problems) -> tuple[str, Sequence[Any]]:
+    """Returns the platform and the list of links; a value of a wrong type is a problem, and is replaced."""
+    keys = ("platform", "links")
+    missing = [key for key in keys if not (isinstance(content, dict) and key in content)]
+    if missing:
+        problems.add(f"--links: '{path}' has no {' and no '.join(missing)}; allowed: {ALLOWED}; {_NEAREST}")
+        return "", ()
+    platform, listed = (content[key] for key in keys)
+    if not (isinstance(platform, str) and platform):
+        problems.add(
+            f"--links: '{path}', platform: got {platform!r}; allowed: a device kind as JAX names it; {_NEAREST}"
+        )
+    if not isinstance(listed, list):
+        problems.add(f"--links: '{path}', links: got {listed!r}; allowed: a list; {_NEAREST}")
+        return "", ()
+    if not listed:
+        said = "no latency or bandwidth could be fitted, because the machine was busy"
+        problems.add(
+            f"--links: '{path}' has no links: {said}; allowed: at least one; nearest: measure again while it is idle"
+        )
+    return str(platform), listed
+
+
+def _entry_problems(where: str, entry: Any) -> list[str]:
+    names = [field.name for field in dataclasses.fields(Link)]
+    missing = [name for name in names if not (isinstance(entry, dict) and name in entry)]
+    if missing:
+        return [f"{where} has no {', '.join(missing)}; allowed: {', '.join(names)}; {_NEAREST}"]
+    size = entry["group_size"]
+    checks = {
+        "axis": (isinstance(entry["axis"], str) and entry["axis"] != "", "the name of a mesh axis"),
+        "operation": (entry["operation"] in OPERATIONS, ", ".join(OPERATIONS)),
+        "group_size": (_is_whole(size) and size >= 2, "a whole number, at least 2"),
+        "num_hosts": (
+            _is_whole(entry["num_hosts"]) and _is_whole(size) and 1 <= entry["num_hosts"] <= size,
+            "a whole number from 1 to group_size",
+        ),
+        "latency_seconds": (_is_finite(entry["latency_seconds"]) and entry["latency_seconds"] >= 0, "at least 0"),
+        "bytes_per_second": (_is_finite(entry["bytes_per_second"]) and entry["bytes_per_second"] > 0, "more than 0"),
+    }
+    return [
+        f"{where}.{name}: got {entry[name]!r}; allowed: {allowed}; {_NEAREST}"
+        for name, (is_right, allowed) in checks.items()
+        if not is_right
+    ]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    # Whole numbers of JSON may be larger than any float; a comparison with not-a-number is false.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _link(entry: dict[str, Any]) -> Link:
+    return Link(**{field.name: entry[field.name] for field in dataclasses.fields(Link)})
+
+
+def _repeated(links: Sequence[Link]) -> list[str]:
+    """Returns the axis and operation of each link that repeats an earlier one."""
+    seen, found = set(), []
+    for link in links:
+        key = (link.axis, link.operation, link.group_size, link.num_hosts)
+        if key in seen:
+            found.append(f"{link.operation} on {link.axis}")
+        seen.add(key)
+    return found
