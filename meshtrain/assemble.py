@@ -47,7 +47,7 @@ from meshtrain.step.placed import (
 )
 from meshtrain.step.precision import cast, compute_name, param_dtype, reduce_dtype
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
-from meshtrain.step.step import eval_step, train_step, with_sequence_index
+from meshtrain.step.step import eval_step, train_step, weight_update, with_sequence_index
 from meshtrain.words.errors import UserError
 
 
@@ -154,8 +154,7 @@ def assemble(
     whole = NamedSharding(mesh, PartitionSpec())
     state_shardings = shardings(state)
     kind = devices[0].device_kind
-    step = train_step(
-        gradients,
+    update = weight_update(
         transformation,
         schedule_of_rates,
         config.optimizer.clip_norm,
@@ -164,6 +163,7 @@ def assemble(
         lambda moments, norm: offload.fetched(moments, state_shardings.opt_state, after=norm),
         trained,
     )
+    step = train_step(gradients, update, scaling)
     return Assembly(
         config=config,
         mesh=mesh,

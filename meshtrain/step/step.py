@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.layout.trees import merged, select
-from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Metrics, Params, mean
+from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Metrics, Params, Sums, mean
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.clip import clip, square_sums
@@ -19,6 +19,8 @@ from meshtrain.step.state import TrainState, num_updates, step_key
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[Params, Batch], Metrics]
+# (state, sums of a batch, seed of the backward pass that made its gradients) -> (state after the step, metrics).
+Update = Callable[[TrainState, Sums, jax.Array], tuple[TrainState, Metrics]]
 
 
 def with_sequence_index(batch: Batch) -> Batch:
@@ -27,8 +29,24 @@ def with_sequence_index(batch: Batch) -> Batch:
     return {**batch, SEQUENCE_INDEX: jnp.arange(num_sequences, dtype=jnp.int32)}
 
 
-def train_step(
-    gradients: Gradients,
+def train_step(gradients: Gradients, update: Update, scaling: Scaling | None = None) -> TrainStep:
+    """Returns the step that trains: (state, batch) -> (state, metrics).
+
+    Args:
+      gradients: (params, batch, rng, seed) -> sums over the batch; the gradients of trained weights, times the seed.
+      update: from `weight_update`.
+      scaling: how the loss is scaled for the backward pass; None: not at all.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        seed = loss_scale.seed(scaling, state.loss_scale)
+        sums = gradients(state.params, with_sequence_index(batch), step_key(state), seed)
+        return update(state, sums, seed)
+
+    return step
+
+
+def weight_update(
     transformation: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     clip_norm: float,
@@ -36,14 +54,13 @@ def train_step(
     scaling: Scaling | None = None,
     fetch: Callable[[Any, jax.Array], Any] = lambda opt_state, _: opt_state,
     mask: Any = None,
-) -> TrainStep:
-    """Returns the step that trains: (state, batch) -> (state, metrics).
+) -> Update:
+    """Returns the second half of a step: (state, sums of the batch, seed of its gradients) -> (state, metrics).
 
     A step that the guard skips changes neither weights nor moments. It advances the step number, and with it data and
     random numbers.
 
     Args:
-      gradients: (params, batch, rng, seed) -> sums over the batch; the gradients of trained weights, times the seed.
       transformation: the optimizer. It gets the gradients of the mean loss.
       learning_rate: number of updates -> learning rate, for the metrics only.
       clip_norm: the largest global norm of the gradients, 0 for no clipping.
@@ -59,9 +76,7 @@ def train_step(
     step, with scaling), the task's own divided by their weights, and two of the guard for the loop.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        seed = loss_scale.seed(scaling, state.loss_scale)
-        sums = gradients(state.params, with_sequence_index(batch), step_key(state), seed)
+    def update(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
         weight = jnp.maximum(sums.weight, 1.0)
         loss = sums.loss / weight
         mean_gradients = jax.tree.map(lambda gradient: gradient / (weight * seed), cast(sums.gradients, jnp.float32))
@@ -94,7 +109,7 @@ def train_step(
         opt_state = guard.where_good(good, opt_state, before)
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale), metrics
 
-    return step
+    return update
 
 
 def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:

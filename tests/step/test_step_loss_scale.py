@@ -15,7 +15,7 @@ from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScale, LossScaleOptions, Scaling
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.step.state import init_state
-from meshtrain.step.step import train_step
+from meshtrain.step.step import train_step, weight_update
 
 MESHES = [
     {},
@@ -132,7 +132,7 @@ def test_what_a_smaller_scale_does_not_mend_counts_as_in_a_row():
         return Sums(jnp.float32(1), jnp.float32(1), {}, jnp.full_like(params, jnp.inf))
 
     adam, rule = optax.adam(0.1), Scaling(dataclasses.replace(RULE, hysteresis=1), 1)
-    step = jax.jit(train_step(gradients, adam, lambda count: 0.1, 1.0, GuardOptions(), rule))
+    step = jax.jit(train_step(gradients, weight_update(adam, lambda count: 0.1, 1.0, GuardOptions(), rule), rule))
     state, rows = init_state(jnp.ones(3), adam, jax.random.key(0), rule), []
     for _ in range(6):
         state, metrics = step(state, {"x": jnp.zeros((1, 1))})
