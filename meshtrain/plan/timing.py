@@ -6,9 +6,11 @@ done waits for it. The program computes on a pipeline's idle rows too, so the bu
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from jax.sharding import Mesh
 
 from meshtrain.assemble import Assembly
 from meshtrain.launch.hardware import Accelerator
@@ -78,7 +80,7 @@ class Timing:
     assumptions: Assumptions
 
 
-def bandwidths(assembly: Assembly, cluster: Cluster, axes: Iterable[str]) -> dict[str, float]:
+def bandwidths(mesh: Mesh, cluster: Cluster, axes: Iterable[str]) -> dict[str, float]:
     """Returns the bytes a second that each device can send in a ring along each of these (joined) axes.
 
     Where a ring leaves a host, the devices of a host that are in the same group share their network adapters; on a
@@ -86,16 +88,15 @@ def bandwidths(assembly: Assembly, cluster: Cluster, axes: Iterable[str]) -> dic
     """
     accelerator = cluster.accelerator
     assert accelerator is not None
-    return {axis: _bandwidth(assembly, cluster, accelerator, axis) for axis in axes}
+    return {axis: _bandwidth(mesh, cluster, accelerator, axis) for axis in axes}
 
 
-def _bandwidth(assembly: Assembly, cluster: Cluster, accelerator: Accelerator, axis: str) -> float:
+def _bandwidth(mesh: Mesh, cluster: Cluster, accelerator: Accelerator, axis: str) -> float:
     if cluster.platform == "tpu":
         return accelerator.link_bytes_per_second * 2 / accelerator.num_links
-    names = assembly.mesh.axis_names
+    names = mesh.axis_names
     chosen = [names.index(name) for name in axis.split("+") if name in names]
-    devices = assembly.mesh.devices
-    lead = np.moveaxis(devices, chosen, range(len(chosen)))
+    lead = np.moveaxis(mesh.devices, chosen, range(len(chosen)))
     group = lead.reshape(-1, lead[(0,) * len(chosen)].size if chosen else 1)[:, 0]
     hosts: dict[int, int] = {}
     for device in group:
@@ -107,25 +108,41 @@ def _bandwidth(assembly: Assembly, cluster: Cluster, accelerator: Accelerator, a
     return min(accelerator.link_bytes_per_second, network * min(hosts.values()))
 
 
+def transfer_seconds(
+    found: Sequence[Collective], mesh: Mesh, cluster: Cluster, assumptions: Assumptions
+) -> dict[str, tuple[float, float]]:
+    """Returns the seconds of each collective, run once and alone: name -> (of its latency, of its bytes).
+
+    Args:
+      found: the collectives of a program.
+      mesh: on which the program runs.
+      cluster: of accelerators whose peaks are known.
+      assumptions: of the model.
+    """
+    speeds = bandwidths(mesh, cluster, {one.axes for one in found})
+
+    def of(one: Collective) -> tuple[float, float]:
+        hops = math.log2(max(2, one.group_size))
+        return hops * assumptions.latency_seconds, one.wire_bytes / (speeds[one.axes] * assumptions.link_efficiency)
+
+    return {one.name: of(one) for one in found}
+
+
 class Streams:
     """Simulates the two streams of a program. The seconds of a computation are computed once and reused."""
 
     def __init__(
-        self,
-        program: Program,
-        accelerator: Accelerator,
-        found: Iterable[Collective],
-        speeds: Mapping[str, float],
-        assumptions: Assumptions,
+        self, program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
     ) -> None:
-        """Stores the inputs of the model; `speeds` has bytes a second for the axes of each collective in `found`."""
+        """Stores the inputs of the model; `transfers` has the seconds of each collective, by its name."""
         self.program, self.accelerator, self.assumptions = program, accelerator, assumptions
-        self.transfers = {one.name: self._transfer(one, speeds[one.axes]) for one in found}
+        self.transfers = transfers
         self.seconds: dict[str, tuple[float, float, float]] = {}
 
-    def _transfer(self, one: Collective, speed: float) -> float:
-        hops = float(np.log2(max(2, one.group_size)))
-        return one.wire_bytes / (speed * self.assumptions.link_efficiency) + hops * self.assumptions.latency_seconds
+    def step(self) -> tuple[float, float, float]:
+        """Returns (seconds from start to end, of the computing stream, of the communicating one) of a whole step."""
+        entry = [name for name in self.program.computations if self.program.num_runs[name]][-1]
+        return self.computation(entry)
 
     def computation(self, name: str) -> tuple[float, float, float]:
         """Returns (seconds from start to end, of the computing stream, of the communicating one)."""
@@ -256,9 +273,9 @@ def timing(
     """
     assert cluster.accelerator is not None
     found = collectives(program, dict(assembly.mesh.shape))
-    speeds = bandwidths(assembly, cluster, {one.axes for one in found})
-    entry = [name for name in program.computations if program.num_runs[name]][-1]
-    total, computed, sent = Streams(program, cluster.accelerator, found, speeds, assumptions).computation(entry)
+    each = transfer_seconds(found, assembly.mesh, cluster, assumptions)
+    alone = {name: latency + bandwidth for name, (latency, bandwidth) in each.items()}
+    total, computed, sent = Streams(program, cluster.accelerator, alone, assumptions).step()
     factor = measured_seconds / total if measured_seconds else 1.0
     if measured_seconds:
         assumptions = dataclasses.replace(assumptions, low=0.93, high=1.07)

@@ -175,9 +175,7 @@ def test_the_compilers_warnings_are_findings():
 
 def streams(text, transfers=()):
     program = hlo.read(text)
-    made = timing.Streams(program, H100, (), {}, timing.Assumptions())
-    made.transfers = dict(transfers)
-    return made.computation(next(reversed([name for name in program.computations if program.num_runs[name]])))
+    return timing.Streams(program, H100, dict(transfers), timing.Assumptions()).step()
 
 
 PRODUCT = "%dot.{0} = f32[4096,4096]{{1,0}} dot(%w, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
