@@ -69,6 +69,20 @@ class Links:
     links: tuple[Link, ...]
 
 
+def wire_share(operation: str, group_size: int) -> float:
+    """Returns the bytes that one device sends over the bytes S of the larger of its input and output.
+
+    Of a ring (Patarasuk and Yuan 2009), as nccl-tests (doc/PERFORMANCE.md) defines bus bandwidth.
+
+    Args:
+      operation: one of `OPERATIONS`.
+      group_size: n, at least 2.
+    """
+    if operation in ("collective-permute", "collective-broadcast"):
+        return 1.0
+    return (2.0 if operation in ("all-reduce", RING) else 1.0) * (group_size - 1) / group_size
+
+
 def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts: int) -> Link | None:
     """Returns the measured link for a collective, or None where nothing like it was measured.
 

@@ -1,0 +1,116 @@
+"""The collectives that are timed, each as a function of a device's array, and what numpy says of their results.
+
+E: elements of a device's array, n: devices along the axis; E divides by n. Every function returns an array of the shape
+that it takes, so that it can be repeated.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshtrain.launch.links import RING
+
+Function = Callable[[jax.Array], jax.Array]
+
+
+def operation(name: str, axis: str, size: int, platform: str) -> Function:
+    """Returns a collective along a manual axis as a function float32 [E] -> [E].
+
+    A gather takes a device's own n-th part of its array. A reduce-scatter writes the sum into that part, the others
+    stay. XLA has a broadcast for GPUs only; elsewhere it is an all-reduce of zeros and of what the first device has.
+
+    Args:
+      name: one of `links.OPERATIONS`.
+      axis: of the mesh.
+      size: devices along the axis.
+      platform: `jax.Device.platform`.
+    """
+    right = [(i, (i + 1) % size) for i in range(size)]
+
+    def own(x: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * (x.size // size), x.size // size)
+
+    def reduce_scatter(x: jax.Array) -> jax.Array:
+        part = lax.psum_scatter(x, axis, tiled=True)
+        return lax.dynamic_update_slice_in_dim(x, part, lax.axis_index(axis) * part.size, 0)
+
+    def broadcast(x: jax.Array) -> jax.Array:
+        if platform == "gpu":
+            return lax.pbroadcast(x, (axis,), 0)  # it takes the letters of a name for axes
+        return lax.psum(jnp.where(lax.axis_index(axis) == 0, x, 0), axis)
+
+    functions: dict[str, Function] = {
+        "all-reduce": lambda x: lax.psum(x, axis),
+        "all-gather": lambda x: lax.all_gather(own(x), axis, tiled=True),
+        "reduce-scatter": reduce_scatter,
+        "all-to-all": lambda x: lax.all_to_all(x.reshape(size, -1), axis, 0, 0, tiled=True).reshape(-1),
+        "collective-permute": lambda x: lax.ppermute(x, axis, right),
+        "collective-broadcast": broadcast,
+        RING: lambda x: ring_all_reduce(x, axis, size),
+    }
+    return functions[name]
+
+
+def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
+    """Returns the sum over a manual axis, float32 [E], by permutes to the next device (Patarasuk and Yuan 2009).
+
+    In n - 1 hops each device adds its own part to the one that it receives and passes the sum on; then device i has
+    the sum of part i + 1. In n - 1 more hops the sums go round.
+
+    Args:
+      x: float32 [E].
+      axis: of the mesh.
+      size: devices along the axis.
+    """
+    me, right = lax.axis_index(axis), [(i, (i + 1) % size) for i in range(size)]
+
+    def add(hop: jax.Array, parts: jax.Array) -> jax.Array:
+        received = lax.ppermute(parts[(me - hop) % size], axis, right)
+        return parts.at[(me - hop - 1) % size].add(received)
+
+    def pass_on(hop: jax.Array, parts: jax.Array) -> jax.Array:
+        received = lax.ppermute(parts[(me + 1 - hop) % size], axis, right)
+        return parts.at[(me - hop) % size].set(received)
+
+    parts = lax.fori_loop(0, size - 1, add, x.reshape(size, -1))
+    return lax.fori_loop(0, size - 1, pass_on, parts).reshape(-1)
+
+
+def base(num_elements: int) -> np.ndarray:
+    """Returns what all devices' arrays have in common, float32 [E]: whole numbers, so that float32 sums are exact."""
+    return np.resize((np.arange(251) * 7 % 251).astype(np.float32), num_elements)
+
+
+def shift(row: int) -> float:
+    """Returns what the device at this place of the mesh adds to `base`; sums over 5,000 devices stay exact."""
+    return float(3 * (row % 1021))
+
+
+def expected(name: str, common: np.ndarray, rows: Sequence[int], mine: int) -> np.ndarray:
+    """Returns what a device has after one collective, by numpy: float32 [E].
+
+    Args:
+      name: one of `links.OPERATIONS`.
+      common: `base(E)`; before the collective, the device at row r has common + shift(r).
+      rows: the places in the mesh of the n devices of the group, along the axis.
+      mine: the device's index among them.
+    """
+    size = len(rows)
+    parts = common.reshape(size, -1)
+    shifts = np.array([shift(row) for row in rows], np.float32)
+    total = np.float32(size) * common + shifts.sum()
+    if name in ("all-reduce", RING):
+        return total
+    if name == "all-gather":  # part j comes from device j
+        return (parts + shifts[:, None]).reshape(-1)
+    if name == "reduce-scatter":
+        kept = parts + shifts[mine]
+        kept[mine] = total.reshape(size, -1)[mine]
+        return kept.reshape(-1)
+    if name == "all-to-all":  # device j has sent its part of this device's index
+        return (parts[mine] + shifts[:, None]).reshape(-1)
+    source = {"collective-permute": (mine - 1) % size, "collective-broadcast": 0}[name]
+    return common + shifts[source]
