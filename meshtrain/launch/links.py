@@ -88,7 +88,7 @@ def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts
 
     Measured on the same axis and operation, its group has to use the network in the same way: inside one host, or with
     the same number of devices on each of several hosts. For another group size the bandwidth stays, and the latency
-    grows with log2 of the group size, as the assumptions of the plan's model do. Of several the nearest size is taken.
+    (but a permute's) grows with log2 of the group size, as in the plan's model. Of several the nearest size is taken.
 
     Args:
       links: as measured.
@@ -107,7 +107,9 @@ def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts
     if not found:
         return None
     near = min(found, key=lambda link: abs(math.log2(link.group_size / group_size)))
-    latency = near.latency_seconds * math.log2(group_size) / math.log2(near.group_size)
+    # In a permute each device sends once, whatever the group's size.
+    growth = 1.0 if operation == "collective-permute" else math.log2(group_size) / math.log2(near.group_size)
+    latency = near.latency_seconds * growth
     return dataclasses.replace(near, group_size=group_size, num_hosts=num_hosts, latency_seconds=latency)
 
 

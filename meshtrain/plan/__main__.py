@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.config.config import Config, configure
+from meshtrain.launch.links import read, refuse_other_platform
 from meshtrain.layout.axes import AXES
 from meshtrain.observe.progress import phase
 from meshtrain.plan import calibration, changes, page, planner, report, search, topology
@@ -39,6 +40,12 @@ def arguments() -> argparse.ArgumentParser:
         help="metrics.jsonl of a measured run, or its seconds a step; scales times",
     )
     extra.add_argument(
+        "--links",
+        metavar="FILE",
+        default="",
+        help="latency and bandwidth that bench-collectives has measured on such a cluster (--json)",
+    )
+    extra.add_argument(
         "--search",
         nargs="?",
         const="all",
@@ -61,15 +68,19 @@ def main(argv: Sequence[str]) -> int:
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
     config = configure(given, problems(given), reads_data=False)
     measured = calibration.measured_seconds(given.calibrate)
+    links = read(given.links) if given.links else None
     # A cached program has no compiler warnings, which the report needs.
     jax.config.update("jax_enable_compilation_cache", False)
     cluster = topology.open_cluster(given.cluster)
+    if links:
+        refuse_other_platform(given.links, links, cluster.devices[0].device_kind)
+    assumptions = Assumptions(links=links)
     if given.search:
-        return searched(config, cluster, given)
+        return searched(config, cluster, given, assumptions)
     shape = planner.shape_on(config, cluster)
     with phase("compile") as say:
         what = f"compiling for {given.cluster}"
-        made = waiting_for(what, lambda: planner.plan(config, shape, cluster, Assumptions(), measured))
+        made = waiting_for(what, lambda: planner.plan(config, shape, cluster, assumptions, measured))
         say(given.cluster)
     print(f"\n{report.text(made)}")
     if made.memory.fits is False:
@@ -88,6 +99,16 @@ def problems(given: argparse.Namespace) -> list[str]:
             topology.parse(given.cluster)
         except UserError as error:
             found += error.problems
+    if given.links and given.cluster.startswith("cpu"):
+        found.append(
+            f"--links: got '{given.links}' for {given.cluster}, whose time is not modelled; allowed: a cluster of GPUs "
+            "or TPUs; nearest: leave it out"
+        )
+    elif given.links:
+        try:
+            read(given.links)
+        except UserError as error:
+            found += error.problems
     if given.search and given.calibrate:
         found.append(
             "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
@@ -102,9 +123,9 @@ def problems(given: argparse.Namespace) -> list[str]:
     return found
 
 
-def searched(config: Config, cluster: topology.Cluster, given: argparse.Namespace) -> int:
+def searched(config: Config, cluster: topology.Cluster, given: argparse.Namespace, assumptions: Assumptions) -> int:
     """Ranks the meshes of a cluster, and prints the table and the winner's arguments."""
-    found = search.search(config, cluster, only_mesh=given.search == "mesh")
+    found = search.search(config, cluster, assumptions, only_mesh=given.search == "mesh")
     print(f"\n{search.text(found)}")
     write(given, search.to_json(found), lambda: page.search_page(found))
     return 0

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from meshtrain.launch.links import wire_share
 from meshtrain.plan.flops import is_product
 from meshtrain.plan.groups import axes_of, axes_of_pairs, replica_groups
 from meshtrain.plan.hlo import CALLED, Instruction, Program
@@ -131,18 +132,11 @@ def _collective(
         group_size=groups.shape[1],
         count=program.num_runs[computation],
         logical_bytes=whole,
-        wire_bytes=whole * ring_factor(kind, groups.shape[1]),
+        wire_bytes=whole * wire_share(kind, groups.shape[1]),
         is_asynchronous=is_asynchronous,
         is_overlapped=any(_multiplies(other, products) for other in between),
         source=program.source(line),
     )
-
-
-def ring_factor(kind: str, group_size: int) -> float:
-    """Returns the share of the whole array's bytes that one device sends."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        return 1.0
-    return (2.0 if kind == "all-reduce" else 1.0) * (group_size - 1) / group_size
 
 
 def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:

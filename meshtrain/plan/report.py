@@ -8,6 +8,7 @@ from meshtrain.layout.mesh import describe
 from meshtrain.plan import collectives
 from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.planner import Plan
+from meshtrain.plan.timing import link_lines
 from meshtrain.words.tables import aligned, format_bytes
 
 VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to say"}
@@ -150,10 +151,10 @@ def _time(plan: Plan) -> str:
     if plan.compiled.assembly.program is not None:
         idle = idle_share(plan.compiled.assembly)
         rows.append(("bubble", f"{idle:.1%} of the rows idle on a stage; it is in the step"))
-    how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "nothing measured"
+    how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "no step measured"
     marked = [(name, value, "modelled") for name, value in rows]
-    assumed = "\n".join(f"  assumed: {line}" for line in [*timing.assumptions.lines(), how])
-    return f"{aligned(marked, ('time', 'a step', ''))}\n{assumed}"
+    lines = [f"assumed: {line}" for line in [*timing.assumptions.lines(), how]] + link_lines(timing.links)
+    return "\n".join([aligned(marked, ("time", "a step", "")), *(f"  {line}" for line in lines)])
 
 
 def _options(plan: Plan) -> str:
@@ -216,6 +217,11 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "mfu_high": plan.mfu and plan.mfu[1],
             "calibration_factor": timing and timing.factor,
             "assumptions": timing and dataclasses.asdict(timing.assumptions),
+            "links": timing
+            and [
+                {"axis": axes, "kind": kind, "link": link and dataclasses.asdict(link)}
+                for (axes, kind), link in timing.links.items()
+            ],
         },
         "compiler_options": dict(plan.compiled.options),
         "attention": plan.compiled.attention,

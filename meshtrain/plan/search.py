@@ -38,12 +38,13 @@ class Found:
     refused: tuple[tuple[Candidate, str], ...]
 
 
-def search(config: Config, cluster: Cluster, *, only_mesh: bool) -> Found:
+def search(config: Config, cluster: Cluster, assumptions: Assumptions, *, only_mesh: bool) -> Found:
     """Compiles the best guesses and ranks them.
 
     Args:
       config: to run; its mesh is ignored.
       cluster: the target.
+      assumptions: of the model of time.
       only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as configured.
 
     Raises:
@@ -64,15 +65,15 @@ def search(config: Config, cluster: Cluster, *, only_mesh: bool) -> Found:
             break
         what = f"{number} of {len(chosen)}: {describe(one)}"
         try:
-            plans.append((one, waiting_for(what, lambda one=one: _planned(config, one, cluster))))  # type: ignore[misc]
+            plans.append((one, waiting_for(what, lambda one=one: _planned(config, one, cluster, assumptions))))  # type: ignore[misc]
         except UserError as error:
             refused.append((one, str(error)))
     ranked = sorted(plans, key=lambda pair: _rank(pair[1]))
     return Found(cluster, tuple(ranked), len(found), tuple(refused))
 
 
-def _planned(config: Config, one: Candidate, cluster: Cluster) -> Plan:
-    return planner.plan(with_change(config, one.change), one.shape, cluster, Assumptions())
+def _planned(config: Config, one: Candidate, cluster: Cluster, assumptions: Assumptions) -> Plan:
+    return planner.plan(with_change(config, one.change), one.shape, cluster, assumptions)
 
 
 def diverse(found: list[Candidate]) -> list[Candidate]:

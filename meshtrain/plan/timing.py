@@ -1,8 +1,9 @@
 """How long a step takes, MODELLED: two streams walk through the scheduled program, one computes and one communicates.
 
-Nothing here was measured. Matrix products run at a share of the peak, everything else at the speed of memory, transfers
-at the speed of the slowest link of a ring over the group. A transfer overlaps the operations after its start, and its
-done waits for it. The program computes on a pipeline's idle rows too, so the bubble is in the time.
+Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak,
+everything else at the speed of memory, transfers at the speed of the slowest link of a ring over the group. A transfer
+overlaps the operations after its start, and its done waits for it. The program computes on a pipeline's idle rows too,
+so the bubble is in the time.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from meshtrain.assemble import Assembly
 from meshtrain.launch.hardware import Accelerator
+from meshtrain.launch.links import Link, Links, link_for
 from meshtrain.plan.collectives import Collective, collectives
 from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, library_flops
 from meshtrain.plan.hlo import Instruction, Program, trip_count
@@ -36,6 +38,7 @@ class Assumptions:
       link_efficiency: share of a link's speed that transfers reach.
       latency_seconds: of a collective, for each doubling of its group.
       low, high: the interval, as factors of the modelled time.
+      links: measured on the cluster's platform; they replace the two above for the collectives like those measured.
     """
 
     product_efficiency: float = 0.75
@@ -45,9 +48,10 @@ class Assumptions:
     latency_seconds: float = 5e-6
     low: float = 0.85
     high: float = 1.35
+    links: Links | None = None
 
     def lines(self) -> list[str]:
-        """Returns one line of text for each assumption."""
+        """Returns one line of text for each assumption, without the links."""
         return [
             f"matrix products at {self.product_efficiency:.0%} of the peak, attention kernels at "
             f"{self.attention_efficiency:.0%}",
@@ -69,6 +73,8 @@ class Timing:
       wire_seconds: of the communicating stream alone, without `factor`.
       factor: measured over modelled seconds, 1 if nothing was measured.
       assumptions: of the model.
+      links: (axes, kind of collective) -> its measured link, or None where nothing like it was measured; empty if no
+        links were given.
     """
 
     step_seconds: float
@@ -78,6 +84,7 @@ class Timing:
     wire_seconds: float
     factor: float
     assumptions: Assumptions
+    links: Mapping[tuple[str, str], Link | None] = dataclasses.field(default_factory=dict)
 
 
 def bandwidths(mesh: Mesh, cluster: Cluster, axes: Iterable[str]) -> dict[str, float]:
@@ -94,6 +101,16 @@ def bandwidths(mesh: Mesh, cluster: Cluster, axes: Iterable[str]) -> dict[str, f
 def _bandwidth(mesh: Mesh, cluster: Cluster, accelerator: Accelerator, axis: str) -> float:
     if cluster.platform == "tpu":
         return accelerator.link_bytes_per_second * 2 / accelerator.num_links
+    hosts = devices_by_host(mesh, axis)
+    if len(hosts) <= 1:
+        return accelerator.link_bytes_per_second
+    network = accelerator.network_bytes_per_second
+    assert network is not None
+    return min(accelerator.link_bytes_per_second, network * min(hosts.values()))
+
+
+def devices_by_host(mesh: Mesh, axis: str) -> dict[int, int]:
+    """Returns host -> how many devices of the first group along an axis, or along axes joined by `+`, are on it."""
     names = mesh.axis_names
     chosen = [names.index(name) for name in axis.split("+") if name in names]
     lead = np.moveaxis(mesh.devices, chosen, range(len(chosen)))
@@ -101,11 +118,41 @@ def _bandwidth(mesh: Mesh, cluster: Cluster, accelerator: Accelerator, axis: str
     hosts: dict[int, int] = {}
     for device in group:
         hosts[device.process_index] = hosts.setdefault(device.process_index, 0) + 1
-    if len(hosts) <= 1:
-        return accelerator.link_bytes_per_second
-    network = accelerator.network_bytes_per_second
-    assert network is not None
-    return min(accelerator.link_bytes_per_second, network * min(hosts.values()))
+    return hosts
+
+
+def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) -> dict[tuple[str, str], Link | None]:
+    """Returns (axes, kind) of the collectives -> the measured link to model them with, None where there is none.
+
+    Nothing is measured along joined axes. Empty if the assumptions have no measured links.
+
+    Args:
+      found: the collectives of a program.
+      mesh: on which the program runs.
+      assumptions: of the model.
+    """
+    if assumptions.links is None:
+        return {}
+    used: dict[tuple[str, str], Link | None] = {}
+    for axes, kind in sorted({(one.axes, one.kind) for one in found}):
+        used[axes, kind] = None
+        if axes in mesh.axis_names:
+            num_hosts = len(devices_by_host(mesh, axes))
+            used[axes, kind] = link_for(assumptions.links, axes, kind, mesh.shape[axes], num_hosts)
+    return used
+
+
+def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
+    """Returns a line for each entry of `links_of`: the measured link, or that there is none."""
+    lines = []
+    for (axes, kind), link in used.items():
+        if link is None:
+            lines.append(f"assumed: {kind} along {axes}, which was not measured like this, as above")
+            continue
+        hosts = f"{link.num_hosts} hosts" if link.num_hosts > 1 else "a host"
+        speed = f"{link.latency_seconds * 1e6:.1f} us and its bytes at {link.bytes_per_second / 1e9:.3g} GB/s"
+        lines.append(f"measured: {kind} along {axes}, {link.group_size} devices on {hosts}, takes {speed}")
+    return lines
 
 
 def transfer_seconds(
@@ -120,8 +167,12 @@ def transfer_seconds(
       assumptions: of the model.
     """
     speeds = bandwidths(mesh, cluster, {one.axes for one in found})
+    measured = {key: link for key, link in links_of(found, mesh, assumptions).items() if link}
 
     def of(one: Collective) -> tuple[float, float]:
+        if (one.axes, one.kind) in measured:
+            link = measured[one.axes, one.kind]
+            return link.latency_seconds, one.wire_bytes / link.bytes_per_second
         hops = math.log2(max(2, one.group_size))
         return hops * assumptions.latency_seconds, one.wire_bytes / (speeds[one.axes] * assumptions.link_efficiency)
 
@@ -280,4 +331,5 @@ def timing(
     if measured_seconds:
         assumptions = dataclasses.replace(assumptions, low=0.93, high=1.07)
     step = total * factor
-    return Timing(step, step * assumptions.low, step * assumptions.high, computed, sent, factor, assumptions)
+    used = links_of(found, assembly.mesh, assumptions)
+    return Timing(step, step * assumptions.low, step * assumptions.high, computed, sent, factor, assumptions, used)

@@ -10,7 +10,10 @@ from meshtrain.launch.links import Link, Links
 from meshtrain.words.errors import UserError
 
 REDUCED = Link("data", "all-reduce", 8, 2, 30e-6, 40e9)
-MEASURED = Links("NVIDIA H100 80GB HBM3", (REDUCED, Link("fsdp", "all-gather", 4, 1, 20e-6, 300e9)))
+MEASURED = Links(
+    "NVIDIA H100 80GB HBM3",
+    (REDUCED, Link("fsdp", "all-gather", 4, 1, 20e-6, 300e9), Link("pipeline", "collective-permute", 4, 1, 9e-6, 2e11)),
+)
 ENTRY = links.to_json(MEASURED)["links"][0]
 HUGE = "1" + "0" * 400
 
@@ -30,6 +33,15 @@ def test_a_collective_takes_the_latency_and_its_bytes_at_the_bandwidth():
 
 
 @pytest.mark.parametrize(
+    ("operation", "share"),
+    [("all-gather", 0.75), ("reduce-scatter", 0.75), ("all-to-all", 0.75), ("all-reduce", 1.5), (links.RING, 1.5),
+     ("collective-permute", 1.0), ("collective-broadcast", 1.0)],
+)  # fmt: skip
+def test_what_a_device_sends_in_a_ring_of_four(operation, share):
+    assert links.wire_share(operation, 4) == share
+
+
+@pytest.mark.parametrize(
     "axis, operation, group_size, num_hosts, latency",
     [
         ("data", "all-reduce", 8, 2, 30e-6),
@@ -40,6 +52,7 @@ def test_a_collective_takes_the_latency_and_its_bytes_at_the_bandwidth():
         ("fsdp", "all-reduce", 8, 2, None),
         ("fsdp", "all-gather", 2, 1, 10e-6),
         ("fsdp", "all-gather", 8, 2, None),
+        ("pipeline", "collective-permute", 8, 1, 9e-6),
     ],
 )
 def test_a_link_is_found_for_groups_that_use_the_same_network(axis, operation, group_size, num_hosts, latency):
@@ -49,7 +62,7 @@ def test_a_link_is_found_for_groups_that_use_the_same_network(axis, operation, g
         return
     assert (found.group_size, found.num_hosts) == (group_size, num_hosts)
     assert found.latency_seconds == pytest.approx(latency, rel=1e-12)
-    assert found.bytes_per_second == {"data": 40e9, "fsdp": 300e9}[axis]
+    assert found.bytes_per_second == {"data": 40e9, "fsdp": 300e9, "pipeline": 200e9}[axis]
 
 
 def test_of_two_sizes_the_nearest_is_taken():

@@ -1,16 +1,21 @@
 """What is worked out rather than read: minima, whether it fits, findings, modelled time, candidates."""
 
+import math
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.launch import hardware
+from meshtrain.launch.links import Link, Links
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan import findings, hlo, memory, minimum, timing, topology
-from meshtrain.plan.collectives import Traffic, sent_along
+from meshtrain.plan.collectives import Collective, Traffic, sent_along
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
 
@@ -193,6 +198,47 @@ def test_a_transfer_beside_a_product_costs_nothing_until_it_is_longer():
     assert streams(hidden, long)[0] == pytest.approx(3 * product)
     bare = recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE)
     assert streams(bare, short)[0] == pytest.approx(1.5 * product)
+
+
+def on_two_hosts(**sizes):
+    """A mesh of imagined devices, half of them on each host."""
+    numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    devices = np.vectorize(lambda i: SimpleNamespace(process_index=int(2 * i >= numbers.size)), otypes=[object])(
+        numbers
+    )
+    return SimpleNamespace(devices=devices, axis_names=tuple(sizes), shape=sizes)
+
+
+def collective(kind, axes, group_size, wire_bytes):
+    return Collective(f"{kind}.{axes}", kind, axes, group_size, 1, 0.0, wire_bytes, False, False, "")
+
+
+def test_measured_links_replace_the_assumptions_where_they_are_alike():
+    mesh = on_two_hosts(data=2, pipeline=2, fsdp=4)
+    cluster = SimpleNamespace(platform="cuda", accelerator=H100)
+    found = [
+        collective("all-reduce", "data", 2, 1e9),
+        collective("all-reduce", "data+fsdp", 8, 1e9),
+        collective("all-reduce", "fsdp", 4, 1e9),
+        collective("collective-permute", "pipeline", 2, 1e6),  # a permute's groups are pairs
+        collective("all-gather", "fsdp", 4, 1e9),
+    ]
+    assumed = timing.transfer_seconds(found, mesh, cluster, timing.Assumptions())
+    measured = Links("NVIDIA H100 80GB HBM3", (
+        Link("data", "all-reduce", 2, 2, 50e-6, 20e9),
+        Link("pipeline", "collective-permute", 4, 1, 9e-6, 100e9),
+        Link("fsdp", "all-reduce", 4, 2, 1.0, 1.0),  # between hosts: another network
+    ))  # fmt: skip
+    assumptions = timing.Assumptions(links=measured)
+    seconds = timing.transfer_seconds(found, mesh, cluster, assumptions)
+    assert seconds["all-reduce.data"] == pytest.approx((50e-6, 0.05))
+    assert seconds["collective-permute.pipeline"] == pytest.approx((9e-6, 1e-5))
+    for name in ("all-reduce.data+fsdp", "all-reduce.fsdp", "all-gather.fsdp"):
+        assert seconds[name] == assumed[name], name
+    lines = timing.link_lines(timing.links_of(found, mesh, assumptions))
+    assert "measured: all-reduce along data, 2 devices on 2 hosts, takes 50.0 us and its bytes at 20 GB/s" in lines
+    assert [line.split()[0] for line in lines].count("assumed:") == 3
+    assert timing.links_of(found, mesh, timing.Assumptions()) == {}
 
 
 def test_loops_cost_their_body_each_time():

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from meshtrain.launch.hardware import ACCELERATORS
+from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import calibration, changes, page, report
@@ -149,6 +151,8 @@ def test_the_program_prints_and_writes(tmp_path, capsys, monkeypatch):
         (["--cluster=cpu:8", "--json=nowhere/plan.json"], "--json: got 'nowhere/plan.json', whose folder"),
         (["--cluster=cpu:8", "--calibrate=nowhere"], "--calibrate: 'nowhere' is not a file"),
         (["--cluster=cpu:8", "--search=all_of_it"], "invalid choice"),
+        (["--cluster=cpu:8", "--links=nowhere"], "--links: got 'nowhere' for cpu:8, whose time is not modelled"),
+        (["--cluster=h100:8", "--links=nowhere"], "--links: got 'nowhere', which is not a file but nothing there"),
         (["--cluster=cpu:8", "--search", "--calibrate=1.5"], "--calibrate: got it together with --search"),
         (["--cluster=cpu:8", "--config.mesh.data=3"], "batch_size"),
     ],
@@ -157,6 +161,16 @@ def test_wrong_input_is_one_line_a_problem(words, said):
     with pytest.raises(UserError, match=re.escape(said)) as error:
         program.main(words)
     assert all("\n" not in line for line in error.value.problems)
+
+
+def test_links_of_another_platform_are_refused_before_anything_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(program.jax.config, "update", lambda *_: None)
+    device = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(program.topology, "open_cluster", lambda _: SimpleNamespace(devices=[device]))
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps(to_json(Links("cpu", (Link("data", "all-reduce", 8, 1, 1e-6, 1e9),)))))
+    with pytest.raises(UserError, match="measured on 'cpu', for a plan on 'NVIDIA H100 80GB HBM3'"):
+        program.main(["--cluster=h100:8", f"--links={file}"])
 
 
 def test_problems_of_plan_and_of_the_configuration_are_reported_together():

@@ -17,6 +17,7 @@ import pytest
 
 from meshtrain.config.config import Config, resolve
 from meshtrain.launch import compiler
+from meshtrain.launch.links import Link, Links
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
@@ -25,6 +26,7 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import attention, changes, hlo, planner, report, topology
 from meshtrain.plan import compile as compiling
 from meshtrain.plan.collectives import collectives, traffic
+from meshtrain.plan.timing import Assumptions, timing
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import config as small
 from tests.plan.conftest import planned
@@ -202,6 +204,21 @@ def test_measured_seconds_fit_the_one_factor():
     fitted = planned("h100:1x8", FSDP, measured).timing
     assert fitted.step_seconds == pytest.approx(measured)
     assert fitted.factor == pytest.approx(1.3)
+
+
+def test_measured_links_are_used_where_the_step_has_such_collectives():
+    plan = planned("h100:1x8", FSDP)
+    link = Link("fsdp", "all-gather", 8, 1, 1e-3, 1e9)
+    assumptions = Assumptions(links=Links("NVIDIA H100 80GB HBM3", (link,)))
+    made = timing(plan.compiled.assembly, plan.cluster, compiling.program_of(plan.compiled), assumptions)
+    assert made.links["fsdp", "all-gather"] == link
+    assert made.links["fsdp", "reduce-scatter"] is None
+    [gathers] = [row for row in plan.traffic if (row.axis, row.kind) == ("fsdp", "all-gather")]
+    assumed = plan.timing.assumptions
+    speed = 450e9 * assumed.link_efficiency
+    more = gathers.count * (1e-3 - 3 * assumed.latency_seconds) + gathers.wire_bytes * (1e-9 - 1 / speed)
+    assert made.wire_seconds - plan.timing.wire_seconds == pytest.approx(more, rel=1e-9)
+    assert "measured: all-gather along fsdp, 8 devices on a host" in report.text(dataclasses.replace(plan, timing=made))
 
 
 SMALL = Config(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshtrain.plan import flops, groups, hlo, shapes
-from meshtrain.plan.collectives import collectives, ring_factor, traffic
+from meshtrain.plan.collectives import collectives, traffic
 from tests.plan import counted, recorded
 
 MESH = {"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}
@@ -168,15 +168,6 @@ def test_groups_of_one_device_are_left_out():
         "%x = f32[8]{0} parameter(0)",
         "%all-reduce = f32[8]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%sum",
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "factor"),
-    [("all-gather", 0.75), ("reduce-scatter", 0.75), ("all-to-all", 0.75), ("all-reduce", 1.5),
-     ("collective-permute", 1.0)],
-)  # fmt: skip
-def test_ring_factors(kind, factor):
-    assert ring_factor(kind, 4) == factor
 
 
 def test_traffic_sums_by_axis_and_kind():

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.launch.links import OPERATIONS, RING, wire_share
+from meshtrain.launch.links import OPERATIONS, RING
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.probe import operations, timed
 from meshtrain.probe.timed import Timed
@@ -61,12 +61,6 @@ def test_a_wrong_value_is_named(mesh):
     rows[6, 3] += 1
     said = timed.difference(mesh, "data", "all-reduce", jax.device_put(rows, sharding))
     assert said.startswith("all-reduce on data: device 6, 1 of its group, has 1 of 8 elements wrong; element 3 is ")
-
-
-def test_wire_bytes_are_those_of_a_ring():
-    assert wire_share("all-reduce", 8) == wire_share(RING, 8) == 1.75
-    assert {wire_share(name, 8) for name in ("all-gather", "reduce-scatter", "all-to-all")} == {0.875}
-    assert {wire_share(name, 8) for name in ("collective-permute", "collective-broadcast")} == {1.0}
 
 
 def test_bandwidths_are_those_of_the_fastest_round():
