@@ -18,6 +18,7 @@ from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
 from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout import fit, offload, partition, zero
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.partition import Names
@@ -129,18 +130,20 @@ def assemble(
     if problems := fit.problems(params, axes, rules, mesh.shape, level, trained=trained):
         raise UserError(*problems)
     specs = stored_tree(params, axes, rules, mesh.shape, level)
-    replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained)
+    replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained, config.compression)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rates(config, task)
     transformation = optimizer(config.optimizer, schedule_of_rates, select(axes, trained)[0])
 
     scaling = loss_scaling(config, task, shape)
+    num_residuals = mesh.shape[DATA] if config.compression.has_residual else 0
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
         params = cast(meta.unbox(task.init(jax.random.fold_in(rng, 0))), param_dtype(config.precision))
-        return init_state(in_chunks(params, num_chunks), transformation, jax.random.fold_in(rng, 1), scaling, trained)
+        params, rng = in_chunks(params, num_chunks), jax.random.fold_in(rng, 1)
+        return init_state(params, transformation, rng, scaling, trained, num_residuals)
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
     names = axes_of_leaves(abstract, axes_of_fields(abstract, transformation, params, axes, trained))
@@ -162,6 +165,7 @@ def assemble(
         scaling,
         lambda moments, norm: offload.fetched(moments, state_shardings.opt_state, after=norm),
         trained,
+        replicas.reduce if config.compression.is_on else None,
     )
     step = train_step(gradients, update, scaling)
     return Assembly(

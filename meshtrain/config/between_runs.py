@@ -8,7 +8,7 @@ from typing import Any
 from meshtrain.config.config import CONFIG_FILE, Config, built
 from meshtrain.config.effects import without_effect
 from meshtrain.config.tasks import TASKS, find
-from meshtrain.layout.axes import AXES
+from meshtrain.layout.axes import AXES, DATA
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
 
@@ -49,7 +49,7 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "data.num_held_out",
         "data.spelling",
     ),
-    "other gradients": ("precision", "loss_scale"),
+    "other gradients": ("precision", "loss_scale", "compression"),
     "other updates": ("optimizer", "learning_rate"),
     "where the weights came from: config.json is the record of it": ("init_from",),
 }
@@ -98,8 +98,9 @@ def _idle(values: Mapping[str, Any]) -> set[str]:
         config, problems = built(values, {})
     except UserError:
         return set()
-    # The sizes of axes do not matter here: options whose effect depends on them may change on resume anyway.
-    return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1)))
+    # The sizes of axes do not matter here: options whose effect depends on them may change on resume anyway, except for
+    # those of compression, which have an effect where data is larger than 1.
+    return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1) | {DATA: 2}))
 
 
 def _defaults(task: str) -> dict[str, Any]:

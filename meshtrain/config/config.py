@@ -25,7 +25,8 @@ from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data import sources
-from meshtrain.layout import mesh, zero
+from meshtrain.layout import compression, mesh, zero
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.task import Task
@@ -146,6 +147,7 @@ def _on_mesh(
     found = checks.batch(config.batch_size, rules, mesh_shape, num_microbatches(config, mesh_shape))
     found += checks.sequence(config.sequence_length, rules, mesh_shape)
     found += zero.problems(config.zero, config.mesh.data, config.mesh.fsdp)
+    found += compression.problems(config.compression, config.zero.effective_level, mesh_shape[DATA])
     if function is None:
         return found
     own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []

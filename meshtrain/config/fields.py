@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from meshtrain.data.sources import DataOptions
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.offload import OffloadOptions
 from meshtrain.layout.rules import LayoutOptions
@@ -51,6 +52,7 @@ class Config:
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
     zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
+    compression: CompressionOptions = dataclasses.field(default_factory=CompressionOptions)
     offload: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
     model: Any = dataclasses.field(default_factory=DecoderOptions)
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)

@@ -16,10 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.layout.axes import DATA
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import on_shards
 from meshtrain.layout.stored import Stored
 from meshtrain.layout.trees import select
+from meshtrain.layout.wire import summed_leaves
 from meshtrain.layout.zero import MAX_LEVEL
 
 Compute = Callable[..., tuple[Any, Any]]
@@ -36,6 +38,7 @@ class Replicas:
       is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
       wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
       trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.
+      compression: how gradients cross data in fewer bytes than those of `wire_dtype`.
     """
 
     mesh: Mesh
@@ -44,12 +47,18 @@ class Replicas:
     is_manual: bool = True
     wire_dtype: DTypeLike = jnp.float32
     trained: Any = None
+    compression: CompressionOptions = dataclasses.field(default_factory=CompressionOptions)
 
     @property
     def axes(self) -> frozenset[str]:
         """The axes that are manual while gradients are computed: data, or none."""
         is_manual = self.is_manual and self.mesh.shape[DATA] > 1 and self.level < MAX_LEVEL
         return frozenset({DATA}) if is_manual else frozenset()
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether gradients leave `data_parallel` unreduced, as [replicas, ...], for `reduce` to compress them."""
+        return self.compression.is_on and bool(self.axes)
 
     @property
     def specs(self) -> Any:
@@ -63,6 +72,8 @@ class Replicas:
 
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
         """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
+
+        With compression gradients are not reduced: each leaf is [replicas, ...], for `reduce`.
 
         Args:
           compute: (parameters, batch, further arrays that are replicated) -> (sums, gradients): any tree of scalars,
@@ -87,9 +98,41 @@ class Replicas:
             in_specs = (parameters, batch_spec, *(replicated for _ in others))
             out_specs = (replicated, self._with_replicas(of_gradients) if self.axes else of_gradients)
             sums, gradients = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes)(params, batch, *others)
-            return sums, self._reduced(gradients) if self.axes else gradients
+            return sums, self._reduced(gradients) if self.axes and not self.is_compressed else gradients
 
         return run
+
+    def reduce(self, gradients: Any, residual: Any) -> tuple[Any, Any]:
+        """Returns the gradients reduced over data with compression, and the residual of the next step.
+
+        A residual is in the units of its gradient. So gradients are those of the mean loss, without the loss scale: the
+        number of targets and the scale may change from step to step.
+
+        Args:
+          gradients: float32, from `data_parallel`: [replicas, ...], or reduced already if nothing is compressed.
+          residual: a tree of float32 [replicas, ...] like them; empty without error feedback.
+        """
+        has_residual = bool(jax.tree.leaves(residual))
+        if not self.is_compressed:
+            if not has_residual:
+                return gradients, residual
+            # One replica sends nothing, so nothing is lost: what a larger mesh has left to it arrives now.
+            total = jax.tree.map(lambda gradient, left: gradient + left[0], gradients, residual)
+            return total, jax.tree.map(jnp.zeros_like, residual)
+        stored = jax.tree.leaves(self.trained_stored)
+        dims = [weight.data_dim if weight.moment != weight.parameter else 0 for weight in stored]
+
+        def on_device(gradients: Any, residual: Any) -> tuple[Any, Any]:
+            leaves, structure = jax.tree.flatten(jax.tree.map(lambda leaf: leaf[0], gradients))
+            waiting = [leaf[0] for leaf in jax.tree.leaves(residual)] if has_residual else [None] * len(leaves)
+            sums, left = summed_leaves(leaves, waiting, dims, self.compression, DATA, self.mesh.shape[DATA])
+            after = [leaf[None] for leaf in left if leaf is not None]
+            return jax.tree.unflatten(structure, sums), jax.tree.unflatten(jax.tree.structure(residual), after)
+
+        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, self.trained_stored))
+        after = jax.tree.map(lambda weight: weight.moment, self.trained_stored)
+        of_residual = before if has_residual else residual
+        return on_shards(self.mesh, on_device, (before, of_residual), (after, of_residual))(gradients, residual)
 
     def zeros(self, params: Any, stored: Any) -> Any:
         """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.

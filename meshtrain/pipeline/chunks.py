@@ -1,7 +1,8 @@
 """Layers in chunks: the storage of interleaved schedules, and the layer order of checkpoints and initial values.
 
 V: chunks a stage, L: layers. A leaf is [V, L / V, ...] in memory, with the second dim sharded over the stages
-(`stages.py`), and [L, ...] in checkpoints. One is a reshape of the other.
+(`stages.py`), and [L, ...] in checkpoints. One is a reshape of the other. Dims may stand before these, such as that of
+the replicas.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,12 @@ def chunked_names(names: Names, num_chunks: int) -> Names:
 
 def layer_order_shape(shape: Sequence[int], names: Names) -> tuple[int, ...]:
     """Returns the shape [L, ...] of a leaf, given its shape and logical axes in memory."""
-    if names[:1] != (CHUNKS,):
+    if CHUNKS not in names:
         return tuple(shape)
-    return (shape[0] * shape[1], *shape[2:])
+    at = names.index(CHUNKS)
+    return (*shape[:at], shape[at] * shape[at + 1], *shape[at + 2 :])
 
 
 def layer_order_names(names: Names) -> Names:
     """Returns the logical axes of a leaf [L, ...], given those in memory."""
-    return names[1:] if names[:1] == (CHUNKS,) else names
+    return tuple(name for name in names if name != CHUNKS)

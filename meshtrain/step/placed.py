@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.axes import DATA, partitioned_axes
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Replicas
@@ -22,7 +23,7 @@ from meshtrain.layout.trees import path_text
 from meshtrain.models.abstract import named_params
 from meshtrain.models.task import Params, Task
 from meshtrain.pipeline import chunks
-from meshtrain.step.state import REPLICATED_FIELDS, TrainState
+from meshtrain.step.state import REPLICATED_FIELDS, RESIDUAL, TrainState
 from meshtrain.words.errors import UserError
 
 
@@ -41,7 +42,15 @@ def in_chunks(params: Params, num_chunks: int) -> Params:
     return params if num_chunks == 1 else {**params, "layers": chunks.chunked(params["layers"], num_chunks)}
 
 
-def replicas_of(task: Task, specs: Any, mesh: Mesh, level: int, wire_dtype: DTypeLike, trained: Any) -> Replicas:
+def replicas_of(
+    task: Task,
+    specs: Any,
+    mesh: Mesh,
+    level: int,
+    wire_dtype: DTypeLike,
+    trained: Any,
+    compression: CompressionOptions,
+) -> Replicas:
     """Returns how gradients are reduced over the data axis.
 
     Args:
@@ -51,9 +60,11 @@ def replicas_of(task: Task, specs: Any, mesh: Mesh, level: int, wire_dtype: DTyp
       level: of ZeRO.
       wire_dtype: of gradients in collectives over data.
       trained: a tree of bool like the parameters, true for each with a gradient.
+      compression: of gradients over data.
 
     Raises:
-      UserError: level 2 with a task that cannot be traced where data is manual: level 2 scatters in such a region.
+      UserError: level 2 or compression with a task that cannot be traced where data is manual: both reduce gradients in
+        such a region.
     """
     is_manual = task.takes_manual_axes or partition.num_parts(partitioned_axes(), mesh.shape) == 1
     # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
@@ -63,7 +74,12 @@ def replicas_of(task: Task, specs: Any, mesh: Mesh, level: int, wire_dtype: DTyp
             "zero.level: got 2 with fsdp or tensor and a task without `takes_manual_axes`, or with weights split over "
             "data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
         )
-    return Replicas(mesh, specs, level, is_manual, wire_dtype, trained)
+    if compression.is_on and mesh.shape[DATA] > 1 and not is_manual:
+        raise UserError(
+            f"compression.kind: got {compression.kind} with fsdp or tensor and a task without `takes_manual_axes`, or "
+            "with weights split over data; allowed: none, or a task with it; nearest: compression.kind=none"
+        )
+    return Replicas(mesh, specs, level, is_manual, wire_dtype, trained, compression)
 
 
 def placed(
@@ -85,6 +101,12 @@ def placed(
 
     def place(path: Any, leaf: Any, axes: Names) -> jax.ShapeDtypeStruct:
         field = path[0].name
+        if field == RESIDUAL:
+            # One for each replica: data splits the first dim, and the others are split as those of the weight.
+            of_weight = stored(leaf.shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
+            replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
+            spec = partition.spec_of_dims([replicas, *partition.axes_of_dims(of_weight, leaf.ndim - 1)])
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
         specs = stored(leaf.shape, axes, rules, mesh.shape, 0 if field in REPLICATED_FIELDS else level, path_text(path))
         is_moment = field == "opt_state"
         sharding = NamedSharding(mesh, specs.moment if is_moment else specs.parameter)

@@ -18,6 +18,8 @@ from meshtrain.step.precision import cast
 
 # Fields of `TrainState` whose arrays are scalars or short vectors, replicated on every device.
 REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale")
+# The field of residuals, and the logical axis of the first dim of its arrays, which the data axis splits.
+RESIDUAL, REPLICAS = "residual", "replicas"
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +34,8 @@ class TrainState:
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.
       loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
+      residual: what compressed gradients have not sent yet, a tree of float32 [replicas, ...] like the trained
+        parameters; an empty tuple without compression or without error feedback.
     """
 
     step: jax.Array
@@ -40,6 +44,7 @@ class TrainState:
     rng: jax.Array
     skipped: Skipped
     loss_scale: LossScale
+    residual: Any = ()
 
 
 def init_state(
@@ -48,6 +53,7 @@ def init_state(
     rng: jax.Array,
     scaling: Scaling | None = None,
     mask: Any = None,
+    num_residuals: int = 0,
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -57,10 +63,14 @@ def init_state(
       rng: a typed key.
       scaling: how the loss is scaled; None: not at all.
       mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
+      num_residuals: replicas that keep a residual each, 0 for none.
     """
     trained, _ = select(params, mask)
     step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(trained, jnp.float32))
-    return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped(), first_scale(scaling))
+    residual: Any = ()
+    if num_residuals:
+        residual = jax.tree.map(lambda leaf: jnp.zeros((num_residuals, *leaf.shape), jnp.float32), trained)
+    return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped(), first_scale(scaling), residual)
 
 
 def axes_of_fields(
@@ -81,6 +91,7 @@ def axes_of_fields(
     return {
         "params": jax.tree.leaves(axes, is_leaf=is_names),
         "opt_state": state_axes(transformation, trained, trained_axes),
+        RESIDUAL: [(REPLICAS, *names) for names in jax.tree.leaves(trained_axes, is_leaf=is_names)],
         **{
             name: [(None,) * leaf.ndim for leaf in jax.tree.leaves(getattr(abstract, name))]
             for name in REPLICATED_FIELDS

@@ -54,6 +54,7 @@ def weight_update(
     scaling: Scaling | None = None,
     fetch: Callable[[Any, jax.Array], Any] = lambda opt_state, _: opt_state,
     mask: Any = None,
+    reduce: Callable[[Any, Any], tuple[Any, Any]] | None = None,
 ) -> Update:
     """Returns the second half of a step: (state, sums of the batch, seed of its gradients) -> (state, metrics).
 
@@ -70,6 +71,8 @@ def weight_update(
         starts only after the backward pass.
       mask: a tree of bool like the parameters, true for each that is trained; None: all of them. The others do not
         change.
+      reduce: (gradients of the mean loss, residual) -> (the same reduced over data, the next residual), see
+        `Replicas.reduce`; None where the sums have gradients that are reduced.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
@@ -83,7 +86,11 @@ def weight_update(
         trained, frozen = select(state.params, mask)
         # A zero for each frozen weight, because the guard reports a gradient by its index among all parameters.
         squares = square_sums(merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen)))
-        norm = jnp.sqrt(jnp.sum(squares))
+        norm, residual = jnp.sqrt(jnp.sum(squares)), state.residual
+        if reduce is not None:
+            mean_gradients, residual = reduce(mean_gradients, residual)
+            # Packing may lose a NaN, so the norm is that of the reduced gradients only if those before were finite.
+            norm = jnp.where(jnp.isfinite(norm), jnp.sqrt(jnp.sum(square_sums(mean_gradients))), norm)
         good = guard.is_good(guard_options, state.skipped, loss, norm)
         new_scale, is_excused = loss_scale.after(scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
@@ -107,7 +114,8 @@ def weight_update(
             metrics["loss_scale"] = state.loss_scale.scale
         params = merged(guard.where_good(good, updated, trained), frozen)
         opt_state = guard.where_good(good, opt_state, before)
-        return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale), metrics
+        residual = guard.where_good(good, residual, state.residual)
+        return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale, residual), metrics
 
     return update
 

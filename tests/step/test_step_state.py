@@ -10,6 +10,7 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step.state import TrainState, axes_of_leaves
 
@@ -51,9 +52,10 @@ def test_a_field_without_axes_is_named():
 def test_every_array_of_the_training_state_has_as_many_axes_as_dims():
     model = DecoderOptions(num_layers=2, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2, vocab_size=32)
     shape = dict.fromkeys(AXES, 1)
-    assembly = assemble(Config(batch_size=2, sequence_length=8, model=model), shape, jax.devices()[:1])
+    config = Config(batch_size=2, sequence_length=8, model=model, compression=CompressionOptions(kind="int8"))
+    assembly = assemble(config, shape, jax.devices()[:1])
     leaves = jax.tree_util.tree_leaves_with_path(assembly.state)
     assert {path[0].name for path, _ in leaves} == {field.name for field in dataclasses.fields(TrainState)}
     for (path, leaf), axes in zip(leaves, assembly.names, strict=True):
         assert len(axes) == leaf.ndim, path
-        assert any(axes) == (path[0].name in ("params", "opt_state") and leaf.ndim > 0), path
+        assert any(axes) == (path[0].name in ("params", "opt_state", "residual") and leaf.ndim > 0), path

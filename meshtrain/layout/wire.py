@@ -1,0 +1,170 @@
+"""Sums over one manual axis in fewer bytes: blocks of int8 with a scale each, or the largest elements of each block.
+
+    int8    rows -> pack -> all-to-all -> unpack, sum in float32 -> pack -> all-gather -> unpack
+    topk    blocks -> the K largest of each -> all-gather -> add the lists of all devices, one after the other
+
+The reduction is by hand because no library has an all-reduce of blocks with scales. A block's scale travels in the same
+bytes as its elements, so that each half is one collective.
+
+With error feedback (Seide et al. 2014; Karimireddy et al. 2019) the input of a sum is gradient + residual, and the next
+residual is that input less what was sent of it. Each device owns one row of every sum. What the second packing loses of
+that row goes into the owner's residual. So the residuals of all devices add up to the sum of the inputs less the
+result, but for rounding in float32: what does not arrive in this step arrives later.
+
+n: devices along the axis, S: elements in a block, K: elements of a block that are sent, R: elements in a row.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.layout.compression import SCALE_BYTES, CompressionOptions
+
+LARGEST = 127.0  # of int8, the same on both sides of 0
+SMALL_BYTES = 64 * 1024  # arrays below this travel together: alone they would be padded to n blocks each
+
+
+def pack(x: jax.Array) -> jax.Array:
+    """Returns blocks as bytes: float32 [..., S] -> int8 [..., S + 4], the last four of which are the block's scale.
+
+    A block with a value that is not finite comes out of `unpack` as NaN. This is said explicitly: int8 of NaN is 0, and
+    compilers may drop NaN from a maximum that is fused with other operations.
+    """
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LARGEST
+    scale = jnp.where(jnp.all(jnp.isfinite(x), axis=-1, keepdims=True), scale, jnp.nan)
+    data = jnp.round(x / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
+    return jnp.concatenate([data, jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)], axis=-1)
+
+
+def unpack(data: jax.Array) -> jax.Array:
+    """Returns the blocks of `pack`: int8 [..., S + 4] -> float32 [..., S]."""
+    scale = jax.lax.bitcast_convert_type(data[..., -SCALE_BYTES:], jnp.float32)[..., None]
+    return data[..., :-SCALE_BYTES].astype(jnp.float32) * scale
+
+
+def summed(
+    x: jax.Array, residual: jax.Array | None, options: CompressionOptions, axis: str, num_devices: int, dim: int = 0
+) -> tuple[jax.Array, jax.Array | None]:
+    """Sums an array over a manual axis.
+
+    Args:
+      x: float32 of any shape, this device's.
+      residual: of the same shape, what earlier sums did not send; None without error feedback.
+      options: int8 or topk.
+      axis: a manual axis of the mesh, or one that `jax.vmap` names.
+      num_devices: its size, n.
+      dim: 0: every device gets the whole sum, bitwise the same. Otherwise each device gets its shard along this dim,
+        counted from the end (-1 is the last), which n divides: a reduce-scatter.
+
+    Returns:
+      The sum, float32, and the residual of the next sum; None where `residual` is None.
+    """
+    total = x if residual is None else x + residual
+    rows = _rows(total, num_devices, dim)
+    num_elements = rows.shape[1]
+    blocks = jnp.pad(rows, ((0, 0), (0, -num_elements % options.block))).reshape(num_devices, -1, options.block)
+    if options.kind == "int8":
+        reduced, sent = _by_int8(blocks, axis, is_scattered=dim != 0)
+    else:
+        reduced, sent = _by_largest(blocks, options.kept, axis, is_scattered=dim != 0)
+    trimmed = reduced.reshape(*reduced.shape[:-2], -1)[..., :num_elements]
+    if dim == 0:
+        result = _from_rows(trimmed, x.shape, 0)
+    else:
+        shape = list(x.shape)
+        shape[dim] //= num_devices
+        result = trimmed.reshape(shape)
+    if residual is None:
+        return result, None
+    return result, _from_rows((blocks - sent).reshape(num_devices, -1)[:, :num_elements], x.shape, dim)
+
+
+def summed_leaves(
+    leaves: Sequence[jax.Array],
+    residuals: Sequence[jax.Array | None],
+    dims: Sequence[int],
+    options: CompressionOptions,
+    axis: str,
+    num_devices: int,
+) -> tuple[list[jax.Array], list[jax.Array | None]]:
+    """Sums several arrays over a manual axis, the small ones of them together; for the arguments see `summed`.
+
+    Either all residuals are arrays or all are None. Small arrays that every device gets whole are concatenated. Each is
+    filled up to whole blocks, so that none shares a scale with another.
+    """
+    together = [i for i, leaf in enumerate(leaves) if dims[i] == 0 and leaf.nbytes < SMALL_BYTES]
+    sums, left = list(leaves), list(residuals)
+    for i, leaf in enumerate(leaves):
+        if i not in together:
+            sums[i], left[i] = summed(leaf, residuals[i], options, axis, num_devices, dims[i])
+    if together:
+        joined = _joined([leaves[i] for i in together], options.block)
+        waiting = [one for i in together if (one := residuals[i]) is not None]
+        before = _joined(waiting, options.block) if waiting else None
+        total, after = summed(joined, before, options, axis, num_devices)
+        start = 0
+        for i in together:
+            shape, end = leaves[i].shape, start + leaves[i].size
+            sums[i] = total[start:end].reshape(shape)
+            left[i] = None if after is None else after[start:end].reshape(shape)
+            start = end + -end % options.block
+    return sums, left
+
+
+def _joined(leaves: Sequence[jax.Array], block: int) -> jax.Array:
+    """Returns arrays as one dim, each padded with zeros to a multiple of a block."""
+    return jnp.concatenate([jnp.pad(leaf.reshape(-1), (0, -leaf.size % block)) for leaf in leaves])
+
+
+def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
+    """Returns [n, R]: the shards of an array along a dim, or for dim 0 its elements in order, padded with zeros."""
+    if dim == 0:
+        flat = x.reshape(-1)
+        return jnp.pad(flat, (0, -flat.size % n)).reshape(n, -1)
+    at = x.ndim + dim
+    parts = x.reshape(*x.shape[:at], n, x.shape[at] // n, *x.shape[at + 1 :])
+    return jnp.moveaxis(parts, at, 0).reshape(n, -1)
+
+
+def _from_rows(rows: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
+    """Returns the array of a shape that `_rows` cut."""
+    if dim == 0:
+        return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
+    n, at = rows.shape[0], len(shape) + dim
+    parts = rows.reshape(n, *shape[:at], shape[at] // n, *shape[at + 1 :])
+    return jnp.moveaxis(parts, 0, at).reshape(shape)
+
+
+def _by_int8(blocks: jax.Array, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns (the sum of the blocks [n, blocks, S], or this device's row of it; what this device sent of its own)."""
+    packed = pack(blocks)
+    row = jnp.sum(unpack(jax.lax.all_to_all(packed, axis, 0, 0, tiled=True)), axis=0)
+    sent = unpack(packed)
+    if is_scattered:
+        return row, sent
+    reduced = pack(row)
+    # What the second packing loses of this device's row counts as not sent, so that the residual keeps it.
+    sent = sent.at[jax.lax.axis_index(axis)].add(unpack(reduced) - row)
+    return unpack(jax.lax.all_gather(reduced, axis)), sent
+
+
+def _by_largest(blocks: jax.Array, num_kept: int, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns the same as `_by_int8`. Each device sends a bfloat16 and a place, uint16, of K elements of a block."""
+    each = blocks.reshape(-1, blocks.shape[-1])
+    _, places = jax.lax.top_k(jnp.abs(each), num_kept)
+    values = jnp.take_along_axis(each, places, axis=-1).astype(jnp.bfloat16)
+    pairs = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.uint16), places.astype(jnp.uint16)], axis=-1)
+    at = jnp.arange(each.shape[0])[:, None]
+
+    # One list after the other: the places within a list differ, so that the order of additions is always the same. All
+    # lists at once would let a GPU add in any order, and replicas would come apart.
+    def add(total: jax.Array, one: jax.Array) -> tuple[jax.Array, None]:
+        theirs = jax.lax.bitcast_convert_type(one[..., 0], jnp.bfloat16).astype(jnp.float32)
+        return total.at[at, one[..., 1].astype(jnp.int32)].add(theirs, unique_indices=True), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros_like(each), jax.lax.all_gather(pairs, axis))
+    sent = jnp.zeros_like(each).at[at, places].set(values.astype(jnp.float32), unique_indices=True)
+    total, sent = total.reshape(blocks.shape), sent.reshape(blocks.shape)
+    return (total[jax.lax.axis_index(axis)] if is_scattered else total), sent

@@ -1,0 +1,85 @@
+"""Compressed sums on replicas that are a vmap: nothing is lost, replicas agree, and a NaN is not hidden."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain.layout import wire
+from meshtrain.layout.compression import CompressionOptions
+
+NUM_REPLICAS, NUM_STEPS = 8, 20
+# Shape, and the dim that is scattered: odd sizes, small ones that travel together, and one above `SMALL_BYTES`.
+LEAVES = [((3, 7, 11), 0), ((16, 24), -2), ((5,), 0), ((3, 40, 150), 0), ((3, 2, 8), -1)]
+DIMS = [dim for _, dim in LEAVES]
+
+
+def summing(options):
+    """(leaves [replicas, ...], residuals likewise or None for each) -> (sums, residuals), jitted."""
+
+    def of_one(leaves, residuals):
+        return wire.summed_leaves(leaves, residuals, DIMS, options, "data", NUM_REPLICAS)
+
+    return jax.jit(jax.vmap(of_one, axis_name="data"))
+
+
+def gradients(generator):
+    """Float32 with heavy tails: many elements are far below the scale of their block."""
+    return [
+        (generator.standard_normal((NUM_REPLICAS, *shape)) ** 3).astype(np.float32) + np.float32(0.1)
+        for shape, _ in LEAVES
+    ]
+
+
+def whole(reduced, dim):
+    """The sum that each replica has, [replicas, ...], or that they have together along a dim, as one array."""
+    return np.concatenate(list(reduced), axis=dim) if dim else reduced[0]
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk"])
+def test_what_was_applied_and_the_residuals_are_the_accumulated_gradients(kind):
+    run, generator = summing(CompressionOptions(kind=kind)), np.random.default_rng(0)
+    residuals = [np.zeros((NUM_REPLICAS, *shape), np.float32) for shape, _ in LEAVES]
+    applied = [np.zeros(shape) for shape, _ in LEAVES]
+    accumulated = [np.zeros(shape) for shape, _ in LEAVES]
+    for _ in range(NUM_STEPS):
+        leaves = gradients(generator)
+        reduced, residuals = jax.device_get(run(leaves, residuals))
+        for i, dim in enumerate(DIMS):
+            if dim == 0:
+                assert (reduced[i] == reduced[i][0]).all(), "bitwise the same on each replica"
+            applied[i] += whole(reduced[i], dim)
+            accumulated[i] += leaves[i].sum(axis=0, dtype=np.float64)
+    for i in range(len(LEAVES)):
+        lost = np.linalg.norm(applied[i] + residuals[i].sum(axis=0) - accumulated[i])
+        assert lost <= 1e-5 * np.linalg.norm(accumulated[i])
+        assert np.linalg.norm(residuals[i]) > 1e-4 * np.linalg.norm(accumulated[i]), "some of it waits"
+
+
+def test_a_small_gradient_beside_a_large_one_arrives_with_feedback_only():
+    gradient = [jnp.full((NUM_REPLICAS, *shape), 1e-3).at[..., 0].set(1.0) for shape, _ in LEAVES]
+    arrived = {}
+    for feedback in (True, False):
+        run = summing(CompressionOptions(kind="int8", feedback=feedback))
+        residuals, total = [jnp.zeros_like(leaf) if feedback else None for leaf in gradient], 0.0
+        for _ in range(NUM_STEPS):
+            reduced, residuals = run(gradient, residuals)
+            total += float(reduced[0][0, 0, 0, 1])
+        arrived[feedback] = total / (NUM_STEPS * NUM_REPLICAS * 1e-3)
+    assert arrived[True] == pytest.approx(1, abs=0.2)
+    assert arrived[False] == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_with_a_value_that_is_not_finite_comes_out_so(bad):
+    x = np.ones((2, 2, 16), np.float32)
+    x[1, 0, 3] = bad
+    found = jax.jit(lambda x: wire.unpack(wire.pack(x)))(x)
+    assert np.isnan(found[1, 0]).all()
+    assert np.isfinite(np.delete(found.reshape(4, 16), 2, axis=0)).all()
+
+
+def test_zeros_stay_zeros():
+    blocks = jnp.zeros((3, 16))
+    assert wire.pack(blocks).dtype == jnp.int8
+    np.testing.assert_array_equal(wire.unpack(wire.pack(blocks)), blocks)
