@@ -9,14 +9,12 @@ from tests.parity import runs
 
 pytestmark = pytest.mark.slow
 
-# Each mesh without a pipeline (those with one: test_parity_schedules.py), some with a level of ZeRO.
+# Meshes without a pipeline (those with one: test_parity_schedules.py) beyond those of test_parity_covering.py.
 MESHES = [
     (0, {"fsdp": 8}),
     (0, {"tensor": 8}),
     (3, {"data": 2, "fsdp": 4}),
     (1, {"data": 4, "tensor": 2}),
-    (0, {"fsdp": 4, "tensor": 2}),
-    (0, {"data": 2, "fsdp": 2, "tensor": 2}),
     (2, {"data": 8}),
 ]
 
