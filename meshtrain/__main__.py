@@ -19,6 +19,7 @@ COMMANDS = {
     "report": ("meshtrain.report", "write a page about runs: curves, differences, memory, mesh, samples"),
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
     "verify": ("meshtrain.store.verify", "compare checkpoints with their checksums"),
+    "bench-collectives": ("meshtrain.probe.bench_collectives", "time every collective along every axis of the mesh"),
     "launch": ("meshtrain.launch.__main__", "start a program in several processes on this machine"),
     "config": ("meshtrain.config.__main__", "list the fields of a configuration: type, default, meaning"),
 }

@@ -25,11 +25,12 @@ LAZY_IMPORTERS = {
     "meshtrain/__main__.py",
     "meshtrain/main.py",
     "meshtrain/__init__.py",
+    "meshtrain/probe/bench_collectives.py",
     "meshtrain/words/named.py",
 }
 CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written
 # Who reads the configuration: rooms and files; all others are given what they need.
-READS_CONFIGURATION = {"config", "plan", "run"}
+READS_CONFIGURATION = {"config", "plan", "probe", "run"}
 READS_CONFIGURATION |= {
     f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "report", "training")
 }

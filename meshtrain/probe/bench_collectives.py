@@ -1,0 +1,96 @@
+"""Times every collective along every axis of a mesh, on the devices that a run would have.
+
+python -m meshtrain bench-collectives --config.mesh.data=2 --config.mesh.fsdp=4 [--json=FILE] [--out=FILE.png]
+"""
+
+import argparse
+import importlib
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshtrain.words import flags
+from meshtrain.words.errors import UserError, run
+from meshtrain.words.paths import target_problems
+
+PICTURES = (".png", ".svg", ".pdf")
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+SIZE = re.compile(r"(\d+)([KMG]?)$", re.IGNORECASE)
+LEAST_BYTES, MOST_BYTES = 2**6, 2**34
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Returns the command's own arguments."""
+    extra = argparse.ArgumentParser(
+        prog="python -m meshtrain bench-collectives",
+        description="Times every collective along every axis of the mesh, and compares each result with numpy. The "
+        "mesh is that of --config, or of --config.mesh.NAME=SIZE; by default all devices are on its first axis.",
+        add_help=False,
+    )
+    extra.add_argument("--smallest", metavar="BYTES", default="1K", help="first size of a device's array (1K)")
+    extra.add_argument("--largest", metavar="BYTES", default="1G", help="last size (1G), where a device has the room")
+    extra.add_argument(
+        "--limit", metavar="SECONDS", default="30", help="leave a size out that would take longer than this (30)"
+    )
+    extra.add_argument("--json", metavar="FILE", default="", help="also write the file that plan --links reads")
+    extra.add_argument("--out", metavar="FILE.png", default="", help="also draw a chart (.png, .svg or .pdf)")
+    return extra
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and prints; returns 0, or 1 if a value was wrong.
+
+    Raises:
+      UserError: all problems of the arguments, or a mesh that does not fit the devices.
+    """
+    given = flags.arguments(argv, arguments())
+    found = [*given.problems, *_problems(given)]
+    if found:
+        raise UserError(*found)
+    # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
+    collectives = importlib.import_module("meshtrain.probe.collectives")
+    all_bytes = (_num_bytes(given.smallest), _num_bytes(given.largest))
+    is_right: bool = collectives.measured(given, all_bytes, float(given.limit))
+    return 0 if is_right else 1
+
+
+def _problems(given: argparse.Namespace) -> list[str]:
+    found = []
+    allowed = "allowed: a number of bytes from 64 to 16G, such as 4096, 64K, 16M or 1G"
+    for name, near in (("smallest", "1K"), ("largest", "1G")):
+        text = getattr(given, name)
+        if not LEAST_BYTES <= _num_bytes(text) <= MOST_BYTES:
+            found.append(f"--{name}: got '{text}'; {allowed}; nearest: --{name}={near}")
+    if not found and _num_bytes(given.smallest) > _num_bytes(given.largest):
+        found.append(
+            f"--smallest: got {given.smallest} with --largest={given.largest}; allowed: at most that; nearest: "
+            f"--smallest={given.largest}"
+        )
+    try:
+        limit = float(given.limit)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        found.append(f"--limit: got '{given.limit}'; allowed: a number of seconds above 0; nearest: --limit=30")
+    if given.json:
+        found += target_problems("--json", given.json, "links.json")
+    if given.out:
+        found += target_problems("--out", given.out, "collectives.png")
+        if Path(given.out).suffix not in PICTURES:
+            found.append(
+                f"--out: got '{given.out}'; allowed endings: {', '.join(PICTURES)}; nearest: --out={given.out}.png"
+            )
+    return found
+
+
+def _num_bytes(text: str) -> int:
+    """Returns the bytes that a text such as 64K names, -1 if it names none."""
+    found = SIZE.match(text)
+    # A longer number is larger than any that is allowed.
+    return int(found[1][:20]) * UNITS[found[2].upper()] if found else -1
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

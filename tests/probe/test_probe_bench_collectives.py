@@ -1,0 +1,107 @@
+"""`meshtrain bench-collectives` from its command line: wrong input, exit codes, one process and several."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain.launch.links import OPERATIONS
+from meshtrain.probe import bench_collectives, collectives
+from meshtrain.probe.sweep import Sweep
+from meshtrain.probe.timed import Timed
+from meshtrain.words.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--smallest=1T"], "--smallest: got '1T'; allowed: a number of bytes from 64 to 16G"),
+        (["--largest=9" + "9" * 5000], "--largest: got '999"),
+        (["--largest=1K", "--smallest=4k"], "--smallest: got 4k with --largest=1K"),
+        (["--limit=nan"], "--limit: got 'nan'"),
+        (["--limit=-1"], "--limit: got '-1'"),
+        (["--json=nowhere/links.json"], "--json: got 'nowhere/links.json', whose folder does not exist"),
+        (["--out=chart.gif"], "--out: got 'chart.gif'; allowed endings: .png, .svg, .pdf"),
+        (["--size=1K"], "arguments: got '--size'"),
+        (["--config.mesh.data=0"], "mesh.data: got 0; allowed: at least 1"),
+        (["--config.mesh.dat=2"], "mesh.dat: unknown key"),
+        (["--config=nowhere.py"], "--config: 'nowhere.py' does not exist"),
+        (["--config.mesh.data=1"], "mesh: got one device, which has nobody to send to"),
+    ],
+)
+def test_wrong_input_is_one_line(words, said):
+    with pytest.raises(UserError) as raised:
+        bench_collectives.main(words)
+    [line] = raised.value.problems
+    assert line.startswith(said)
+    assert "allowed" in line
+    assert "nearest: " in line or "did you mean" in line
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(UserError) as raised:
+        bench_collectives.main(["--limit=0", "--smallest=1", "--largest=x", "--out=nowhere/x", "--oud=x"])
+    assert [line.partition(":")[0] for line in raised.value.problems] == [
+        "arguments", "--smallest", "--largest", "--limit", "--out", "--out"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "config", "sizes"),
+    [
+        ({}, None, (-1, 1, 1, 1)),
+        ({"mesh.fsdp": "4"}, None, (1, 1, 4, 1)),
+        ({}, "configs/3d.py", (2, 2, 1, 2)),
+        ({"mesh.tensor": "3", "batch_size": "7"}, "configs/3d.py", (2, 2, 1, 3)),  # the batch need not divide
+    ],
+)
+def test_the_mesh_is_that_of_the_configuration(overrides, config, sizes):
+    given = bench_collectives.argparse.Namespace(overrides=overrides, config=config and str(ROOT / config))
+    made = collectives.mesh_options(given)
+    assert (made.data, made.pipeline, made.fsdp, made.tensor) == sizes
+
+
+@pytest.mark.parametrize(("wrong", "code"), [((), 0), (("process 0: ...",), 1)])
+def test_a_wrong_value_is_an_exit_code(wrong, code, monkeypatch, capsys):
+    row = Timed("data", "all-reduce", 8, 1024, (1e-3,), wrong)
+    monkeypatch.setattr(collectives, "sweep", lambda *_, **__: Sweep("cpu", {"data": 8}, 1, 1, (row,), ()))
+    assert bench_collectives.main([]) == code
+    assert ("WRONG" in capsys.readouterr().out) == bool(code)
+
+
+def test_it_measures_prints_and_writes(tmp_path, capsys):
+    file, picture = tmp_path / "links.json", tmp_path / "chart.png"
+    words = ["--config.mesh.data=2", "--smallest=64", "--largest=255", f"--json={file}", f"--out={picture}"]
+    assert bench_collectives.main(words) == 0
+    said = capsys.readouterr().out
+    assert "mesh         data 2: 2 x cpu" in said
+    assert "sizes        64 B to 64 B\n" in said
+    assert said.count(" right\n") == len(OPERATIONS)
+    content = json.loads(file.read_text())
+    assert [row["operation"] for row in content["measurements"]] == list(OPERATIONS)
+    assert (content["platform"], content["links"]) == ("cpu", [])
+    assert content["not_fitted"][0]["why_not"]
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_two_processes_measure_together_and_one_prints(tmp_path):
+    file = tmp_path / "links.json"
+    words = ["--config.mesh.data=2", "--config.mesh.fsdp=4", "--smallest=1K", "--largest=1K", f"--json={file}"]
+    launch = [sys.executable, "-m", "meshtrain", "launch", "--processes=2", "--devices=4", "--", "-m", "meshtrain"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [*launch, "bench-collectives", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(file.read_text())
+    assert (content["num_processes"], content["num_hosts"]) == (2, 1)
+    measured = [(row["axis"], row["operation"], row["wrong"]) for row in content["measurements"]]
+    assert measured == [(axis, operation, []) for axis in ("data", "fsdp") for operation in OPERATIONS]
+    assert done.stdout.count("all-to-all") >= 2
+    assert all(line.startswith("[0]") for line in done.stdout.splitlines() if "all-to-all" in line), done.stdout
