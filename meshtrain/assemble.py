@@ -4,11 +4,13 @@ config -> mesh -> task (abstract) -> placements -> sharded init -> step
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,6 +22,7 @@ from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout import fit, offload, partition, zero
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.explain import Row, rows
+from meshtrain.layout.groups import groups_of
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import Placement
@@ -31,24 +34,25 @@ from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, checke
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
+from meshtrain.optim.outer import outer_optimizer
 from meshtrain.optim.trainable import trained_mask
-from meshtrain.pipeline import chunks, executor, forward
+from meshtrain.pipeline import executor, forward
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.table import chosen
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
+from meshtrain.step.local import axes_in_groups, in_groups, inner_step, outer_step
 from meshtrain.step.placed import (
     abstract_params,
     in_chunks,
-    in_layer_order,
-    placed,
+    placed_states,
     replicas_of,
     reshaper,
     shardings,
 )
 from meshtrain.step.precision import cast, compute_name, param_dtype, reduce_dtype
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
-from meshtrain.step.step import eval_step, train_step, weight_update, with_sequence_index
+from meshtrain.step.step import Update, eval_step, train_step, weight_update, with_sequence_index
 from meshtrain.words.errors import UserError
 
 
@@ -69,6 +73,8 @@ class Assembly:
       names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
       init: uint32 key data -> state, jitted; each array is created with its sharding.
       train_step: (state, batch) -> (state, metrics), jitted with the devices' compiler options; donates the state.
+      outer_step: state -> state, jitted likewise: joins groups that train apart, every `local_steps.period` steps; None
+        without groups.
       eval_step: (params, batch) -> sums, jitted.
       logits: (params, batch) -> float32 [B, T, vocabulary], jitted; None where the task has none.
       to_kept: a state like `state` -> one like `kept_state`, jitted; the identity except for interleaved schedules.
@@ -87,6 +93,7 @@ class Assembly:
     names: list[Names]
     init: Callable[[jax.Array], TrainState]
     train_step: Any
+    outer_step: Any
     eval_step: Any
     logits: Callable[[Params, Batch], jax.Array] | None
     to_kept: Callable[[TrainState], TrainState]
@@ -131,6 +138,9 @@ def assemble(
         raise UserError(*problems)
     specs = stored_tree(params, axes, rules, mesh.shape, level)
     replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained, config.compression)
+    outer = outer_optimizer(config.local_steps)
+    groups = groups_of(replicas, outer.num_groups, placement) if outer else None
+    replicas = groups or replicas
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rates(config, task)
@@ -143,31 +153,24 @@ def assemble(
         rng = jax.random.wrap_key_data(key_data)
         params = cast(meta.unbox(task.init(jax.random.fold_in(rng, 0))), param_dtype(config.precision))
         params, rng = in_chunks(params, num_chunks), jax.random.fold_in(rng, 1)
-        return init_state(params, transformation, rng, scaling, trained, num_residuals)
+        state = init_state(params, transformation, rng, scaling, trained, num_residuals)
+        return in_groups(state, outer, trained) if outer else state
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
-    names = axes_of_leaves(abstract, axes_of_fields(abstract, transformation, params, axes, trained))
-    on_host = config.offload.moments
-    state = placed(abstract, names, rules, mesh, level, moments_on_host=on_host)
-    names_in_layer_order = [chunks.layer_order_names(leaf) for leaf in names]
-    kept = placed(in_layer_order(abstract, names), names_in_layer_order, rules, mesh, level, moments_on_host=on_host)
+    of_fields = axes_of_fields(abstract, transformation, params, axes, trained)
+    of_fields = axes_in_groups(of_fields, abstract, outer, params, axes, trained) if outer else of_fields
+    names = axes_of_leaves(abstract, of_fields)
+    state, kept = placed_states(abstract, names, rules, mesh, level, moments_on_host=config.offload.moments)
     batch = placed_batch(entries_of_batch, rules, mesh)
     axes_of_batch = batch_axes(entries_of_batch)
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape, axes_of_batch)
     whole = NamedSharding(mesh, PartitionSpec())
     state_shardings = shardings(state)
     kind = devices[0].device_kind
-    update = weight_update(
-        transformation,
-        schedule_of_rates,
-        config.optimizer.clip_norm,
-        config.guard,
-        scaling,
-        lambda moments, norm: offload.fetched(moments, state_shardings.opt_state, after=norm),
-        trained,
-        replicas.reduce if config.compression.is_on else None,
-    )
-    step = train_step(gradients, update, scaling)
+    update = _update(config, transformation, schedule_of_rates, scaling, state_shardings.opt_state, replicas)
+    step = inner_step(gradients, update, scaling, trained) if outer else train_step(gradients, update, scaling)
+    join = outer_step(outer.transformation, groups.mean, trained) if outer and groups else None
+    jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(kind))
     return Assembly(
         config=config,
         mesh=mesh,
@@ -180,9 +183,8 @@ def assemble(
         batch=batch,
         names=names,
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
-        train_step=jax.jit(
-            step, donate_argnums=0, out_shardings=(state_shardings, whole), compiler_options=compiler_options(kind)
-        ),
+        train_step=jitted(step, out_shardings=(state_shardings, whole)),
+        outer_step=join and jitted(join, out_shardings=state_shardings),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
         logits=jax.jit(logits, out_shardings=whole) if logits else None,
         to_kept=reshaper(state, kept),
@@ -197,6 +199,27 @@ def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[str
     if config.remat.policy == "offload":
         asked.append("remat.policy=offload")
     return [line for what in asked for line in offload.problems(what, devices)]
+
+
+def _update(
+    config: Config,
+    transformation: optax.GradientTransformation,
+    rates: Schedule,
+    scaling: loss_scale.Scaling | None,
+    moments: Any,
+    replicas: Replicas,
+) -> Update:
+    """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
+    return weight_update(
+        transformation,
+        rates,
+        config.optimizer.clip_norm,
+        config.guard,
+        scaling,
+        lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
+        replicas.trained,
+        replicas.reduce if config.compression.is_on else None,
+    )
 
 
 def learning_rates(config: Config, task: Task) -> Schedule:
@@ -316,16 +339,21 @@ def _computations(
     return gradients, evaluate, logits if stages.logits else None
 
 
-def compiled_step(assembly: Assembly) -> Any:
-    """Returns the training step, compiled.
+def compiled_steps(assembly: Assembly) -> tuple[Any, Any]:
+    """Returns the training step and the outer step, compiled; the second is None without groups that train apart.
 
     Raises:
       UserError: other processes traced a different program.
     """
-    lowered = assembly.train_step.lower(assembly.state, assembly.batch)
+    step = _compiled("step", assembly.train_step.lower(assembly.state, assembly.batch))
+    outer = assembly.outer_step
+    return step, outer and _compiled("outer step", outer.lower(assembly.state))
+
+
+def _compiled(name: str, lowered: Any) -> Any:
     if peers.count() > 1:
         program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-        peers.refuse_differences("program", {"hash of the step": program})
+        peers.refuse_differences("program", {f"hash of the {name}": program})
     return lowered.compile()
 
 

@@ -26,6 +26,7 @@ class Timetable:
       eval_every: steps between evaluations; 0: after the last step only.
       save_every: steps between saves; 0: after the last step only.
       max_skipped_in_a_row: steps in a row that may be skipped; one more stops training.
+      outer_every: steps between outer steps; 0: never.
     """
 
     num_steps: int
@@ -33,6 +34,7 @@ class Timetable:
     eval_every: int
     save_every: int
     max_skipped_in_a_row: int
+    outer_every: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Actions:
       write: (step, values) -> None: writes a row into the run's files.
       diagnose: (state, number) -> text: the array that first was not finite (`guard.first_not_finite` gave its number)
         and the checkpoint to go back to.
+      outer_step: state -> state: joins the groups that train apart; it returns before the devices are done.
     """
 
     train_step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
@@ -57,6 +60,7 @@ class Actions:
     rate: Callable[[int, Mapping[str, float]], None]
     write: Callable[[int, Mapping[str, float | None]], None]
     diagnose: Callable[[Any, int], str]
+    outer_step: Callable[[Any], Any] = lambda state: state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +109,8 @@ def run(
                 batch = next(batches)
             observers.profiler.before(step)
             state, metrics = actions.train_step(state, batch)
+            if due(step, when.outer_every):
+                state = actions.outer_step(state)
             observers.profiler.after(step, metrics)
             for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight
                 log.completed(done)

@@ -12,7 +12,7 @@ from typing import Any
 import ml_collections
 
 from meshtrain import loop
-from meshtrain.assemble import Assembly, array_rows, assemble, compiled_step, throughput_of
+from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
 from meshtrain.config.config import Config, check, resolve
 from meshtrain.config.tasks import MakeTask, abstract_task
 from meshtrain.data.corpus import Corpus
@@ -152,7 +152,7 @@ def run_steps(
     config, is_main = assembly.config, peers.is_main_process()
     with ThreadPoolExecutor(1) as thread:
         # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.
-        compiling = thread.submit(compiled_step, assembly)
+        compiling = thread.submit(compiled_steps, assembly)
         with show("restore" if start.saved_step(run) else "init") as say:
             state, start_step, restored = start.starting_state(assembly, checkpoints)
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
@@ -160,7 +160,7 @@ def run_steps(
             start.warn_of_another_rate(assembly, run, state)
         workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)), writes=is_main)
         with show("compile") as say:
-            train_step = compiling.result()
+            train_step, outer_step = compiling.result()
             device.record(run, assembly, train_step, writes=is_main)
             say(f"{assembly.task.num_parameters:,} parameters")
     with (
@@ -178,6 +178,7 @@ def run_steps(
             rate=functools.partial(saving.rate, assembly, checkpoints),
             write=trackers.write,
             diagnose=functools.partial(saving.diagnosis, checkpoints),
+            outer_step=outer_step,
         )
         done = trackers.done
         run_begun_seconds = workdir.begun_seconds(run, begun_seconds, done.passed_seconds, writes=is_main)
@@ -198,4 +199,5 @@ def timetable(config: Config) -> loop.Timetable:
         eval_every=config.eval_every,
         save_every=config.checkpoint.every,
         max_skipped_in_a_row=config.guard.max_skipped_in_a_row,
+        outer_every=config.local_steps.period,
     )

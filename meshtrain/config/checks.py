@@ -4,6 +4,7 @@ Sizes of the mesh come as {axis: size}. An axis of unknown size is passed as 1, 
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from meshtrain.config.fields import Config
 from meshtrain.data.sources import BEGIN_ID, IMAGES, PAIRS, SOURCES, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout import fit, zero
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models import remat
@@ -186,7 +188,9 @@ def vocabulary(options: DecoderOptions, data: DataOptions) -> list[str]:
     ]
 
 
-def batch(batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int) -> list[str]:
+def batch(
+    batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int, num_groups: int = 0
+) -> list[str]:
     """Returns one line where the global batch does not divide by its shards (data x fsdp) x microbatches.
 
     Args:
@@ -194,16 +198,54 @@ def batch(batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_micr
       rules: the axes that split an activation's `batch` dim count.
       mesh_shape: the size of each mesh axis.
       num_microbatches: parts that are computed one after the other.
+      num_groups: that train apart, which then divide the batch in place of the data axis; 0: none.
     """
-    axes = rules.activations["batch"]
-    divisor = num_parts(axes, mesh_shape) * num_microbatches
+    sizes = {f"mesh.{axis}": mesh_shape[axis] for axis in rules.activations["batch"]}
+    if num_groups:
+        sizes = {"local_steps.groups": num_groups} | {name: n for name, n in sizes.items() if name != f"mesh.{DATA}"}
+    divisor = math.prod(sizes.values()) * num_microbatches
     if batch_size % divisor == 0:
         return []
-    factors = " x ".join([*(f"mesh.{axis} {mesh_shape[axis]}" for axis in axes), f"{num_microbatches} microbatches"])
+    factors = " x ".join([*(f"{name} {size}" for name, size in sizes.items()), f"{num_microbatches} microbatches"])
     return [
         f"batch_size: got {batch_size}; allowed: a multiple of {divisor} = {factors}; "
         f"nearest: {nearest_multiple(batch_size, divisor)}"
     ]
+
+
+def local_steps(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each reason why groups cannot train apart on a mesh of these sizes; none without groups.
+
+    Args:
+      config: the configuration.
+      mesh_shape: the size of each mesh axis.
+    """
+    period, num_groups, data = config.local_steps.period, config.local_steps.groups, mesh_shape[DATA]
+    if period == 0:
+        return []
+    found = []
+    if num_groups == 0 or num_groups % data:
+        near = nearest_multiple(num_groups, data) if num_groups else max(data, 2)
+        found.append(
+            f"local_steps.groups: got {num_groups} with local_steps.period = {period}; allowed: a multiple of "
+            f"mesh.data = {data} (fsdp, tensor and pipeline split a group); nearest: {near}"
+        )
+    if config.num_steps % period:
+        found.append(
+            f"num_steps: got {config.num_steps}; allowed: a multiple of local_steps.period = {period}, as weights that "
+            f"are evaluated come from its last step; nearest: {nearest_multiple(config.num_steps, period)}"
+        )
+    if config.zero.effective_level and data > 1:
+        found.append(
+            f"zero.level: got {config.zero.effective_level} with local_steps.period = {period}, where each group along "
+            "data has weights of its own; allowed: 0, and fsdp to split them; nearest: zero.level=0"
+        )
+    if config.offload.moments:
+        found.append(
+            f"offload.moments: got True with local_steps.period = {period}; allowed: False; nearest: "
+            "offload.moments=False"
+        )
+    return found
 
 
 def sequence(

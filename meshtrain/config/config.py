@@ -31,7 +31,7 @@ from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.task import Task
 from meshtrain.observe import profiler
-from meshtrain.optim import learning_rate, optimizers
+from meshtrain.optim import learning_rate, optimizers, outer
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline import table
 from meshtrain.words import flags
@@ -112,6 +112,7 @@ def resolve(
         *sources.check(mended.data, reads_data=reads_data),
         *table.unread(mended.pipeline, mended.mesh.pipeline),
         *optimizers.check(mended.optimizer),
+        *outer.check(mended.local_steps),
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
         *checks.scaling(mended.loss_scale, mended.precision),
@@ -144,7 +145,10 @@ def _on_mesh(
 ) -> list[str]:
     """Returns the lines of `check`; without a task function only those that do not depend on the task."""
     rules = zero.rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
-    found = checks.batch(config.batch_size, rules, mesh_shape, num_microbatches(config, mesh_shape))
+    num_groups = config.local_steps.groups if config.local_steps.period else 0
+    num_parts = num_microbatches(config, mesh_shape)
+    found = checks.batch(config.batch_size, rules, mesh_shape, num_parts, num_groups)
+    found += checks.local_steps(config, mesh_shape)
     found += checks.sequence(config.sequence_length, rules, mesh_shape)
     found += zero.problems(config.zero, config.mesh.data, config.mesh.fsdp)
     found += compression.problems(config.compression, config.zero.effective_level, mesh_shape[DATA])

@@ -58,6 +58,10 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     if isinstance(config.model, DecoderOptions) and config.model.rope_factor == 1:
         fields = ("rope_low", "rope_high", "rope_original_length")
         found = _changed(config.model, "model", "model.rope_factor=1.0", only=fields) | found
+    if config.local_steps.period == 0:
+        found |= _changed(config.local_steps, "local_steps", "local_steps.period=0")
+    else:
+        found |= _changed(config.precision, "precision", "local_steps.period", only=("reduce_dtype",))
     if not config.checkpoint.keep_best:
         found |= _changed(config.checkpoint, "checkpoint", "checkpoint.keep_best=0", only=("best_metric",))
     return found

@@ -16,6 +16,7 @@ from meshtrain.observe.profiler import ProfileOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
@@ -61,6 +62,7 @@ class Config:
     remat: RematOptions = dataclasses.field(default_factory=RematOptions)
     guard: GuardOptions = dataclasses.field(default_factory=GuardOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    local_steps: LocalStepsOptions = dataclasses.field(default_factory=LocalStepsOptions)
     learning_rate: LearningRateOptions = dataclasses.field(default_factory=LearningRateOptions)
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     checkpoint: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)

@@ -1,6 +1,7 @@
 """The state that a run starts from: its own newest checkpoint, another run's weights, or initial weights."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import platform
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from meshtrain.assemble import Assembly, learning_rates, stored_params
 from meshtrain.config.between_runs import from_json
@@ -15,6 +17,8 @@ from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
 from meshtrain.observe import trackers
 from meshtrain.run import workdir
+from meshtrain.step.local import restarted
+from meshtrain.step.placed import shardings
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.other_runs import find, restore_params
@@ -117,7 +121,8 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
     was = from_json(json.dumps({key: value for key, value in given.items() if key not in ("task", "model")}))
     options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
     before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
-    count, step = int(state.step) - int(state.skipped.total), int(state.step)
+    # Of groups that train apart, each with its own count, the one that skipped least.
+    count, step = int(state.step) - int(np.min(state.skipped.total)), int(state.step)
     last, planned = (float(learning_rates(before, assembly.task)(number)) for number in (max(count - 1, 0), count))
     rate = float(learning_rates(now, assembly.task)(count))
     if abs(rate - planned) > _RATE_TOLERANCE * max(rate, planned):
@@ -138,4 +143,11 @@ def beginning(assembly: Assembly) -> TrainState:
     # Restored first: weights of other shapes are refused before the initial state is compiled.
     kept = restore_params(config.init_from, assembly.kept_state.params) if config.init_from else None
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
-    return state if kept is None else dataclasses.replace(state, params=stored_params(assembly, kept))
+    if kept is None:
+        return state
+    state = dataclasses.replace(state, params=stored_params(assembly, kept))
+    if assembly.outer_step is None:
+        return state
+    # Each group starts from these weights.
+    in_every_group = functools.partial(restarted, mask=assembly.replicas.trained)
+    return jax.jit(in_every_group, donate_argnums=0, out_shardings=shardings(assembly.state))(state)

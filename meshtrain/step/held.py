@@ -20,9 +20,9 @@ class Held:
     """Bytes of one device.
 
     Attributes:
-      parameters: in the dtype in which they are stored.
+      parameters: in the dtype in which they are stored; of groups that train apart those of each, and the anchor.
       gradients: the float32 sums to which each microbatch's gradients are added.
-      moments: the optimizer's state in device memory.
+      moments: the optimizer's state in device memory, and the outer optimizer's of groups that train apart.
       on_host: the optimizer's state in host memory, with `offload.moments`.
     """
 
@@ -44,9 +44,9 @@ def held(state: TrainState, replicas: Replicas) -> Held:
       state: abstract; each leaf has its sharding.
       replicas: how gradients are reduced over data, which determines the shardings of their sums.
     """
-    moments = jax.tree.leaves(state.opt_state)
+    moments = jax.tree.leaves((state.opt_state, state.local.outer_state if state.local else ()))
     return Held(
-        parameters=bytes_of_device(state.params),
+        parameters=bytes_of_device(state.params) + (bytes_of_device(state.local.params) if state.local else 0),
         gradients=bytes_of_device(replicas.accumulators(state.params)),
         moments=bytes_of_device([leaf for leaf in moments if not is_on_host(leaf.sharding)]),
         on_host=bytes_of_device([leaf for leaf in moments if is_on_host(leaf.sharding)]),

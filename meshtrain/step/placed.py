@@ -119,6 +119,21 @@ def placed(
     return jax.tree.unflatten(structure, with_shardings)
 
 
+def placed_states(
+    abstract: TrainState, names: list[Names], rules: Rules, mesh: Mesh, level: int, *, moments_on_host: bool
+) -> tuple[TrainState, TrainState]:
+    """Returns the abstract state as `placed` has it, and the same with layers in layer order, as checkpoints store it.
+
+    For the arguments see `placed`.
+
+    Raises:
+      UserError: a leaf that cannot be split as the rules say.
+    """
+    in_order, names_in_order = in_layer_order(abstract, names), [chunks.layer_order_names(leaf) for leaf in names]
+    kept = placed(in_order, names_in_order, rules, mesh, level, moments_on_host=moments_on_host)
+    return placed(abstract, names, rules, mesh, level, moments_on_host=moments_on_host), kept
+
+
 def in_layer_order(abstract: TrainState, names: list[Names]) -> TrainState:
     """Returns the abstract state with the shapes that checkpoints have."""
     leaves, structure = jax.tree.flatten(abstract)

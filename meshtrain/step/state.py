@@ -36,6 +36,8 @@ class TrainState:
       loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
       residual: what compressed gradients have not sent yet, a tree of float32 [replicas, ...] like the trained
         parameters; an empty tuple without compression or without error feedback.
+      local: with groups that train apart (`step/local.py`), their weights and the outer optimizer's state; then
+        `params` is the anchor, and the arrays of `opt_state`, `skipped` and `loss_scale` are [groups, ...]. Else ().
     """
 
     step: jax.Array
@@ -45,6 +47,7 @@ class TrainState:
     skipped: Skipped
     loss_scale: LossScale
     residual: Any = ()
+    local: Any = ()
 
 
 def init_state(

@@ -1,0 +1,134 @@
+"""Groups that train apart: the data axis splits them, and gradients stay inside a group.
+
+The number of groups is a choice of the algorithm, not of the mesh: a device along data computes one group, or several
+one after the other, with the same results. fsdp, tensor and pipeline split the work inside a group.
+
+G: groups, n: groups on one device along data.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain.layout.axes import DATA
+from meshtrain.layout.placement import Placement, on_shards
+from meshtrain.layout.replicas import Compute, Replicas
+from meshtrain.layout.trees import merged, select
+from meshtrain.words.errors import UserError
+
+GROUPS = "groups"  # the logical axis of the dim that stacks the arrays of all groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups(Replicas):
+    """How gradients are added up over the microbatches of each group. They are not reduced over data.
+
+    Attributes:
+      num_groups: G, a multiple of the data axis.
+      placement: the sharding of a group's share of the batch.
+    """
+
+    num_groups: int = 1
+    placement: Placement = dataclasses.field(default_factory=Placement.nowhere)
+
+    @property
+    def num_here(self) -> int:
+        """The number of groups that one device along data computes, n."""
+        return self.num_groups // self.mesh.shape[DATA]
+
+    def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
+        """Returns `compute` run for each group, on its weights and its share of the batch.
+
+        The result takes trained parameters [G, ...], frozen ones without that dim, the batch [B, ...], arrays that are
+        the same for all groups, and last a seed [G]. It returns sums [G] and gradients [G, ...].
+
+        Args:
+          compute: (parameters, batch, further arrays, seed) -> (sums, gradients) of one group; see `Replicas`.
+          manual: axes that are manual besides data.
+        """
+
+        def on_device(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+            *shared, seeds = others
+            trained, frozen = select(params, self.trained)
+
+            def one(of_group: Any) -> tuple[Any, Any]:
+                weights, share, seed = of_group
+                return compute(merged(weights, frozen), share, *shared, seed)
+
+            shares = jax.tree.map(self._shares, batch)
+            if self.num_here > 1:
+                return jax.lax.map(one, (trained, shares, seeds))
+            done = one(jax.tree.map(lambda x: x[0], (trained, shares, seeds)))
+            return jax.tree.map(lambda x: x[None], done)
+
+        axes = self.axes | manual
+        if not axes:
+            return on_device
+        trained, frozen = select(self.specs, self.trained)
+        split, stacked = PartitionSpec(DATA), self._with_replicas(trained)
+
+        def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+            whole = (PartitionSpec() for _ in others[1:])
+            in_specs = (merged(stacked, frozen), split, *whole, split)
+            return on_shards(self.mesh, on_device, in_specs, (split, stacked), axes=axes)(params, batch, *others)
+
+        return run
+
+    def accumulators(self, params: Any) -> Any:
+        """Returns the abstract float32 gradients [G, ...] of trained parameters, each with its sharding.
+
+        Args:
+          params: arrays or `jax.ShapeDtypeStruct`s, global shapes without the dim of groups; trained or not.
+        """
+
+        def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh, PartitionSpec(DATA, *leaf.sharding.spec))
+            return jax.ShapeDtypeStruct((self.num_groups, *leaf.shape), leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(stacked, super().accumulators(params))
+
+    def mean(self, tree: Any) -> Any:
+        """Returns the mean over groups of arrays [G, ...] like the trained parameters: one all-reduce over data."""
+        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, self.trained_stored))
+        after = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
+
+        def on_device(tree: Any) -> Any:
+            sums = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
+            if self.mesh.shape[DATA] > 1:
+                sums = jax.lax.psum(sums, DATA)
+            return jax.tree.map(lambda leaf: leaf / self.num_groups, sums)
+
+        return on_shards(self.mesh, on_device, (before,), after)(tree)
+
+    def _shares(self, x: jax.Array) -> jax.Array:
+        """Returns one device's part of the batch, [n B / G, ...], as shares [n, B / G, ...] of consecutive examples.
+
+        Each share is split over the axes that split a batch inside a group.
+        """
+        shares = x.reshape(self.num_here, x.shape[0] // self.num_here, *x.shape[1:])
+        names = (None, "batch", *(None,) * (x.ndim - 1))
+        return self.placement.activation(shares, names) if self.num_here > 1 else shares
+
+
+def groups_of(replicas: Replicas, num_groups: int, placement: Placement) -> Groups:
+    """Returns replicas as groups that train apart.
+
+    Args:
+      replicas: of level 0.
+      num_groups: G, a multiple of the data axis.
+      placement: the sharding of a group's share of the batch.
+
+    Raises:
+      UserError: data is split over several devices and left to the partitioner.
+    """
+    if replicas.mesh.shape[DATA] > 1 and not replicas.is_manual:
+        raise UserError(
+            f"local_steps.groups: got {num_groups} on mesh.data = {replicas.mesh.shape[DATA]} with fsdp or tensor and "
+            "a task without `takes_manual_axes`, or with weights split over data; allowed: a task with it, or one "
+            "device along data; nearest: mesh.data=1"
+        )
+    fields = {field.name: getattr(replicas, field.name) for field in dataclasses.fields(replicas)}
+    return Groups(**fields, num_groups=num_groups, placement=placement)
