@@ -48,7 +48,7 @@ AROUND: tuple[Mutant, ...] = (
     Mutant(
         "microbatches need not divide",
         "config/checks.py",
-        "divisor = num_parts(axes, mesh_shape) * num_microbatches",
+        "divisor = math.prod(sizes.values()) * num_microbatches",
         "divisor = num_parts(axes, mesh_shape)",
         "a batch that does not divide into its microbatches is accepted",
         ("config/test_config_config.py::test_each_mistake_is_one_line_with_its_fix[mesh.data=8 accumulation_steps=3]",),
