@@ -115,7 +115,6 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("head_dim",          (),                       ()),
             Rule("layers",            ("pipeline",),            ()),
             Rule("chunks",            (),                       ()),
-            Rule("groups",            (axes.DATA,),             ()),
             Rule("positions",         (),                       ()),
             Rule("norm",              (),                       ()),
             Rule("height",            (),                       ()),

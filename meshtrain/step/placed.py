@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.axes import DATA, partitioned_axes
 from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.groups import GROUPS
 from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Replicas
@@ -23,7 +24,7 @@ from meshtrain.layout.trees import path_text
 from meshtrain.models.abstract import named_params
 from meshtrain.models.task import Params, Task
 from meshtrain.pipeline import chunks
-from meshtrain.step.state import REPLICATED_FIELDS, RESIDUAL, TrainState
+from meshtrain.step.state import REPLICAS, REPLICATED_FIELDS, TrainState
 from meshtrain.words.errors import UserError
 
 
@@ -101,8 +102,8 @@ def placed(
 
     def place(path: Any, leaf: Any, axes: Names) -> jax.ShapeDtypeStruct:
         field = path[0].name
-        if field == RESIDUAL:
-            # One for each replica: data splits the first dim, and the others are split as those of the weight.
+        if axes[:1] in ((REPLICAS,), (GROUPS,)):
+            # One for each: data splits the first dim, and the others are split as those of the weight.
             of_weight = stored(leaf.shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
             replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
             spec = partition.spec_of_dims([replicas, *partition.axes_of_dims(of_weight, leaf.ndim - 1)])

@@ -125,6 +125,16 @@ MISTAKES = [
     (["zero.strategy=fullshard"], "zero.strategy", "did you mean 'full_shard'?"),
     (["zero.level=1", "zero.strategy=full_shard"], "zero.level", "nearest: zero.level=0"),
     (["zero.strategy=hybrid_shard", "mesh.data=8"], "zero.strategy", "nearest: zero.strategy=full_shard"),
+    (["local_steps.period=10"], "local_steps.groups", "nearest: 2"),
+    (["local_steps.period=10", "local_steps.groups=6", "mesh.data=4", "batch_size=96"], "local_steps.groups",
+     "nearest: 8"),
+    (["local_steps.period=7", "local_steps.groups=2"], "num_steps", "nearest: 301"),
+    (["local_steps.period=10", "local_steps.groups=3"], "batch_size", "a multiple of 3 = local_steps.groups 3"),
+    (["local_steps.period=10", "local_steps.groups=2", "mesh.data=2", "zero.level=1"], "zero.level", "zero.level=0"),
+    (["local_steps.period=10", "local_steps.groups=2", "offload.moments=true"], "offload.moments", "=False"),
+    (["local_steps.period=10", "local_steps.groups=2", "compression.kind=int8"], "compression.kind", "=none"),
+    (["local_steps.period=10", "local_steps.groups=2", "local_steps.outer_momentum=1"], "local_steps.outer_momentum",
+     "nearest: 0.9"),
     (["precision.reduce_dtype=float8"], "precision.reduce_dtype", "allowed: auto, float32, bfloat16"),
 ]  # fmt: skip
 

@@ -45,6 +45,10 @@ class Run:
         self.in_a_row = 0 if math.isfinite(loss) else self.in_a_row + 1
         return step, {"loss": loss, "grad_norm": 1.0, IN_A_ROW: self.in_a_row, FIRST_NOT_FINITE: 0}
 
+    def join(self, state):
+        self.did.append(f"join {state}")
+        return state
+
     def evaluate(self, state):
         self.did.append(f"evaluate {state}")
         self.limits_seconds.add(self.watchdog.limit_seconds())
@@ -65,7 +69,7 @@ class Run:
     def go(self):
         write = lambda step, row: self.rows.append((step, row))  # noqa: E731
         finish = lambda: self.also.append("finish")  # noqa: E731
-        actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose)
+        actions = loop.Actions(self.step, self.evaluate, self.save, finish, self.rate, write, self.diagnose, self.join)
         batches = itertools.count(self.start_step + 1)
         with (
             contextlib.closing(Progress(self.when.num_steps, self.start_step, show_bar=False)) as progress,
@@ -96,6 +100,13 @@ def test_what_happens_every_so_many_steps(tmp_path):
     run.go()
     assert run.did == ["evaluate 4", "save 6", "evaluate 8", "save 9", "save 10", "evaluate 10"]
     assert [step for step, row in run.rows if "loss" in row] == [4, 6, 8, 10]
+
+
+def test_groups_are_joined_before_their_step_is_evaluated_and_saved(tmp_path):
+    run = Run(tmp_path, start_step=3, eval_every=3, save_every=3, outer_every=2)
+    run.go()
+    assert run.did[:6] == ["join 4", "join 6", "save 6", "evaluate 6", "join 8", "save 9"]
+    assert run.did[-3:] == ["join 10", "save 10", "evaluate 10"]
 
 
 def test_nothing_left_to_do_is_evaluated_and_not_saved(tmp_path):

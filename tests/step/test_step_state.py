@@ -12,6 +12,7 @@ from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.step.state import TrainState, axes_of_leaves
 
 WEIGHT, MOMENT = ("embed", "mlp"), ("embed", None)
@@ -53,9 +54,11 @@ def test_every_array_of_the_training_state_has_as_many_axes_as_dims():
     model = DecoderOptions(num_layers=2, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2, vocab_size=32)
     shape = dict.fromkeys(AXES, 1)
     config = Config(batch_size=2, sequence_length=8, model=model, compression=CompressionOptions(kind="int8"))
+    config = dataclasses.replace(config, local_steps=LocalStepsOptions(period=2, groups=2))
     assembly = assemble(config, shape, jax.devices()[:1])
     leaves = jax.tree_util.tree_leaves_with_path(assembly.state)
     assert {path[0].name for path, _ in leaves} == {field.name for field in dataclasses.fields(TrainState)}
     for (path, leaf), axes in zip(leaves, assembly.names, strict=True):
         assert len(axes) == leaf.ndim, path
-        assert any(axes) == (path[0].name in ("params", "opt_state", "residual") and leaf.ndim > 0), path
+        is_split = path[0].name in ("params", "opt_state", "residual", "local") and leaf.ndim > 0
+        assert any(axes) == (is_split or getattr(path[-1], "name", "") == "norms"), path
