@@ -306,8 +306,8 @@ AROUND: tuple[Mutant, ...] = (
     Mutant(
         "init_from ignored",
         "run/start.py",
-        "return state if kept is None else dataclasses.replace",
-        "return state if True else dataclasses.replace",
+        "    if kept is None:",
+        "    if True:",
         "a run that names another one's weights starts from its own",
         ("run/test_run_start.py::test_a_run_begins_with_the_weights_that_it_names_and_a_state_of_its_own",),
     ),

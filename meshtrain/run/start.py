@@ -146,7 +146,7 @@ def beginning(assembly: Assembly) -> TrainState:
     if kept is None:
         return state
     state = dataclasses.replace(state, params=stored_params(assembly, kept))
-    if assembly.outer_step is None:
+    if config.local_steps.period == 0:
         return state
     # Each group starts from these weights.
     in_every_group = functools.partial(restarted, mask=assembly.replicas.trained)
