@@ -1,11 +1,11 @@
 """Flags -> train: `python -m meshtrain train --config=configs/3d.py [--workdir=DIR] [--config.mesh.tensor=4 ...]`."""
 
 import argparse
-import importlib
 import sys
 import time
 from collections.abc import Sequence
 
+from meshtrain.launch.importing import imported
 from meshtrain.launch.starting import stops_at_signals
 from meshtrain.words import flags
 from meshtrain.words.errors import run
@@ -29,13 +29,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = flags.arguments(argv, extra)
     with stops_at_signals():
         # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
-        config = importlib.import_module("meshtrain.config.config")
+        config, training = imported("meshtrain.config.config", "meshtrain.training")
         found = flags.unwritable(arguments.workdir)
         if arguments.config is None:
             found.append("--config: got nothing; allowed: a file with get_config(); nearest: --config=configs/3d.py")
         configuration = config.configure(arguments, found)
-        train = importlib.import_module("meshtrain.training").train
-        train(configuration, arguments.workdir, begun_seconds=begun_seconds)
+        training.train(configuration, arguments.workdir, begun_seconds=begun_seconds)
     return 0
 
 

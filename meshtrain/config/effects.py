@@ -10,7 +10,7 @@ from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.data.sources import is_own
-from meshtrain.models.convnet import ConvnetOptions
+from meshtrain.models.convnet_options import ConvnetOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step import loss_scale
 from meshtrain.step.precision import compute_name

@@ -7,6 +7,7 @@ stands under `config.model`; each field is an `option(default, text)`. It may ha
 
 import dataclasses
 import functools
+import importlib
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -14,10 +15,9 @@ from typing import Any, Protocol
 from meshtrain.config import checks
 from meshtrain.config.fields import Config
 from meshtrain.layout.placement import Placement
-from meshtrain.models import convnet as convnets
 from meshtrain.models import decoder_task, seq2seq_task
 from meshtrain.models.abstract import named_params
-from meshtrain.models.convnet import ConvnetOptions
+from meshtrain.models.convnet_options import ConvnetOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import Task
@@ -71,9 +71,9 @@ seq2seq.check = checks.seq2seq  # type: ignore[attr-defined]
 
 def convnet(config: Config, placement: Placement) -> Task:
     """Returns the convolutional classifier that a configuration describes; its options are `ConvnetOptions`."""
-    return convnets.convnet(
-        config.model, batch_size=config.batch_size, dtype=compute_dtype(config.precision), placement=placement
-    )
+    # Imported here, by name: other tasks start without Flax NNX.
+    make: Callable[..., Task] = importlib.import_module("meshtrain.models.convnet").convnet
+    return make(config.model, batch_size=config.batch_size, dtype=compute_dtype(config.precision), placement=placement)
 
 
 convnet.options = ConvnetOptions  # type: ignore[attr-defined]
