@@ -23,7 +23,8 @@ LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.p
 # `--help` must answer before JAX is imported; and functions of one's own are in modules that a configuration names.
 LAZY_IMPORTERS = {
     "meshtrain/__main__.py",
-    "meshtrain/main.py",
+    "meshtrain/config/tasks.py",
+    "meshtrain/launch/importing.py",
     "meshtrain/__init__.py",
     "meshtrain/probe/bench_collectives.py",
     "meshtrain/words/named.py",
