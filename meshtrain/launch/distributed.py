@@ -1,14 +1,10 @@
 """The one place where JAX is initialised: platform, processes, devices, compilation cache.
 
 Everything here must happen before the first device query, and nothing in the package queries a device at import.
-The environment says whether a process is one of several:
-
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID   set by a launcher, or by hand
-    Slurm's, Open MPI's, Kubernetes', Cloud TPU's own variables   read by JAX, where there are several processes
+`cluster` reads from the environment whether a process is one of several.
 """
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,14 +15,13 @@ from typing import Any
 
 import jax
 
-from meshtrain.launch import peers
+from meshtrain.launch import cluster, peers
 from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError
 
 _MAX_SIMULATED = 8192  # each costs JAX a thread and 0.1 MB: about four seconds and 1 GB at this number
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
 _CACHE = Path("~/.cache/meshtrain/jax")
-_EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # JAX keeps only what took a second to compile; small programs are most of the start-up time on a CPU.
 _CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
@@ -101,25 +96,12 @@ def simulate(num_devices: int) -> None:
 def processes(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Returns the arguments for `jax.distributed.initialize`, or None where this process is alone.
 
-    It reads only the environment, so that a machine outside a cluster neither waits for a network nor fails.
     `num_processes` is among the arguments wherever the environment says it.
 
     Raises:
-      UserError: some of the three JAX variables are missing or not numbers; Open MPI without an address to connect to.
+      UserError: see `cluster.processes`.
     """
-    if "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ:
-        return _explicit(environ)
-    num_tasks = _count(environ, "SLURM_STEP_NUM_TASKS")
-    if num_tasks > 1 and "SLURM_STEP_NODELIST" in environ:
-        one_on_each_host = num_tasks == _count(environ, "SLURM_STEP_NUM_NODES")
-        return _scheduler(environ, "slurm", num_tasks, one_on_each_host)
-    num_tasks = _count(environ, "OMPI_COMM_WORLD_SIZE")
-    if num_tasks > 1:
-        one_on_each_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-        return _scheduler(environ, _open_mpi(environ), num_tasks, one_on_each_host)
-    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ and _installed("kubernetes"):
-        return {"cluster_detection_method": "k8s"}
-    return _cloud_tpu(environ, _setting("jax_platforms") or "")
+    return cluster.processes(environ, _setting("jax_platforms") or "")
 
 
 def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bool = False) -> int:
@@ -220,61 +202,6 @@ def nvidia_answers(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def _count(environ: Mapping[str, str], name: str) -> int:
-    return int(environ.get(name) or "1")  # without the variable there is one
-
-
-def _explicit(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    address, count, index = (environ.get(name) or "" for name in _EXPLICIT)
-    if count == "1":
-        return None
-    if not (":" in address and count.isdecimal() and index.isdecimal() and int(index) < int(count)):
-        got = ", ".join(f"{name}={environ.get(name) or '(not set)'}" for name in _EXPLICIT)
-        raise UserError(f"processes: got {got}; allowed: host:port, a number, and a number from 0 to one less")
-    return {
-        "coordinator_address": address,
-        "num_processes": int(count),
-        "process_id": int(index),
-        "cluster_detection_method": "deactivate",
-    }
-
-
-def _scheduler(environ: Mapping[str, str], method: str, num_tasks: int, one_on_each_host: bool) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"cluster_detection_method": method, "num_processes": num_tasks}
-    # JAX gives process i of a host only the i-th device, which is wrong where a process is alone on its host, and
-    # where the scheduler already shows each process its own device and no other. An empty list means: all it sees.
-    bound = "CUDA_VISIBLE_DEVICES" in environ and "," not in environ["CUDA_VISIBLE_DEVICES"]
-    if (one_on_each_host or bound) and "JAX_LOCAL_DEVICE_IDS" not in environ:
-        arguments["local_device_ids"] = []
-    return arguments
-
-
-def _open_mpi(environ: Mapping[str, str]) -> str:
-    if "OMPI_MCA_orte_hnp_uri" in environ:
-        return "ompi"
-    if _installed("mpi4py"):  # from version 5 on, Open MPI's environment names no address to meet at
-        return "mpi4py"
-    raise UserError(
-        f"processes: got {environ['OMPI_COMM_WORLD_SIZE']} from Open MPI without an address to meet at; "
-        f"allowed: pip install mpi4py, or each process with its {', '.join(_EXPLICIT)}"
-    )
-
-
-def _cloud_tpu(environ: Mapping[str, str], platforms: str) -> dict[str, Any] | None:
-    if "tpu" not in platforms:
-        return None
-    hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
-    if "," in hosts or _count(environ, "MEGASCALE_NUM_SLICES") > 1:
-        return {"cluster_detection_method": "gketpu" if hosts else "gcetpu"}
-    # Elsewhere in the cloud only the metadata server knows the other hosts. JAX itself sets this variable where there
-    # are no chips, and so do single-host images.
-    return {"cluster_detection_method": "gcetpu"} if not hosts and "TPU_SKIP_MDS_QUERY" not in environ else None
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def _meet(how: Mapping[str, Any]) -> None:
     """Connects this process with the others, unless it is connected already.
 
@@ -288,7 +215,7 @@ def _meet(how: Mapping[str, Any]) -> None:
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"processes: cannot meet: {error}; "
-            f"allowed: start them before anything uses JAX, each with its {', '.join(_EXPLICIT)}"
+            f"allowed: start them before anything uses JAX, each with its {', '.join(cluster.EXPLICIT)}"
         ) from error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshtrain.launch import distributed, peers
+from meshtrain.launch import cluster, distributed, peers
 from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError
 
@@ -100,10 +100,10 @@ def test_slurm_gives_each_process_its_share_of_a_hosts_devices():
 def test_open_mpi_without_an_address_says_what_to_do(monkeypatch):
     assert distributed.processes(OPEN_MPI) == {"cluster_detection_method": "ompi", "num_processes": 4}
     newer = {name: value for name, value in OPEN_MPI.items() if name != "OMPI_MCA_orte_hnp_uri"}
-    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install mpi4py"):
         distributed.processes(newer)
-    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name)
     assert distributed.processes(newer) == {"cluster_detection_method": "mpi4py", "num_processes": 4}
     indexed_job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
     assert distributed.processes(indexed_job) == {"cluster_detection_method": "k8s"}

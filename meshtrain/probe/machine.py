@@ -1,0 +1,250 @@
+"""Reads the facts about this machine that the doctor's checks judge. Imports no JAX; each read has a time limit."""
+
+import concurrent.futures
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from meshtrain.launch.cluster import Meeting
+from meshtrain.probe import alone
+from meshtrain.probe.findings import Finding, error
+from meshtrain.words.errors import UserError
+
+_PACKAGE = Path(__file__).parents[1]
+_WRITTEN_BYTES = 2**24
+_NET = Path("/sys/class/net")
+_UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
+_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+_ALSO_INSTALLED = (
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "libtpu",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
+_T = TypeVar("_T")
+
+
+def installed() -> dict[str, str | None]:
+    """Returns distribution -> version, for what meshtrain needs (None if missing) and for parts of JAX that are there."""
+    needed = ["meshtrain", *_requirements("meshtrain"), "jaxlib"]
+    found = {name: _version(name) for name in needed}
+    return found | {name: version for name in _ALSO_INSTALLED if (version := _version(name))}
+
+
+def software() -> dict[str, str]:
+    """Returns name -> version of all that has to be the same in every process, meshtrain's own source included."""
+    own = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        own.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    driver = re.search(r"Kernel Module\D*([\d.]+)", _text(Path("/proc/driver/nvidia/version")))
+    return {
+        "python": platform.python_version(),
+        "meshtrain's source": own.hexdigest()[:12],
+        **({"NVIDIA driver": driver[1]} if driver else {}),
+        **{name: version for name, version in installed().items() if version},
+    }
+
+
+def findings(
+    meeting: Meeting | None, folders: Mapping[str, Path], num_gpus: int | None, environ: Mapping[str, str], limit: float
+) -> list[Finding]:
+    """Returns what all checks of this machine by itself say.
+
+    Args:
+      meeting: where the processes meet; None: this one is alone.
+      folders: a word -> a folder that has to be writable.
+      num_gpus: that this process is to have; None: what the scheduler says, or as many as there are.
+      environ: of this process.
+      limit: seconds that reading a fact may take.
+    """
+    versions = installed()
+    found = [alone.software(versions, platform.python_version())]
+    num_hosts = 1
+    if meeting:
+        addresses, failure = within(limit, lambda: resolved(meeting), ([], f"no answer in {limit:.0f} s"))
+        found += [alone.coordinator(meeting, addresses, failure), alone.proxy(meeting, environ)]
+        num_hosts = meeting.num_hosts or (1 if alone.is_loopback(addresses) else meeting.num_processes)
+    listed, failure = gpus(environ, limit)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    expected = _expected_gpus(environ) if num_gpus is None else num_gpus
+    if {"cuda", "gpu", ""} & set((environ.get("JAX_PLATFORMS") or "").split(",")) or num_gpus is not None:
+        found.append(alone.gpus(listed, failure, visible, expected, versions))
+    found.append(alone.interface(environ.get("NCCL_SOCKET_IFNAME") or "", interfaces(), num_hosts))
+    for what, path in folders.items():
+        found += _folder(what, path, limit)
+    found += [
+        alone.memory(*memory()),
+        alone.shared_memory(_size_of(Path("/dev/shm")), len(listed)),
+        alone.locked_memory(_locked_limit(), _has_entries(Path("/sys/class/infiniband"))),
+    ]
+    return found
+
+
+def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
+    """Returns what `read` returns, or `otherwise` if it takes longer: a dead disk or name server blocks for minutes."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    future = pool.submit(read)
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        return otherwise
+    finally:
+        pool.shutdown(wait=False)
+
+
+def resolved(meeting: Meeting) -> tuple[list[str], str]:
+    """Returns (the addresses of process 0's machine, "") or ([], why there are none)."""
+    try:
+        found = socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP)
+    except (OSError, ValueError) as failure:
+        return [], str(failure)
+    return sorted({str(each[4][0]) for each in found}), ""
+
+
+def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
+    """Returns (the identifier of each GPU, "") or ([], why `nvidia-smi -L` does not say them); ([], "") without it."""
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return [], ""
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return [], f"no answer in {limit:.0f} s"
+    except OSError as failure:
+        return [], str(failure)
+    if done.returncode and "No devices" not in done.stdout + done.stderr:
+        return [], (done.stdout + done.stderr).strip() or f"exit code {done.returncode}"
+    return re.findall(r"^GPU \d+: .*\(UUID: ([^)]+)\)", done.stdout, re.MULTILINE), ""
+
+
+def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
+    """Returns network interface -> (it is up, it is loopback)."""
+    found = {}
+    for path in sorted(net.iterdir()) if net.is_dir() else ():
+        if text := _text(path / "flags").strip():  # bonding has a file here that is no interface
+            flags = int(text, 16)
+            is_down = _text(path / "operstate").strip() in ("down", "lowerlayerdown")
+            found[path.name] = (bool(flags & _UP) and not is_down, bool(flags & _LOOPBACK))
+    return found
+
+
+def write(path: Path) -> tuple[float, str]:
+    """Returns (the seconds that 16 MiB took to be on the disk of a folder, "") or (0, why they are not)."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".meshtrain-doctor-") as file:
+            file.write(b"\1" * _WRITTEN_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+        return time.perf_counter() - start, ""
+    except OSError as failure:
+        return 0.0, failure.strerror or str(failure)
+
+
+def memory(proc: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Returns the available and all bytes of main memory, within the limit of the container."""
+    kilobytes = {key: int(number) for key, number in re.findall(r"^(\w+):\s+(\d+) kB", _text(proc), re.MULTILINE)}
+    available, total = kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024
+    for limit_file, used_file in _CGROUPS:
+        limit, used = _text(cgroups / limit_file).strip(), _text(cgroups / used_file).strip()
+        if limit.isdecimal() and used.isdecimal() and int(limit) < total:
+            total = int(limit)
+            available = min(available, max(0, total - int(used)))
+    return available, total
+
+
+def _folder(what: str, path: Path, limit: float) -> list[Finding]:
+    dead = error(what, f"{path}: no answer in {limit:.0f} s", "a file system that answers: is its server up?")
+    seconds, failure = within(limit, lambda: write(path), (-1.0, ""))
+    if seconds < 0:
+        return [dead]
+    found = [alone.folder(what, str(path), seconds, failure)]
+    if not failure and what == "workdir":
+        free = within(limit, lambda: os.statvfs(path), None)
+        if free is None:
+            return [dead]
+        # Some network file systems say 0 for both: they have no inodes.
+        found.append(alone.disk(str(path), free.f_bavail * free.f_frsize, free.f_favail if free.f_files else -1))
+    return found
+
+
+def _requirements(distribution: str) -> Sequence[str]:
+    try:
+        listed = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [re.split(r"[^\w.-]", line)[0] for line in listed if "extra ==" not in line]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _expected_gpus(environ: Mapping[str, str]) -> int | None:
+    """Returns how many GPUs Slurm gives this process, where it is the only one on its machine."""
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
+    count = environ.get("SLURM_GPUS_ON_NODE") or ""
+    return int(count) if re.fullmatch(r"1(\(x\d+\))?", tasks) and count.isdecimal() else None
+
+
+def refuse_wrong_numbers(numbers: Mapping[str, float | None]) -> None:
+    """Checks the numbers of the command line.
+
+    Args:
+      numbers: argument -> its value, None if it is not given; each has to be above 0.
+
+    Raises:
+      UserError: a line for each that is not.
+    """
+    found = [
+        f"{name}: got {value:g}; allowed: a number above 0; nearest: leave it out"
+        for name, value in numbers.items()
+        if value is not None and not 0 < value < float("inf")
+    ]
+    if found:
+        raise UserError(*found)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        free = os.statvfs(path)
+    except OSError:
+        return 0
+    return free.f_blocks * free.f_frsize
+
+
+def _locked_limit() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _has_entries(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
