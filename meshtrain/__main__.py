@@ -20,6 +20,7 @@ COMMANDS = {
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
     "verify": ("meshtrain.store.verify", "compare checkpoints with their checksums"),
     "bench-collectives": ("meshtrain.probe.bench_collectives", "time every collective along every axis of the mesh"),
+    "doctor": ("meshtrain.probe.doctor", "check the machines of a job before it starts"),
     "launch": ("meshtrain.launch.__main__", "start a program in several processes on this machine"),
     "config": ("meshtrain.config.__main__", "list the fields of a configuration: type, default, meaning"),
 }

@@ -103,7 +103,9 @@ def gpus(
       installed: distribution -> its version, None if it is missing.
     """
     if failure:
-        return error("GPUs", f"nvidia-smi -L: {failure}", "restart the driver or the machine, or take it out of the job")
+        return error(
+            "GPUs", f"nvidia-smi -L: {failure}", "restart the driver or the machine, or take it out of the job"
+        )
     words = list(range(len(listed))) if visible is None else _until_invalid(visible)
     for word in words:
         if isinstance(word, int) and word >= len(listed):
@@ -130,7 +132,8 @@ def _until_invalid(visible: str) -> list[int | str]:
 def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_hosts: int) -> Finding:
     """Checks the network interface that NCCL will take to reach other machines.
 
-    NCCL_SOCKET_IFNAME lists beginnings of names; after `^` those not to take, after `=` whole names (NCCL's user guide).
+    NCCL_SOCKET_IFNAME lists beginnings of names; after `^` those that it
+    leaves out, after `=` whole names (NCCL's user guide).
 
     Args:
       wanted: NCCL_SOCKET_IFNAME; empty if it is not set.
@@ -184,6 +187,18 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
     return ok(what, f"{path}: 16 MiB in {seconds:.2f} s")
 
 
+def cache(path: str, failure: str) -> Finding:
+    """Checks that compiled programs can be kept.
+
+    Args:
+      path: of the folder.
+      failure: why it cannot be written; empty if it can.
+    """
+    if failure:
+        return warning("cache", f"{path}: {failure}: each start compiles again", "JAX_COMPILATION_CACHE_DIR=DIR")
+    return ok("cache", f"{path} can be written")
+
+
 def disk(path: str, free_bytes: int, free_files: int) -> Finding:
     """Checks that a folder has space.
 
@@ -221,7 +236,9 @@ def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
     """
     seen = f"/dev/shm has {format_bytes(total_bytes)}"
     if num_gpus > 1 and total_bytes < _LEAST_SHARED_BYTES:
-        return warning("shared memory", f"{seen}, for {num_gpus} GPUs", "docker run --shm-size=1g, or a volume at /dev/shm")
+        return warning(
+            "shared memory", f"{seen}, for {num_gpus} GPUs", "docker run --shm-size=1g, or a volume at /dev/shm"
+        )
     return ok("shared memory", seen)
 
 

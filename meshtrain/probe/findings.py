@@ -118,7 +118,7 @@ def named(processes: Iterable[int], hosts: Mapping[int, str]) -> str:
 def _line(finding: Finding, processes: Sequence[int], hosts: Mapping[int, str]) -> str:
     where = f"{named(processes, hosts)}: " if processes and finding.verdict != OK else ""
     fix = f"; do: {finding.fix}" if finding.fix else ""
-    return f"{finding.verdict:9}{finding.check:13}{one_line(f'{where}{finding.seen}{fix}')}"
+    return f"{finding.verdict:9}{finding.check:15}{one_line(f'{where}{finding.seen}{fix}')}"
 
 
 def _words(finding: Finding) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Reads the facts about this machine that the doctor's checks judge. Imports no JAX; each read has a time limit."""
 
-import concurrent.futures
 import hashlib
 import importlib.metadata
 import os
@@ -11,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import TypeVar
 from meshtrain.launch.cluster import Meeting
 from meshtrain.probe import alone
 from meshtrain.probe.findings import Finding, error
-from meshtrain.words.errors import UserError
 
 _PACKAGE = Path(__file__).parents[1]
 _WRITTEN_BYTES = 2**24
@@ -42,7 +41,7 @@ _T = TypeVar("_T")
 
 
 def installed() -> dict[str, str | None]:
-    """Returns distribution -> version, for what meshtrain needs (None if missing) and for parts of JAX that are there."""
+    """Returns distribution -> version; None for one that meshtrain needs and that is missing."""
     needed = ["meshtrain", *_requirements("meshtrain"), "jaxlib"]
     found = {name: _version(name) for name in needed}
     return found | {name: version for name in _ALSO_INSTALLED if (version := _version(name))}
@@ -78,7 +77,8 @@ def findings(
     found = [alone.software(versions, platform.python_version())]
     num_hosts = 1
     if meeting:
-        addresses, failure = within(limit, lambda: resolved(meeting), ([], f"no answer in {limit:.0f} s"))
+        silent = (list[str](), f"no answer in {limit:.0f} s")
+        addresses, failure = within(limit, lambda: resolved(meeting), silent)
         found += [alone.coordinator(meeting, addresses, failure), alone.proxy(meeting, environ)]
         num_hosts = meeting.num_hosts or (1 if alone.is_loopback(addresses) else meeting.num_processes)
     listed, failure = gpus(environ, limit)
@@ -98,15 +98,15 @@ def findings(
 
 
 def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Returns what `read` returns, or `otherwise` if it takes longer: a dead disk or name server blocks for minutes."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    future = pool.submit(read)
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        return otherwise
-    finally:
-        pool.shutdown(wait=False)
+    """Returns what `read` returns, or `otherwise` if it takes longer: a dead disk or name server blocks for minutes.
+
+    `read` goes on in its thread, which does not keep the program from ending.
+    """
+    found: list[_T] = []
+    thread = threading.Thread(target=lambda: found.append(read()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else otherwise
 
 
 def resolved(meeting: Meeting) -> tuple[list[str], str]:
@@ -176,8 +176,10 @@ def _folder(what: str, path: Path, limit: float) -> list[Finding]:
     seconds, failure = within(limit, lambda: write(path), (-1.0, ""))
     if seconds < 0:
         return [dead]
+    if what == "cache":
+        return [alone.cache(str(path), failure)]
     found = [alone.folder(what, str(path), seconds, failure)]
-    if not failure and what == "workdir":
+    if not failure:
         free = within(limit, lambda: os.statvfs(path), None)
         if free is None:
             return [dead]
@@ -206,24 +208,6 @@ def _expected_gpus(environ: Mapping[str, str]) -> int | None:
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
     count = environ.get("SLURM_GPUS_ON_NODE") or ""
     return int(count) if re.fullmatch(r"1(\(x\d+\))?", tasks) and count.isdecimal() else None
-
-
-def refuse_wrong_numbers(numbers: Mapping[str, float | None]) -> None:
-    """Checks the numbers of the command line.
-
-    Args:
-      numbers: argument -> its value, None if it is not given; each has to be above 0.
-
-    Raises:
-      UserError: a line for each that is not.
-    """
-    found = [
-        f"{name}: got {value:g}; allowed: a number above 0; nearest: leave it out"
-        for name, value in numbers.items()
-        if value is not None and not 0 < value < float("inf")
-    ]
-    if found:
-        raise UserError(*found)
 
 
 def _size_of(path: Path) -> int:

@@ -28,6 +28,7 @@ OLDER = {
     "prepare": "meshtrain.data.prepare",
     "verify": "meshtrain.store.verify",
     "bench-collectives": "meshtrain.probe.bench_collectives",
+    "doctor": "meshtrain.probe.doctor",
     "launch": "meshtrain.launch",
     "config": "meshtrain.config",
 }

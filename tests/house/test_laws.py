@@ -27,6 +27,7 @@ LAZY_IMPORTERS = {
     "meshtrain/launch/importing.py",
     "meshtrain/__init__.py",
     "meshtrain/probe/bench_collectives.py",
+    "meshtrain/probe/doctor.py",
     "meshtrain/words/named.py",
 }
 CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written

@@ -1,0 +1,61 @@
+"""The part of the doctor that needs JAX: connect, see the devices, run a collective on each axis, exchange in pairs."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from meshtrain.launch import distributed, peers
+from meshtrain.layout.axes import AXES, batch_axes
+from meshtrain.layout.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
+from meshtrain.probe.pairs import timed_pairs
+from meshtrain.probe.timed import timed
+from meshtrain.words.errors import UserError
+
+_NUM_BYTES = 2**20  # a device's array
+_NUM_ROUNDS = 3
+
+
+def exercised(options: MeshOptions | None, begin: Callable[[str], None]) -> dict[str, Any]:
+    """Returns what this process has seen, as JSON holds it: `devices`, `failed`, `wrong`, `times` and `pairs`.
+
+    Args:
+      options: the sizes of the mesh; None: the first axis across processes, and the last one that splits the batch
+        inside of each.
+      begin: told what this process begins to wait for.
+
+    Raises:
+      UserError: JAX cannot start, or the mesh does not fit the devices.
+    """
+    begin("the start of JAX")
+    is_open = options is not None and -1 in (getattr(options, axis) for axis in AXES)
+    devices, _ = distributed.start(None if options is None else num_needed(options), is_open=is_open)
+    own = [device for device in devices if device.process_index == peers.index()]
+    seen = {"devices": (len(own), devices[0].device_kind), "platform": devices[0].platform}
+    mesh = make_mesh(_shape(options, devices), devices)
+    times, wrong = {}, list[str]()
+    for axis in [axis for axis in AXES if mesh.shape[axis] > 1]:
+        begin(f"an all-reduce on {axis}")
+        one = timed(mesh, axis, "all-reduce", _NUM_BYTES, num_rounds=_NUM_ROUNDS)
+        times[axis] = (mesh.shape[axis], one.fastest_seconds)
+        wrong += one.wrong
+    pairs: dict[int, list[float]] = {}
+    counts = [sum(device.process_index == process for device in devices) for process in range(peers.count())]
+    if peers.count() > 1 and len(set(counts)) == 1:
+        begin("an exchange in pairs")
+        pairs = timed_pairs(devices, peers.index())
+    return {**seen, "times": times, "wrong": wrong, "pairs": pairs}
+
+
+def _shape(options: MeshOptions | None, devices: list[jax.Device]) -> Mapping[str, int]:
+    if options is not None:
+        simulated = devices[0].platform == "cpu"
+        return mesh_shape(options, len(devices), simulated=simulated, num_processes=peers.count())
+    across, inside = batch_axes()[0], batch_axes()[-1]
+    each, left = divmod(len(devices), peers.count())
+    if left:
+        raise UserError(f"devices: got {len(devices)} in {peers.count()} processes; allowed: as many in each")
+    shape = dict.fromkeys(AXES, 1) | {inside: each} | {across: peers.count()}
+    assert math.prod(shape.values()) == len(devices)
+    return shape

@@ -1,0 +1,229 @@
+"""Checks of the processes together. Each is a function of what every process has said; none imports JAX.
+
+A test plants a fault by calling a check with other facts or other times.
+"""
+
+import collections
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshtrain.launch.cluster import Meeting
+from meshtrain.probe.findings import Finding, error, named, of_process, ok, warning
+
+_CLOCK_SECONDS = 1.0
+_SLOW = 2.0  # times the median: hosts of one kind differ by less
+_VISIBLE_SECONDS = 1.0
+# What JAX, XLA and NCCL read, and what of that belongs to one process or changes nothing.
+_COMPARED = ("NCCL_", "XLA_FLAGS", "JAX_", "LIBTPU_INIT_ARGS", "CUDA_DEVICE_ORDER")
+_OWN = (
+    "JAX_PROCESS_ID",
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_COORDINATOR_BIND_ADDRESS",
+    "JAX_LOCAL_DEVICE_IDS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_DEBUG",
+    "NCCL_DEBUG_FILE",
+    "NCCL_HOSTID",
+)
+
+
+def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str], seconds: float) -> list[Finding]:
+    """Checks who has come.
+
+    Args:
+      meeting: where the processes meet.
+      hosts: process -> its machine, of those that have registered.
+      refused: a line for each process that was refused.
+      seconds: how long process 0 has waited.
+    """
+    found = [error("registered", line, "start each process once, with its own number") for line in refused]
+    missing = sorted(set(range(meeting.num_processes)) - set(hosts))
+    if missing:
+        names = {process: meeting.names[process] for process in missing} if meeting.names else {}
+        seen = f"{named(missing, names)} of {meeting.num_processes} did not register in {seconds:.0f} s"
+        fix = f"see what it has printed on its machine; can that one reach {meeting.address}?"
+        return [*found, error("registered", seen, fix)]
+    machines = len(set(hosts.values()))
+    return found or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
+
+
+def unreachable(meeting: Meeting, reason: str, is_this_machine: bool) -> Finding:
+    """Returns what a process says that cannot reach process 0.
+
+    Args:
+      meeting: where the processes meet.
+      reason: what was seen.
+      is_this_machine: whether the address leads to the process' own machine.
+    """
+    fix = f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and those that NCCL takes"
+    if is_this_machine:
+        reason = f"{reason}, and this address is this machine itself"
+        fix = "the address of process 0's machine in the network"
+    return error("port", reason, fix)
+
+
+def same(check: str, facts: Mapping[int, Mapping[str, str]], fix: str) -> list[Finding]:
+    """Checks that values are the same in every process; the rarest value is the odd one.
+
+    Args:
+      check: its name.
+      facts: process -> name -> value.
+      fix: what to do about a difference.
+    """
+    found = []
+    names = sorted({name for own in facts.values() for name in own})
+    for name in names:
+        values = {process: own[name] if name in own else "not set" for process, own in facts.items()}
+        most, _ = collections.Counter(values.values()).most_common(1)[0]
+        for process, value in values.items():
+            if value != most:
+                found += of_process([error(check, f"{name} is {value}, and {most} in most", fix)], process)
+    return found or [ok(check, f"the same {len(names)} values in all")]
+
+
+def compared(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that have to be the same in every process."""
+    return {name: value for name, value in environ.items() if name.startswith(_COMPARED) and name not in _OWN}
+
+
+def clocks(offsets: Mapping[int, tuple[float, float]]) -> list[Finding]:
+    """Checks that clocks agree to a second.
+
+    Args:
+      offsets: process -> (seconds that its clock is ahead of process 0's, how uncertain that is).
+    """
+    found = []
+    for process, (offset, uncertain) in offsets.items():
+        if abs(offset) - uncertain > _CLOCK_SECONDS:
+            where = "ahead of" if offset > 0 else "behind"
+            seen = f"its clock is {abs(offset):.1f} s {where} process 0's"
+            found += of_process([warning("clock", seen, "start chrony or ntpd there")], process)
+    if found or not offsets:
+        return found
+    most = max(abs(offset) + uncertain for offset, uncertain in offsets.values())
+    return [ok("clock", f"at most {1e3 * most:.1f} ms apart")]
+
+
+def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: int) -> list[Finding]:
+    """Checks that every process sees what every other one has written into the workdir.
+
+    Args:
+      seen: process -> (its workdir, the processes whose file it has not read there, the seconds that it has looked).
+      num_processes: that have registered.
+    """
+    found = []
+    for process, (folder, missing, _) in seen.items():
+        if others := [other for other in missing if other != process]:
+            what = f"{folder} has no file of {named(others, {})}: it is not the same folder"
+            fix = "a workdir on a file system that all machines mount"
+            found += of_process([error("shared", what, fix)], process)
+    slowest = max((seconds for _, _, seconds in seen.values()), default=0.0)
+    if found or num_processes == 1 or not seen:
+        return found
+    folder = seen[min(seen)][0]
+    if slowest > _VISIBLE_SECONDS:
+        what = f"files of others are visible in {folder} after {slowest:.1f} s only"
+        return [warning("shared", what, "mount it with less caching of attributes (NFS: actimeo=1)")]
+    return [ok("shared", f"{folder}: each of {num_processes} sees the files of all")]
+
+
+def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None) -> list[Finding]:
+    """Checks that JAX sees the same devices in every process.
+
+    Args:
+      counts: process -> (how many devices of its own JAX has there, their kind).
+      num_gpus: that each is to have; None: as many as most have.
+    """
+    most, _ = collections.Counter(counts.values()).most_common(1)[0]
+    wanted = most if num_gpus is None else (num_gpus, most[1])
+    found = []
+    for process, (count, kind) in counts.items():
+        if (count, kind) != wanted:
+            seen = f"JAX sees {count} x {kind}, and {wanted[0]} x {wanted[1]} are expected"
+            fix = "nvidia-smi there; CUDA_VISIBLE_DEVICES and JAX_LOCAL_DEVICE_IDS"
+            found += of_process([error("devices", seen, fix)], process)
+    return found or [ok("devices", f"{most[0]} x {most[1]} in each process")]
+
+
+def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit: float) -> list[Finding]:
+    """Names the processes that hold up the others.
+
+    Args:
+      waiting: process -> (the number of what it waits for, what that is), of those that have not come to the end.
+      missing: processes that have ended or say nothing more.
+      limit: seconds that each of these may take.
+    """
+    gone = "it ended, or says nothing more"
+    found = [
+        each
+        for process in missing
+        for each in of_process([error("collectives", gone, "see its output, and dmesg on its machine")], process)
+    ]
+    if not waiting:
+        return found
+    first = min(number for number, _ in waiting.values())
+    for process, (number, what) in waiting.items():
+        if number == first:
+            others = "; others wait for it" if any(other > first for other, _ in waiting.values()) else ""
+            fix = "NCCL_DEBUG=INFO shows whom it cannot reach; open the ports between all machines"
+            line = error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix)
+            found += of_process([line], process)
+    return found
+
+
+def failures(said: Mapping[int, Sequence[str]]) -> list[Finding]:
+    """Returns a finding for each line about what failed in a process.
+
+    Args:
+      said: process -> its lines.
+    """
+    fix = "try the same on that machine alone"
+    return [
+        each
+        for process, lines in said.items()
+        for line in lines
+        for each in of_process([error("collectives", line, fix)], process)
+    ]
+
+
+def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) -> list[Finding]:
+    """Checks the values of the collectives, and says their times.
+
+    Args:
+      times: axis -> (devices along it, seconds of an all-reduce of 1 MiB).
+      wrong: a line for each process with a wrong value, which names it.
+    """
+    fix = "take that machine out of the job: a link or a device changes data"
+    found = [error("values", line, fix) for line in wrong]
+    said = [f"{axis} of {size} in {1e3 * seconds:.2f} ms" for axis, (size, seconds) in times.items()]
+    return found or [ok("values", f"all-reduces of 1 MiB are right: {', '.join(said) or 'one device, none'}")]
+
+
+def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
+    """Names processes whose exchange with every partner is slow.
+
+    A ring only shows its slowest link. In pairs, a process that is well is fast with at least one partner, and a slow
+    one with none, so the fastest pair of each process counts. It is slow beyond twice the median of all, if that is
+    also more than its own times spread: a machine that was busy for a moment is not slow.
+
+    Args:
+      pairs: (process, process) -> the seconds of each round; a single pair tells nobody from the other.
+    """
+    best: dict[int, Sequence[float]] = {}
+    for pair, seconds in pairs.items():
+        for process in pair:
+            if process not in best or min(seconds) < min(best[process]):
+                best[process] = seconds
+    if not best:
+        return []
+    median = statistics.median(min(seconds) for seconds in best.values())
+    found = []
+    for process, seconds in sorted(best.items()):
+        fastest, spread = min(seconds), statistics.median(seconds) - min(seconds)
+        if fastest > _SLOW * median and fastest - median > spread:
+            seen = f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other, and {1e3 * median:.2f} ms is the median"
+            fix = "look at its network adapter and cable (ibstat, ethtool), or take the machine out of the job"
+            found += of_process([warning("slow", seen, fix)], process)
+    only = "; one pair tells nobody from the other" if len(pairs) == 1 else ""
+    return found or [ok("slow", f"none: {1e3 * median:.2f} ms to exchange 1 MiB in pairs{only}")]
