@@ -240,9 +240,14 @@ def _about_cpu(devices: Sequence[jax.Device]) -> list[str]:
         return []
     where = f"{jax.process_count()} processes" if jax.process_count() > 1 else "this machine's CPU"
     lines = [f"{len(devices)} devices are simulated on {where}"] if len(devices) > 1 else []
-    if not _setting("jax_platforms") and nvidia_answers(os.environ):
+    if leaves_gpus(devices):
         lines.append("an NVIDIA GPU is there, but this JAX cannot use it: pip install 'meshtrain[cuda12]'")
     return lines
+
+
+def leaves_gpus(devices: Sequence[jax.Device]) -> bool:
+    """Returns whether JAX computes on the CPU though nobody asked for that and an NVIDIA GPU is there."""
+    return devices[0].platform == "cpu" and not _setting("jax_platforms") and nvidia_answers(os.environ)
 
 
 def _keep_compilations() -> list[str]:

@@ -27,7 +27,7 @@ from meshtrain.words.errors import EXIT_USER_ERROR, UserError, leave_at_once, ru
 from meshtrain.words.paths import expanded
 
 _LIMIT_SECONDS = 120.0
-_FACT_SECONDS = 20.0  # to read one fact of this machine
+_FACT_SECONDS = 60.0  # to read one fact of this machine
 _LOOK_SECONDS = 5.0
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     limit = min(_FACT_SECONDS, arguments.limit)
     found = machine.findings(meeting, folders, arguments.gpus, os.environ, limit)
     if meeting is None:
-        found += _examined(arguments, Alone(), 1)[0]
+        found += _examined(arguments, Alone(), 1)
         return _shown(found, {0: socket.gethostname()}, "this machine")
     if meeting.index == 0:
         code = _lead(arguments, meeting, found, folders["workdir"])
@@ -95,9 +95,14 @@ def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding],
         return _shown(found, {0: socket.gethostname()}, "process 0")
     own = _introduction(found) | {"token": token()}
     said = hub.exchange("hello", own, limit)
-    hub.close()
+    hub.stop_listening()
+    for process in [process for process, each in said.items() if process and set(each) != set(own) - {"token"}]:
+        hub.refused.append(f"process {process} runs another version of meshtrain's doctor")
+        del said[process]
     hosts = {process: each["host"] for process, each in said.items()}
-    found = [each for process, one in said.items() for each in findings.of_process(_read(one["found"]), process)]
+    found = [
+        each for process, one in said.items() for each in findings.of_process(findings.from_json(one["found"]), process)
+    ]
     found += [alone.port(meeting), *together.registered(meeting, hosts, hub.refused, limit)]
     fix = "install the same on all machines, from one image or one shared folder"
     found += together.same("versions", {process: each["software"] for process, each in said.items()}, fix)
@@ -111,7 +116,7 @@ def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding],
     )
     hub.exchange("collectives", goes_on, limit)
     if goes_on:
-        found += _examined(arguments, hub, meeting.num_processes, hub.ended)[0]
+        found += _examined(arguments, hub, meeting.num_processes, hub.ended)
     else:
         found.append(findings.warning("collectives", "not run", "mend the errors, and start the doctor again"))
     machines = len(set(hosts.values()))
@@ -149,10 +154,6 @@ def _introduction(found: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def _read(found: Any) -> list[Finding]:
-    return findings.from_json(found)
-
-
 def _looked(call: RollCall, workdir: Path, name: str, meeting: Meeting, limit: float) -> dict[int, Any]:
     """Returns process -> (its folder, the processes whose file it has read there, seconds until it had read the last).
 
@@ -164,8 +165,12 @@ def _looked(call: RollCall, workdir: Path, name: str, meeting: Meeting, limit: f
       limit: seconds to wait for the others.
     """
     own = workdir / f".meshtrain-doctor-{name}-{meeting.index}"
-    with contextlib.suppress(OSError):
-        own.write_text(name)
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            own.write_text(name)
+
+    machine.within(_FACT_SECONDS, write, None)
     try:
         writers = sorted(call.exchange("written", None, limit))
         start, seen = time.monotonic(), set[int]()
@@ -182,13 +187,13 @@ def _looked(call: RollCall, workdir: Path, name: str, meeting: Meeting, limit: f
         missing = [process for process in writers if process not in seen]
         return call.exchange("seen", (str(workdir), missing, time.monotonic() - start), limit)
     finally:
-        own.unlink(missing_ok=True)
+        machine.within(_FACT_SECONDS, lambda: own.unlink(missing_ok=True), None)
 
 
 def _examined(
     arguments: argparse.Namespace, call: RollCall, num_processes: int, ended: Callable[[], Sequence[int]] = list
-) -> tuple[list[Finding], Mapping[int, Any]]:
-    """Returns findings of what needs JAX, in process 0, and what each process has said.
+) -> list[Finding]:
+    """Returns the findings of what needs JAX, of all processes.
 
     JAX runs in a thread, so that this one can give up and tell the others.
     """
@@ -203,7 +208,7 @@ def _examined(
             exercise = importlib.import_module("meshtrain.probe.exercise")
             result.update(exercise.exercised(options, lambda what: progress.append((time.monotonic(), what))))
         except UserError as failure:
-            result["failed"] = list(failure.problems)
+            result["refused"] = list(failure.problems)
         except Exception as failure:  # noqa: BLE001  whatever JAX raises is a finding
             result["failed"] = [f"{type(failure).__name__}: {str(failure) or 'no more is said'}"]
 
@@ -214,18 +219,21 @@ def _examined(
     own = dict(result) if not thread.is_alive() else {"stuck": (len(progress), progress[-1][1])}
     said = call.exchange("collectives ran", own, 2 * limit)
     missing = sorted(set(range(num_processes)) - set(said) | set(ended()))
-    return _judged(said, missing, arguments), said
+    return _judged(said, missing, arguments)
 
 
 def _judged(said: Mapping[int, Any], missing: Sequence[int], arguments: argparse.Namespace) -> list[Finding]:
     waiting = {process: (each["stuck"][0], each["stuck"][1]) for process, each in said.items() if "stuck" in each}
     found = together.stuck(waiting, missing, arguments.limit)
-    found += together.failures({process: each["failed"] for process, each in said.items() if "failed" in each})
+    found += together.failures({process: each["refused"] for process, each in said.items() if "refused" in each}, "")
+    failed = {process: each["failed"] for process, each in said.items() if "failed" in each}
+    found += together.failures(failed, "try the same on that machine alone")
     whole = {process: each for process, each in said.items() if "devices" in each}
     if len(whole) < len(said) or missing:
         return found
     counts = {process: (int(each["devices"][0]), str(each["devices"][1])) for process, each in whole.items()}
-    found += together.devices(counts, arguments.gpus)
+    without = [process for process, each in whole.items() if each["without_gpus"]]
+    found += together.devices(counts, arguments.gpus, without)
     found += together.collectives(whole[0]["times"], whole[0]["wrong"])
     pairs: dict[tuple[int, int], list[float]] = {}
     for process, each in whole.items():

@@ -18,7 +18,11 @@ _NUM_ROUNDS = 3
 
 
 def exercised(options: MeshOptions | None, begin: Callable[[str], None]) -> dict[str, Any]:
-    """Returns what this process has seen, as JSON holds it: `devices`, `failed`, `wrong`, `times` and `pairs`.
+    """Returns what this process has seen, as JSON holds it.
+
+    `devices` (number and kind of its own), `without_gpus` (whether JAX cannot use those that are there), `times` (axis
+    -> devices along it, seconds of an all-reduce), `wrong` (a line for each process with wrong values), `pairs`
+    (partner -> seconds of each round).
 
     Args:
       options: the sizes of the mesh; None: the first axis across processes, and the last one that splits the batch
@@ -32,7 +36,6 @@ def exercised(options: MeshOptions | None, begin: Callable[[str], None]) -> dict
     is_open = options is not None and -1 in (getattr(options, axis) for axis in AXES)
     devices, _ = distributed.start(None if options is None else num_needed(options), is_open=is_open)
     own = [device for device in devices if device.process_index == peers.index()]
-    seen = {"devices": (len(own), devices[0].device_kind), "platform": devices[0].platform}
     mesh = make_mesh(_shape(options, devices), devices)
     times, wrong = {}, list[str]()
     for axis in [axis for axis in AXES if mesh.shape[axis] > 1]:
@@ -45,6 +48,7 @@ def exercised(options: MeshOptions | None, begin: Callable[[str], None]) -> dict
     if peers.count() > 1 and len(set(counts)) == 1:
         begin("an exchange in pairs")
         pairs = timed_pairs(devices, peers.index())
+    seen = {"devices": (len(own), devices[0].device_kind), "without_gpus": distributed.leaves_gpus(devices)}
     return {**seen, "times": times, "wrong": wrong, "pairs": pairs}
 
 

@@ -22,6 +22,7 @@ from meshtrain.probe.findings import Finding, error
 
 _PACKAGE = Path(__file__).parents[1]
 _WRITTEN_BYTES = 2**24
+_RETRY_SECONDS = 1.0
 _NET = Path("/sys/class/net")
 _UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
 _CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -78,7 +79,7 @@ def findings(
     num_hosts = 1
     if meeting:
         silent = (list[str](), f"no answer in {limit:.0f} s")
-        addresses, failure = within(limit, lambda: resolved(meeting), silent)
+        addresses, failure = within(limit, lambda: resolved(meeting, limit / 2), silent)
         found += [alone.coordinator(meeting, addresses, failure), alone.proxy(meeting, environ)]
         num_hosts = meeting.num_hosts or (1 if alone.is_loopback(addresses) else meeting.num_processes)
     listed, failure = gpus(environ, limit)
@@ -109,13 +110,22 @@ def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
     return found[0] if found else otherwise
 
 
-def resolved(meeting: Meeting) -> tuple[list[str], str]:
-    """Returns (the addresses of process 0's machine, "") or ([], why there are none)."""
-    try:
-        found = socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP)
-    except (OSError, ValueError) as failure:
-        return [], str(failure)
-    return sorted({str(each[4][0]) for each in found}), ""
+def resolved(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
+    """Returns (the addresses of process 0's machine, "") or ([], why there are none).
+
+    Args:
+      meeting: where the processes meet.
+      seconds: how long to ask again: the name of a pod that has just started may not be known yet.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            found = socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP)
+            return sorted({str(each[4][0]) for each in found}), ""
+        except (OSError, ValueError) as failure:
+            if time.monotonic() + _RETRY_SECONDS >= deadline:
+                return [], (failure.strerror if isinstance(failure, OSError) else None) or str(failure)
+        time.sleep(_RETRY_SECONDS)
 
 
 def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:

@@ -11,7 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from meshtrain.launch.cluster import Meeting
 
@@ -79,8 +79,19 @@ class Hub:
             one.send({"name": name, _ALL: {str(process): each for process, each in found.items()}})
         return found
 
-    def close(self) -> None:
-        """Stops listening, so that JAX can; the connections stay."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the connections."""
+        if self._is_listening:
+            self.stop_listening()
+        for one in list(self._selector.get_map().values()):
+            one.data.close()
+        self._selector.close()
+
+    def stop_listening(self) -> None:
+        """Leaves the port, so that JAX can listen there; the connections stay."""
         self._is_listening = False
         self._selector.unregister(self._server)
         self._server.close()
@@ -135,7 +146,7 @@ class Hub:
             one.said[str(message["name"])] = message["value"]
         if not one.is_open:
             self._selector.unregister(one.socket)
-            one.socket.close()
+            one.close()
 
     def _registers(self, one: "_Connection", message: Mapping[str, Any]) -> bool:
         process, count = message["process"], message["num_processes"]
@@ -181,6 +192,13 @@ class Member:
             if time.monotonic() + _RETRY_SECONDS >= deadline:
                 raise Unreachable(reason)
             time.sleep(_RETRY_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the connection."""
+        self._socket.close()
 
     def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
         """Returns what `Hub.exchange` returns in process 0.
@@ -244,6 +262,10 @@ class _Connection:
         self.said: dict[str, Any] = {}
         self.is_open = True
         self._buffer = b""
+
+    def close(self) -> None:
+        self.is_open = False
+        self.socket.close()
 
     def send(self, message: Mapping[str, Any]) -> None:
         if self.is_open:

@@ -64,7 +64,7 @@ def unreachable(meeting: Meeting, reason: str, is_this_machine: bool) -> Finding
 
 
 def same(check: str, facts: Mapping[int, Mapping[str, str]], fix: str) -> list[Finding]:
-    """Checks that values are the same in every process; the rarest value is the odd one.
+    """Checks that values are the same in every process. Those that differ from most are named.
 
     Args:
       check: its name.
@@ -76,9 +76,11 @@ def same(check: str, facts: Mapping[int, Mapping[str, str]], fix: str) -> list[F
     for name in names:
         values = {process: own[name] if name in own else "not set" for process, own in facts.items()}
         most, _ = collections.Counter(values.values()).most_common(1)[0]
+        other = next(process for process, value in values.items() if value == most)
         for process, value in values.items():
             if value != most:
-                found += of_process([error(check, f"{name} is {value}, and {most} in most", fix)], process)
+                seen = f"{name} is {value}, and {most} in process {other}"
+                found += of_process([error(check, seen, fix)], process)
     return found or [ok(check, f"the same {len(names)} values in all")]
 
 
@@ -128,22 +130,26 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
     return [ok("shared", f"{folder}: each of {num_processes} sees the files of all")]
 
 
-def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None) -> list[Finding]:
+def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without: Sequence[int]) -> list[Finding]:
     """Checks that JAX sees the same devices in every process.
 
     Args:
       counts: process -> (how many devices of its own JAX has there, their kind).
       num_gpus: that each is to have; None: as many as most have.
+      without: processes that have GPUs, and where JAX computes on the CPU.
     """
-    most, _ = collections.Counter(counts.values()).most_common(1)[0]
-    wanted = most if num_gpus is None else (num_gpus, most[1])
     found = []
-    for process, (count, kind) in counts.items():
-        if (count, kind) != wanted:
-            seen = f"JAX sees {count} x {kind}, and {wanted[0]} x {wanted[1]} are expected"
-            fix = "nvidia-smi there; CUDA_VISIBLE_DEVICES and JAX_LOCAL_DEVICE_IDS"
+    for process in without:
+        fix = "pip install 'meshtrain[cuda12]', and a driver that is new enough for it"
+        found += of_process([error("devices", "JAX computes on the CPU, though there are GPUs", fix)], process)
+    (most, kind), _ = collections.Counter(counts.values()).most_common(1)[0]
+    wanted = most if num_gpus is None else num_gpus
+    for process, (count, own) in counts.items():
+        if (count, own) != (wanted, kind) and process not in without:
+            seen = f"JAX sees {count} x {own}, and {wanted} x {kind} are expected"
+            fix = "look at nvidia-smi, CUDA_VISIBLE_DEVICES and JAX_LOCAL_DEVICE_IDS there"
             found += of_process([error("devices", seen, fix)], process)
-    return found or [ok("devices", f"{most[0]} x {most[1]} in each process")]
+    return found or [ok("devices", f"{most} x {kind} in each process")]
 
 
 def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit: float) -> list[Finding]:
@@ -172,13 +178,13 @@ def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit:
     return found
 
 
-def failures(said: Mapping[int, Sequence[str]]) -> list[Finding]:
+def failures(said: Mapping[int, Sequence[str]], fix: str) -> list[Finding]:
     """Returns a finding for each line about what failed in a process.
 
     Args:
       said: process -> its lines.
+      fix: what to do; empty if the lines say it.
     """
-    fix = "try the same on that machine alone"
     return [
         each
         for process, lines in said.items()

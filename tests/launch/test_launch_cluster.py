@@ -1,0 +1,95 @@
+"""Where the processes of a job meet, read from the environment: the same place as JAX finds."""
+
+import dataclasses
+import importlib
+
+import pytest
+
+from meshtrain.launch import cluster
+from meshtrain.launch.cluster import Meeting, hosts_of, meeting
+from meshtrain.words.errors import UserError
+
+SLURM = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NODELIST": "node[1-4]",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1,10.108.0.1:34911",
+}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node1,other", ["node1", "other"]),
+        ("node[08-11]", ["node08", "node09", "node10", "node11"]),
+        ("a[1,3-4]-ib,b2", ["a1-ib", "a3-ib", "a4-ib", "b2"]),
+    ],
+)
+def test_the_hosts_of_a_list_of_slurms(text, hosts):
+    assert hosts_of(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "listed", ["node1", "node1,other", "node[001-0015],host2", "node[001,007-015],host2", "a[1-2]-ib"]
+)
+def test_slurms_address_is_the_one_jax_finds(listed, monkeypatch):
+    environ = {**SLURM, "SLURM_STEP_NODELIST": listed}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    theirs = importlib.import_module("jax._src.clusters.slurm_cluster").SlurmCluster
+    found = meeting(environ)
+    assert found.address == theirs.get_coordinator_address(None, None)
+    assert (found.num_processes, found.index) == (theirs.get_process_count(), theirs.get_process_id())
+
+
+@pytest.mark.parametrize(
+    "uri", [OPEN_MPI["OMPI_MCA_orte_hnp_uri"], "1314521088.0;tcp6://[fe80::b9b,2620:10d::2]:43370"]
+)
+def test_open_mpis_address_is_the_one_jax_finds(uri, monkeypatch):
+    environ = {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": uri}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    theirs = importlib.import_module("jax._src.clusters.ompi_cluster").OmpiCluster
+    assert meeting(environ) == Meeting(theirs.get_coordinator_address(None, None), 4, 3)
+
+
+def test_slurm_says_on_which_machine_each_process_runs():
+    found = meeting(SLURM)
+    assert found.num_hosts == 4
+    assert found.names == ("node1", "node1", "node2", "node2", "node3", "node3", "node4", "node4")
+    assert meeting({**SLURM, "SLURM_STEP_NUM_TASKS": "7"}).names == (), "uneven: not known"
+    assert meeting({**SLURM, "SLURM_STEP_NODELIST": "r[1-2]n[1-2]"}).names == (), "a list that is not read"
+    assert meeting({**SLURM, "JAX_COORDINATOR_ADDRESS": "other:1"}).address == "other:1"
+
+
+def test_the_pods_of_a_job_are_named_by_their_number(monkeypatch):
+    monkeypatch.setattr(cluster, "_installed", lambda package: package == "kubernetes")
+    found = meeting(POD, 8, lambda: "meshtrain-3.meshtrain.default.svc.cluster.local")
+    assert found.address == "meshtrain-0.meshtrain:55527"
+    assert (found.num_processes, found.index, found.num_hosts) == (8, 3, 8)
+    assert found.names[7] == "meshtrain-7"
+    port = importlib.import_module("jax._src.clusters.k8s_cluster").K8sCluster._coordinator_port
+    assert found.port == int(port)
+    with pytest.raises(UserError, match="allowed: --processes=N"):
+        meeting(POD)
+
+
+def test_by_hand_or_alone():
+    by_hand = {"JAX_COORDINATOR_ADDRESS": "[::1]:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    found = meeting(by_hand)
+    assert dataclasses.astuple(found) == ("[::1]:1234", 2, 1, None, ())
+    assert (found.host, found.port) == ("::1", 1234)
+    assert meeting({}) is None
+    with pytest.raises(UserError, match="got gketpu, where only JAX knows the others"):
+        meeting({"JAX_PLATFORMS": "tpu", "TPU_WORKER_HOSTNAMES": "a,b"})

@@ -1,0 +1,214 @@
+"""Faults of several processes, planted as what each of them says, without a clock: who is named, and what to do."""
+
+import pytest
+
+from meshtrain.launch.cluster import Meeting
+from meshtrain.probe import together
+from meshtrain.probe.findings import ERROR, OK, WARNING, lines
+
+JOB = Meeting("node1:61000", 4, 0, 4, ("node1", "node2", "node3", "node4"))
+HOSTS = {0: "node1", 1: "node2", 2: "node3", 3: "node4"}
+VERSIONS = {process: {"jax": "0.10.2", "python": "3.11.7"} for process in HOSTS}
+SAME = {process: {"NCCL_IB_HCA": "mlx5"} for process in HOSTS}
+SEEN = {process: ("/shared", [], 0.1) for process in HOSTS}
+COUNTS = dict.fromkeys(HOSTS, (8, "NVIDIA H100"))
+QUICK = [1.0e-3, 1.1e-3, 1.3e-3]
+PAIRS = {(a, b): QUICK for a in range(4) for b in range(a + 1, 4)}
+SLOW_2 = {pair: [2.1e-3, 2.2e-3, 2.3e-3] if 2 in pair else seconds for pair, seconds in PAIRS.items()}
+
+
+def named(findings):
+    return [finding.process for finding in findings]
+
+
+FAULTS = [
+    # what, the findings, verdict, whom they name, what is seen, what to do
+    (
+        "missing",
+        together.registered(JOB, {0: "node1", 1: "node2", 3: "node4"}, [], 120),
+        ERROR,
+        [None],
+        "process 2 (node3) of 4 did not register in 120 s",
+        "reach node1:61000",
+    ),
+    (
+        "two of one number",
+        together.registered(JOB, HOSTS, ["10.0.0.3 says that it is process 1, and so does another process"], 120),
+        ERROR,
+        [None],
+        "10.0.0.3 says",
+        "with its own number",
+    ),
+    (
+        "firewall",
+        [together.unreachable(JOB, "node1:61000 does not answer", False)],
+        ERROR,
+        [None],
+        "does not answer",
+        "open port 61000 in the firewall",
+    ),
+    (
+        "other version",
+        together.same("versions", {**VERSIONS, 3: {"jax": "0.12.0", "python": "3.11.7"}}, "install the same"),
+        ERROR,
+        [3],
+        "jax is 0.12.0, and 0.10.2 in process 0",
+        "install the same",
+    ),
+    (
+        "the first differs",
+        together.same("versions", {**VERSIONS, 0: {"jax": "0.12.0", "python": "3.11.7"}}, "install the same"),
+        ERROR,
+        [0],
+        "jax is 0.12.0, and 0.10.2 in process 1",
+        "install the same",
+    ),
+    (
+        "variable missing",
+        together.same("environment", {**SAME, 1: {}}, "set it"),
+        ERROR,
+        [1],
+        "NCCL_IB_HCA is not set, and mlx5 in process 0",
+        "set it",
+    ),
+    ("clock ahead", together.clocks({1: (5.0, 0.01), 2: (0.1, 0.01)}), WARNING, [1], "5.0 s ahead of", "chrony"),
+    ("clock behind", together.clocks({1: (0.1, 0.01), 2: (-5.0, 0.01)}), WARNING, [2], "5.0 s behind", "chrony"),
+    (
+        "another folder",
+        together.shared({**SEEN, 3: ("/shared", [0, 1, 2], 5.0)}, 4),
+        ERROR,
+        [3],
+        "no file of processes 0, 1, 2: it is not the same folder",
+        "all machines mount",
+    ),
+    (
+        "late files",
+        together.shared({**SEEN, 3: ("/shared", [], 3.0)}, 4),
+        WARNING,
+        [None],
+        "visible in /shared after 3.0 s only",
+        "actimeo",
+    ),
+    (
+        "lost device",
+        together.devices({**COUNTS, 2: (7, "NVIDIA H100")}, None, []),
+        ERROR,
+        [2],
+        "JAX sees 7 x NVIDIA H100, and 8 x NVIDIA H100",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "other kind",
+        together.devices({**COUNTS, 1: (8, "NVIDIA A100")}, None, []),
+        ERROR,
+        [1],
+        "8 x NVIDIA A100, and 8 x NVIDIA H100",
+        "nvidia-smi",
+    ),
+    (
+        "all but expected",
+        together.devices({0: (4, "NVIDIA H100"), 1: (4, "NVIDIA H100")}, 8, []),
+        ERROR,
+        [0, 1],
+        "JAX sees 4",
+        "nvidia-smi",
+    ),
+    ("on the CPU", together.devices({**COUNTS, 3: (8, "cpu")}, 8, [3]), ERROR, [3], "on the CPU", "meshtrain[cuda12]"),
+    (
+        "stuck first",
+        together.stuck(
+            {0: (3, "an all-reduce on data"), 1: (3, "an all-reduce on data"), 2: (2, "JAX's start")}, [], 60
+        ),
+        ERROR,
+        [2],
+        "JAX's start has not ended in 60 s; others wait for it",
+        "NCCL_DEBUG=INFO",
+    ),
+    (
+        "all stuck",
+        together.stuck({0: (3, "an all-reduce on data"), 1: (3, "an all-reduce on data")}, [], 60),
+        ERROR,
+        [0, 1],
+        "an all-reduce on data has not ended in 60 s",
+        "open the ports",
+    ),
+    ("ended", together.stuck({}, [3], 60), ERROR, [3], "it ended, or says nothing more", "dmesg"),
+    ("raises", together.failures({1: ["XlaRuntimeError: x"]}, "try"), ERROR, [1], "XlaRuntimeError: x", "try"),
+    (
+        "wrong value",
+        together.collectives({"data": (4, 1e-3)}, ["process 2: all-reduce on data: device 5 has 3 elements wrong"]),
+        ERROR,
+        [None],
+        "process 2: all-reduce on data",
+        "take that machine out",
+    ),
+    ("slow host", together.slow(SLOW_2), WARNING, [2], "2.10 ms to exchange", "take the machine out"),
+]
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "processes", "seen", "fix"), [each[1:] for each in FAULTS], ids=[f[0] for f in FAULTS]
+)
+def test_a_planted_fault_is_one_line_that_names_the_process(found, verdict, processes, seen, fix):
+    assert named(found) == processes
+    assert {each.verdict for each in found} == {verdict}
+    assert seen in found[0].seen
+    assert fix in found[0].fix
+    [line] = lines(found, HOSTS)
+    assert all(f"{process} ({HOSTS[process]})" in line for process in processes if process is not None)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        together.registered(JOB, HOSTS, [], 120),
+        together.same("versions", VERSIONS, "x"),
+        together.clocks({1: (0.5, 0.001), 2: (-0.9, 0.001)}),
+        together.clocks({1: (1.4, 0.5)}),  # known to half a second only
+        together.clocks({}),
+        together.shared(SEEN, 4),
+        together.shared({0: ("/unwritable", [0], 5.0)}, 1),  # alone, and the folder's own check says that
+        together.devices(COUNTS, None, []),
+        together.devices(COUNTS, 8, []),
+        together.stuck({}, [], 60),
+        together.failures({}, "x"),
+        together.collectives({"data": (4, 1e-3)}, []),
+        together.collectives({}, []),
+        together.slow(PAIRS),
+        together.slow({}),
+        together.slow({(0, 1): [9.0]}),
+    ],
+)
+def test_what_is_well_has_nothing_to_do(found):
+    assert {each.verdict for each in found} <= {OK}, found
+
+
+def test_one_slow_partner_makes_nobody_slow():
+    """Each of the others has a slow pair, too: that with the slow process."""
+    assert named(together.slow(SLOW_2)) == [2]
+    one_link = {**PAIRS, (0, 1): [9e-3] * 3}
+    assert {each.verdict for each in together.slow(one_link)} == {OK}
+
+
+def test_slow_begins_beyond_twice_the_median_and_ones_own_spread():
+    def of_2(*milliseconds):
+        times = [1e-3 * each for each in milliseconds]
+        return {pair: times if 2 in pair else seconds for pair, seconds in PAIRS.items()}
+
+    assert named(together.slow(of_2(1.9, 2.0, 2.1))) == [None], "less than twice the median of 1 ms"
+    assert named(together.slow(of_2(2.1, 3.3, 9.0))) == [None], "its spread of 1.2 ms explains the 1.1 ms above"
+    assert named(together.slow(of_2(2.1, 3.1, 9.0))) == [2]
+
+
+def test_variables_of_one_process_are_not_compared():
+    environ = {
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "NCCL_DEBUG": "INFO",
+        "JAX_PROCESS_ID": "3",
+        "JAX_COORDINATOR_ADDRESS": "h:1",
+        "PATH": "/bin",
+        "NCCL_ALGO": "Ring",
+        "XLA_FLAGS": "--x",
+        "JAX_ENABLE_X64": "1",
+    }
+    assert set(together.compared(environ)) == {"NCCL_ALGO", "XLA_FLAGS", "JAX_ENABLE_X64"}
