@@ -1,4 +1,4 @@
-"""What a planted fault is; they stand in `mutants_step.py` and `mutants_around.py`; `mutants_run.py` plants them."""
+"""What a planted fault is; they stand in `mutants_step.py` and its siblings; `mutants_run.py` plants them."""
 
 import dataclasses
 

@@ -5,7 +5,7 @@
     scripts/mutants --table               the table as Markdown, for docs/testing.md; nothing is run
 
 A fault is noticed when its tests fail with it and pass without it: all tests that are named run once unchanged first.
-The faults stand in `mutants_step.py` and `mutants_around.py`.
+The faults stand in `mutants_step.py`, `mutants_around.py` and `mutants_probe.py`.
 """
 
 import argparse
@@ -23,10 +23,11 @@ from typing import Any
 
 from scripts.mutant import Mutant
 from scripts.mutants_around import AROUND
+from scripts.mutants_probe import PROBE
 from scripts.mutants_step import STEP
 
 ROOT = pathlib.Path(__file__).parents[1]
-MUTANTS = (*STEP, *AROUND)
+MUTANTS = (*STEP, *AROUND, *PROBE)
 ROOMS = (
     "words",
     "config",
@@ -40,6 +41,7 @@ ROOMS = (
     "observe",
     "plan",
     "launch",
+    "probe",
     "generation",
     "run",
     "root",

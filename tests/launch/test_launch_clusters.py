@@ -11,24 +11,42 @@ from meshtrain.launch import cluster, distributed
 
 ROOT = pathlib.Path(__file__).parents[2]
 SBATCH = ROOT / "scripts" / "slurm.sbatch"
-SRUN = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$SAID"\nexit "$CODE"\n'
+SRUN = """#!/usr/bin/env bash
+printf "%s\\n" "$@" >> "$SAID"
+case " $* " in *" doctor "*) exit "$UNWELL" ;; esac
+exit "$CODE"
+"""
 SCONTROL = '#!/usr/bin/env bash\nprintf "scontrol %s\\n" "$*" >> "$SAID"\n'
+
+
+def batch(folder, code, unwell):
+    """Runs the batch script with an srun and a scontrol of ours; returns (exit code, what they were told)."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    own = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "17", "SAID": str(folder / "said")}
+    own |= {"CODE": str(code), "UNWELL": str(unwell), "PATH": f"{folder}:{os.environ['PATH']}"}
+    words = ["--config=configs/tiny.py", "--workdir=a b"]
+    done = subprocess.run(["bash", SBATCH, *words], env={**os.environ, **own}, cwd=folder)
+    return done.returncode, (folder / "said").read_text().splitlines()
+
+
+PROGRAM = [".venv/bin/python", "-m", "meshtrain"]
+DOCTOR = ["--kill-on-bad-exit=0", *PROGRAM, "doctor", "--gpus=8", "--config=configs/tiny.py", "--workdir=a b"]
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (3, False), (75, True), (4, True)])
 def test_the_batch_script_starts_the_program_and_puts_the_job_back_where_that_helps(tmp_path, code, requeued):
-    """With an srun and a scontrol of ours."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    own = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "17", "SAID": str(tmp_path / "said"), "CODE": str(code)}
-    environment = {**os.environ, **own, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", SBATCH, "--config=configs/tiny.py", "--workdir=a b"], env=environment, cwd=tmp_path)
-    assert done.returncode == code
-    said = (tmp_path / "said").read_text().splitlines()
-    program = [".venv/bin/python", "-m", "meshtrain", "train", "--config=configs/tiny.py", "--workdir=a b"]
-    assert said[:7] == ["--kill-on-bad-exit=1", *program]
+    returned, said = batch(tmp_path, code, 0)
+    assert returned == code
+    assert said[: len(DOCTOR)] == DOCTOR
+    said = said[len(DOCTOR) :]
+    assert said[:7] == ["--kill-on-bad-exit=1", *PROGRAM, "train", "--config=configs/tiny.py", "--workdir=a b"]
     assert said[7:] == (["scontrol requeue 17"] if requeued else [])
+
+
+def test_the_batch_script_ends_where_the_doctor_finds_an_error(tmp_path):
+    assert batch(tmp_path, 0, 2) == (2, DOCTOR)
 
 
 def test_the_batch_script_asks_for_the_devices_of_its_configuration():
@@ -58,6 +76,13 @@ def test_the_job_is_indexed_and_its_pods_find_each_other(kubernetes):
     [container] = pod["containers"]
     assert spec["completions"] * container["resources"]["limits"]["nvidia.com/gpu"] == 64
     assert container["command"] == ["python", "-m", "meshtrain", "train"]
+    [first] = pod["initContainers"]
+    given = dict(word.removeprefix("--").partition("=")[::2] for word in first["command"] if "=" in word)
+    assert first["command"][:4] == ["python", "-m", "meshtrain", "doctor"]
+    assert int(given["processes"]) == spec["completions"]
+    assert int(given["gpus"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    for shared in ("image", "args", "resources", "volumeMounts"):
+        assert first[shared] == container[shared], "what is checked is what will run"
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     [rule] = spec["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [2, 3]
