@@ -7,15 +7,13 @@ import sys
 
 import tqdm
 
-from meshtrain.config.config import Config, built
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.links import OPERATIONS
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import MeshOptions, check, describe, make_mesh, mesh_shape, num_needed
+from meshtrain.layout.mesh import describe, make_mesh, mesh_shape, num_needed
 from meshtrain.probe import chart, tables
+from meshtrain.probe.chosen import mesh_options
 from meshtrain.probe.sweep import Sweep, room_bytes, sizes, sweep
-from meshtrain.words import flags
-from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError
 from meshtrain.words.files import write_whole
 from meshtrain.words.tables import format_bytes
@@ -61,27 +59,6 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
         print(f"\n{tables.text(found)}")
         _write(found, given)
     return not any(row.wrong for row in found.rows)
-
-
-def mesh_options(given: argparse.Namespace) -> MeshOptions:
-    """Returns the sizes of the mesh that the command line names; without any, all devices are on the first axis.
-
-    The rest of a configuration need not fit the mesh: a batch that does not divide is no matter here.
-
-    Args:
-      given: what `flags.arguments` returns.
-
-    Raises:
-      UserError: all problems of the file, of the overrides and of the sizes.
-    """
-    overrides = dict(given.overrides)
-    if given.config is None and not any(key.startswith("mesh.") for key in overrides):
-        overrides[f"mesh.{AXES[0]}"] = "-1"
-    content = {} if given.config is None else load(given.config, list(flags.schema(Config())))
-    made, found = built(content, overrides)
-    if found := [*found, *check(made.mesh)]:
-        raise UserError(*found)
-    return made.mesh
 
 
 def _write(found: Sweep, given: argparse.Namespace) -> None:

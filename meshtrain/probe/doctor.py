@@ -120,7 +120,8 @@ def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding],
     else:
         found.append(findings.warning("collectives", "not run", "mend the errors, and start the doctor again"))
     machines = len(set(hosts.values()))
-    what = f"{meeting.num_processes} processes on {machines} machine{'s' * (machines > 1)}"
+    count = meeting.num_processes if len(said) == meeting.num_processes else f"{len(said)} of {meeting.num_processes}"
+    what = f"{count} processes on {machines} machine{'s' * (machines > 1)}"
     code = _shown(found, hosts, what)
     hub.exchange("end", code, 0)
     hub.wait_for_the_end(_END_SECONDS)
@@ -166,13 +167,15 @@ def _looked(call: RollCall, workdir: Path, name: str, meeting: Meeting, limit: f
     """
     own = workdir / f".meshtrain-doctor-{name}-{meeting.index}"
 
-    def write() -> None:
+    def write() -> bool:
         with contextlib.suppress(OSError):
-            own.write_text(name)
+            return own.write_text(name) > 0
+        return False
 
-    machine.within(_FACT_SECONDS, write, None)
     try:
-        writers = sorted(call.exchange("written", None, limit))
+        # Of a process that cannot write here, another check has said so.
+        did = call.exchange("written", machine.within(_FACT_SECONDS, write, False), limit)
+        writers = sorted(process for process, has_written in did.items() if has_written)
         start, seen = time.monotonic(), set[int]()
 
         def look() -> None:
@@ -203,7 +206,7 @@ def _examined(
         try:
             # Imported here, by name: the first stage needs no JAX, and finds out whether it is whole.
             options = None
-            if arguments.config is not None or arguments.overrides:
+            if arguments.config is not None or any(key.startswith("mesh.") for key in arguments.overrides):
                 options = importlib.import_module("meshtrain.probe.chosen").mesh_options(arguments)
             exercise = importlib.import_module("meshtrain.probe.exercise")
             result.update(exercise.exercised(options, lambda what: progress.append((time.monotonic(), what))))

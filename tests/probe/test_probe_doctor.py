@@ -40,14 +40,14 @@ def free_port():
         return server.getsockname()[1]
 
 
-def together(folder, does, *words, only=None):
+def together(folder, does, *words, only=None, code=FAKE):
     """Starts a process for each word of `does`; returns (exit codes, lines of each)."""
     address = f"127.0.0.1:{free_port()}"
     processes = []
     for index in range(len(does)) if only is None else [only]:
         own = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(len(does)), "JAX_PROCESS_ID": str(index)}
         environment = {**os.environ, **own, "DOES": ",".join(does)}
-        command = [sys.executable, "-c", FAKE, f"--workdir={folder}", *words]
+        command = [sys.executable, "-c", code, f"--workdir={folder}", *words]
         processes.append(
             subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -120,34 +120,27 @@ def test_without_process_0_the_others_say_so_themselves(tmp_path):
 
 
 def test_faults_of_several_processes_come_in_one_answer(tmp_path):
-    """A plain file as workdir for both, an interface that is not there, and another variable in one of them."""
-    file = tmp_path / "file"
-    file.write_text("")
-    code = FAKE.replace(
-        "import os,", "import os; os.environ['NCCL_ALGO'] = os.environ['JAX_PROCESS_ID']\nimport os,", 1
-    )
-    assert code != FAKE
-    code = code.replace("sys.modules", "os.environ['NCCL_SOCKET_IFNAME'] = 'nosuch'\nsys.modules", 1)
-    address = f"127.0.0.1:{free_port()}"
-    own = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "DOES": "well,well"}
-    command = [sys.executable, "-c", code, f"--workdir={tmp_path}"]
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **own, "JAX_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    said, _ = [process.communicate(timeout=100)[0] for process in processes]
-    lines = said.splitlines()
-    assert [process.returncode for process in processes] == [2, 2]
+    """An interface that is not there, a variable of one process only, and workdirs that are not shared."""
+    own = "os.environ['NCCL_SOCKET_IFNAME'] = 'nosuch'; os.environ['NCCL_ALGO'] = os.environ['JAX_PROCESS_ID']"
+    own = f"{own}; sys.argv.append(f'--workdir={tmp_path}/' + os.environ['JAX_PROCESS_ID'])"
+    code = FAKE.replace("fake.exercised =", f"{own}\nfake.exercised =")
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+    codes, (lines, _) = together(tmp_path, ["well", "well"], code=code)
+    assert codes == [2, 2]
     host = socket.gethostname()
-    interface, environment = problems(lines)
-    assert f"processes 0 ({host}), 1 ({host}): NCCL_SOCKET_IFNAME=nosuch matches none" in interface
-    assert f"process 1 ({host}): NCCL_ALGO is 1, and 0 in process 0" in environment
+    said = problems(lines)
+    for index, seen in enumerate(
+        [
+            f"processes 0 ({host}), 1 ({host}): NCCL_SOCKET_IFNAME=nosuch matches none",
+            f"process 1 ({host}): NCCL_ALGO is 1, and 0 in process 0",
+            f"process 0 ({host}): {tmp_path}/0 has no file of process 1: it is not the same folder",
+            f"process 1 ({host}): {tmp_path}/1 has no file of process 0: it is not the same folder",
+        ]
+    ):
+        assert seen in said[index]
+    assert len(said) == 4
+    assert [list((tmp_path / name).iterdir()) for name in ("0", "1")] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -169,12 +162,12 @@ def test_wrong_words_are_one_line(words, line, monkeypatch):
 
 def test_a_mesh_that_does_not_fit_is_a_line(tmp_path, capsys):
     """In this process, whose eight devices are there."""
-    words = [f"--workdir={tmp_path}", "--config.mesh.data=4", "--config.mesh.tensor=4", "--config.batch_size=16"]
-    assert doctor.main(words) == 2
+    words = [f"--workdir={tmp_path}", "--config.mesh.data=8"]
+    assert doctor.main([*words, "--config.mesh.tensor=2"]) == 2
     [line] = problems(capsys.readouterr().out.splitlines())
     assert "mesh: got" in line
-    assert doctor.main([words[0], "--config.mesh.data=4", "--config.mesh.tensor=2", "--config.batch_size=16"]) == 0
-    assert "data of 4 in" in capsys.readouterr().out
+    assert doctor.main(words) == 0
+    assert "data of 8 in" in capsys.readouterr().out
 
 
 def test_each_pair_meets_once_and_each_process_once_a_round():
