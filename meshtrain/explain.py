@@ -75,7 +75,7 @@ def trained_text(assembly: Assembly) -> list[str]:
 
 def held_text(bytes_held: Held) -> str:
     """Returns one line with the bytes of the training state on one device."""
-    names = ("parameters", "gradients", "moments")
+    names = ("parameters", "gradients", "moments", *(["residual"] if bytes_held.residual else []))
     sizes = ", ".join(f"{name} {format_bytes(getattr(bytes_held, name))}" for name in names)
     beside = f"; {format_bytes(bytes_held.on_host)} of moments on its host" if bytes_held.on_host else ""
     return f"a device     {sizes}{beside}"

@@ -40,8 +40,9 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
         # Strategies are levels over data, but this one also says how fsdp gathers.
         if not (config.zero.keeps_gathered and mesh_shape["fsdp"] > 1):
             found |= _changed(config.zero, "zero", "mesh.data=1", only=("strategy",))
-        found |= _changed(config.compression, "compression", "mesh.data=1")
-    if config.compression.is_on and mesh_shape["data"] > 1:
+        if config.compression.is_on:
+            found |= _changed(config.compression, "compression", "mesh.data=1")
+    elif config.compression.is_on:
         why = f"compression.kind={config.compression.kind}"
         found |= _changed(config.precision, "precision", why, only=("reduce_dtype",))
     in_float16 = compute_name(config.precision) == "float16"

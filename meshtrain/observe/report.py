@@ -177,6 +177,8 @@ def _held(run: Run) -> tuple[tuple[str, float], ...] | None:
     if not all(_is_count(run.device, f"{name}_bytes") for name in _HELD):
         return None
     held = [(name, float(run.device[f"{name}_bytes"])) for name in _HELD]
+    if _is_count(run.device, "residual_bytes") and run.device["residual_bytes"]:
+        held.append(("residual of compressed gradients", float(run.device["residual_bytes"])))
     if all(_is_count(run.device, f"{name}_bytes") for name in ("temporary", "peak")):
         temporary = max(0, run.device["temporary_bytes"] - run.device["gradients_bytes"])
         held += [("activations and temporaries", float(temporary)), ("peak, by the compiler", run.device["peak_bytes"])]

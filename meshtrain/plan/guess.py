@@ -91,7 +91,7 @@ def placement_problems(config: Config, shape: Mapping[str, int], weights: Weight
 
 
 def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
-    """Returns the bytes of parameters, sums of gradients and moments of one device: `Held.total` before assembling.
+    """Returns the bytes of parameters, gradient sums, moments and residuals of one device: `Held.total`, unassembled.
 
     Args:
       config: its layout, ZeRO level and offload of moments are used.
@@ -107,6 +107,8 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
         total += size // num_parts(axes_in(specs.parameter), shape) * leaf.dtype.itemsize
         if weights.trained[path]:
             total += size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES
+            if config.compression.has_residual:
+                total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
     if config.offload.moments:
         return total
     for leaf, names in weights.moments:
@@ -179,14 +181,18 @@ def _sending_seconds(
     seconds = {
         "fsdp": GATHERS_AND_SCATTER * itemsize * of_stage * parts / fsdp_speed,
         "tensor": 2 * REDUCTIONS_A_LAYER * activation * task.num_layers / shape["pipeline"] / link,
-        DATA: _bytes_over_data(config.zero.effective_level, parts, itemsize) * of_stage / shape["fsdp"] / network,
+        DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * of_stage / shape["fsdp"] / network,
         "pipeline": 2 * activation * chunks / network,
     }
     return {axis: seconds[axis] for axis in seconds if shape[axis] > 1}
 
 
-def _bytes_over_data(level: int, parts: int, itemsize: int) -> float:
+def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: int) -> float:
     """Returns the bytes that cross data in a step of M microbatches for each parameter (table in `layout/zero.py`)."""
+    level = config.zero.effective_level
+    if config.compression.is_on:
+        gathered = FLOAT32_BYTES if level else 0
+        return config.compression.wire_bytes(num_replicas, is_scattered=bool(level)) + gathered
     if level > SCATTERS_EACH:
         return GATHERS_AND_SCATTER * itemsize * parts
     return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))

@@ -35,9 +35,10 @@ class Memory:
     """Bytes of one device; None means unknown.
 
     Attributes:
-      parameters_bytes: by arithmetic, from shardings, as are the next three.
+      parameters_bytes: by arithmetic, from shardings, as are the next four.
       gradients_bytes: the float32 sums to which gradients of microbatches are added.
       optimizer_bytes: the optimizer's state, in device memory.
+      residual_bytes: what compressed gradients have not sent yet; 0 without compression.
       batch_bytes: the step's batch.
       compiler: the compiler's own account; gradients are among its temporaries. None where it gave up.
       arguments_expected_bytes: the arguments by arithmetic, without those that the program does not read.
@@ -53,6 +54,7 @@ class Memory:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    residual_bytes: int
     batch_bytes: int
     compiler: Statistics | None
     arguments_expected_bytes: int
@@ -90,6 +92,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
         parameters_bytes=state.parameters,
         gradients_bytes=state.gradients,
         optimizer_bytes=state.moments,
+        residual_bytes=state.residual,
         batch_bytes=batch,
         compiler=stats,
         arguments_expected_bytes=bytes_of_device(assembly.state) + batch - sum(size for _, size in unread),

@@ -2,7 +2,8 @@
 
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
-    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step. Of weights that ZeRO splits:
+    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; compressed ones as
+              `layout/compression.py` says. Of weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers, and one scatter of the gradients.
@@ -52,7 +53,8 @@ class Sizes:
       gather_bytes: what a device sends to gather all weights once over the axes that store them, in the compute dtype.
       scatter_bytes: the same for a scatter of the gradients of those that are trained.
       reduced_bytes: of the gradients that replicas all-reduce over data, in the dtype in which they cross it.
-      scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise.
+      scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise. Of
+        compressed gradients both are the bytes of an array for which a ring sends as much.
       updated_bytes: of the parameters of those, which are gathered over data after the update.
       layers_of_stage: L / S.
     """
@@ -77,22 +79,22 @@ def sizes(assembly: Assembly) -> Sizes:
     activations = units * task.width * itemsize
     parameters = assembly.state.params
     trained, _ = select(parameters, assembly.replicas.trained)
-    reduced, scattered = _reduced_and_scattered(assembly)
-    wire_itemsize = jnp.dtype(assembly.replicas.wire_dtype).itemsize
+    reduced, scattered = reduced_and_scattered(assembly)
+    reduced_itemsize, scattered_itemsize = _wire_itemsizes(assembly)
     return Sizes(
         num_microbatches=parts,
         activation_bytes=activations,
         residual_bytes=activations / (shape[TENSOR] if config.layout.sequence_parallel else 1),
         gather_bytes=_missing(parameters, assembly.rules.storage_axes) * itemsize,
         scatter_bytes=_missing(trained, assembly.rules.storage_axes) * itemsize,
-        reduced_bytes=reduced * wire_itemsize,
-        scattered_bytes=scattered * wire_itemsize,
+        reduced_bytes=reduced * reduced_itemsize,
+        scattered_bytes=scattered * scattered_itemsize,
         updated_bytes=scattered * jnp.dtype(param_dtype(config.precision)).itemsize,
         layers_of_stage=task.num_layers / shape[PIPELINE],
     )
 
 
-def _reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
+def reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
     """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data)."""
     replicas, reduced, scattered = assembly.replicas, 0, 0
     trained, _ = select(assembly.state.params, replicas.trained)
@@ -103,6 +105,17 @@ def _reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
         elif replicas.level < MAX_LEVEL:
             scattered += elements
     return reduced, scattered
+
+
+def _wire_itemsizes(assembly: Assembly) -> tuple[float, float]:
+    """Returns the bytes of an element that crosses data: (all-reduced, reduce-scattered)."""
+    replicas = assembly.replicas
+    if not replicas.is_compressed:
+        itemsize = jnp.dtype(replicas.wire_dtype).itemsize
+        return itemsize, itemsize
+    n, options = assembly.mesh.shape[DATA], replicas.compression
+    # A ring sends 2 (n - 1) / n of what it all-reduces, and half of that of what it reduce-scatters.
+    return n / (2 * (n - 1)) * options.wire_bytes(n), n / (n - 1) * options.wire_bytes(n, is_scattered=True)
 
 
 def _missing(tree: Any, storage_axes: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ def plan_page(plan: Plan) -> str:
     held = [
         ("parameters", memory.parameters_bytes),
         ("optimizer", memory.optimizer_bytes),
+        *([("residual", memory.residual_bytes)] if memory.residual_bytes else []),
         ("gradients", memory.gradients_bytes),
         ("activations and temporaries", memory.activations_bytes or 0),
         ("batch", memory.batch_bytes),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from meshtrain.config.config import Config, check
 from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout.mesh import mesh_shape
-from meshtrain.plan import findings
+from meshtrain.plan import findings, paying
 from meshtrain.plan.collectives import Traffic, collectives, traffic
 from meshtrain.plan.compile import Compiled, compile_step, program_of
 from meshtrain.plan.flops import Work, matmul_flops
@@ -130,4 +130,5 @@ def plan(
         findings=(),
     )
     found = findings.findings(compiled, cluster, held, rows, made.minimum, made.executor_bytes, made.added_share)
+    found += [findings.Finding(what, change) for what, change in paying.advice(assembly, cluster, assumptions)]
     return dataclasses.replace(made, findings=tuple(found))

@@ -61,6 +61,7 @@ def _memory(plan: Plan) -> str:
         ("parameters", _bytes(memory.parameters_bytes), "from shardings"),
         ("gradients", _bytes(memory.gradients_bytes), "from shardings, float32"),
         ("optimizer", _bytes(memory.optimizer_bytes), "from shardings"),
+        *([("residual", _bytes(memory.residual_bytes), "of compressed gradients")] if memory.residual_bytes else []),
         ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries less gradients"),
         ("batch", _bytes(memory.batch_bytes), "from shardings"),
     ]
@@ -195,6 +196,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "parameters_bytes": memory.parameters_bytes,
             "gradients_bytes": memory.gradients_bytes,
             "optimizer_bytes": memory.optimizer_bytes,
+            "residual_bytes": memory.residual_bytes,
             "activations_bytes": memory.activations_bytes,
             "batch_bytes": memory.batch_bytes,
             "unread": list(memory.unread),

@@ -32,9 +32,9 @@ def record(run: Path, assembly: Assembly, step: Any, *, writes: bool) -> None:
 def facts(assembly: Assembly, step: Any) -> dict[str, Any]:
     """Returns `mesh` (axis -> size), `device` (the kind), and the bytes of one device.
 
-    `parameters_bytes`, `gradients_bytes`, `moments_bytes`, `on_host_bytes` and `batch_bytes` follow from shapes and
-    shardings. `temporary_bytes` and `peak_bytes` are the compiler's account of the step, None where it gives none; the
-    gradients are among its temporaries.
+    `parameters_bytes`, `gradients_bytes`, `moments_bytes`, `residual_bytes`, `on_host_bytes` and `batch_bytes` follow
+    from shapes and shardings. `temporary_bytes` and `peak_bytes` are the compiler's account of the step, None where it
+    gives none; the gradients are among its temporaries.
 
     Args:
       assembly: what is trained.
@@ -49,6 +49,7 @@ def facts(assembly: Assembly, step: Any) -> dict[str, Any]:
         "parameters_bytes": state.parameters,
         "gradients_bytes": state.gradients,
         "moments_bytes": state.moments,
+        "residual_bytes": state.residual,
         "on_host_bytes": state.on_host,
         "batch_bytes": bytes_of_device(assembly.batch),
         "temporary_bytes": of_compiler and of_compiler.temporary_bytes,

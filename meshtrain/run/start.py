@@ -19,7 +19,8 @@ from meshtrain.observe import trackers
 from meshtrain.run import workdir
 from meshtrain.step.local import restarted
 from meshtrain.step.placed import shardings
-from meshtrain.step.state import TrainState
+from meshtrain.step.residual import as_saved, shared_out
+from meshtrain.step.state import RESIDUAL, TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words import flags
@@ -97,9 +98,18 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
         warn(f"{line}; set aside, the one before it is used")
     if step is None:
         return beginning(assembly), 0, {}
-    state = assembly.from_kept(checkpoints.restore(step, assembly.kept_state))
+    state = assembly.from_kept(_restored(assembly.kept_state, checkpoints, step))
     jax.block_until_ready(state)
     return state, step, {"restore_seconds": time.perf_counter() - start_seconds}
+
+
+def _restored(kept: TrainState, checkpoints: Checkpoints, step: int) -> TrainState:
+    """Returns the saved state of a step, whatever number of replicas had residuals."""
+    shapes = [shape for path, shape in checkpoints.shapes(step).items() if path.startswith(f"{RESIDUAL}/")]
+    now = jax.tree.leaves(kept.residual)
+    if not (shapes and now) or shapes[0][0] == now[0].shape[0]:
+        return checkpoints.restore(step, kept)
+    return shared_out(checkpoints.restore(step, as_saved(kept, shapes[0][0])), kept)
 
 
 def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> None:

@@ -24,17 +24,19 @@ class Held:
       gradients: the float32 sums to which each microbatch's gradients are added.
       moments: the optimizer's state in device memory, and the outer optimizer's of groups that train apart.
       on_host: the optimizer's state in host memory, with `offload.moments`.
+      residual: what compressed gradients have not sent yet.
     """
 
     parameters: int
     gradients: int
     moments: int
     on_host: int
+    residual: int = 0
 
     @property
     def total(self) -> int:
         """Bytes in device memory."""
-        return self.parameters + self.gradients + self.moments
+        return self.parameters + self.gradients + self.moments + self.residual
 
 
 def held(state: TrainState, replicas: Replicas) -> Held:
@@ -50,6 +52,7 @@ def held(state: TrainState, replicas: Replicas) -> Held:
         gradients=bytes_of_device(replicas.accumulators(state.params)),
         moments=bytes_of_device([leaf for leaf in moments if not is_on_host(leaf.sharding)]),
         on_host=bytes_of_device([leaf for leaf in moments if is_on_host(leaf.sharding)]),
+        residual=bytes_of_device(state.residual),
     )
 
 

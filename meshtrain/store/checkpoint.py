@@ -189,6 +189,14 @@ class Checkpoints:
         refuse_mismatches(self.directory / str(step), self._stored(step), wanted)
         return self._read(step, wanted, abstract_state)
 
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Returns path -> global shape of each array of a step; reads no array.
+
+        Raises:
+          UserError: no such step.
+        """
+        return {path: tuple(leaf.shape) for path, leaf in self._stored(step).items()}
+
     def restore_params(self, step: int, abstract_params: Any) -> Any:
         """Reads only the weights of a step; the optimizer's arrays are not touched.
 

@@ -1,12 +1,19 @@
 """Gradients cross the data axis once a step, counted in what the compiler made of the step."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout import replicas
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.mesh import make_mesh
+from meshtrain.layout.rules import LayoutOptions, default_rules
+from meshtrain.layout.stored import Stored, stored
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -19,7 +26,7 @@ NUM_REPLICAS = 4
 SCALARS_BYTES = 1024
 
 
-def config_of(num_microbatches, mesh, level):
+def config_of(num_microbatches, mesh, level, **changed):
     pipelined = "pipeline" in mesh
     return Config(
         batch_size=NUM_REPLICAS * num_microbatches * (2 if "fsdp" in mesh else 1),
@@ -28,14 +35,15 @@ def config_of(num_microbatches, mesh, level):
         zero=ZeroOptions(level=level),
         pipeline=PipelineOptions(schedule="1f1b", num_microbatches=num_microbatches if pipelined else 1),
         accumulation_steps=1 if pipelined else num_microbatches,
+        **changed,
     )
 
 
-def wire_bytes_over_data(num_microbatches, mesh, level=0):
+def wire_bytes_over_data(num_microbatches, mesh, level=0, **changed):
     """Returns (what one device sends along the data axis in a step, bytes of its own parameters)."""
     shape = dict.fromkeys(AXES, 1) | {"data": NUM_REPLICAS} | mesh
     devices = jax.devices()[: NUM_REPLICAS * (2 if mesh else 1)]
-    assembly = assemble(config_of(num_microbatches, mesh, level), shape, devices)
+    assembly = assemble(config_of(num_microbatches, mesh, level, **changed), shape, devices)
     compiled = assembly.train_step.lower(assembly.state, assembly.batch).compile()
     program = hlo.read(compiled.as_text())
     found = collectives.collectives(program, shape)
@@ -77,3 +85,47 @@ def test_counting_sees_gradients_left_to_the_partitioner(monkeypatch):
     monkeypatch.setattr(replicas.Replicas, "axes", property(lambda self: frozenset()))
     sent, parameters = wire_bytes_over_data(4, {})
     assert sent > 3.5 * once_bytes(parameters)
+
+
+@pytest.mark.parametrize(
+    "kind, level, mesh",
+    [("int8", 0, {}), ("topk", 0, {}), ("int8", 1, {"fsdp": 2}), pytest.param("topk", 1, {}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_compressed_gradients_cross_once_in_the_bytes_of_the_formula(kind, level, mesh):
+    options = CompressionOptions(kind)
+    sent, parameters = wire_bytes_over_data(4, mesh, level, compression=options)
+    each = options.wire_bytes(NUM_REPLICAS, is_scattered=level == 1) + (level == 1) * 4 * (1 - 1 / NUM_REPLICAS)
+    once = each * parameters / 4 / (2 if "fsdp" in mesh else 1)
+    # Whole blocks for each replica, and weights that no level splits, are a little more.
+    assert once <= sent <= 1.08 * once + SCALARS_BYTES
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_reduced_gradients_and_residuals_add_up_on_shards_of_any_mesh(level):
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}, jax.devices())
+    shapes = {"whole": ((3, 5), (None, None)), "split": ((16, 24), ("embed", "mlp"))}
+    rules = default_rules(LayoutOptions())
+    stored_as = {name: stored(shape, axes, rules, mesh.shape, level) for name, (shape, axes) in shapes.items()}
+    reduced_by = replicas.Replicas(mesh, stored_as, level, compression=CompressionOptions("topk", block=16, kept=2))
+    generator = np.random.default_rng(0)
+
+    def on_each_replica(name):
+        spec = PartitionSpec("data", *stored_as[name].parameter)
+        values = generator.standard_normal((2, *shapes[name][0])).astype(np.float32)
+        return jax.device_put(values, NamedSharding(mesh, spec))
+
+    gradients, residual = ({name: on_each_replica(name) for name in shapes} for _ in range(2))
+    reduced, left = jax.jit(reduced_by.reduce)(gradients, residual)
+    for name in shapes:
+        assert reduced[name].sharding.is_equivalent_to(NamedSharding(mesh, stored_as[name].moment), 2)
+        total = sum(np.sum(leaf[name], axis=0) for leaf in (gradients, residual))
+        np.testing.assert_allclose(reduced[name] + np.sum(left[name], axis=0), total, rtol=1e-5, atol=1e-5)
+        assert 0 < np.count_nonzero(reduced[name]) < reduced[name].size, "some of it waits"
+
+
+def test_one_replica_applies_what_others_have_left():
+    mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
+    alone = replicas.Replicas(mesh, Stored.alike(PartitionSpec(), 1), compression=CompressionOptions("int8"))
+    reduced, left = alone.reduce(jnp.ones(3), jnp.full((1, 3), 0.5))
+    assert (reduced.tolist(), left.tolist()) == ([1.5] * 3, [[0] * 3])

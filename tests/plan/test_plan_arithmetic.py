@@ -10,6 +10,7 @@ from meshtrain.assemble import assemble
 from meshtrain.launch import hardware
 from meshtrain.launch.links import Link, Links
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
@@ -75,6 +76,16 @@ def test_the_least_of_data_follows_the_wire_dtype_and_zero(small, level, reduce,
     config = small({"data": 8}, precision=precision, zero=ZeroOptions(level), accumulation_steps=2)
     assembly = assembled(config)
     assert minimum.wire_bytes_minimum(assembly) == {"data": 7 / 8 * copies * assembly.task.num_parameters}
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "bytes_each"),
+    [("int8", 0, 2 * 7 / 8 * 260 / 256), ("int8", 1, 7 / 8 * (260 / 256 + 4)), ("topk", 0, 7 * 4 * 8 / 256)],
+)
+def test_the_least_of_compressed_gradients(small, kind, level, bytes_each):
+    assembly = assembled(small({"data": 8}, zero=ZeroOptions(level), compression=CompressionOptions(kind)))
+    (least,) = minimum.wire_bytes_minimum(assembly).values()
+    assert least == pytest.approx(bytes_each * assembly.task.num_parameters)
 
 
 def test_weights_that_no_level_splits_are_all_reduced(small):

@@ -7,6 +7,7 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.launch import hardware
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.optim.optimizers import OptimizerOptions
@@ -74,7 +75,8 @@ def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
     ids=str,
 )
 def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, level):
-    config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer)
+    kind = "topk" if level == 1 else "none"
+    config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer, compression=CompressionOptions(kind))
     shape = dict.fromkeys(AXES, 1) | mesh
     assembly = assemble(config, shape, topology.open_cluster("cpu:8").devices)
     assert guess.state_bytes(config, shape, guess.weights_of(config)) == held(assembly.state, assembly.replicas).total

@@ -7,10 +7,12 @@ from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.offload import OffloadOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step.held import held
+from meshtrain.words.tables import format_bytes
 
 MODEL = DecoderOptions(num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=4, vocab_size=256)
 NORMS = 5 * 64  # elements that fsdp does not split
@@ -19,11 +21,13 @@ SHARED = {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 1), 3: (1, 1, 1)}
 COUNTERS_BYTES = 16  # the optimizer's
 
 
-def assembled(level, offload=False, **mesh):
+def assembled(level, offload=False, kind="none", feedback=True, **mesh):
     shape = dict.fromkeys(AXES, 1) | mesh
+    offloaded = OffloadOptions(moments=offload)
     config = Config(
-        batch_size=8, sequence_length=8, model=MODEL, zero=ZeroOptions(level), offload=OffloadOptions(moments=offload)
-    )
+        batch_size=8, sequence_length=8, model=MODEL, zero=ZeroOptions(level), offload=offloaded,
+        compression=CompressionOptions(kind, feedback=feedback),
+    )  # fmt: skip
     return assemble(config, shape, jax.devices()[: shape["data"] * shape["fsdp"]])
 
 
@@ -52,6 +56,18 @@ def test_gradients_are_what_the_step_allocates_on_each_replica(level):
 def test_explain_prints_one_line_for_a_device():
     (line,) = [line for line in explain.text(assembled(2, data=8)).splitlines() if line.startswith("a device")]
     assert line == "a device     parameters 449 KiB, gradients 56.2 KiB, moments 112 KiB"
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}], ids=str)
+def test_a_residual_takes_what_the_parameters_take(mesh):
+    assembly = assembled(1, kind="int8", **mesh)
+    found = held(assembly.state, assembly.replicas)
+    assert found.residual == found.parameters > 0
+    assert found.total == found.parameters + found.gradients + found.moments + found.residual
+    assert f"residual {format_bytes(found.residual)}" in explain.text(assembly)
+    once = assembled(1, kind="int8", feedback=False, **mesh)
+    assert held(once.state, once.replicas).residual == 0
+    assert "residual" not in explain.text(once)
 
 
 def test_moments_on_the_host_are_not_in_device_memory():

@@ -1,0 +1,119 @@
+"""Validation loss of configs/tiny.py by kind of gradient compression; docs/communication.md has the table.
+
+Started by scripts/compression_table. All runs of a seed have the same initial weights, data and validation examples.
+The step of each kind is compiled once and trains all seeds, in one process on eight simulated devices, eight replicas.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from meshtrain.assemble import Assembly, assemble
+from meshtrain.config.config import Config, parse
+from meshtrain.launch import distributed
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
+from meshtrain.run.evaluate import evaluate, training_batches
+from meshtrain.run.opened import open_data
+from meshtrain.words.errors import run
+
+NUM_REPLICAS, NUM_STEPS, NUM_SEEDS = 8, 300, 3
+SHOWN_EVERY = 25
+FLOAT32_BYTES = 4
+KINDS = {
+    "none": CompressionOptions(),
+    "int8": CompressionOptions(kind="int8"),
+    "topk": CompressionOptions(kind="topk"),
+    "int8-without-feedback": CompressionOptions(kind="int8", feedback=False),
+}
+HEADER = (
+    "| seed | kind | bytes a parameter | mean loss of the last 20 steps | validation loss | against none |",
+    "| --- | --- | --- | --- | --- | --- |",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run came to.
+
+    Attributes:
+      last: mean training loss of the last 20 steps, or of all if there are fewer.
+      validation: mean validation loss after the last step.
+    """
+
+    last: float
+    validation: float
+
+
+def assembled(config: Config, options: CompressionOptions, devices: Sequence[jax.Device]) -> Assembly:
+    """Returns the functions of a run with these options, on replicas alone."""
+    shape = dict.fromkeys(AXES, 1) | {"data": NUM_REPLICAS}
+    return assemble(dataclasses.replace(config, compression=options), shape, devices)
+
+
+def trained(assembly: Assembly, seed: int, what: str) -> Outcome:
+    """Trains with a seed and evaluates.
+
+    Args:
+      assembly: of any seed.
+      seed: of weights and data.
+      what: named in the lines of progress.
+    """
+    config = dataclasses.replace(assembly.config, seed=seed)
+    assembly = dataclasses.replace(assembly, config=config)
+    corpus = open_data(config, assembly.task)
+    state, losses = assembly.init(jax.random.key_data(jax.random.key(seed))), list[float]()
+    for _, batch in zip(range(config.num_steps), training_batches(assembly, corpus, 0), strict=False):
+        state, metrics = assembly.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+        if len(losses) % SHOWN_EVERY == 0:
+            print(f"{what}, seed {seed}, step {len(losses)}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
+    last = losses[-20:]
+    return Outcome(sum(last) / len(last), evaluate(assembly, corpus, state)["eval_loss"])
+
+
+def sent_bytes(options: CompressionOptions) -> float:
+    """Returns the bytes that a replica sends in a step for each parameter, by formula."""
+    if options.is_on:
+        return options.wire_bytes(NUM_REPLICAS)
+    return 2 * (NUM_REPLICAS - 1) / NUM_REPLICAS * FLOAT32_BYTES
+
+
+def line(seed: int, kind: str, outcome: Outcome, plain: Outcome) -> str:
+    """Returns a run's row.
+
+    Args:
+      seed: of the run.
+      kind: a name in `KINDS`.
+      outcome: of the run.
+      plain: of the run without compression.
+    """
+    against = outcome.validation / plain.validation - 1
+    cells = (seed, kind, f"{sent_bytes(KINDS[kind]):.2f}", f"{outcome.last:.4f}", f"{outcome.validation:.4f}")
+    return f"| {' | '.join(map(str, cells))} | {'' if kind == 'none' else f'{against:+.2%}'} |"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table, a row as soon as its run has ended."""
+    parser = argparse.ArgumentParser(prog="scripts/compression_table", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="runs of each kind, with the seeds from 0 on")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, 'none' first, separated by commas")
+    given = parser.parse_args(argv)
+    devices, _ = distributed.start(NUM_REPLICAS)
+    config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}"])
+    assemblies = {kind: assembled(config, KINDS[kind], devices) for kind in given.kinds.split(",")}
+    print(*HEADER, sep="\n", flush=True)
+    for seed in range(given.seeds):
+        outcomes = dict[str, Outcome]()
+        for kind, assembly in assemblies.items():
+            outcomes[kind] = trained(assembly, seed, kind)
+            print(line(seed, kind, outcomes[kind], outcomes["none"]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""When gradient compression does not pay, from sizes and speeds alone."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from meshtrain.assemble import assemble
+from meshtrain.launch import hardware
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
+from meshtrain.plan import paying, topology
+from meshtrain.plan.timing import Assumptions
+
+H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
+INT8 = CompressionOptions(kind="int8")
+MEMORY = 2.7e12
+
+
+@pytest.mark.parametrize(
+    ("wire", "itemsize", "pays"),
+    # 5.2 bytes saved of each float32, 1.7 of each bfloat16, beside 24 bytes of memory.
+    [(50e9, 4, True), (0.57e12, 4, True), (0.6e12, 4, False), (50e9, 2, True), (0.2e12, 2, False)],
+)
+def test_int8_pays_where_the_wire_is_slow_beside_the_memory(wire, itemsize, pays):
+    found = paying.slower_than_plain(INT8, 8, (10**9, 0), itemsize, wire, MEMORY)
+    assert (found == []) == pays
+    assert all("compression.kind=int8 does not pay: it saves" in what for what, _ in found)
+
+
+def test_without_feedback_packing_is_cheaper():
+    once = CompressionOptions(kind="int8", feedback=False)
+    assert paying.slower_than_plain(INT8, 8, (10**9, 0), 4, 0.7e12, MEMORY)
+    assert not paying.slower_than_plain(once, 8, (10**9, 0), 4, 0.7e12, MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("kept", "num_replicas", "is_scattered", "larger"),
+    [(8, 8, False, False), (16, 8, False, False), (17, 8, False, True), (8, 17, False, True), (9, 8, True, True)],
+)
+def test_top_k_at_a_share_of_half_the_replicas_inverse_is_larger_than_int8(kept, num_replicas, is_scattered, larger):
+    options = CompressionOptions(kind="topk", kept=kept)
+    found = paying.larger_than_int8(options, num_replicas, is_scattered=is_scattered)
+    assert [change for _, change in found] == ["compression.kind=int8, which loses less as well"] * larger
+    assert not paying.larger_than_int8(CompressionOptions(kind="int8"), num_replicas)
+
+
+def test_a_plan_reads_the_speeds_of_its_cluster(small):
+    devices = topology.open_cluster("cpu:8").devices
+    assembly = assemble(small({"data": 8}, compression=INT8), dict.fromkeys(AXES, 1) | {"data": 8}, devices)
+    assert paying.advice(assembly, SimpleNamespace(platform="cuda", accelerator=None), Assumptions()) == []
+    fast = SimpleNamespace(platform="cuda", accelerator=H100)
+    ((what, _),) = paying.advice(assembly, fast, Assumptions(memory_efficiency=0.4))
+    assert f"at {H100.link_bytes_per_second * 0.8 / 1e9:.0f} GB/s" in what
+    hosts = np.array([SimpleNamespace(process_index=i // 4) for i in range(8)], object).reshape(8, 1, 1, 1)
+    mesh = SimpleNamespace(devices=hosts, axis_names=tuple(AXES), shape=assembly.mesh.shape)
+    across = SimpleNamespace(**{name: getattr(assembly, name) for name in ("state", "replicas", "config")}, mesh=mesh)
+    assert paying.advice(across, fast, Assumptions(memory_efficiency=0.4)) == []
