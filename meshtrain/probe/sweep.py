@@ -30,6 +30,7 @@ class Sweep:
       shape: the size of each axis.
       num_processes: of the mesh.
       num_hosts: on which these run.
+      sizes: that were asked for, in bytes; the largest ones of an operation may have been left out.
       rows: an entry for each axis, operation and size.
       fits: an entry for each axis and operation.
     """
@@ -38,6 +39,7 @@ class Sweep:
     shape: dict[str, int]
     num_processes: int
     num_hosts: int
+    sizes: tuple[int, ...]
     rows: tuple[Timed, ...]
     fits: tuple[Fit, ...]
 
@@ -112,7 +114,7 @@ def sweep(
             fits.append(fit(found, num_hosts))
     platform = mesh.devices.flat[0].device_kind
     shape = {axis: int(size) for axis, size in mesh.shape.items()}
-    return Sweep(platform, shape, peers.count(), len(set(hosts)), tuple(rows), tuple(fits))
+    return Sweep(platform, shape, peers.count(), len(set(hosts)), tuple(all_bytes), tuple(rows), tuple(fits))
 
 
 def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:

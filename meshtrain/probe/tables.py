@@ -22,11 +22,24 @@ def text(found: Sweep) -> str:
     lines = [_fit_row(one) for one in found.fits if one.link]
     if lines:
         parts.append(aligned(lines, fitted, "<<>>>>>"))
+    parts += _left_out(found)
     parts += [f"not fitted   {one.operation} on {one.axis}: {one.why_not}" for one in found.fits if one.why_not]
     parts += [f"WRONG        {line}" for row in found.rows for line in row.wrong]
     if found.platform == "cpu":
         parts.append(f"note         {SIMULATED}")
     return "\n\n".join(parts[: 2 if lines else 1]) + "\n\n" + "\n".join(parts[2 if lines else 1 :])
+
+
+def _left_out(found: Sweep) -> list[str]:
+    lines = []
+    for one in found.fits:
+        count = sum((row.axis, row.operation) == (one.axis, one.operation) for row in found.rows)
+        if count < len(found.sizes):
+            first = format_bytes(found.sizes[count])
+            lines.append(
+                f"left out     {one.operation} on {one.axis} from {first} on: it would take longer than --limit"
+            )
+    return lines
 
 
 def _row(row: Timed) -> tuple[str, ...]:

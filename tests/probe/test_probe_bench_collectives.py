@@ -69,7 +69,7 @@ def test_the_mesh_is_that_of_the_configuration(overrides, config, sizes):
 @pytest.mark.parametrize(("wrong", "code"), [((), 0), (("process 0: ...",), 1)])
 def test_a_wrong_value_is_an_exit_code(wrong, code, monkeypatch, capsys):
     row = Timed("data", "all-reduce", 8, 1024, (1e-3,), wrong)
-    monkeypatch.setattr(collectives, "sweep", lambda *_, **__: Sweep("cpu", {"data": 8}, 1, 1, (row,), ()))
+    monkeypatch.setattr(collectives, "sweep", lambda *_, **__: Sweep("cpu", {"data": 8}, 1, 1, (1024,), (row,), ()))
     assert bench_collectives.main([]) == code
     assert ("WRONG" in capsys.readouterr().out) == bool(code)
 

@@ -60,6 +60,7 @@ def test_the_text_has_a_line_for_each_and_says_that_devices_are_simulated(swept)
     assert "data  all-reduce                  2      1        40.0    25     0%" in text
     assert tables.SIMULATED in text
     assert "not fitted" not in text
+    assert "left out" not in text
     assert "WRONG" not in text
 
 
@@ -75,18 +76,21 @@ def test_wrong_values_and_missing_fits_are_named(mesh):
 
 
 def test_larger_sizes_are_left_out_when_they_would_take_too_long(mesh):
-    """All-reduces along `data`: 24 rounds of 25 MiB in 0.086 s."""
-    found = sweep.sweep(mesh, SIZES, 0.07, measure=planted)
+    """All-reduces of 64 MiB along `data`: eight runs of five in 0.11 s."""
+    found = sweep.sweep(mesh, SIZES, 0.1, measure=planted)
     largest = {(row.axis, row.operation): row.num_bytes for row in found.rows}
     assert largest["data", "all-reduce"] == 2**24
     assert largest["fsdp", "all-reduce"] == 2**26
+    said = [line for line in tables.text(found).splitlines() if line.startswith("left out")]
+    assert "left out     all-reduce on data from 64 MiB on: it would take longer than --limit" in said
+    assert not any("fsdp" in line for line in said)
 
 
 def test_the_next_size_is_expected_on_the_line_through_the_last_two():
     small, large = (Timed("data", "all-reduce", 2, size, (40e-6 + size * 1e-10,)) for size in (2**22, 2**24))
-    assert sweep.expected_seconds([small, large], 2**26) == pytest.approx(4 * 8 * (40e-6 + 2**26 * 1e-10))
-    assert sweep.expected_seconds([small], 2**24) == pytest.approx(4 * 8 * small.fastest_seconds)
-    assert sweep.expected_seconds([large, small], 2**26) == pytest.approx(4 * 8 * small.fastest_seconds)
+    assert sweep.expected_seconds([small, large], 2**26) == pytest.approx(5 * 8 * (40e-6 + 2**26 * 1e-10))
+    assert sweep.expected_seconds([small], 2**24) == pytest.approx(5 * 8 * small.fastest_seconds)
+    assert sweep.expected_seconds([large, small], 2**26) == pytest.approx(5 * 8 * small.fastest_seconds)
 
 
 @pytest.mark.parametrize(
