@@ -25,7 +25,7 @@ NUM_ROUNDS = 7
 BUSY_SPREAD = 1.5  # of the median round over the fastest
 _MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # all odd: a first one, and then pairs
 # These have a result in another buffer than their input. Two of them in the body of a loop end in the first buffer;
-# with one of them each round would copy the array. Two gathers would be merged.
+# with one of them each round would copy the array. The others compute in place.
 _IN_PAIRS = ("all-to-all", "collective-permute")
 _ITEM_BYTES = 4  # float32
 
