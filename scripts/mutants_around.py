@@ -252,6 +252,22 @@ AROUND: tuple[Mutant, ...] = (
         "a step that is too close to say is said to fit",
         ("plan/test_plan_arithmetic.py::test_fits",),
     ),
+    Mutant(
+        "groups stay small",
+        "plan/repriced.py",
+        "one = dataclasses.replace(one, group_size=size, wire_bytes=wire_bytes)",
+        "one = dataclasses.replace(one, wire_bytes=wire_bytes)",
+        "in a scaling the groups of collectives stay those that were compiled",
+        ("plan/test_plan_repriced.py::test_groups_and_bytes_are_those_of_the_other_mesh",),
+    ),
+    Mutant(
+        "mixed by devices",
+        "plan/prices.py",
+        "if first.num_microbatches != last.num_microbatches:",
+        "if first.num_devices == last.num_devices:",
+        "in a scaling a step between two compiled ones is mixed without regard to its microbatches",
+        ("plan/test_plan_prices.py::test_steps_between_are_what_compiling_them_would_have_said",),
+    ),
     # launch
     Mutant(
         "watchdog sleeps",

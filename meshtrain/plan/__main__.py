@@ -1,6 +1,7 @@
 """Compiles the train step for a cluster that need not exist, and reports its memory, traffic and modelled time.
 
 python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 [--json=FILE] [--html=FILE] [--search[=mesh]]
+python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 --scaling=8,16,...,4096 [--chart=FILE.png]
 """
 
 import argparse
@@ -13,8 +14,20 @@ import jax
 from meshtrain.config.config import Config, configure
 from meshtrain.launch.links import read, refuse_other_platform
 from meshtrain.layout.axes import AXES
+from meshtrain.observe.line_charts import picture
 from meshtrain.observe.progress import phase
-from meshtrain.plan import calibration, changes, page, planner, report, search, topology
+from meshtrain.plan import (
+    calibration,
+    changes,
+    page,
+    planner,
+    report,
+    scaling,
+    scaling_report,
+    search,
+    sizes,
+    topology,
+)
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.waiting import waiting_for
 from meshtrain.words import flags
@@ -53,6 +66,16 @@ def arguments() -> argparse.ArgumentParser:
         choices=("all", "mesh"),
         help="rank meshes, schedules, ... instead; mesh: only meshes",
     )
+    extra.add_argument(
+        "--scaling",
+        metavar="SIZES",
+        default="",
+        help="speedup and efficiency on these numbers of devices instead, such as 8,16,...,4096",
+    )
+    extra.add_argument(
+        "--programs", metavar="N", default="", help=f"compile at most N for --scaling ({scaling.MOST_PROGRAMS})"
+    )
+    extra.add_argument("--chart", metavar="FILE", default="", help="also draw --scaling, as .png or .svg")
     return extra
 
 
@@ -77,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
     assumptions = Assumptions(links=links)
     if given.search:
         return searched(config, cluster, given, assumptions)
+    if given.scaling:
+        return scaled(config, cluster, given, assumptions)
     shape = planner.shape_on(config, cluster)
     with phase("compile") as say:
         what = f"compiling for {given.cluster}"
@@ -114,13 +139,49 @@ def problems(given: argparse.Namespace) -> list[str]:
             "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
             "leave it out"
         )
-    for name in ("json", "html"):
+    found += scaling_problems(given)
+    for name in ("json", "html", "chart"):
         try:
             if path := getattr(given, name):
-                refuse_target(f"--{name}", path, f"plan.{name}")
+                refuse_target(f"--{name}", path, "scaling.png" if name == "chart" else f"plan.{name}")
         except UserError as error:
             found += error.problems
     return found
+
+
+def scaling_problems(given: argparse.Namespace) -> list[str]:
+    """Returns one line for each problem of `--scaling` and the arguments that go with it."""
+    found = []
+    if not given.scaling:
+        for name in ("programs", "chart"):
+            if value := getattr(given, name):
+                found.append(f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {sizes.EXAMPLE}")
+        return found
+    try:
+        sizes.read_sizes(given.scaling)
+    except UserError as error:
+        found += error.problems
+    for name in ("search", "calibrate"):
+        if getattr(given, name):
+            found.append(f"--{name}: got it together with --scaling; allowed: one of them; nearest: leave it out")
+    most = scaling.MOST_PROGRAMS
+    if given.programs and not (given.programs.isdecimal() and 1 <= int(given.programs) <= most):
+        found.append(f"--programs: got '{given.programs}'; allowed: 1 to {most}; nearest: {most}")
+    if given.chart and not given.chart.endswith((".png", ".svg")):
+        found.append(f"--chart: got '{given.chart}'; allowed: a name that ends in .png or .svg; nearest: scaling.png")
+    return found
+
+
+def scaled(config: Config, cluster: topology.Cluster, given: argparse.Namespace, assumptions: Assumptions) -> int:
+    """Models the configuration on several numbers of devices, and prints the tables."""
+    programs = int(given.programs or scaling.MOST_PROGRAMS)
+    found = scaling.scaling(config, cluster, sizes.read_sizes(given.scaling), assumptions, programs=programs)
+    print(f"\n{scaling_report.text(found)}")
+    write(given, scaling_report.to_json(found), lambda: page.scaling_page(found))
+    if given.chart:
+        write_whole(given.chart, picture(page.scaling_panels(found), page.NOTE, given.chart[-3:]))
+        print(f"written      {given.chart}")
+    return 0
 
 
 def searched(config: Config, cluster: topology.Cluster, given: argparse.Namespace, assumptions: Assumptions) -> int:

@@ -1,10 +1,15 @@
 """A plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
 
 from meshtrain.observe.charts import bars, scatter
+from meshtrain.observe.line_charts import Line, Panel, line_chart
 from meshtrain.observe.page import as_it_stands, escaped, heading, page
-from meshtrain.plan import report, search
+from meshtrain.plan import report, scaling_report, search
+from meshtrain.plan.curves import COMPILED, Curve
 from meshtrain.plan.planner import Plan
+from meshtrain.plan.scaling import Scaling
+from meshtrain.plan.ways import STRONG
 
+NOTE = "filled: compiled; hollow: modelled from compiled programs of other sizes; every time is modelled"
 CLASSES = {True: "fits", False: "not", None: "unclear"}
 
 
@@ -50,3 +55,43 @@ def search_page(found: search.Found) -> str:
         parts += [heading("Memory against modelled time"), scatter(points, capacity)]
     parts += [heading("The table"), as_it_stands(search.text(found))]
     return page(f"Search on {found.cluster.text}", parts)
+
+
+def scaling_panels(found: Scaling) -> list[Panel]:
+    """Returns the panels of a scaling's chart: speedup of a batch that stays, efficiency of one that grows.
+
+    The speedup is against the smallest number of devices on which any way may fit, in devices: so that ways compare.
+    """
+    strong, weak = (
+        [curve for curve in found.curves if (curve.kind == STRONG) is is_strong] for is_strong in (True, False)
+    )
+    bases = [curve.base for curve in strong if curve.base]
+    panels = []
+    if bases:
+        first = min(bases, key=lambda row: (row.point.num_devices, row.seconds))
+        devices, rate = first.point.num_devices, first.rate
+        ideal = Line("in proportion", [(size, float(size), True) for size in found.sizes if size >= devices])
+        lines = [_line(curve, {row.point.num_devices: devices * row.rate / rate for row in curve.rows if row.is_usable})
+                 for curve in strong]  # fmt: skip
+        panels.append(Panel("strong: devices' worth of speed", [line for line in lines if line.points], True, ideal))
+    lines = [
+        _line(curve, {row.point.num_devices: curve.efficiency(row) or 0.0 for row in curve.rows if row.is_usable})
+        for curve in weak
+    ]
+    if any(line.points for line in lines):
+        panels.append(Panel("weak: efficiency against each way's base", [line for line in lines if line.points]))
+    return panels
+
+
+def _line(curve: Curve, values: dict[int, float]) -> Line:
+    rows = {row.point.num_devices: row for row in curve.rows}
+    return Line(curve.name, [(size, value, rows[size].how == COMPILED) for size, value in values.items()])
+
+
+def scaling_page(found: Scaling) -> str:
+    """Returns the page of a scaling: its chart and its tables."""
+    parts = []
+    if panels := scaling_panels(found):
+        parts += [heading("Speedup and efficiency"), line_chart(panels, NOTE)]
+    parts += [heading("The tables"), as_it_stands(scaling_report.text(found))]
+    return page(f"Scaling on {found.cluster.text.partition(':')[0]}", parts)

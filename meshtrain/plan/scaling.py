@@ -1,0 +1,239 @@
+"""How a configuration scales, before the devices are bought: data, fsdp, hybrid and the search's best. MODELLED.
+
+Few programs are compiled (`prices.py` tells which, and how the steps between them are priced). The search runs at three
+numbers of devices, and what it has found is used between them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from meshtrain.config.config import Config
+from meshtrain.launch.hardware import usable_bytes
+from meshtrain.launch.links import Link
+from meshtrain.plan import planner, search
+from meshtrain.plan.curves import Curve, curves
+from meshtrain.plan.guess import weights_of
+from meshtrain.plan.prices import Prices, ends
+from meshtrain.plan.sample import Sample, compile_point, sample_of
+from meshtrain.plan.sizes import resized
+from meshtrain.plan.timing import Assumptions
+from meshtrain.plan.topology import Cluster, open_cluster
+from meshtrain.plan.ways import BEST, KINDS, STRONG, Basis, Point, Way, plain_ways, point, way_of
+from meshtrain.words.errors import UserError
+
+MOST_PROGRAMS = 40
+NUM_SEARCHES = 3
+MOST_A_SEARCH = 4
+FOR_THE_BEST = 10  # programs for the search's best on other numbers of devices
+
+Search = Callable[[Config, Cluster, Assumptions, int], search.Found]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The result.
+
+    Attributes:
+      cluster: as the user named it.
+      basis: what was scaled.
+      sizes: numbers of devices.
+      curves: each way, strong, then each way, weak.
+      searched: numbers of devices at which a search ran.
+      num_compiled: programs that were compiled.
+      checks: see `Prices.checks`.
+      links: see `Prices.links`.
+      assumptions: of the model of time.
+    """
+
+    cluster: Cluster
+    basis: Basis
+    sizes: tuple[int, ...]
+    curves: tuple[Curve, ...]
+    searched: tuple[int, ...]
+    num_compiled: int
+    checks: tuple[float, ...]
+    links: Mapping[tuple[str, str], Link | None]
+    assumptions: Assumptions
+
+
+def basis_of(config: Config, cluster: Cluster) -> Basis:
+    """Returns what is scaled.
+
+    Raises:
+      UserError: the mesh does not fit the cluster, or nothing is known about the speed of its devices.
+    """
+    if cluster.accelerator is None:
+        raise UserError(
+            f"--scaling: got --cluster={cluster.text}, whose speed is not known; allowed: GPUs and TPUs; "
+            f"nearest: --cluster=h100:1x8"
+        )
+    shape = planner.shape_on(config, cluster)
+    return Basis(
+        config=config,
+        num_devices=math.prod(shape.values()),
+        weights=weights_of(config),
+        capacity_bytes=usable_bytes(cluster.accelerator),
+        devices_each=max(1, len(cluster.devices) // cluster.num_hosts),
+    )
+
+
+def open_clusters(cluster: Cluster, sizes: Sequence[int]) -> dict[int, Cluster]:
+    """Returns number of devices -> a cluster of that size with the same hosts.
+
+    Raises:
+      UserError: a line for each size that no such cluster has.
+    """
+    opened, problems = dict[int, Cluster](), list[str]()
+    for size in sizes:
+        try:
+            opened[size] = open_cluster(resized(cluster.text, size))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return opened
+
+
+def best_guesses(config: Config, cluster: Cluster, assumptions: Assumptions, most: int) -> search.Found:
+    """Searches with at most so many programs."""
+    return search.search(config, cluster, assumptions, only_mesh=False, most=most)
+
+
+def scaling(
+    config: Config,
+    cluster: Cluster,
+    sizes: Sequence[int],
+    assumptions: Assumptions,
+    *,
+    programs: int = MOST_PROGRAMS,
+    say: Callable[[str], None] = print,
+    compile_step: Callable[[Point, Cluster], Sample] = compile_point,
+    run_search: Search = best_guesses,
+) -> Scaling:
+    """Models each way at each number of devices, strong and weak.
+
+    Args:
+      config: to scale; its mesh fits `cluster`, where strong and weak scaling meet.
+      cluster: which kind of devices and hosts.
+      sizes: numbers of devices, ascending.
+      assumptions: of the model of time.
+      programs: at most so many are compiled.
+      say: called with a line before the first is compiled.
+      compile_step: compiles a point; another one in tests.
+      run_search: (configuration, cluster, assumptions, most programs) -> what a search has found; another one in tests.
+
+    Raises:
+      UserError: the mesh does not fit the cluster, or a size or the kind of device is not possible.
+    """
+    basis = basis_of(config, cluster)
+    ways = plain_ways(basis, planner.shape_on(config, cluster), sizes[-1])
+    clusters = open_clusters(cluster, sizes)
+    if sizes[0] > 1 and any(point(basis, way, kind, 1).config for way in ways for kind in KINDS):
+        sizes = [1, *sizes]  # one device is what the others are compared with
+        clusters |= open_clusters(cluster, [1])
+    plain = [point(basis, way, kind, size) for way in ways for kind in KINDS for size in sizes]
+    prices = Prices(basis, clusters, assumptions, compile_step)
+    shares = shared_out(programs, len({one.config for one in ends(plain)}))
+    say(announced(*shares))
+    prices.compile(ends(plain), shares[0])
+    found, num_searched = searched(basis, clusters, sizes, shares[1], prices, run_search)
+    best = nearest_points(basis, found, sizes) if found else []
+    prices.compile(ends(best), shares[2])
+    names = [*(way.name for way in ways), *([BEST] if found else [])]
+    made = curves(prices.rows([*plain, *best]), names)
+    return Scaling(
+        cluster=cluster,
+        basis=basis,
+        sizes=tuple(sizes),
+        curves=tuple(made),
+        searched=tuple(found),
+        num_compiled=prices.num_compiled + num_searched,
+        checks=tuple(prices.checks),
+        links=prices.links,
+        assumptions=assumptions,
+    )
+
+
+def shared_out(programs: int, wanted: int) -> tuple[int, int, int]:
+    """Returns how many programs are for data, fsdp and hybrid, for each search, and for what the searches find.
+
+    >>> shared_out(40, 12), shared_out(16, 12), shared_out(4, 12)
+    ((12, 4, 10), (9, 1, 4), (1, 1, 0))
+
+    Args:
+      programs: all of them.
+      wanted: by data, fsdp and hybrid.
+    """
+    each = min(MOST_A_SEARCH, max(1, (programs - wanted - FOR_THE_BEST) // NUM_SEARCHES))
+    left = max(0, programs - NUM_SEARCHES * each)
+    rest = min(FOR_THE_BEST, left // 3) if wanted > left - FOR_THE_BEST else FOR_THE_BEST
+    return min(wanted, left - rest), each, rest
+
+
+def announced(first: int, each: int, rest: int) -> str:
+    """Returns what will be compiled, as one line; see `shared_out`."""
+    return (
+        f"scaling      compiles at most {first + NUM_SEARCHES * each + rest} programs: {first} for data, fsdp and "
+        f"hybrid, {NUM_SEARCHES} searches of at most {each}, {rest} for what they find on other numbers of devices"
+    )
+
+
+def searched(
+    basis: Basis,
+    clusters: Mapping[int, Cluster],
+    sizes: Sequence[int],
+    each: int,
+    prices: Prices,
+    run_search: Search,
+) -> tuple[dict[int, Way], int]:
+    """Searches on the smallest number of devices where something may fit, on the largest, and between the two.
+
+    Args:
+      basis: what is scaled; its batch stays as configured.
+      clusters: number of devices -> cluster.
+      sizes: numbers of devices.
+      each: most programs of a search.
+      prices: gets the programs of the best.
+      run_search: see `scaling`.
+
+    Returns:
+      (number of devices -> the best way found, where one may fit; the number of programs compiled).
+    """
+    found, num_programs, most = dict[int, Way](), 0, NUM_SEARCHES * each
+    left = list(sizes)
+    while left and len(found) < NUM_SEARCHES and num_programs < most:
+        size = left.pop(0)
+        try:
+            result = run_search(basis.config, clusters[size], prices.assumptions, min(each, most - num_programs))
+        except UserError:
+            continue  # no mesh is legal here and may fit
+        num_programs += len(result.ranked)
+        if not result.ranked or result.ranked[0][1].memory.fits is False:
+            continue
+        candidate, plan = result.ranked[0]
+        found[size] = way_of(candidate, basis.config.batch_size, basis.config)
+        one = point(basis, found[size], STRONG, size)
+        if one.config is not None:
+            prices.add(sample_of(one, plan.compiled))
+        if len(found) == 1 and len(left) > 2:
+            left = [left[(len(left) - 1) // 2], left[-1]]
+    return found, num_programs
+
+
+def nearest_points(basis: Basis, found: Mapping[int, Way], sizes: Sequence[int]) -> list[Point]:
+    """Returns what runs where searches have found the best: the way of the nearest search that can run there.
+
+    Args:
+      basis: what is scaled.
+      found: the number of devices of a search -> the best way that it found.
+      sizes: all numbers of devices.
+    """
+    chosen = []
+    for kind in KINDS:
+        for size in sizes:
+            order = sorted(found, key=lambda at, size=size: abs(math.log(at / size)))  # type: ignore[misc]
+            tried = [point(basis, found[at], kind, size) for at in order]
+            legal = [one for one in tried if one.config is not None]
+            chosen += legal[:1] or tried[:1]
+    return chosen

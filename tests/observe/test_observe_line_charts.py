@@ -1,0 +1,31 @@
+"""Charts of lines over numbers of devices."""
+
+from meshtrain.observe.line_charts import Line, Panel, figure_of, line_chart
+
+PANEL = Panel(
+    "strong",
+    [Line("data", [(8, 8.0, True), (16, 14.0, False)]), Line("fsdp", [(8, 7.0, True)])],
+    True,
+    Line("in proportion", [(8, 8.0, True), (16, 16.0, True)]),
+)
+
+
+def test_compiled_points_are_filled_and_others_hollow():
+    (place,) = figure_of([PANEL], "a note").axes
+    markers = [line for line in place.lines if line.get_marker() == "o"]
+    assert [line.get_fillstyle() for line in markers] == ["full", "none", "full"]
+    assert [list(line.get_ydata()) for line in markers] == [[8.0], [14.0], [7.0]]
+    assert [text.get_text() for text in place.get_legend().get_texts()] == ["in proportion", "data", "fsdp"]
+    assert (place.get_xscale(), place.get_yscale()) == ("log", "log")
+
+
+def test_shares_start_at_zero():
+    (place,) = figure_of([Panel("weak", [Line("data", [(8, 1.0, True), (16, 0.9, True)])])], "").axes
+    assert place.get_ylim()[0] == 0
+    assert place.get_yscale() == "linear"
+
+
+def test_a_chart_of_a_page_says_what_it_is():
+    drawn = line_chart([PANEL], "a note")
+    assert drawn.startswith('<svg class="still" role="img" aria-label="lines over devices"')
+    assert "a note" in drawn
