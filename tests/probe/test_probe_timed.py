@@ -53,6 +53,17 @@ def test_values_are_right_on_every_axis_and_times_are_of_one_collective(mesh, na
     assert found.seconds == pytest.approx((5 / 51, 3 / 51), rel=1e-12)  # 51 collectives in a round
 
 
+def test_the_slowest_process_counts_and_each_reports_its_wrong_values(mesh, monkeypatch):
+    def two(_, own):
+        return [own, {"seconds": [0.5, 0.001], "wrong": "device 7 ..."}]
+
+    monkeypatch.setattr(timed.peers, "gathered", two)
+    ticks = iter([0.0, 5.1, 10.0, 15.1])
+    found = timed.timed(mesh, "fsdp", "all-reduce", 64, num_rounds=2, clock=lambda: next(ticks))
+    assert found.seconds == pytest.approx((0.5, 0.1), rel=1e-12)
+    assert found.wrong == ("process 1: device 7 ...",)
+
+
 def test_a_wrong_value_is_named(mesh):
     rows = np.array(timed.inputs(mesh, 8))
     rows[:] = [operations.expected("all-reduce", operations.base(8), [r % 4, r % 4 + 4], r // 4) for r in range(8)]
