@@ -1,4 +1,4 @@
-"""Planted faults of the room that probes a cluster."""
+"""Planted faults of the room that probes a cluster, and of the links that it measures."""
 
 from scripts.mutant import Mutant
 
@@ -34,5 +34,37 @@ PROBE: tuple[Mutant, ...] = (
         'return [ok("values"',
         "a collective with a wrong value passes",
         ("probe/test_probe_together.py::test_a_planted_fault_is_one_line_that_names_the_process[wrong value]",),
+    ),
+    Mutant(
+        "a ring adds its own part",
+        "probe/operations.py",
+        "parts.at[(me - hop - 1) % size].add",
+        "parts.at[(me - hop) % size].add",
+        "the ring all-reduce written with permutes adds what it receives to the wrong part",
+        ("probe/test_probe_timed.py::test_values_are_right_on_every_axis_and_times_are_of_one_collective",),
+    ),
+    Mutant(
+        "fastest process",
+        "probe/timed.py",
+        "tuple(max(each) for each",
+        "tuple(min(each) for each",
+        "a collective takes the time of the fastest process",
+        ("probe/test_probe_timed.py::test_the_slowest_process_counts_and_each_reports_its_wrong_values",),
+    ),
+    Mutant(
+        "busy machine is fitted",
+        "probe/fit.py",
+        "busy = [row for row in rows if row.is_busy]",
+        "busy = list[Timed]()",
+        "latency and bandwidth are fitted to times that the spread says to distrust",
+        ("probe/test_probe_fit.py::test_times_that_are_no_line_give_none",),
+    ),
+    Mutant(
+        "links of another network",
+        "launch/links.py",
+        "        and (link.num_hosts > 1) == (num_hosts > 1)\n",
+        "",
+        "a link inside a host stands for one between hosts in a plan",
+        ("launch/test_launch_links.py::test_a_link_is_found_for_groups_that_use_the_same_network",),
     ),
 )

@@ -18,6 +18,7 @@ SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**30
 GROWTH = 4  # from one size to the next
 # Of the largest array on a device: input, first and last result, the loop's own, a gather's or an exchange's.
 _COPIES = 8
+_UNKNOWN_BYTES = 2**32
 Measure = Callable[[Mesh, str, str, int], Timed]
 
 
@@ -75,6 +76,8 @@ def room_bytes(mesh: Mesh) -> int:
 
 def _free_bytes(device: jax.Device) -> int:
     used = device.memory_stats()
+    if used is None:  # some allocators say nothing
+        return _UNKNOWN_BYTES
     return int(used["bytes_limit"] - used["bytes_in_use"])
 
 
