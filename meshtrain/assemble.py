@@ -23,6 +23,7 @@ from meshtrain.layout import fit, offload, partition, zero
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.groups import groups_of
+from meshtrain.layout.late import late
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import Placement
@@ -52,7 +53,7 @@ from meshtrain.step.placed import (
 )
 from meshtrain.step.precision import cast, compute_name, param_dtype, reduce_dtype
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
-from meshtrain.step.step import Update, eval_step, train_step, weight_update, with_sequence_index
+from meshtrain.step.step import Update, eval_step, late_update, train_step, weight_update, with_sequence_index
 from meshtrain.words.errors import UserError
 
 
@@ -140,14 +141,14 @@ def assemble(
     replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained, config.compression)
     outer = outer_optimizer(config.local_steps)
     groups = groups_of(replicas, outer.num_groups, placement) if outer else None
-    replicas = groups or replicas
+    replicas = groups or (late(replicas) if config.local_steps.delay else replicas)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rates(config, task)
     transformation = optimizer(config.optimizer, schedule_of_rates, select(axes, trained)[0])
 
     scaling = loss_scaling(config, task, shape)
-    num_residuals = mesh.shape[DATA] if config.compression.has_residual else 0
+    num_residuals = mesh.shape[DATA] if config.compression.has_residual or config.local_steps.delay else 0
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
@@ -210,7 +211,7 @@ def _update(
     replicas: Replicas,
 ) -> Update:
     """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
-    return weight_update(
+    update = weight_update(
         transformation,
         rates,
         config.optimizer.clip_norm,
@@ -218,8 +219,9 @@ def _update(
         scaling,
         lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
         replicas.trained,
-        replicas.reduce if config.compression.is_on else None,
+        replicas.reduce if config.compression.is_on or config.local_steps.delay else None,
     )
+    return late_update(update) if config.local_steps.delay else update
 
 
 def learning_rates(config: Config, task: Task) -> Schedule:

@@ -221,6 +221,8 @@ def local_steps(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       mesh_shape: the size of each mesh axis.
     """
     period, num_groups, data = config.local_steps.period, config.local_steps.groups, mesh_shape[DATA]
+    if config.local_steps.delay:
+        return _late(config, data)
     if period == 0:
         return []
     found = []
@@ -249,6 +251,32 @@ def local_steps(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
         found.append(
             f"offload.moments: got True with local_steps.period = {period}; allowed: False; nearest: "
             "offload.moments=False"
+        )
+    return found
+
+
+def _late(config: Config, num_replicas: int) -> list[str]:
+    """Returns one line for each option that does not go with gradients that are applied one step late."""
+    found, level = [], config.zero.effective_level
+    if config.local_steps.period:
+        found.append(
+            f"local_steps.delay: got 1 with local_steps.period = {config.local_steps.period}, whose steps send no "
+            "gradient; allowed: one of the two; nearest: local_steps.delay=0"
+        )
+    if config.compression.is_on:
+        found.append(
+            f"compression.kind: got {config.compression.kind} with local_steps.delay = 1; allowed: none; nearest: "
+            "compression.kind=none"
+        )
+    if level > 1 and num_replicas > 1:
+        found.append(
+            f"zero.level: got {level} with local_steps.delay = 1, and it reduces the gradients of each microbatch at "
+            "once; allowed: 0 or 1; nearest: zero.level=1"
+        )
+    if config.guard.spike_factor:
+        found.append(
+            f"guard.spike_factor: got {config.guard.spike_factor} with local_steps.delay = 1, where a skipped gradient "
+            "would come again; allowed: 0; nearest: guard.spike_factor=0"
         )
     return found
 

@@ -60,7 +60,8 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
         fields = ("rope_low", "rope_high", "rope_original_length")
         found = _changed(config.model, "model", "model.rope_factor=1.0", only=fields) | found
     if config.local_steps.period == 0:
-        found |= _changed(config.local_steps, "local_steps", "local_steps.period=0")
+        fields = ("groups", "outer_learning_rate", "outer_momentum")
+        found |= _changed(config.local_steps, "local_steps", "local_steps.period=0", only=fields)
     else:
         found |= _changed(config.precision, "precision", "local_steps.period", only=("reduce_dtype",))
     if not config.checkpoint.keep_best:

@@ -39,6 +39,11 @@ class Groups(Replicas):
         """The number of groups that one device along data computes, n."""
         return self.num_groups // self.mesh.shape[DATA]
 
+    @property
+    def reduces_in_loops(self) -> bool:
+        """Whether gradients are reduced over data inside the backward loop; never, because groups do not share them."""
+        return False
+
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
         """Returns `compute` run for each group, on its weights and its share of the batch.
 

@@ -25,6 +25,9 @@ class LocalStepsOptions:
         0.7, "outer SGD's factor of the mean distance that the groups have gone; 1: their mean", minimum=0.0
     )
     outer_momentum: float = option(0.9, "decay of the outer SGD's Nesterov momentum; 0: none", minimum=0.0)
+    delay: int = option(
+        0, "steps after which a gradient is applied, without a period; 1 hides its reduction", minimum=0, maximum=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)

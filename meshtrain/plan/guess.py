@@ -107,7 +107,7 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
         total += size // num_parts(axes_in(specs.parameter), shape) * leaf.dtype.itemsize
         if weights.trained[path]:
             total += size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES
-            if config.compression.has_residual:
+            if config.compression.has_residual or config.local_steps.delay:
                 total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
     if config.offload.moments:
         return total

@@ -34,8 +34,8 @@ class TrainState:
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.
       loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
-      residual: what compressed gradients have not sent yet, a tree of float32 [replicas, ...] like the trained
-        parameters; an empty tuple without compression or without error feedback.
+      residual: what compressed gradients have not sent yet, or gradients that are applied one step late: a tree of
+        float32 [replicas, ...] like the trained parameters; an empty tuple without either.
       local: with groups that train apart (`step/local.py`), their weights and the outer optimizer's state; then
         `params` is the anchor, and the arrays of `opt_state`, `skipped` and `loss_scale` are [groups, ...]. Else ().
     """

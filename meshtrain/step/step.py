@@ -1,5 +1,6 @@
 """One step: sums and gradients of the batch, the guard's checks, clipping, the optimizer, the new state."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,27 @@ def weight_update(
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale, residual), metrics
 
     return update
+
+
+def late_update(update: Update) -> Update:
+    """Returns the update of a step whose gradients are applied one step late; see `layout/late.py`.
+
+    While there is no gradient to apply (in the first step, or after it if its own was not finite) weights and moments
+    stay: an update by zeros would still decay weights and correct moments.
+
+    Args:
+      update: from `weight_update`, with `Late.reduce`.
+    """
+
+    def late(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
+        # The learning rate is that of the update, of which there is one less than there are steps.
+        new, metrics = update(dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0)), sums, seed)
+        norm: Any = metrics["grad_norm"]
+        has_gradient = jnp.not_equal(norm, 0.0)
+        params, opt_state = guard.where_good(has_gradient, (new.params, new.opt_state), (state.params, state.opt_state))
+        return dataclasses.replace(new, step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    return late
 
 
 def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:

@@ -1,4 +1,4 @@
-"""Runs whose groups train apart: stopped between two outer steps they go on bitwise, and the anchor is evaluated."""
+"""Runs of groups that train apart, or with late gradients: stopped they go on bitwise, and the anchor is evaluated."""
 
 import json
 
@@ -54,6 +54,16 @@ def test_on_another_mesh_it_goes_on_with_the_same_losses(apart, run, stopped, me
     resumed = run(stopped(*APART), *APART[:2], *mesh)
     assert list(resumed.losses) == STEPS
     np.testing.assert_allclose(list(resumed.losses.values()), list(apart.losses.values()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_waits_is_saved(run, stopped, tmp_path):
+    late = ("local_steps.delay=1", "mesh.data=2")
+    whole, resumed = run(tmp_path / "run", *late), run(stopped(*late), *late)
+    assert resumed.losses == whole.losses
+    jax.tree.map(np.testing.assert_array_equal, resumed.result.state, whole.result.state)
+    elsewhere = run(stopped(*late), late[0], "mesh.fsdp=2", "mesh.pipeline=2")
+    np.testing.assert_allclose(list(elsewhere.losses.values()), list(whole.losses.values()), rtol=1e-5)
 
 
 @pytest.mark.slow

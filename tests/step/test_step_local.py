@@ -17,6 +17,7 @@ from flax import linen as nn
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Sums, Task, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions
@@ -177,6 +178,48 @@ def test_the_inner_program_sends_scalars_and_the_outer_one_all_weights_once():
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(assembly.state.params))
     assert sent["outer"] == 2 * 3 / 4 * 4 * num_parameters
     assert 0 < sent["inner"] <= 1024
+
+
+LATE = dataclasses.replace(CONFIG, local_steps=LocalStepsOptions(delay=1))
+
+
+def test_a_late_gradient_is_applied_by_the_next_step_on_any_mesh():
+    """By hand: SGD with the gradient of the batch before, at the weights of the step before."""
+    rate = dataclasses.replace(CONFIG.learning_rate, peak=0.3)
+    config = dataclasses.replace(LATE, optimizer=dataclasses.replace(SGD, momentum=0.0), learning_rate=rate)
+    reference, rows = trained(config)
+    assert_near(reference[1].params, reference[0].params, 0.0)
+    synchronous, _ = trained(dataclasses.replace(config, local_steps=LocalStepsOptions()))
+    assert_near(reference[2].params, synchronous[1].params, 1e-6)  # the first gradient, no matter when
+    assert np.abs(reference[3].params["up"] - synchronous[2].params["up"]).max() > 1e-4, "the second is another one"
+    assert rows[0]["grad_norm"] == 0.0
+    for size, level in ((4, 0), (2, 1)):
+        states, others = trained(dataclasses.replace(config, zero=ZeroOptions(level=level)), data=size)
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose([row[name] for row in others], [row[name] for row in rows], rtol=1e-5)
+        assert_near(states[-1].params, reference[-1].params, 1e-5)
+
+
+def test_before_there_is_a_gradient_nothing_decays_and_nothing_is_counted():
+    states, rows = trained(dataclasses.replace(LATE, learning_rate=LearningRateOptions(warmup_steps=2)), data=2)
+    assert_near(states[1].params, states[0].params, 0.0)
+    assert [int(optax.tree.get(state.opt_state[0], "count")) for state in states] == [0, 0, 1, 2, 3]
+    assert rows[0]["learning_rate"] == rows[1]["learning_rate"] < rows[2]["learning_rate"]
+
+
+def test_a_late_gradient_waits_while_a_step_is_skipped():
+    """The second step's own gradient is not finite: it is dropped, and the first step's is applied by the third."""
+    assembly, states = assembled(LATE, data=2), []
+    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    for step in (1, 2, 3):
+        given = batch(step, np.inf if step == 2 else 1.0)
+        placed = {name: jax.device_put(given[name], like.sharding) for name, like in assembly.batch.items()}
+        state, metrics = assembly.train_step(state, placed)
+        states.append(jax.device_get(state))
+    assert_near((states[1].params, states[1].residual), (states[0].params, states[0].residual), 0.0)
+    assert metrics["skipped_steps"] == 1
+    whole, _ = trained(LATE, data=2)
+    assert_near(states[2].params, whole[2].params, 1e-6)
 
 
 # One step of three groups with plain gradients: a batch is each group's loss and its gradient.

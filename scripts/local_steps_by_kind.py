@@ -1,0 +1,172 @@
+"""Loss of configs/tiny.py over tokens and over bytes sent, by how often groups exchange weights.
+
+Started by scripts/local_steps_table. docs/communication.md has the table and the chart. All runs have the same initial
+weights, batches, inner optimizer and validation examples, in one process on simulated devices, one for each group.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from meshtrain.assemble import Assembly, assemble, compiled_steps
+from meshtrain.config.config import Config, parse
+from meshtrain.launch import distributed
+from meshtrain.layout.axes import AXES, DATA
+from meshtrain.optim.outer import LocalStepsOptions
+from meshtrain.plan import hlo
+from meshtrain.plan.collectives import collectives
+from meshtrain.run.evaluate import evaluate, training_batches
+from meshtrain.run.opened import open_data
+from meshtrain.words.errors import run
+
+NUM_GROUPS, NUM_STEPS, SHOWN_EVERY = 4, 300, 20
+KINDS = {
+    "synchronous": LocalStepsOptions(),
+    "local SGD, period 10": LocalStepsOptions(period=10, groups=NUM_GROUPS, outer_learning_rate=1.0, outer_momentum=0),
+    "DiLoCo, period 10": LocalStepsOptions(period=10, groups=NUM_GROUPS),
+    "DiLoCo, period 20": LocalStepsOptions(period=20, groups=NUM_GROUPS),
+}
+HEADER = (
+    "| seed | kind | exchanges | bytes a parameter and step | validation loss | against synchronous |",
+    "| --- | --- | --- | --- | --- | --- |",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The validation loss of a run after some steps.
+
+    Attributes:
+      tokens: trained on so far, by all groups.
+      sent_bytes: that one device has sent over the data axis so far.
+      loss: mean over validation targets, of the weights that an evaluation uses.
+    """
+
+    tokens: int
+    sent_bytes: float
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The compiled programs of a run.
+
+    Attributes:
+      train: (state, batch) -> (state, metrics).
+      outer: state -> state; None without groups.
+      train_bytes: that one device sends over the data axis in a step.
+      outer_bytes: the same in an outer step.
+    """
+
+    train: object
+    outer: object
+    train_bytes: float
+    outer_bytes: float
+
+
+def assembled(config: Config, options: LocalStepsOptions, devices: Sequence[jax.Device]) -> Assembly:
+    """Returns the functions of a run with these options, on a data axis with a device for each group."""
+    shape = dict.fromkeys(AXES, 1) | {DATA: NUM_GROUPS}
+    return assemble(dataclasses.replace(config, local_steps=options), shape, devices)
+
+
+def steps_of(assembly: Assembly) -> Steps:
+    """Compiles the programs of a run and reads what they send."""
+    train, outer = compiled_steps(assembly)
+    return Steps(train, outer, sent_bytes(assembly, train), sent_bytes(assembly, outer))
+
+
+def sent_bytes(assembly: Assembly, compiled: object) -> float:
+    """Returns the bytes that one device sends over data in a compiled program; 0 for None."""
+    if compiled is None:
+        return 0.0
+    found = collectives(hlo.read(compiled.as_text()), dict(assembly.mesh.shape))  # type: ignore[attr-defined]
+    return sum(one.count * one.wire_bytes for one in found if DATA in one.axes.split("+"))
+
+
+def trained(assembly: Assembly, steps: Steps, seed: int, what: str) -> list[Point]:
+    """Trains with a seed, and evaluates at regular steps and after the last.
+
+    Args:
+      assembly: of any seed.
+      steps: its compiled programs.
+      seed: of weights and data.
+      what: named in the lines of progress.
+    """
+    config = dataclasses.replace(assembly.config, seed=seed)
+    assembly = dataclasses.replace(assembly, config=config)
+    corpus, points, sent = open_data(config, assembly.task), list[Point](), 0.0
+    state, period = assembly.init(jax.random.key_data(jax.random.key(seed))), config.local_steps.period
+    for step, batch in zip(range(1, config.num_steps + 1), training_batches(assembly, corpus, 0), strict=False):
+        state, _ = steps.train(state, batch)  # type: ignore[operator]
+        sent += steps.train_bytes
+        if period and step % period == 0:
+            state = steps.outer(state)  # type: ignore[operator]
+            sent += steps.outer_bytes
+        if step % SHOWN_EVERY == 0 or step == config.num_steps:
+            points.append(Point(step * assembly.task.num_units, sent, evaluate(assembly, corpus, state)["eval_loss"]))
+            print(f"{what}, seed {seed}, step {step}: {points[-1].loss:.4f}", file=sys.stderr, flush=True)
+    return points
+
+
+def line(seed: int, kind: str, assembly: Assembly, last: Point, synchronous: Point) -> str:
+    """Returns a run's row.
+
+    Args:
+      seed: of the run.
+      kind: a name in `KINDS`.
+      assembly: of the run.
+      last: after its last step.
+      synchronous: the last point of the synchronous run.
+    """
+    num_steps, period = assembly.config.num_steps, assembly.config.local_steps.period
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(assembly.state.params))
+    each = last.sent_bytes / num_steps / num_parameters
+    against = "" if last is synchronous else f"{last.loss / synchronous.loss - 1:+.1%}"
+    return f"| {seed} | {kind} | {num_steps // (period or 1)} | {each:.3f} | {last.loss:.4f} | {against} |"
+
+
+def draw(curves: dict[str, list[Point]], path: Path) -> None:
+    """Draws the loss over tokens and over bytes sent, a curve for each kind."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for kind, points in curves.items():
+        losses = [point.loss for point in points]
+        left.plot([point.tokens for point in points], losses, label=kind)
+        right.plot([point.sent_bytes for point in points], losses, label=kind)
+    left.set(xlabel="tokens", ylabel="validation loss, nats a token")
+    right.set(xlabel="bytes that a device has sent over data", xscale="log")
+    left.legend()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table, a row as soon as its run has ended, and draws the curves of the first seed."""
+    parser = argparse.ArgumentParser(prog="scripts/local_steps_table", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind, with the seeds from 0 on")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
+    parser.add_argument("--out", default="", help="a .png file for the chart")
+    given = parser.parse_args(argv)
+    devices, _ = distributed.start(NUM_GROUPS)
+    config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}"])
+    assemblies = {kind: assembled(config, options, devices) for kind, options in KINDS.items()}
+    programs = {kind: steps_of(assembly) for kind, assembly in assemblies.items()}
+    print(*HEADER, sep="\n", flush=True)
+    for seed in range(given.seeds):
+        curves = dict[str, list[Point]]()
+        for kind, assembly in assemblies.items():
+            curves[kind] = trained(assembly, programs[kind], seed, kind)
+            print(line(seed, kind, assembly, curves[kind][-1], curves["synchronous"][-1]), flush=True)
+        if given.out and seed == 0:
+            draw(curves, Path(given.out))
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
