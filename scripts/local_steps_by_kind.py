@@ -1,7 +1,8 @@
-"""Loss of configs/tiny.py over tokens and over bytes sent, by how often groups exchange weights.
+"""Loss of configs/tiny.py over tokens and over bytes sent, by how often replicas exchange what.
 
 Started by scripts/local_steps_table. docs/communication.md has the table and the chart. All runs have the same initial
 weights, batches, inner optimizer and validation examples, in one process on simulated devices, one for each group.
+Further arguments change the configuration, such as `--config.model.num_layers=2`.
 """
 
 import argparse
@@ -26,9 +27,10 @@ from meshtrain.words.errors import run
 NUM_GROUPS, NUM_STEPS, SHOWN_EVERY = 4, 300, 20
 KINDS = {
     "synchronous": LocalStepsOptions(),
-    "local SGD, period 10": LocalStepsOptions(period=10, groups=NUM_GROUPS, outer_learning_rate=1.0, outer_momentum=0),
-    "DiLoCo, period 10": LocalStepsOptions(period=10, groups=NUM_GROUPS),
-    "DiLoCo, period 20": LocalStepsOptions(period=20, groups=NUM_GROUPS),
+    "local-sgd-10": LocalStepsOptions(period=10, groups=NUM_GROUPS, outer_learning_rate=1.0, outer_momentum=0.0),
+    "diloco-10": LocalStepsOptions(period=10, groups=NUM_GROUPS),
+    "diloco-20": LocalStepsOptions(period=20, groups=NUM_GROUPS),
+    "one-step-late": LocalStepsOptions(delay=1),
 }
 HEADER = (
     "| seed | kind | exchanges | bytes a parameter and step | validation loss | against synchronous |",
@@ -152,10 +154,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind, with the seeds from 0 on")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
     parser.add_argument("--out", default="", help="a .png file for the chart")
-    given = parser.parse_args(argv)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, 'synchronous' first")
+    given, overrides = parser.parse_known_args(argv)
     devices, _ = distributed.start(NUM_GROUPS)
-    config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}"])
-    assemblies = {kind: assembled(config, options, devices) for kind, options in KINDS.items()}
+    config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}", *overrides])
+    assemblies = {kind: assembled(config, KINDS[kind], devices) for kind in given.kinds.split(",")}
     programs = {kind: steps_of(assembly) for kind, assembly in assemblies.items()}
     print(*HEADER, sep="\n", flush=True)
     for seed in range(given.seeds):
