@@ -107,10 +107,10 @@ def test_hosts_are_counted_by_name_not_by_process(hosts, along_data, along_fsdp)
 
 def test_the_room_is_that_of_the_fullest_device(mesh):
     def device(used):
-        return SimpleNamespace(
-            process_index=0, platform="gpu", memory_stats=lambda: {"bytes_limit": 80_000, "bytes_in_use": used}
-        )
+        stats = None if used is None else {"bytes_limit": 80_000, "bytes_in_use": used}
+        return SimpleNamespace(process_index=0, platform="gpu", memory_stats=lambda: stats)
 
+    assert sweep.room_bytes(SimpleNamespace(devices=np.array([device(None)]))) == 2**29
     assert sweep.room_bytes(SimpleNamespace(devices=np.array([device(0), device(16_000)]))) == 8000
     assert 2**20 < sweep.room_bytes(mesh) < 2**40
 
