@@ -21,7 +21,7 @@ from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
 from meshtrain.probe import alone, findings, machine, together
 from meshtrain.probe.findings import Finding
-from meshtrain.probe.rollcall import Alone, Hub, Member, RollCall, Unreachable, token
+from meshtrain.probe.rollcall import Hub, Member, RollCall, Single, Unreachable, token
 from meshtrain.words import flags
 from meshtrain.words.errors import EXIT_USER_ERROR, UserError, leave_at_once, run
 from meshtrain.words.paths import expanded
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     limit = min(_FACT_SECONDS, arguments.limit)
     found = machine.findings(meeting, folders, arguments.gpus, os.environ, limit)
     if meeting is None:
-        found += _examined(arguments, Alone(), 1)
+        found += _examined(arguments, Single(), 1)
         return _shown(found, {0: socket.gethostname()}, "this machine")
     if meeting.index == 0:
         code = _lead(arguments, meeting, found, folders["workdir"])
@@ -108,6 +108,9 @@ def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding],
     found += together.same("versions", {process: each["software"] for process, each in said.items()}, fix)
     fix = "set it in all processes alike"
     found += together.same("environment", {process: each["environment"] for process, each in said.items()}, fix)
+    fix = "the same driver and libraries on all machines, if a job fails"
+    libraries = {process: each["libraries"] for process, each in said.items()}
+    found += together.same("libraries", libraries, fix, findings.warning)
     found += together.clocks(hub.offsets())
     looked = _looked(hub, workdir, own["token"], meeting, limit)
     found += together.shared({process: tuple(each) for process, each in looked.items()}, len(said))
@@ -152,6 +155,7 @@ def _introduction(found: Sequence[Finding]) -> dict[str, Any]:
         "found": findings.to_json(found),
         "software": machine.software(),
         "environment": together.compared(os.environ),
+        "libraries": machine.libraries(os.environ),
     }
 
 

@@ -53,13 +53,23 @@ def software() -> dict[str, str]:
     own = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         own.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    driver = re.search(r"Kernel Module\D*([\d.]+)", _text(Path("/proc/driver/nvidia/version")))
     return {
         "python": platform.python_version(),
         "meshtrain's source": own.hexdigest()[:12],
-        **({"NVIDIA driver": driver[1]} if driver else {}),
         **{name: version for name, version in installed().items() if version},
     }
+
+
+def libraries(environ: Mapping[str, str], version: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:
+    """Returns name -> value of what may differ between processes, and rarely does on purpose.
+
+    Args:
+      environ: of this process.
+      version: the file in which NVIDIA's driver says its own.
+    """
+    driver = re.search(r"Kernel Module\D*([\d.]+)", _text(version))
+    paths = {name: environ[name] for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if environ.get(name)}
+    return {**({"NVIDIA driver": driver[1]} if driver else {}), **paths}
 
 
 def findings(

@@ -35,7 +35,7 @@ class RollCall(Protocol):
         """Returns process -> value, of those that answer within a time. All of them call it, with the same names."""
 
 
-class Alone:
+class Single:
     """The roll call of a single process."""
 
     def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:

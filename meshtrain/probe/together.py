@@ -5,7 +5,7 @@ A test plants a fault by calling a check with other facts or other times.
 
 import collections
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from meshtrain.launch.cluster import Meeting
 from meshtrain.probe.findings import Finding, error, named, of_process, ok, warning
@@ -63,13 +63,19 @@ def unreachable(meeting: Meeting, reason: str, is_this_machine: bool) -> Finding
     return error("port", reason, fix)
 
 
-def same(check: str, facts: Mapping[int, Mapping[str, str]], fix: str) -> list[Finding]:
-    """Checks that values are the same in every process. Those that differ from most are named.
+def same(
+    check: str,
+    facts: Mapping[int, Mapping[str, str]],
+    fix: str,
+    made: Callable[[str, str, str], Finding] = error,
+) -> list[Finding]:
+    """Checks that values are the same in every process. Those that differ from most are named; without any, nothing is.
 
     Args:
       check: its name.
       facts: process -> name -> value.
       fix: what to do about a difference.
+      made: `error` or `warning`.
     """
     found = []
     names = sorted({name for own in facts.values() for name in own})
@@ -80,8 +86,8 @@ def same(check: str, facts: Mapping[int, Mapping[str, str]], fix: str) -> list[F
         for process, value in values.items():
             if value != most:
                 seen = f"{name} is {value}, and {most} in process {other}"
-                found += of_process([error(check, seen, fix)], process)
-    return found or [ok(check, f"the same {len(names)} values in all")]
+                found += of_process([made(check, seen, fix)], process)
+    return found or [ok(check, f"the same {len(names)} values in all")] * bool(names)
 
 
 def compared(environ: Mapping[str, str]) -> dict[str, str]:

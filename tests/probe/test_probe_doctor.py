@@ -1,5 +1,6 @@
 """The command: a healthy 2 x 4, a missing process, one that hangs in JAX, and what needs no JAX."""
 
+import argparse
 import os
 import pathlib
 import socket
@@ -168,6 +169,20 @@ def test_a_mesh_that_does_not_fit_is_a_line(tmp_path, capsys):
     assert "mesh: got" in line
     assert doctor.main(words) == 0
     assert "data of 8 in" in capsys.readouterr().out
+
+
+def test_the_slower_side_of_a_pair_counts_and_a_slow_process_is_named():
+    """What four processes say of their exchanges: only process 2 itself finds its own slow."""
+
+    def said(process):
+        times = [4e-3, 5e-3] if process == 2 else [1e-3, 2e-3]
+        pairs = {str(partner): times for partner in range(4) if partner != process}
+        return {"devices": [8, "H100"], "without_gpus": False, "times": {}, "wrong": [], "pairs": pairs}
+
+    words = argparse.Namespace(limit=60.0, gpus=8)
+    found = doctor._judged({process: said(process) for process in range(4)}, [], words)
+    assert [(each.check, each.process) for each in found if each.verdict != "ok"] == [("slow", 2)]
+    assert "4.00 ms to exchange 1 MiB with any other, and 1.00 ms is the median" in found[-1].seen
 
 
 def test_each_pair_meets_once_and_each_process_once_a_round():

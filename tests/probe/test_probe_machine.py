@@ -87,6 +87,16 @@ def test_the_facts_of_this_machine_are_judged(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
+def test_libraries_are_the_driver_and_where_others_come_from(tmp_path):
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n")
+    assert machine.libraries({"LD_LIBRARY_PATH": "/a", "PATH": "/b"}, version) == {
+        "NVIDIA driver": "550.54.15",
+        "LD_LIBRARY_PATH": "/a",
+    }
+    assert machine.libraries({"LD_PRELOAD": ""}, tmp_path / "missing") == {}
+
+
 def test_a_changed_source_is_other_software(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_PACKAGE", tmp_path)
     (tmp_path / "a.py").write_text("x = 1\n")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from meshtrain.launch.cluster import Meeting
-from meshtrain.probe.rollcall import Alone, Hub, Member, Unreachable, clock_offset
+from meshtrain.probe.rollcall import Hub, Member, Single, Unreachable, clock_offset
 
 
 @pytest.fixture
@@ -184,4 +184,4 @@ def test_clocks_of_one_machine_agree(meetings, threads):
 
 
 def test_a_single_process_hears_itself():
-    assert Alone().exchange("a", {"x": 1}, 0) == {0: {"x": 1}}
+    assert Single().exchange("a", {"x": 1}, 0) == {0: {"x": 1}}

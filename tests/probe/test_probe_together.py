@@ -4,7 +4,7 @@ import pytest
 
 from meshtrain.launch.cluster import Meeting
 from meshtrain.probe import together
-from meshtrain.probe.findings import ERROR, OK, WARNING, lines
+from meshtrain.probe.findings import ERROR, OK, WARNING, lines, warning
 
 JOB = Meeting("node1:61000", 4, 0, 4, ("node1", "node2", "node3", "node4"))
 HOSTS = {0: "node1", 1: "node2", 2: "node3", 3: "node4"}
@@ -70,6 +70,14 @@ FAULTS = [
         [1],
         "NCCL_IB_HCA is not set, and mlx5 in process 0",
         "set it",
+    ),
+    (
+        "other driver",
+        together.same("libraries", {0: {"driver": "550"}, 1: {"driver": "535"}}, "the same", warning),
+        WARNING,
+        [1],
+        "driver is 535, and 550 in process 0",
+        "the same",
     ),
     ("clock ahead", together.clocks({1: (5.0, 0.01), 2: (0.1, 0.01)}), WARNING, [1], "5.0 s ahead of", "chrony"),
     ("clock behind", together.clocks({1: (0.1, 0.01), 2: (-5.0, 0.01)}), WARNING, [2], "5.0 s behind", "chrony"),
@@ -163,6 +171,7 @@ def test_a_planted_fault_is_one_line_that_names_the_process(found, verdict, proc
     [
         together.registered(JOB, HOSTS, [], 120),
         together.same("versions", VERSIONS, "x"),
+        together.same("libraries", {0: {}, 1: {}}, "x"),
         together.clocks({1: (0.5, 0.001), 2: (-0.9, 0.001)}),
         together.clocks({1: (1.4, 0.5)}),  # known to half a second only
         together.clocks({}),
