@@ -6,6 +6,7 @@ numbers of devices, and what it has found is used between them.
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshtrain.config.config import Config
@@ -25,6 +26,7 @@ from meshtrain.words.errors import UserError
 MOST_PROGRAMS = 40
 NUM_SEARCHES = 3
 MOST_A_SEARCH = 4
+PROGRAMS_A_SEARCH = 4  # there is a search for each four of the programs allowed
 FOR_THE_BEST = 10  # programs for the search's best on other numbers of devices
 
 Search = Callable[[Config, Cluster, Assumptions, int], search.Found]
@@ -119,7 +121,7 @@ def scaling(
       sizes: numbers of devices, ascending.
       assumptions: of the model of time.
       programs: at most so many are compiled.
-      say: called with a line before the first is compiled.
+      say: called with a line before the first is compiled, and with one for each that is.
       compile_step: compiles a point; another one in tests.
       run_search: (configuration, cluster, assumptions, most programs) -> what a search has found; another one in tests.
 
@@ -133,13 +135,13 @@ def scaling(
         sizes = [1, *sizes]  # one device is what the others are compared with
         clusters |= open_clusters(cluster, [1])
     plain = [point(basis, way, kind, size) for way in ways for kind in KINDS for size in sizes]
-    prices = Prices(basis, clusters, assumptions, compile_step)
-    shares = shared_out(programs, len({one.config for one in ends(plain)}))
-    say(announced(*shares))
-    prices.compile(ends(plain), shares[0])
-    found, num_searched = searched(basis, clusters, sizes, shares[1], prices, run_search)
+    prices = Prices(basis, clusters, assumptions, _told(compile_step, say))
+    shares = shares_of(programs, len({one.config for one in ends(plain)}))
+    say(shares.line())
+    prices.compile(ends(plain), shares.plain)
+    found, num_searched = searched(basis, clusters, sizes, shares, prices, run_search)
     best = nearest_points(basis, found, sizes) if found else []
-    prices.compile(ends(best), shares[2])
+    prices.compile(ends(best), shares.rest)
     names = [*(way.name for way in ways), *([BEST] if found else [])]
     made = curves(prices.rows([*plain, *best]), names)
     return Scaling(
@@ -155,35 +157,76 @@ def scaling(
     )
 
 
-def shared_out(programs: int, wanted: int) -> tuple[int, int, int]:
-    """Returns how many programs are for data, fsdp and hybrid, for each search, and for what the searches find.
+def _told(
+    compile_step: Callable[[Point, Cluster], Sample], say: Callable[[str], None]
+) -> Callable[[Point, Cluster], Sample]:
+    """Returns a function that compiles a point and says so, with the seconds that it took."""
 
-    >>> shared_out(40, 12), shared_out(16, 12), shared_out(4, 12)
-    ((12, 4, 10), (9, 1, 4), (1, 1, 0))
+    def compiled(one: Point, cluster: Cluster) -> Sample:
+        start = time.perf_counter()
+        made = compile_step(one, cluster)
+        seconds = time.perf_counter() - start
+        say(f"compiled     {one.way.name} on {one.num_devices:,} devices, {one.kind} scaling, in {seconds:.0f} s")
+        return made
+
+    return compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """How many programs are compiled for what.
+
+    Attributes:
+      plain: for data, fsdp and hybrid.
+      searches: number of searches.
+      each: for each search.
+      rest: for what the searches find, on other numbers of devices.
+    """
+
+    plain: int
+    searches: int
+    each: int
+    rest: int
+
+    @property
+    def most(self) -> int:
+        """All programs."""
+        return self.plain + self.searches * self.each + self.rest
+
+    def line(self) -> str:
+        """Returns what will be compiled, as one line."""
+        return (
+            f"scaling      compiles at most {self.most} programs: {self.plain} for data, fsdp and hybrid, "
+            f"{self.searches} searches of at most {self.each}, {self.rest} for what they find on other sizes"
+        )
+
+
+def shares_of(programs: int, wanted: int) -> Shares:
+    """Returns how many programs are compiled for what; with few of them there are fewer searches.
+
+    >>> shares_of(40, 12)
+    Shares(plain=12, searches=3, each=4, rest=10)
+    >>> shares_of(16, 12)
+    Shares(plain=9, searches=3, each=1, rest=4)
+    >>> shares_of(9, 12)
+    Shares(plain=5, searches=2, each=1, rest=2)
 
     Args:
       programs: all of them.
       wanted: by data, fsdp and hybrid.
     """
+    searches = min(NUM_SEARCHES, programs // PROGRAMS_A_SEARCH)
     each = min(MOST_A_SEARCH, max(1, (programs - wanted - FOR_THE_BEST) // NUM_SEARCHES))
-    left = max(0, programs - NUM_SEARCHES * each)
-    rest = min(FOR_THE_BEST, left // 3) if wanted > left - FOR_THE_BEST else FOR_THE_BEST
-    return min(wanted, left - rest), each, rest
-
-
-def announced(first: int, each: int, rest: int) -> str:
-    """Returns what will be compiled, as one line; see `shared_out`."""
-    return (
-        f"scaling      compiles at most {first + NUM_SEARCHES * each + rest} programs: {first} for data, fsdp and "
-        f"hybrid, {NUM_SEARCHES} searches of at most {each}, {rest} for what they find on other numbers of devices"
-    )
+    left = programs - searches * each
+    rest = min(FOR_THE_BEST, max(left // 3, left - wanted)) if searches else 0
+    return Shares(min(wanted, left - rest), searches, each, rest)
 
 
 def searched(
     basis: Basis,
     clusters: Mapping[int, Cluster],
     sizes: Sequence[int],
-    each: int,
+    shares: Shares,
     prices: Prices,
     run_search: Search,
 ) -> tuple[dict[int, Way], int]:
@@ -193,19 +236,19 @@ def searched(
       basis: what is scaled; its batch stays as configured.
       clusters: number of devices -> cluster.
       sizes: numbers of devices.
-      each: most programs of a search.
+      shares: how many searches, and how many programs each.
       prices: gets the programs of the best.
       run_search: see `scaling`.
 
     Returns:
       (number of devices -> the best way found, where one may fit; the number of programs compiled).
     """
-    found, num_programs, most = dict[int, Way](), 0, NUM_SEARCHES * each
+    found, num_programs, most = dict[int, Way](), 0, shares.searches * shares.each
     left = list(sizes)
-    while left and len(found) < NUM_SEARCHES and num_programs < most:
+    while left and len(found) < shares.searches and num_programs < most:
         size = left.pop(0)
         try:
-            result = run_search(basis.config, clusters[size], prices.assumptions, min(each, most - num_programs))
+            result = run_search(basis.config, clusters[size], prices.assumptions, min(shares.each, most - num_programs))
         except UserError:
             continue  # no mesh is legal here and may fit
         num_programs += len(result.ranked)
@@ -216,8 +259,8 @@ def searched(
         one = point(basis, found[size], STRONG, size)
         if one.config is not None:
             prices.add(sample_of(one, plan.compiled))
-        if len(found) == 1 and len(left) > 2:
-            left = [left[(len(left) - 1) // 2], left[-1]]
+        if len(found) == 1 and left:
+            left = [*dict.fromkeys([left[(len(left) - 1) // 2], left[-1]])][-max(1, shares.searches - 1) :]
     return found, num_programs
 
 

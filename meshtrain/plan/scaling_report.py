@@ -148,6 +148,9 @@ def to_json(found: Scaling) -> dict[str, Any]:
         "num_compiled": found.num_compiled,
         "checks": list(found.checks),
         "assumptions": found.assumptions.lines(),
+        "links": [
+            {"axis": axes, "kind": kind, "is_measured": link is not None} for (axes, kind), link in found.links.items()
+        ],
         "curves": [
             {
                 "way": curve.name,

@@ -71,6 +71,18 @@ def test_a_line_has_one_kind_of_program(points):
         assert len({point.num_microbatches == 1 for point in line}) == 1
 
 
+def test_smaller_microbatches_are_a_line_of_their_own(basis, clusters):
+    config = dataclasses.replace(basis.config, batch_size=24)
+    other = dataclasses.replace(basis, config=config)
+    way = ways.Way("data", "data", (), (), 2)
+    points = [ways.point(other, way, STRONG, size) for size in SIZES]
+    assert [(point.num_microbatches, point.microbatch) for point in points] == [(12, 2), (6, 2), (3, 2), (3, 1)]
+    made, rows = priced(other, clusters, points)
+    assert made.num_compiled == 4
+    for row in rows:
+        assert row.seconds == pytest.approx(made.at(sample(row.point), row.point).step, rel=1e-12)
+
+
 def test_the_ends_that_refine_a_line_come_last(basis, clusters, points):
     order = [key(point) for point in prices.ends(points)]
     assert order.index(("data", STRONG, 8)) < order.index(("data", WEAK, 8))

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from meshtrain.launch.links import Link, Links
 from meshtrain.layout.axes import AXES
 from meshtrain.observe.line_charts import picture
 from meshtrain.plan import __main__ as program
@@ -60,7 +61,8 @@ def run(monkeypatch):
 
     def run(shape_of=lambda size: size, config=CONFIG, sizes=SIZES, calls=None, **fields):
         given = {"say": lambda line: None, "compile_step": imagined.sample} | fields
-        return scaling.scaling(config, cluster(), sizes, Assumptions(), run_search=finds(shape_of, calls), **given)
+        assumed = given.pop("assumptions", Assumptions())
+        return scaling.scaling(config, cluster(), sizes, assumed, run_search=finds(shape_of, calls), **given)
 
     return run
 
@@ -122,7 +124,7 @@ def test_a_search_that_finds_nothing_goes_on_with_more_devices(run):
     assert {one.name for one in nothing.curves} == {"data", "fsdp", "hybrid"}
 
 
-@pytest.mark.parametrize("programs", [3, 4, 9, 40])
+@pytest.mark.parametrize("programs", [1, 3, 4, 9, 40])
 def test_it_says_how_many_programs_and_compiles_no_more(run, programs):
     said, seen = [], []
 
@@ -133,7 +135,8 @@ def test_it_says_how_many_programs_and_compiles_no_more(run, programs):
 
     found = run(programs=programs, say=said.append, compile_step=counted)
     (announced,) = re.findall(r"at most (\d+) programs", said[0])
-    assert len(seen) + len(found.searched) == found.num_compiled <= int(announced) <= max(programs, 3)
+    assert len(said) == 1 + len(seen)
+    assert len(seen) + len(found.searched) == found.num_compiled <= int(announced) <= programs
 
 
 def test_the_table_the_json_and_the_page_say_the_same(run):
@@ -174,6 +177,20 @@ def test_what_has_no_time_is_a_line_below_the_table(run):
     assert "strong scaling: the batch stays 16 examples a step" in scaling_report.text(found)
     none = run(config=small({"data": 4}, batch_size=4), sizes=[2, 8])
     assert "data on 8 devices: 4 sequences do not divide over 8 devices" in scaling_report.text(none)
+
+
+def test_measured_links_take_the_place_of_the_assumed_ones(run):
+    slow = Links("NVIDIA H100 80GB HBM3", (Link("data", "all-reduce", 8, 1, 0.5, 1e9),))
+    found, assumed = run(assumptions=Assumptions(links=slow)), run()
+    one, other = (curve(each, "data", "weak").rows[-1].spent for each in (found, assumed))
+    assert one.waiting["data"] == pytest.approx(0.5 + 2 * 7 / 8 * 2048 * 4096 * 4 / 1e9)
+    assert one.latency == pytest.approx(0.5)
+    assert other.waiting["data"] < 0.01
+    text = scaling_report.text(found)
+    assert "links of all-reduce along data: as measured" in text
+    assert "links of all-gather along fsdp: as assumed" in text
+    assert {"axis": "data", "kind": "all-reduce", "is_measured": True} in scaling_report.to_json(found)["links"]
+    assert scaling_report.to_json(assumed)["links"] == []
 
 
 def test_a_cluster_without_known_speed_is_one_line():
