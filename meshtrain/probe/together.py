@@ -159,7 +159,7 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
 
 
 def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit: float) -> list[Finding]:
-    """Names the processes that hold up the others.
+    """Names the processes that hold up the others: those that have ended, else those that are furthest behind.
 
     Args:
       waiting: process -> (the number of what it waits for, what that is), of those that have not come to the end.
@@ -172,7 +172,7 @@ def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit:
         for process in missing
         for each in of_process([error("collectives", gone, "see its output, and dmesg on its machine")], process)
     ]
-    if not waiting:
+    if found or not waiting:
         return found
     first = min(number for number, _ in waiting.values())
     for process, (number, what) in waiting.items():

@@ -140,7 +140,14 @@ FAULTS = [
         "an all-reduce on data has not ended in 60 s",
         "open the ports",
     ),
-    ("ended", together.stuck({}, [3], 60), ERROR, [3], "it ended, or says nothing more", "dmesg"),
+    (
+        "ended",
+        together.stuck({0: (3, "an all-reduce on data")}, [3], 60),
+        ERROR,
+        [3],
+        "it ended, or says nothing more",
+        "dmesg",
+    ),
     ("raises", together.failures({1: ["XlaRuntimeError: x"]}, "try"), ERROR, [1], "XlaRuntimeError: x", "try"),
     (
         "wrong value",
