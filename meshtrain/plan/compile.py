@@ -29,7 +29,8 @@ class Compiled:
     Attributes:
       assembly: the assembly whose step was compiled.
       text: the scheduled program; None if the compiler gave up for lack of memory.
-      statistics: the compiler's account of memory; None if it gave up.
+      outer_text: the program that joins groups that train apart; None without groups, or if there is no `text`.
+      statistics: the compiler's account of memory; None if it gave up. The peak is the larger of the two programs'.
       options: the compiler options it was compiled with.
       attention: the kernel of attention that was traced, `cudnn`, `splash`, or `xla` without a kernel.
       traced_flops: of matrix products on one device before any compiler, attention kernels in full.
@@ -40,6 +41,7 @@ class Compiled:
 
     assembly: Assembly
     text: str | None
+    outer_text: str | None
     statistics: Statistics | None
     options: Mapping[str, Any]
     attention: str
@@ -66,18 +68,22 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         with captured() as messages:
             traced = assembly.train_step.trace(assembly.state, assembly.batch)
             lowered = traced.lower(lowering_platforms=(cluster.platform,))
-            compiled, refusal = None, ""
+            compiled, outer, refusal = None, None, ""
             try:
                 compiled = lowered.compile()
+                if assembly.outer_step is not None:
+                    joining = assembly.outer_step.trace(assembly.state)
+                    outer = joining.lower(lowering_platforms=(cluster.platform,)).compile()
             except JaxRuntimeError as error:
                 if OUT_OF_MEMORY not in str(error):
                     raise
-                refusal = str(error)
-            text = compiled.as_text() if compiled else None
+                compiled, refusal = None, str(error)
+            text, outer_text = (one.as_text() if one else None for one in (compiled, outer))
     return Compiled(
         assembly=assembly,
         text=text,
-        statistics=statistics(compiled.memory_analysis()) if compiled else None,
+        outer_text=outer_text,
+        statistics=_of_both(compiled, outer) if compiled else None,
         options=compiler_options(cluster.devices[0].device_kind),
         attention=attention_kernel(traced.jaxpr.jaxpr),
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
@@ -87,9 +93,21 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
     )
 
 
+def _of_both(step: Any, outer: Any) -> Statistics:
+    """Returns the compiler's account of a step, with the peak of the outer step where that is larger."""
+    found = statistics(step.memory_analysis())
+    peak = statistics(outer.memory_analysis()).peak_bytes if outer else 0
+    return dataclasses.replace(found, peak_bytes=max(found.peak_bytes, peak))
+
+
 def program_of(compiled: Compiled) -> Program | None:
     """Returns the parsed program; None if the compiler gave up."""
     return read(compiled.text, _places_for_others) if compiled.text else None
+
+
+def outer_program_of(compiled: Compiled) -> Program | None:
+    """Returns the parsed program that joins groups; None without groups, or if the compiler gave up."""
+    return read(compiled.outer_text, _places_for_others) if compiled.outer_text else None
 
 
 def _places_for_others(file: str, function: str) -> bool:

@@ -101,19 +101,25 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     level = config.zero.effective_level
     rules = rules_of_level(default_rules(config.layout), level)
     axes = dict(leaves_with_paths(weights.axes, is_leaf=is_names))
-    total = 0
+    total, options = 0, config.local_steps
+    # Of groups that train apart a device has weights, gradients and moments of each of its own, and the anchor.
+    num_groups = options.groups // shape[DATA] if options.period else 1
     for path, leaf in leaves_with_paths(weights.params):
         specs, size = stored(leaf.shape, axes[path], rules, shape, level, path), math.prod(leaf.shape)
-        total += size // num_parts(axes_in(specs.parameter), shape) * leaf.dtype.itemsize
+        bytes_here = size // num_parts(axes_in(specs.parameter), shape) * leaf.dtype.itemsize
+        total += bytes_here
         if weights.trained[path]:
-            total += size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES
+            total += num_groups * (size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES)
+            total += num_groups * bytes_here if options.period else 0
+            if options.period and options.outer_momentum:
+                total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
             if config.compression.has_residual or config.local_steps.delay:
                 total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
     if config.offload.moments:
         return total
     for leaf, names in weights.moments:
         spec = stored(leaf.shape, names, rules, shape, level).moment
-        total += math.prod(leaf.shape) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize
+        total += num_groups * (math.prod(leaf.shape) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize)
     return total
 
 
@@ -193,6 +199,8 @@ def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: in
     if config.compression.is_on:
         gathered = FLOAT32_BYTES if level else 0
         return config.compression.wire_bytes(num_replicas, is_scattered=bool(level)) + gathered
+    if config.local_steps.period:
+        return 2 * FLOAT32_BYTES / config.local_steps.period
     if level > SCATTERS_EACH:
         return GATHERS_AND_SCATTER * itemsize * parts
     return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))

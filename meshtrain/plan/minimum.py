@@ -2,7 +2,8 @@
 
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
-    data      2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; compressed ones as
+    data      nothing with groups that train apart, but scalars; without,
+              2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; compressed ones as
               `layout/compression.py` says. Of weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
@@ -97,6 +98,8 @@ def sizes(assembly: Assembly) -> Sizes:
 def reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
     """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data)."""
     replicas, reduced, scattered = assembly.replicas, 0, 0
+    if assembly.outer_step is not None:  # groups send weights in a program of their own
+        return 0, 0
     trained, _ = select(assembly.state.params, replicas.trained)
     for leaf, weight in zip(jax.tree.leaves(trained), jax.tree.leaves(replicas.trained_stored), strict=True):
         elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
@@ -152,6 +155,14 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
             chunks = assembly.program.schedule.num_chunks if assembly.program else 1
             least[axis] = 2.0 * size.num_microbatches * chunks * size.residual_bytes
     return least
+
+
+def outer_wire_bytes_minimum(assembly: Assembly) -> float:
+    """Returns the least bytes on the wire over data when groups are joined: an all-reduce of the weights in float32."""
+    trained, _ = select(assembly.state.params, assembly.replicas.trained)
+    elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(trained))
+    num_replicas = assembly.mesh.shape[DATA]
+    return 2 * (num_replicas - 1) / num_replicas * elements * FLOAT32_BYTES
 
 
 def _reductions(assembly: Assembly, size: Sizes) -> float:

@@ -8,14 +8,31 @@ from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout.mesh import mesh_shape
 from meshtrain.plan import findings, paying
 from meshtrain.plan.collectives import Traffic, collectives, traffic
-from meshtrain.plan.compile import Compiled, compile_step, program_of
+from meshtrain.plan.compile import Compiled, compile_step, outer_program_of, program_of
 from meshtrain.plan.flops import Work, matmul_flops
 from meshtrain.plan.memory import Memory, memory
-from meshtrain.plan.minimum import executor_bytes, model_flops, wire_bytes_minimum
+from meshtrain.plan.minimum import executor_bytes, model_flops, outer_wire_bytes_minimum, wire_bytes_minimum
 from meshtrain.plan.timing import Assumptions, Timing, timing
 from meshtrain.plan.topology import Cluster
 from meshtrain.step.precision import compute_name
 from meshtrain.words.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """The program that joins groups that train apart.
+
+    Attributes:
+      period: it runs after every so many steps.
+      traffic: a row for each axis and kind of collective.
+      minimum_bytes: the least bytes on the wire over data.
+      timing: modelled seconds; None for CPUs.
+    """
+
+    period: int
+    traffic: tuple[Traffic, ...]
+    minimum_bytes: float
+    timing: Timing | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +44,7 @@ class Plan:
       compiled: the step.
       memory: of a device.
       traffic: a row for each axis and kind of collective.
+      outer: the program that joins groups that train apart; None without groups.
       minimum: axis, or axes joined by `+` -> least bytes on the wire.
       executor_bytes: what the pipeline's executor sends by its own formula; None without one or if unknown.
       work: FLOPs of the compiled program; None if there is no program.
@@ -39,6 +57,7 @@ class Plan:
     compiled: Compiled
     memory: Memory
     traffic: tuple[Traffic, ...]
+    outer: Outer | None
     minimum: Mapping[str, float]
     executor_bytes: float | None
     work: Work | None
@@ -122,6 +141,7 @@ def plan(
         compiled=compiled,
         memory=held,
         traffic=rows,
+        outer=_outer(compiled, cluster, assumptions),
         minimum=wire_bytes_minimum(assembly),
         executor_bytes=executor_bytes(assembly),
         work=matmul_flops(program) if program else None,
@@ -132,3 +152,15 @@ def plan(
     found = findings.findings(compiled, cluster, held, rows, made.minimum, made.executor_bytes, made.added_share)
     found += [findings.Finding(what, change) for what, change in paying.advice(assembly, cluster, assumptions)]
     return dataclasses.replace(made, findings=tuple(found))
+
+
+def _outer(compiled: Compiled, cluster: Cluster, assumptions: Assumptions) -> Outer | None:
+    program, assembly = outer_program_of(compiled), compiled.assembly
+    if program is None:
+        return None
+    return Outer(
+        period=assembly.config.local_steps.period,
+        traffic=tuple(traffic(collectives(program, dict(assembly.mesh.shape)))),
+        minimum_bytes=outer_wire_bytes_minimum(assembly),
+        timing=timing(assembly, cluster, program, assumptions) if cluster.accelerator else None,
+    )

@@ -1,9 +1,11 @@
 """A plan as aligned text for people, and as JSON for programs. All numbers are of one device and one step."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from meshtrain.launch.compiler import options_of
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.mesh import describe
 from meshtrain.plan import collectives
 from meshtrain.plan.minimum import idle_share
@@ -17,7 +19,15 @@ UNKNOWN = "not known"
 
 def text(plan: Plan) -> str:
     """Returns the whole report."""
-    parts = [_title(plan), _memory(plan), _communication(plan), _compute(plan), _time(plan), _options(plan)]
+    parts = [
+        _title(plan),
+        _memory(plan),
+        _communication(plan),
+        _outer(plan),
+        _compute(plan),
+        _time(plan),
+        _options(plan),
+    ]
     parts.append(_findings(plan))
     return "\n\n".join(part for part in parts if part)
 
@@ -88,6 +98,16 @@ def _memory(plan: Plan) -> str:
 def _communication(plan: Plan) -> str:
     if not plan.traffic:
         return ""
+    table = _collectives(plan.traffic, "a step")
+    bounds = []
+    for axis, least in plan.minimum.items():
+        sent = sent_along(plan, axis)
+        formula = f"; the executor's formula: {_bytes(plan.executor_bytes)}" if axis == "pipeline" else ""
+        bounds.append((axis, _bytes(sent), _bytes(least), f"{sent / least:.3f}{formula}" if least else "-"))
+    return f"{table}\n\n" + aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")
+
+
+def _collectives(traffic: Sequence[collectives.Traffic], when: str) -> str:
     rows = [
         (
             row.axis,
@@ -99,16 +119,29 @@ def _communication(plan: Plan) -> str:
             f"{row.overlapped_fraction:.0%}",
             row.sources[0] if row.sources else "-",
         )
-        for row in plan.traffic
+        for row in traffic
     ]
-    header = ("axis", "collective", "a step", "whole", "on the wire", "async", "hidden", "mostly from")
-    table = aligned(rows, header, "<<>>>>>")
-    bounds = []
-    for axis, least in plan.minimum.items():
-        sent = sent_along(plan, axis)
-        formula = f"; the executor's formula: {_bytes(plan.executor_bytes)}" if axis == "pipeline" else ""
-        bounds.append((axis, _bytes(sent), _bytes(least), f"{sent / least:.3f}{formula}" if least else "-"))
-    return f"{table}\n\n" + aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")
+    header = ("axis", "collective", when, "whole", "on the wire", "async", "hidden", "mostly from")
+    return aligned(rows, header, "<<>>>>>")
+
+
+def _outer(plan: Plan) -> str:
+    """Returns what the program sends that joins groups, and how long it takes; an empty text without groups."""
+    if plan.outer is None:
+        return ""
+    outer, when = plan.outer, f"every {plan.outer.period} steps"
+    sent = collectives.sent_along(outer.traffic, DATA)
+    rows = [
+        (when, _bytes(sent), _bytes(outer.minimum_bytes)),
+        ("a step", _bytes(sent / outer.period), _bytes(outer.minimum_bytes / outer.period)),
+    ]
+    parts = [_collectives(outer.traffic, when)] if outer.traffic else []
+    parts.append(aligned(rows, ("groups are joined", "on the wire of data", "least"), "<>>"))
+    if outer.timing:
+        low, high = outer.timing.low_seconds, outer.timing.high_seconds
+        seconds = f"{low:.3g} to {high:.3g} s {when}, which is not in the step below"
+        parts.append(aligned([("outer step", seconds, "modelled")], ("time", "an outer step", "")))
+    return "\n\n".join(parts)
 
 
 def sent_along(plan: Plan, axis: str) -> float:
@@ -203,6 +236,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "largest": [dataclasses.asdict(buffer) for buffer in memory.buffers],
         },
         "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.traffic],
+        "outer": plan.outer
+        and {
+            "period": plan.outer.period,
+            "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.outer.traffic],
+            "wire_bytes_minimum": plan.outer.minimum_bytes,
+            "seconds_low": plan.outer.timing and plan.outer.timing.low_seconds,
+            "seconds_high": plan.outer.timing and plan.outer.timing.high_seconds,
+        },
         "wire_bytes_minimum": dict(plan.minimum),
         "wire_bytes_executor": plan.executor_bytes,
         "flops": {

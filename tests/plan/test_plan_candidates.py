@@ -11,6 +11,7 @@ from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.plan import candidates, changes, guess, page, search, topology
 from meshtrain.step.held import held
 
@@ -78,6 +79,20 @@ def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, 
     kind = "topk" if level == 1 else "none"
     config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer, compression=CompressionOptions(kind))
     shape = dict.fromkeys(AXES, 1) | mesh
+    assembly = assemble(config, shape, topology.open_cluster("cpu:8").devices)
+    assert guess.state_bytes(config, shape, guess.weights_of(config)) == held(assembly.state, assembly.replicas).total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [LocalStepsOptions(period=5, groups=8), LocalStepsOptions(period=5, groups=4, outer_momentum=0.0),
+     LocalStepsOptions(delay=1)],
+    ids=str,
+)  # fmt: skip
+def test_guessed_state_of_groups_is_what_the_assembled_step_holds(small, options):
+    optimizer = OptimizerOptions(trainable="attention|mlp")
+    config = small({"data": 4, "fsdp": 2}, local_steps=options, optimizer=optimizer, batch_size=16)
+    shape = dict.fromkeys(AXES, 1) | {"data": 4, "fsdp": 2}
     assembly = assemble(config, shape, topology.open_cluster("cpu:8").devices)
     assert guess.state_bytes(config, shape, guess.weights_of(config)) == held(assembly.state, assembly.replicas).total
 

@@ -11,8 +11,9 @@ import pytest
 from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.layout.zero import ZeroOptions
+from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.plan import __main__ as program
-from meshtrain.plan import calibration, changes, page, report
+from meshtrain.plan import calibration, changes, collectives, page, report
 from meshtrain.plan.findings import Finding
 from meshtrain.plan.timing import Assumptions, Timing
 from meshtrain.step.precision import PrecisionOptions
@@ -53,6 +54,20 @@ def test_arguments_are_the_bytes_that_a_run_holds(plan, small, mesh):
             total[device] += size
     assert set(total.values()) == {made.memory.arguments_expected_bytes}
     assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
+
+
+def test_groups_send_scalars_in_a_step_and_weights_in_a_program_of_their_own(plan, small):
+    """On data 2 x fsdp 2: four groups, two on a device, each split over fsdp."""
+    options = LocalStepsOptions(period=10, groups=4)
+    made = plan("cpu:4", small({"data": 2, "fsdp": 2}, local_steps=options))
+    across = collectives.sent_along([row for row in made.traffic if "data" in row.axis.split("+")], "data")
+    assert 0 < across <= 1024
+    assert made.minimum["data"] == 0.0
+    assert collectives.sent_along(made.outer.traffic, "data") == made.outer.minimum_bytes > 10_000
+    shown = report.text(made)
+    assert "every 10 steps" in shown
+    assert report.to_json(made)["outer"]["wire_bytes_minimum"] == made.outer.minimum_bytes
+    assert report.to_json(made)["outer"]["period"] == 10
 
 
 def test_data_parallel_is_never_free(plan, small):
