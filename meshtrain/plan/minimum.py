@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
 from meshtrain.layout.axes import AXES, DATA, PIPELINE
+from meshtrain.layout.groups import Groups
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.trees import select
@@ -98,7 +99,7 @@ def sizes(assembly: Assembly) -> Sizes:
 def reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
     """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data)."""
     replicas, reduced, scattered = assembly.replicas, 0, 0
-    if assembly.outer_step is not None:  # groups send weights in a program of their own
+    if isinstance(replicas, Groups):  # they send weights in a program of their own
         return 0, 0
     trained, _ = select(assembly.state.params, replicas.trained)
     for leaf, weight in zip(jax.tree.leaves(trained), jax.tree.leaves(replicas.trained_stored), strict=True):

@@ -236,14 +236,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "largest": [dataclasses.asdict(buffer) for buffer in memory.buffers],
         },
         "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.traffic],
-        "outer": plan.outer
-        and {
-            "period": plan.outer.period,
-            "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.outer.traffic],
-            "wire_bytes_minimum": plan.outer.minimum_bytes,
-            "seconds_low": plan.outer.timing and plan.outer.timing.low_seconds,
-            "seconds_high": plan.outer.timing and plan.outer.timing.high_seconds,
-        },
+        "outer": _outer_json(plan),
         "wire_bytes_minimum": dict(plan.minimum),
         "wire_bytes_executor": plan.executor_bytes,
         "flops": {
@@ -270,4 +263,15 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "attention": plan.compiled.attention,
         "compile_seconds": plan.compiled.seconds,
         "findings": [dataclasses.asdict(finding) for finding in plan.findings],
+    }
+
+
+def _outer_json(plan: Plan) -> dict[str, Any] | None:
+    outer = plan.outer
+    return outer and {
+        "period": outer.period,
+        "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in outer.traffic],
+        "wire_bytes_minimum": outer.minimum_bytes,
+        "seconds_low": outer.timing and outer.timing.low_seconds,
+        "seconds_high": outer.timing and outer.timing.high_seconds,
     }
