@@ -268,7 +268,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 def _outer_json(plan: Plan) -> dict[str, Any] | None:
     outer = plan.outer
-    return outer and {
+    if outer is None:
+        return None
+    return {
         "period": outer.period,
         "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in outer.traffic],
         "wire_bytes_minimum": outer.minimum_bytes,
