@@ -17,13 +17,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
-from jax._src import compiler
+from jax._src import cache_key
 
 from meshtrain import training
 from meshtrain.main import main as train
@@ -103,14 +102,20 @@ def watching() -> Iterator[Seen]:
         yield seen
 
 
-def keeps_all_compilations() -> contextlib.AbstractContextManager[Any]:
-    """Lets every process write into the compilation cache during the block.
+@contextlib.contextmanager
+def sharing_compilations() -> Iterator[None]:
+    """Makes process 0 compile for all processes during the block, so that a program is compiled once.
 
-    By default only process 0 writes. But the cache keys contain the local devices of a process, which differ on CPU:
-    without this, all processes but 0 would compile everything again in each run.
+    JAX can hand a program on, but finds none on CPUs: the key of each program contains the process's own devices there.
     """
-    as_first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
-    return mock.patch.object(compiler, "distributed", as_first)
+    name = "jax_share_binary_between_hosts"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        with mock.patch.object(cache_key, "_hash_accelerator_config", cache_key._hash_devices):
+            yield
+    finally:
+        jax.config.update(name, before)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     workdirs = [Path(word.removeprefix(WORKDIR)) for word in argv if word.startswith(WORKDIR)]
     others = [word for word in argv if not word.startswith(WORKDIR)]
     for workdir in workdirs:
-        with keeps_all_compilations(), watching() as seen:
+        with sharing_compilations(), watching() as seen:
             train([*others, f"{WORKDIR}{workdir}"])
         (workdir / f"seen.{jax.process_index()}.json").write_text(json.dumps(seen), encoding="utf-8")
     return 0

@@ -1,5 +1,7 @@
 """Several real processes: the same numbers for any number of them, and nothing lost where they are killed."""
 
+import collections
+import itertools
 import json
 import os
 import pathlib
@@ -15,23 +17,44 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 THREE_AXES = ("mesh.data=2", "mesh.tensor=2", "mesh.pipeline=2")
+SIX_STEPS = ("num_steps=6", "sample_tokens=8")
 STEADY = ("learning_rate.name=constant", "learning_rate.warmup_steps=0", "learning_rate.peak=1e-3")
+# Steps of 3 ms, so that a run saves dozens of times in a few seconds.
+SMALL = (
+    "batch_size=2", "sequence_length=16", "model.num_layers=1", "model.embed_dim=16", "model.mlp_dim=16",
+    "model.num_heads=2", "model.num_kv_heads=2",
+)  # fmt: skip
 LIMIT_SECONDS = 400
+PROGRAM = ("-m", "meshtrain.main")
+# The same, where process 0 compiles for all.
+SHARING = """
+import sys
+from meshtrain import main
+from meshtrain.words import errors
+from scripts.witness import sharing_compilations
+with sharing_compilations():
+    errors.run(lambda: main.main(sys.argv[1:]))
+"""
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The programs that the processes of all tests have compiled."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def launched(command, tmp_path):
-    """A function (directory, changes, processes, devices, words of the launcher) -> the started launcher."""
+def launched(command, cache):
+    """A function (directory, changes, processes, devices, words before the program's) -> the started launcher."""
     started = []
 
-    def start(directory, *changes, processes=2, devices=1, options=()):
-        words = ["--processes", str(processes), "--devices", str(devices), *options]
-        program = [sys.executable, "-m", "meshtrain.launch", *words, "--", "-m", "meshtrain.main"]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    def start(directory, *changes, processes=2, devices=1, program=("-c", SHARING)):
+        words = ["--processes", str(processes), "--devices", str(devices)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
         process = subprocess.Popen(
-            [*program, *command(directory, *changes)],
+            [sys.executable, "-m", "meshtrain.launch", *words, "--", *program, *command(directory, *changes)],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -81,23 +104,17 @@ def worker(launcher, index):
     raise AssertionError(f"no worker {index} among {children}")
 
 
-def test_any_number_of_processes_gives_the_same_losses_and_goes_on_with_what_another_has_saved(finished, tmp_path):
-    alone = finished(tmp_path / "1", *THREE_AXES, *STEADY, processes=1, devices=8)
-    assert list(alone) == list(range(1, 11))
-    for processes, devices in ((2, 4), (4, 2)):
-        directory = tmp_path / str(processes)
-        half = finished(directory, *THREE_AXES, *STEADY, "num_steps=5", processes=processes, devices=devices)
-        np.testing.assert_allclose(list(half.values()), [alone[step] for step in half], rtol=1e-5)
-        # Half of it here, half of it elsewhere: other processes, another mesh.
-        whole = finished(directory, "mesh.fsdp=4", *STEADY, processes=6 - processes, devices=4 // (6 - processes))
-        assert list(whole) == list(alone)
-        np.testing.assert_allclose(list(whole.values()), list(alone.values()), rtol=1e-5)
-
-
-def test_eight_processes_of_one_device(finished, tmp_path):
-    changes = (*THREE_AXES, "num_steps=3", "sample_tokens=8")
-    alone = finished(tmp_path / "1", *changes, processes=1, devices=8)
-    many = finished(tmp_path / "8", *changes, processes=8, devices=1)
+def test_any_number_of_processes_gives_the_same_numbers_and_goes_on_with_what_another_has_saved(finished, tmp_path):
+    """Two compile on their own, as users' processes do; process 0 compiles for the four, and for the eight."""
+    alone = finished(tmp_path / "1", *THREE_AXES, *STEADY, *SIX_STEPS, processes=1, devices=8)
+    assert list(alone) == list(range(1, 7))
+    half = finished(tmp_path / "2", *THREE_AXES, *STEADY, "num_steps=3", processes=2, devices=4, program=PROGRAM)
+    np.testing.assert_allclose(list(half.values()), [alone[step] for step in half], rtol=1e-5)
+    # Half of it here, half of it elsewhere: other processes, another mesh.
+    whole = finished(tmp_path / "2", "mesh.fsdp=4", *STEADY, "num_steps=6", processes=4, devices=1)
+    assert list(whole) == list(alone)
+    np.testing.assert_allclose(list(whole.values()), list(alone.values()), rtol=1e-5)
+    many = finished(tmp_path / "8", *THREE_AXES, *STEADY, *SIX_STEPS, processes=8, devices=1)
     np.testing.assert_allclose(list(many.values()), list(alone.values()), rtol=1e-5)
     samples = [(tmp_path / name / "samples.txt").read_text() for name in ("1", "8")]
     assert samples[0] == samples[1]
@@ -118,7 +135,7 @@ def test_a_worker_that_is_gone_or_stands_still_ends_all(launched, tmp_path, numb
         assert "in _complete" in out, "the stacks say where it stood"
 
 
-def test_a_signal_to_one_worker_stops_all_after_the_same_step_and_saves(launched, finished, tmp_path):
+def test_a_signal_to_one_worker_stops_all_after_the_same_step_and_saves(launched, tmp_path):
     process = launched(tmp_path / "run", "mesh.data=2", "num_steps=100000", "eval_every=0", "log_every=1")
     wait_for_step(process, 2)
     os.kill(worker(process, 1), signal.SIGTERM)
@@ -162,16 +179,22 @@ def test_a_workdir_in_use_is_refused_and_one_that_was_left_is_not(launched, comm
 
 
 def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(launched, finished, tmp_path):
-    changes = ("mesh.fsdp=2", *STEADY, "num_steps=2000", "checkpoint.every=20", "eval_every=0", "log_every=1")
-    straight = finished(tmp_path / "straight", *changes, processes=1, devices=2)
+    last = "1000"
+    changes = ("mesh.fsdp=2", *STEADY, *SMALL, f"num_steps={last}", "checkpoint.every=20", "eval_every=0")
+    straight = finished(tmp_path / "straight", *changes, processes=1, devices=2)  # and fills the cache
     begun = time.monotonic()
     process = launched(tmp_path / "killed", *changes, processes=1, devices=2)
     wait_for_step(process, 1)
     seconds = time.monotonic() - begun
     chance, steps = random.Random(4), []
-    for _ in range(20):
-        # From before the restore until well into the steps and their saves; the first is the one that has just begun.
-        time.sleep(chance.uniform(0.5, 2.0) * seconds)
+    for number in range(20):
+        if number % 2:
+            time.sleep(chance.uniform(0.3, 1.0) * seconds)  # somewhere before its first step
+        else:
+            # Somewhere in its steps and their saves: a save every twenty steps takes as long as twenty steps.
+            shown = (line for line in process.stdout if re.search(r"step +\d+/", line))
+            collections.deque(itertools.islice(shown, chance.randint(1, 80)), maxlen=0)
+            time.sleep(chance.uniform(0, 0.05))
         if process.poll() is None:
             os.kill(worker(process, 0), signal.SIGKILL)
         process.communicate(timeout=LIMIT_SECONDS)
@@ -182,7 +205,7 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(laun
     assert steps == sorted(steps)
     assert len(set(steps)) > 3, "the kills came before anything was saved, or after everything was"
     assert losses(tmp_path / "killed") == straight
-    weights = [final_weights(tmp_path / run / "checkpoints" / "2000") for run in ("straight", "killed")]
+    weights = [final_weights(tmp_path / run / "checkpoints" / last) for run in ("straight", "killed")]
     assert weights[0] == weights[1]
 
 
