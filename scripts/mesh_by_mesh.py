@@ -84,8 +84,9 @@ SETTINGS = {
         {"data": 2, "pipeline": 2, "fsdp": 2}, processes=2, schedule="interleaved_1f1b", zero="hybrid_shard"
     ),
 }  # fmt: skip
-# More and fewer processes; into a schedule, out of one, and into another; higher and lower ZeRO levels.
-SAMPLE = (("A", "B"), ("B", "E"), ("C", "F"), ("E", "C"), ("F", "H"), ("G", "A"))
+# More and fewer processes; into a schedule, out of one, and into another; higher and lower ZeRO levels. In this order
+# each setting is started once: it trains, and resumes from what the one before has saved.
+SAMPLE = (("G", "A"), ("A", "B"), ("B", "E"), ("E", "C"), ("C", "F"), ("F", "H"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,15 +222,22 @@ def compare(writer: Path, wrote: Setting, reader: Path, reads: Setting) -> Cell:
 
 def cells(pairs: Sequence[tuple[str, str]], work: Path) -> dict[tuple[str, str], Cell]:
     """Trains the runs of these pairs (writer, reader) in the folder `work`, and returns the result of each pair."""
-    for name in dict.fromkeys(writer for writer, _ in pairs):
-        say(f"{name} trains and saves")
-        start(SETTINGS[name], [work / name], work / "cache")
-    found = {}
-    for name in dict.fromkeys(reader for _, reader in pairs):
-        writers = [writer for writer, reader in pairs if reader == name]
-        say(f"{name} goes on with what {', '.join(writers)} saved")
+    found: dict[tuple[str, str], Cell] = {}
+    saved: set[str] = set()
+    # First each that saves, which also resumes from what is there already; then the others, and those that had to wait.
+    for name in [*dict.fromkeys(writer for writer, _ in pairs), *dict.fromkeys(reader for _, reader in pairs)]:
+        saves = name not in saved and any(writer == name for writer, _ in pairs)
+        writers = [
+            writer for writer, reader in pairs if reader == name and writer in saved and (writer, name) not in found
+        ]
+        if not saves and not writers:
+            continue
+        does = ["trains and saves"] * saves + [f"goes on with what {', '.join(writers)} saved"] * bool(writers)
+        say(f"{name} {'; '.join(does)}")
         copies = [copy_save(work / writer, work / f"{writer}{name}") for writer in writers]
-        start(SETTINGS[name], copies, work / "cache")
+        start(SETTINGS[name], [*([work / name] if saves else []), *copies], work / "cache")
+        if saves:
+            saved.add(name)
         for writer, copy in zip(writers, copies, strict=True):
             found[writer, name] = cell = compare(work / writer, SETTINGS[writer], copy, SETTINGS[name])
             say(f"{writer} to {name}: {cell}", *cell.problems[:5])
