@@ -9,6 +9,7 @@ from meshtrain.launch.signals import interruptions
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.metrics import CompletedStep, StepClock, log_line, scalars
+from meshtrain.observe.own_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress
 from meshtrain.observe.throughput import Throughput
@@ -72,12 +73,14 @@ class Observers:
       profiler: traces the steps that the user named.
       watchdog: ends the process if no step completes in time.
       goodput: adds up the time of the steps.
+      own_times: tells the processes what each measures alone, and names one that is slow; None for a single process.
     """
 
     progress: Progress
     profiler: Profiler
     watchdog: Watchdog
     goodput: Goodput
+    own_times: OwnTimes | None = None
 
 
 def run(
@@ -105,13 +108,7 @@ def run(
     log = Log(when, throughput, clock, actions.write, observers)
     with interruptions() as interrupted:
         for step in range(start_step + 1, when.num_steps + 1):
-            with clock.waiting_for_data():
-                batch = next(batches)
-            observers.profiler.before(step)
-            state, metrics = actions.train_step(state, batch)
-            if due(step, when.outer_every):
-                state = actions.outer_step(state)
-            observers.profiler.after(step, metrics)
+            state, metrics = dispatch(step, state, batches, clock, when, actions, observers)
             for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight
                 log.completed(done)
                 stop_if_too_many_skipped(done, state, when, actions)
@@ -140,6 +137,29 @@ def run(
     if start_step == when.num_steps:
         log.latest.update(actions.evaluate(state))
     return state, log.latest
+
+
+def dispatch(
+    step: int,
+    state: Any,
+    batches: Iterator[Any],
+    clock: StepClock,
+    when: Timetable,
+    actions: Actions,
+    observers: Observers,
+) -> tuple[Any, Mapping[str, Any]]:
+    """Takes a batch, and returns the state and the metrics of a step that the devices have yet to compute."""
+    with clock.waiting_for_data():
+        batch = next(batches)
+    observers.profiler.before(step)
+    clock.dispatching()
+    state, metrics = actions.train_step(state, batch)
+    if due(step, when.outer_every):
+        state = actions.outer_step(state)
+    observers.profiler.after(step, metrics)
+    if observers.own_times and due(step, when.log_every):
+        observers.own_times.probe(metrics["loss"])
+    return state, metrics
 
 
 class Log:
@@ -172,6 +192,8 @@ class Log:
             for name in (guard.IN_A_ROW, guard.FIRST_NOT_FINITE):
                 del values[name]
             values |= self.throughput.since_last_row(done.step, self.clock)
+            if self.observers.own_times:
+                values |= self.observers.own_times.exchange(done.step, values, self.observers.progress.line)
             self.row(done.step, values | self.observers.goodput.values())
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:

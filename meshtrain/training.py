@@ -5,7 +5,7 @@ import functools
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.rules import Rules
 from meshtrain.observe.goodput import Goodput
+from meshtrain.observe.own_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
@@ -167,6 +168,7 @@ def run_steps(
         closing(Trackers(config.observe, run, start_step, is_main=is_main)) as trackers,
         closing(Progress(config.num_steps, start_step, is_main=is_main, show_bar=config.observe.progress)) as progress,
         closing(Profiler(config.profile, run)) as profiler,
+        OwnTimes() if peers.count() > 1 else nullcontext() as own_times,
     ):
         if restored and start_step < config.num_steps:
             trackers.write(start_step, restored)
@@ -180,11 +182,10 @@ def run_steps(
             diagnose=functools.partial(saving.diagnosis, checkpoints),
             outer_step=outer_step,
         )
-        done = trackers.done
-        run_begun_seconds = workdir.begun_seconds(run, begun_seconds, done.passed_seconds, writes=is_main)
-        goodput = Goodput(run_begun_seconds, done)
+        run_begun_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds, writes=is_main)
+        goodput = Goodput(run_begun_seconds, trackers.done)
         batches = training_batches(assembly, corpus, start_step)
-        observers = loop.Observers(progress, profiler, watchdog, goodput)
+        observers = loop.Observers(progress, profiler, watchdog, goodput, own_times)
         last = loop.run(state, start_step, batches, timetable(config), throughput_of(assembly), actions, observers)
         with watchdog.patient():
             trackers.close()  # one may send what is left over the network

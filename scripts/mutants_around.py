@@ -164,7 +164,7 @@ AROUND: tuple[Mutant, ...] = (
     Mutant(
         "pauses count",
         "observe/metrics.py",
-        "self._last_completion_seconds += self._now() - start_seconds",
+        "self._last_completion_seconds += paused_seconds",
         "self._last_completion_seconds += 0.0",
         "evaluations and saves count as the time of a step",
         ("observe/test_observe_metrics.py::test_a_pause_belongs_to_no_step",),
@@ -200,6 +200,14 @@ AROUND: tuple[Mutant, ...] = (
         "default-src *; script-src",
         "a page lets the browser open addresses",
         ("observe/test_observe_page.py",),
+    ),
+    Mutant(
+        "median of all",
+        "observe/stragglers.py",
+        "others = [value for other, value in seconds.items() if other != process]",
+        "others = list(seconds.values())",
+        "a slow process is compared with itself, too",
+        ("observe/test_observe_stragglers.py::test_the_median_is_that_of_the_others",),
     ),
     # plan
     Mutant(
@@ -300,6 +308,14 @@ AROUND: tuple[Mutant, ...] = (
         "return accelerator.bfloat16_flops_per_second",
         "float32 has the peak of bfloat16",
         ("launch/test_launch_hardware.py::test_peaks_by_dtype",),
+    ),
+    Mutant(
+        "half of the reports",
+        "launch/exchange.py",
+        "if len(reports[known]) == peers.count():",
+        "if len(reports[known]) >= 1:",
+        "processes are compared before all have reported",
+        ("launch/test_launch_exchange.py",),
     ),
     # run
     Mutant(

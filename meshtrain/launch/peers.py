@@ -136,6 +136,31 @@ def signs_of_life() -> dict[int, str]:
     return {int(key.rpartition("/")[2]): value for key, value in found}
 
 
+def report(name: str, number: int, value: Any) -> None:
+    """Publishes a numbered value of this process, without waiting for any other; see `reports`.
+
+    Args:
+      name: of the reports.
+      number: of this one.
+      value: anything that JSON holds.
+    """
+    _service().key_value_set(f"{_ROOM}/{name}/{number}/{index()}", json.dumps(value))
+
+
+def reports(name: str) -> dict[int, dict[int, Any]]:
+    """Returns {number: {process: value}} of the reports that processes have published until now."""
+    found: dict[int, dict[int, Any]] = {}
+    for key, value in _service().key_value_dir_get(f"{_ROOM}/{name}/"):
+        number, process = key.split("/")[-2:]
+        found.setdefault(int(number), {})[int(process)] = json.loads(value)
+    return found
+
+
+def forget_reports(name: str, number: int) -> None:
+    """Removes the reports of this number from the store."""
+    _service().key_value_delete(f"{_ROOM}/{name}/{number}/")
+
+
 def _wait_for(key: str, process: int) -> Any:
     try:
         return json.loads(_service().blocking_key_value_get(key, _PATIENCE_SECONDS * 1000))

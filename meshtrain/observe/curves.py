@@ -40,6 +40,8 @@ _LEFT_OUT = (
     "useful_seconds",
     "timed_steps",
     "data_seconds",
+    "host_seconds",
+    "device_wait_seconds",
     "model_flops_per_second",
     "first_step_seconds",
     "restore_seconds",

@@ -69,6 +69,8 @@ class StepClock:
         self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
         self._last_completion_seconds = now()
         self._waited_seconds = 0.0
+        self._host_seconds = self._device_wait_seconds = 0.0  # since the last averages
+        self._free_since_seconds = self._last_completion_seconds
         self._unaveraged: list[CompletedStep] = []
         self._is_first = True
         self.first_step_seconds: float | None = None
@@ -80,7 +82,16 @@ class StepClock:
         try:
             yield
         finally:
-            self._waited_seconds += self._now() - start_seconds
+            seconds = self._now() - start_seconds
+            self._waited_seconds += seconds
+            self._free_since_seconds += seconds
+
+    def dispatching(self) -> None:
+        """Counts the time since the clock last waited for a step, without data, as the host's own work.
+
+        Call it before each step is dispatched.
+        """
+        self._host_seconds += self._now() - self._free_since_seconds
 
     def dispatched(self, step: int, result: Any) -> list[CompletedStep]:
         """Records that a step was dispatched, and waits for the one before it.
@@ -93,7 +104,11 @@ class StepClock:
           The steps newly known to be complete, oldest first: the one before, or the very first.
         """
         self._in_flight.append((step, result))
-        return self._complete(0 if self._is_first else 1)
+        start_seconds, is_first = self._now(), self._is_first
+        completed = self._complete(0 if is_first else 1)
+        if not is_first:
+            self._device_wait_seconds += self._now() - start_seconds
+        return completed
 
     def drain(self) -> list[CompletedStep]:
         """Waits for every step in flight, and returns them: before an evaluation or a `pause`, and at the end."""
@@ -107,10 +122,13 @@ class StepClock:
         """
         assert not self._in_flight, "drain the clock before pausing it"
         start_seconds, waited_seconds = self._now(), self._waited_seconds
+        free_since_seconds = self._free_since_seconds
         try:
             yield
         finally:
-            self._last_completion_seconds += self._now() - start_seconds
+            paused_seconds = self._now() - start_seconds
+            self._last_completion_seconds += paused_seconds
+            self._free_since_seconds = free_since_seconds + paused_seconds
             self._waited_seconds = waited_seconds
 
     def averages(self, units_per_step: int, unit: str = "tokens") -> dict[str, float]:
@@ -121,11 +139,14 @@ class StepClock:
           unit: what they are; it names the rate.
 
         Returns:
-          step_seconds, data_seconds, data_share (of the time, 0 to 1) and tokens_per_second (with another unit:
-          UNIT_per_second), if a step other than the first completed; and first_step_seconds, in the call after the
-          first step.
+          If a step other than the first completed: step_seconds, data_seconds, host_seconds (the host's own work before
+          a step), device_wait_seconds (how long the host then waited for the step before), data_share (of the time, 0
+          to 1) and tokens_per_second (with another unit: UNIT_per_second). In the call after the first step:
+          first_step_seconds.
         """
         steps, self._unaveraged = self._unaveraged, []
+        host_seconds, device_wait_seconds = self._host_seconds, self._device_wait_seconds
+        self._host_seconds = self._device_wait_seconds = 0.0
         first = [step for step in steps if step.is_first]
         later = [step for step in steps if not step.is_first]
         values = {"first_step_seconds": first[0].step_seconds} if first else {}
@@ -135,6 +156,8 @@ class StepClock:
             values |= {
                 "step_seconds": step_seconds / len(later),
                 "data_seconds": data_seconds / len(later),
+                "host_seconds": host_seconds / len(later),
+                "device_wait_seconds": device_wait_seconds / len(later),
                 "data_share": data_seconds / step_seconds,
                 f"{unit}_per_second": units_per_step * len(later) / step_seconds,
             }
@@ -152,6 +175,7 @@ class StepClock:
             if done.is_first:
                 self._is_first, self.first_step_seconds = False, step_seconds
             completed.append(done)
+        self._free_since_seconds = self._now()
         # Averages need the times only; keeping the results would hold device memory until the next log line.
         self._unaveraged += [dataclasses.replace(done, result=None) for done in completed]
         return completed
@@ -215,7 +239,16 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
         "model_flops_per_second": _flops_text,
         "mfu": lambda value: f"MFU {value:.1%}",
     }
-    said_already = {"tokens", "data_seconds", "weight", "useful_seconds", "timed_steps", "goodput"}
+    said_already = {
+        "tokens",
+        "data_seconds",
+        "host_seconds",
+        "device_wait_seconds",
+        "weight",
+        "useful_seconds",
+        "timed_steps",
+        "goodput",
+    }
     for name in values:
         if name.endswith("_per_second") and name not in known:  # throughput in another unit than tokens
             unit = name.removesuffix("_per_second")

@@ -98,7 +98,14 @@ def test_averages_cover_the_steps_since_the_last_call():
     run(machine, clock, steps=range(4, 8), device_seconds=4.0)
     clock.drain()
     averages = clock.averages(50)
-    assert averages == {"step_seconds": 4.0, "data_seconds": 0.0, "data_share": 0.0, "tokens_per_second": 12.5}
+    assert averages == {
+        "step_seconds": 4.0,
+        "data_seconds": 0.0,
+        "host_seconds": 0.0,
+        "device_wait_seconds": 3.0,  # of four steps, the last was drained
+        "data_share": 0.0,
+        "tokens_per_second": 12.5,
+    }
 
 
 def test_slow_data_shows_in_step_time_and_share():
@@ -128,6 +135,29 @@ def test_a_pause_belongs_to_no_step():
     averages = clock.averages(1)
     assert averages["step_seconds"] == 1.0
     assert averages["data_seconds"] == 0.0
+
+
+def test_the_host_s_own_work_is_neither_data_nor_a_wait_nor_a_pause():
+    machine = Machine()
+    clock = machine.clock()
+    for step in range(1, 7):
+        machine.work(0.5)  # logging, say
+        with clock.waiting_for_data():
+            machine.work(0.125)
+        machine.work(0.25)
+        clock.dispatching()
+        clock.dispatched(step, machine.dispatch(1.0))
+        if step == 1:
+            clock.averages(1)
+        if step == 4:
+            clock.drain()
+            with clock.pause(), clock.waiting_for_data():
+                machine.work(500.0)
+    clock.drain()
+    averages = clock.averages(1)
+    assert averages["host_seconds"] == 0.75
+    assert averages["device_wait_seconds"] == 0.375 / 5
+    assert averages["data_seconds"] == 0.125
 
 
 def test_a_pause_needs_a_drained_clock():

@@ -23,9 +23,9 @@ KINDS = ("loss", "save_blocking_seconds", "eval_loss")
 class Run:
     """A run of ten steps that notes what the loop does; `at` maps a step to what happens while it is computed."""
 
-    def __init__(self, directory, start_step=0, losses=None, at=None, **when):
+    def __init__(self, directory, start_step=0, losses=None, at=None, own_times=None, **when):
         self.did, self.also, self.rows, self.start_step = [], [], [], start_step
-        self.losses, self.at, self.directory = losses or {}, at or {}, directory
+        self.losses, self.at, self.directory, self.own_times = losses or {}, at or {}, directory, own_times
         options = {
             "num_steps": 10,
             "log_every": 100,
@@ -77,7 +77,7 @@ class Run:
             Watchdog(0.0) as self.watchdog,
         ):
             goodput = Goodput(0.0, Done(useful_seconds=3.0, timed_steps=2), now=lambda: 6.0)
-            observers = loop.Observers(progress, profiler, self.watchdog, goodput)
+            observers = loop.Observers(progress, profiler, self.watchdog, goodput, self.own_times)
             return loop.run(self.start_step, self.start_step, batches, self.when, self.throughput, actions, observers)
 
 
@@ -107,6 +107,31 @@ def test_groups_are_joined_before_their_step_is_evaluated_and_saved(tmp_path):
     run.go()
     assert run.did[:6] == ["join 4", "join 6", "save 6", "evaluate 6", "join 8", "save 9"]
     assert run.did[-3:] == ["join 10", "save 10", "evaluate 10"]
+
+
+class OwnTimes:
+    """Names process 1 in the row of step 8."""
+
+    def __init__(self):
+        self.did = []
+
+    def probe(self, loss):
+        self.did.append(f"probe {loss:g}")
+
+    def exchange(self, step, values, say):
+        own = ("step_seconds", "data_seconds", "host_seconds", "device_wait_seconds")
+        self.did.append(f"exchange {step}" + "".join(f" {name}" for name in own if name in values))
+        return {"slow_process": 1.0} if step == 8 else {}
+
+
+def test_processes_exchange_their_times_at_logged_steps(tmp_path):
+    """The product stands behind the step that is logged, and the times of that step are known one step later."""
+    run = Run(tmp_path, own_times=OwnTimes(), log_every=4)
+    run.go()
+    times = " step_seconds data_seconds host_seconds device_wait_seconds"
+    wanted = ["exchange 1", "probe 0.25", f"exchange 4{times}", "probe 0.125", f"exchange 8{times}"]
+    assert run.own_times.did == [*wanted, f"exchange 10{times}"]
+    assert [step for step, row in run.rows if "slow_process" in row] == [8]
 
 
 def test_nothing_left_to_do_is_evaluated_and_not_saved(tmp_path):

@@ -36,6 +36,19 @@ with sharing_compilations():
     errors.run(lambda: main.main(sys.argv[1:]))
 """
 
+# Of two processes, the second has to wait for each batch.
+ONE_LOADS_SLOWLY = """
+import os, time
+from meshtrain import training
+original = training.training_batches
+def slow(*given):
+    for batch in original(*given):
+        time.sleep(0.2)
+        yield batch
+if os.environ["JAX_PROCESS_ID"] == "1":
+    training.training_batches = slow
+"""
+
 pytestmark = pytest.mark.slow
 
 
@@ -135,15 +148,23 @@ def test_a_worker_that_is_gone_or_stands_still_ends_all(launched, tmp_path, numb
         assert "in _complete" in out, "the stacks say where it stood"
 
 
-def test_a_signal_to_one_worker_stops_all_after_the_same_step_and_saves(launched, tmp_path):
-    process = launched(tmp_path / "run", "mesh.data=2", "num_steps=100000", "eval_every=0", "log_every=1")
-    wait_for_step(process, 2)
+def test_a_slow_loader_is_named_and_a_signal_to_one_worker_stops_all_after_the_same_step_and_saves(launched, tmp_path):
+    changes = ("mesh.data=2", "num_steps=100000", "eval_every=0", "log_every=1")
+    process = launched(tmp_path / "run", *changes, program=("-c", ONE_LOADS_SLOWLY + SHARING))
+    lines = iter(process.stdout)
+    assert " s a step with waiting for data" in next(line for line in lines if "process 1 is slow" in line)
+    next(line for line in lines if "step" in line and "slow process 1" in line)
     os.kill(worker(process, 1), signal.SIGTERM)
     out, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 75, out
     saved = {line.split("saved at step ")[1].split()[0] for line in out.splitlines() if "] meshtrain: interr" in line}
     assert len(saved) == 1
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == list(saved)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    named = [row for row in rows if "slow_process" in row]
+    assert {row["slow_process"] for row in named} == {1}
+    assert all(row["step"] > 4 for row in named), "three logged steps running, the first step not among them"
+    assert named[-1]["slow_process_data_seconds"] > 0.1
 
 
 def test_processes_started_for_different_things_are_refused_alike(command, tmp_path):
