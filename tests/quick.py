@@ -21,8 +21,9 @@ def xla_flags() -> list[str]:
     """Returns the flags for `XLA_FLAGS`, which hold wherever most optimizations are not disabled."""
     flags = ["--xla_backend_optimization_level=1"]
     if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
-        # Newer ones do not know it. These emitters take half of the time of compiling.
-        flags.append("--xla_cpu_use_fusion_emitters=false")
+        # Newer ones do not know the first. These emitters take half of the time of compiling; cutting the program into
+        # parts that several threads make takes a tenth, and two workers have no threads to spare.
+        flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     return flags
 
 
