@@ -211,6 +211,7 @@ def _update(
     replicas: Replicas,
 ) -> Update:
     """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
+    sends_each_step = config.local_steps.period == 0
     update = weight_update(
         transformation,
         rates,
@@ -219,7 +220,7 @@ def _update(
         scaling,
         lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
         replicas.trained,
-        replicas.reduce if config.compression.is_on or config.local_steps.delay else None,
+        replicas.reduce if sends_each_step and (config.compression.is_on or config.local_steps.delay) else None,
     )
     return late_update(update) if config.local_steps.delay else update
 

@@ -242,11 +242,6 @@ def local_steps(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
             f"zero.level: got {config.zero.effective_level} with local_steps.period = {period}, where each group along "
             "data has weights of its own; allowed: 0, and fsdp to split them; nearest: zero.level=0"
         )
-    if config.compression.is_on:
-        found.append(
-            f"compression.kind: got {config.compression.kind} with local_steps.period = {period}; allowed: none; "
-            "nearest: compression.kind=none"
-        )
     if config.offload.moments:
         found.append(
             f"offload.moments: got True with local_steps.period = {period}; allowed: False; nearest: "

@@ -17,6 +17,7 @@ from meshtrain.layout.axes import DATA
 from meshtrain.layout.placement import Placement, on_shards
 from meshtrain.layout.replicas import Compute, Replicas
 from meshtrain.layout.trees import merged, select
+from meshtrain.layout.wire import summed_leaves
 from meshtrain.words.errors import UserError
 
 GROUPS = "groups"  # the logical axis of the dim that stacks the arrays of all groups
@@ -95,18 +96,39 @@ class Groups(Replicas):
 
         return jax.tree.map(stacked, super().accumulators(params))
 
-    def mean(self, tree: Any) -> Any:
-        """Returns the mean over groups of arrays [G, ...] like the trained parameters: one all-reduce over data."""
-        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, self.trained_stored))
-        after = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
+    def mean(self, tree: Any, residual: Any = ()) -> tuple[Any, Any]:
+        """Returns the mean over groups of arrays like the trained parameters, and the residual of the next mean.
 
-        def on_device(tree: Any) -> Any:
-            sums = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
-            if self.mesh.shape[DATA] > 1:
-                sums = jax.lax.psum(sums, DATA)
-            return jax.tree.map(lambda leaf: leaf / self.num_groups, sums)
+        Without compression it is one float32 all-reduce over data.
 
-        return on_shards(self.mesh, on_device, (before,), after)(tree)
+        Args:
+          tree: float32 [G, ...].
+          residual: a tree of float32 [devices along data, ...], what compressed means have not sent yet; empty without
+            error feedback.
+        """
+        stacked = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, self.trained_stored))
+        whole = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
+        of_residual = stacked if jax.tree.leaves(residual) else residual
+
+        def on_device(tree: Any, residual: Any) -> tuple[Any, Any]:
+            leaves, structure = jax.tree.flatten(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree))
+            waiting = [leaf[0] for leaf in jax.tree.leaves(residual)] or [None] * len(leaves)
+            sums, left = self._summed(leaves, waiting)
+            means = [leaf / self.num_groups for leaf in sums]
+            after = [leaf[None] for leaf in left if leaf is not None]
+            return jax.tree.unflatten(structure, means), jax.tree.unflatten(jax.tree.structure(residual), after)
+
+        return on_shards(self.mesh, on_device, (stacked, of_residual), (whole, of_residual))(tree, residual)
+
+    def _summed(self, leaves: list[jax.Array], residuals: list[Any]) -> tuple[list[jax.Array], list[Any]]:
+        """Returns the sums over data of local arrays, and their residuals, where all axes are manual."""
+        size = self.mesh.shape[DATA]
+        if self.is_compressed:
+            return summed_leaves(leaves, residuals, [0] * len(leaves), self.compression, DATA, size)
+        # One device sends nothing, so nothing is lost: what a larger mesh has left to it arrives now.
+        sums = [leaf if left is None else leaf + left for leaf, left in zip(leaves, residuals, strict=True)]
+        zeros = [None if left is None else jnp.zeros_like(left) for left in residuals]
+        return (jax.lax.psum(sums, DATA) if size > 1 else sums), zeros
 
     def _shares(self, x: jax.Array) -> jax.Array:
         """Returns one device's part of the batch, [n B / G, ...], as shares [n, B / G, ...] of consecutive examples.

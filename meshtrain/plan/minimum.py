@@ -159,10 +159,12 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
 
 
 def outer_wire_bytes_minimum(assembly: Assembly) -> float:
-    """Returns the least bytes on the wire over data when groups are joined: an all-reduce of the weights in float32."""
+    """Returns the least bytes on the wire over data when groups are joined: an all-reduce of the weights."""
     trained, _ = select(assembly.state.params, assembly.replicas.trained)
     elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(trained))
     num_replicas = assembly.mesh.shape[DATA]
+    if assembly.replicas.is_compressed:
+        return elements * assembly.replicas.compression.wire_bytes(num_replicas)
     return 2 * (num_replicas - 1) / num_replicas * elements * FLOAT32_BYTES
 
 

@@ -129,11 +129,12 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
             jax.tree.map(lambda _: 0, params) if mask is None else jax.tree.map(lambda on: 0 if on else None, mask)
         )
         in_axes: Any = _AXES(step=None, params=of_params, opt_state=0, rng=None, skipped=0, loss_scale=0)
-        of_groups = dataclasses.replace(state, params=params, local=())
+        of_groups = dataclasses.replace(state, params=params, residual=(), local=())
         new, metrics = jax.vmap(update, in_axes=(in_axes, 0, 0), out_axes=(in_axes, 0))(of_groups, sums, seeds)
         trained, _ = select(new.params, mask)
         local = dataclasses.replace(state.local, params=trained)
-        return dataclasses.replace(new, params=state.params, local=local), over_groups(metrics, sums)
+        joined = dataclasses.replace(new, params=state.params, residual=state.residual, local=local)
+        return joined, over_groups(metrics, sums)
 
     return step
 
@@ -163,7 +164,9 @@ def over_groups(metrics: Mapping[str, Any], sums: Sums) -> Metrics:
 
 
 def outer_step(
-    transformation: optax.GradientTransformation, mean_of_groups: Callable[[Any], Any], mask: Any = None
+    transformation: optax.GradientTransformation,
+    mean_of_groups: Callable[[Any, Any], tuple[Any, Any]],
+    mask: Any = None,
 ) -> OuterStep:
     """Returns the step that joins the groups: state -> state. It changes neither moments nor the step number.
 
@@ -171,18 +174,20 @@ def outer_step(
 
     Args:
       transformation: the outer optimizer.
-      mean_of_groups: a tree of [G, ...] -> its mean over groups.
+      mean_of_groups: (a tree of [G, ...], residual) -> (its mean over groups, the next residual); see `Groups.mean`.
       mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
     """
 
     def step(state: TrainState) -> TrainState:
         anchor, frozen = select(state.params, mask)
         float32_anchor, weights = cast(anchor, jnp.float32), cast(state.local.params, jnp.float32)
-        gone = mean_of_groups(jax.tree.map(lambda a, w: a - w, float32_anchor, weights))
+        each = jax.tree.map(lambda a, w: a - w, float32_anchor, weights)
+        gone, residual = mean_of_groups(each, state.residual)
         updates, outer_state = transformation.update(gone, state.local.outer_state, float32_anchor)
         moved = optax.apply_updates(float32_anchor, updates)
         moved = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, anchor)
         local = Local(state.local.params, outer_state)
-        return restarted(dataclasses.replace(state, params=merged(moved, frozen), local=local), mask)
+        joined = dataclasses.replace(state, params=merged(moved, frozen), residual=residual, local=local)
+        return restarted(joined, mask)
 
     return step

@@ -132,7 +132,6 @@ MISTAKES = [
     (["local_steps.period=10", "local_steps.groups=3"], "batch_size", "a multiple of 3 = local_steps.groups 3"),
     (["local_steps.period=10", "local_steps.groups=2", "mesh.data=2", "zero.level=1"], "zero.level", "zero.level=0"),
     (["local_steps.period=10", "local_steps.groups=2", "offload.moments=true"], "offload.moments", "=False"),
-    (["local_steps.period=10", "local_steps.groups=2", "compression.kind=int8"], "compression.kind", "=none"),
     (["local_steps.period=10", "local_steps.groups=2", "local_steps.delay=1"], "local_steps.delay", "=0"),
     (["local_steps.delay=1", "guard.spike_factor=3"], "guard.spike_factor", "=0"),
     (["local_steps.delay=2"], "local_steps.delay", "nearest: 1"),

@@ -17,6 +17,7 @@ from flax import linen as nn
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Sums, Task, token_batch
@@ -153,10 +154,34 @@ def test_the_outer_step_is_nesterov_sgd_on_the_mean_distance():
         np.testing.assert_array_equal(after.local.params["up"], np.broadcast_to(after.params["up"], (G, D, D)))
 
 
-def at_end_of_period(state, step):
-    assembly = assembled(APART)
-    placed = {name: jax.device_put(value) for name, value in batch(step, 1.0).items()}
-    return np.asarray(assembly.train_step(jax.device_put(state), placed)[0].local.params["up"])
+def at_end_of_period(state, step, config=APART, **axes):
+    """The weights of the groups, [G, ...], before they are joined after a step, given the state before it."""
+    assembly = assembled(config, **axes)
+    placed = {name: jax.device_put(value, assembly.batch[name].sharding) for name, value in batch(step, 1.0).items()}
+    state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, assembly.state)
+    return np.asarray(assembly.train_step(state, placed)[0].local.params["up"])
+
+
+def test_what_int8_does_not_send_of_the_distance_is_sent_later():
+    """With a rate of 1 and no momentum the anchor moves by what has arrived."""
+    means = dataclasses.replace(EVERY_TWO, outer_learning_rate=1.0, outer_momentum=0.0)
+    config = dataclasses.replace(APART, local_steps=means, compression=CompressionOptions("int8"))
+    states, _ = trained(config, data=4)
+    for last in (2, 4):
+        before, after = states[last - 2], states[last]
+        gone = (before.params["up"] - at_end_of_period(states[last - 1], last, config, data=4)).sum(0)
+        waiting = [state.residual["up"].sum(0) for state in (before, after)]
+        assert np.abs(waiting[1]).max() > 1e-6
+        arrived = G * (before.params["up"] - after.params["up"])
+        np.testing.assert_allclose(arrived + waiting[1], gone + waiting[0], atol=1e-5 * np.abs(gone).max())
+    plain, _ = trained(dataclasses.replace(APART, local_steps=means))
+    assert_near(states[-1].params, plain[-1].params, 1e-3)
+    assert outer_bytes(assembled(config, data=4)) < 0.5 * outer_bytes(assembled(APART, data=4))
+
+
+def outer_bytes(assembly):
+    program = hlo.read(assembly.outer_step.lower(assembly.state).compile().as_text())
+    return sum(one.count * one.wire_bytes for one in collectives(program, dict(assembly.mesh.shape)))
 
 
 def test_a_frozen_weight_is_kept_once_and_stays():
@@ -258,7 +283,6 @@ def test_a_group_that_is_not_finite_skips_its_step_alone(losses, gradients):
     assert np.asarray(after.skipped.total).tolist() == [0, 1, 0]
     assert (metrics["skipped_steps"], metrics[guard.IN_A_ROW]) == (1, 1)
     assert metrics[guard.FIRST_NOT_FINITE] == (0 if np.isnan(losses[1]) else 1)
-    joined = outer_step(outer_optimizer(THREE).transformation, lambda tree: jax.tree.map(lambda x: x.mean(0), tree))(
-        after
-    )
+    mean = lambda tree, residual: (jax.tree.map(lambda x: x.mean(0), tree), residual)  # noqa: E731
+    joined = outer_step(outer_optimizer(THREE).transformation, mean)(after)
     assert np.all(np.isfinite(joined.params["w"]))
