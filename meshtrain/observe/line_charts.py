@@ -78,7 +78,8 @@ def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
             for size, value, is_filled in line.points:
                 place.plot([size], [value], "o", color=colour, markersize=5, fillstyle="full" if is_filled else "none")
         if not panel.is_logarithmic:
-            place.set_ylim(bottom=0)
+            highest = max((value for line in panel.lines for _, value, _ in line.points), default=1.0)
+            place.set_ylim(0, 1.08 * highest)
         if panel.lines:
             place.legend(fontsize=8, frameon=False)
     figure.supxlabel(note, fontsize=8)

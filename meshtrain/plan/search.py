@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from meshtrain.config.config import Config
+from meshtrain.launch.hardware import usable_bytes
 from meshtrain.plan import planner
 from meshtrain.plan.candidates import Candidate, candidates
 from meshtrain.plan.changes import arguments, with_change
@@ -19,6 +20,7 @@ from meshtrain.words.tables import aligned, format_bytes
 
 MAX_COMPILED = 12
 MAX_SECONDS = 240.0
+SURE = 0.75  # a guess below this share of the capacity is taken to fit: guesses may be too low
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ def search(
         )
     start, plans = time.perf_counter(), list[tuple[Candidate, Plan]]()
     refused = list[tuple[Candidate, str]]()
-    chosen = diverse(found)[:most]
+    chosen = chosen_of(found, most, cluster)
     for number, one in enumerate(chosen, 1):
         elapsed = time.perf_counter() - start
         if plans and elapsed * number / (number - 1) > MAX_SECONDS:  # the next would exceed the time limit
@@ -88,6 +90,22 @@ def diverse(found: list[Candidate]) -> list[Candidate]:
             per_mesh[key] += 1
             chosen.append(one)
     return chosen
+
+
+def chosen_of(found: list[Candidate], most: int, cluster: Cluster) -> list[Candidate]:
+    """Returns the candidates to compile: `diverse`, or of less than those as many that surely fit as may just fit.
+
+    Args:
+      found: the candidates, the fastest guess first.
+      most: at most so many are compiled.
+      cluster: the target.
+    """
+    chosen = diverse(found)
+    if most >= len(chosen) or cluster.accelerator is None:
+        return chosen
+    room = SURE * usable_bytes(cluster.accelerator)
+    sure = diverse([one for one in found if one.guessed_bytes <= room])[: (most + 1) // 2]
+    return [*sure, *(one for one in chosen if one not in sure)][:most]
 
 
 def _rank(plan: Plan) -> tuple[int, float]:

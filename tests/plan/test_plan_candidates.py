@@ -58,6 +58,16 @@ def test_at_most_two_of_each_mesh_are_compiled(small):
     assert len(chosen) <= search.MAX_COMPILED
 
 
+def test_a_search_with_few_programs_takes_as_many_that_surely_fit():
+    cluster = cluster_of("h100", 1, 8)
+    capacity = hardware.usable_bytes(cluster.accelerator)
+    shares = (1.1, 1.0, 0.9, 0.7, 0.5)  # of the capacity, the fastest first
+    found = [candidates.Candidate({}, {"data": at}, share * capacity, at) for at, share in enumerate(shares)]
+    chosen = {most: [one.shape["data"] for one in search.chosen_of(found, most, cluster)] for most in (1, 2, 3, 5)}
+    assert chosen == {1: [3], 2: [3, 0], 3: [3, 4, 0], 5: [0, 1, 2, 3, 4]}
+    assert [one.shape["data"] for one in search.chosen_of(found[:2], 1, cluster)] == [0]
+
+
 def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
     (one, *_) = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=True)
     assert MeshOptions(**{key.partition(".")[2]: value for key, value in one.change.items()})

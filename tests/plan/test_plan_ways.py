@@ -115,3 +115,14 @@ def test_a_problem_of_the_configuration_is_the_points():
     point = ways.point(one, way, STRONG, 8)
     assert point.config is None
     assert "tensor" in point.problem
+
+
+def test_the_room_that_activations_take_is_that_of_the_points_own_batch():
+    one = basis()
+    way = plain(one)["data"]
+    point = ways.point(one, way, WEAK, 8)
+    needed = guess.guessed_bytes(point.config, point.shape, one.weights)
+    close = dataclasses.replace(one, capacity_bytes=0.999 * needed / candidates.MODEST)
+    # Two sequences at a time are too many, on any number of devices.
+    assert [ways.point(close, way, WEAK, size).microbatch for size in (1, 8, 64)] == [1, 1, 1]
+    assert ways.point(one, way, WEAK, 64).microbatch == 2
