@@ -158,7 +158,7 @@ def dispatch(
         state = actions.outer_step(state)
     observers.profiler.after(step, metrics)
     if observers.own_times and due(step, when.log_every):
-        observers.own_times.probe(metrics["loss"])
+        observers.own_times.probe(metrics["grad_norm"])
     return state, metrics
 
 

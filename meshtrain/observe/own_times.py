@@ -59,12 +59,16 @@ class OwnTimes:
     ) -> None:
         self._exchange.__exit__(kind, error, traceback)
 
-    def probe(self, loss: jax.Array) -> None:
-        """Dispatches the product after the step that returns this loss, unless it would take more than its share."""
+    def probe(self, of_step: jax.Array) -> None:
+        """Dispatches the product after a step, unless it would take more than its share.
+
+        Args:
+          of_step: what the step returns, a float32 scalar that each device has.
+        """
         if self._now() < self._not_before_seconds:
             return
         self._not_before_seconds = float("inf")  # until the thread knows how long it took
-        [own] = [shard.data for shard in loss.addressable_shards if shard.device == self._device]
+        [own] = [shard.data for shard in of_step.addressable_shards if shard.device == self._device]
         result = self._product(self._matrix, own)
         self._exchange.do(lambda: self._measure(own, result))
 
@@ -90,8 +94,8 @@ class OwnTimes:
         self._named = named
         return slow.values() if slow else {}
 
-    def _measure(self, loss: jax.Array, result: jax.Array) -> None:
-        jax.block_until_ready(loss)
+    def _measure(self, of_step: jax.Array, result: jax.Array) -> None:
+        jax.block_until_ready(of_step)
         start_seconds = self._now()
         jax.block_until_ready(result)
         end_seconds = self._now()
@@ -110,12 +114,12 @@ def _compiled(device: jax.Device) -> tuple[Any, jax.Array]:
     on_cpu = device.platform == "cpu"
     dim, num_products = (_CPU_DIM, _CPU_NUM_PRODUCTS) if on_cpu else (_DIM, _NUM_PRODUCTS)
 
-    def product(matrix: jax.Array, loss: jax.Array) -> jax.Array:
-        # The loss makes it wait for the step.
-        first = matrix + 0 * loss.astype(matrix.dtype)
+    def product(matrix: jax.Array, of_step: jax.Array) -> jax.Array:
+        # The scalar makes it wait for the step.
+        first = matrix + 0 * of_step.astype(matrix.dtype)
         return jax.lax.fori_loop(0, num_products, lambda _, x: x @ matrix, first)
 
     matrix = jax.device_put(jnp.full((dim, dim), 1 / dim, jnp.float32 if on_cpu else jnp.bfloat16), device)
     where = jax.sharding.SingleDeviceSharding(device)
-    loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=where)
-    return jax.jit(product).lower(matrix, loss).compile(), matrix
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=where)
+    return jax.jit(product).lower(matrix, scalar).compile(), matrix

@@ -115,12 +115,12 @@ class OwnTimes:
     def __init__(self):
         self.did = []
 
-    def probe(self, loss):
-        self.did.append(f"probe {loss:g}")
+    def probe(self, norm):
+        self.did.append(f"probe {norm:g}")
 
     def exchange(self, step, values, say):
         own = ("step_seconds", "data_seconds", "host_seconds", "device_wait_seconds")
-        self.did.append(f"exchange {step}" + "".join(f" {name}" for name in own if name in values))
+        self.did.append(f"exchange {step}" + "".join(f" {name}" for name in own if name in values and values[name] > 0))
         return {"slow_process": 1.0} if step == 8 else {}
 
 
@@ -129,7 +129,7 @@ def test_processes_exchange_their_times_at_logged_steps(tmp_path):
     run = Run(tmp_path, own_times=OwnTimes(), log_every=4)
     run.go()
     times = " step_seconds data_seconds host_seconds device_wait_seconds"
-    wanted = ["exchange 1", "probe 0.25", f"exchange 4{times}", "probe 0.125", f"exchange 8{times}"]
+    wanted = ["exchange 1", "probe 1", f"exchange 4{times}", "probe 1", f"exchange 8{times}"]
     assert run.own_times.did == [*wanted, f"exchange 10{times}"]
     assert [step for step, row in run.rows if "slow_process" in row] == [8]
 
