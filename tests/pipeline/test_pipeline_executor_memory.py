@@ -29,9 +29,8 @@ def temporary_bytes(schedule, num_microbatches, num_chunks=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule, num_chunks", [("1f1b", 1), ("interleaved_1f1b", 2)])
-def test_memory_is_the_same_at_8_32_and_128_microbatches(schedule, num_chunks):
-    few, more, many = (temporary_bytes(schedule, number, num_chunks) for number in (8, 32, 128))
-    assert more == pytest.approx(few, rel=0.01)
+def test_memory_is_the_same_at_8_and_128_microbatches(schedule, num_chunks):
+    few, many = (temporary_bytes(schedule, number, num_chunks) for number in (8, 128))
     assert many == pytest.approx(few, rel=0.01)
 
 
@@ -43,5 +42,5 @@ def test_gpipe_grows_by_one_stage_input_a_microbatch():
 
 
 def test_memory_of_1f1b_does_not_grow():
-    """The shorter half of the slow test above."""
+    """A quarter of the way of the slow test above."""
     assert temporary_bytes("1f1b", 32) == pytest.approx(temporary_bytes("1f1b", 8), rel=0.01)
