@@ -4,6 +4,7 @@ Few programs are compiled (`prices.py` tells which, and how the steps between th
 numbers of devices, and what it has found is used between them.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -132,8 +133,10 @@ def scaling(
     ways = plain_ways(basis, planner.shape_on(config, cluster), sizes[-1])
     clusters = open_clusters(cluster, sizes)
     if sizes[0] > 1 and any(point(basis, way, kind, 1).config for way in ways for kind in KINDS):
-        sizes = [1, *sizes]  # one device is what the others are compared with
-        clusters |= open_clusters(cluster, [1])
+        # One device is what the others are compared with; no slice of some TPUs is a single chip.
+        with contextlib.suppress(UserError):
+            clusters |= open_clusters(cluster, [1])
+            sizes = [1, *sizes]
     plain = [point(basis, way, kind, size) for way in ways for kind in KINDS for size in sizes]
     prices = Prices(basis, clusters, assumptions, _told(compile_step, say))
     shares = shares_of(programs, len({one.config for one in ends(plain)}))

@@ -86,6 +86,18 @@ def test_one_device_is_added_as_what_the_others_are_compared_with(run):
     assert weak.fitted_serial_share is None
 
 
+def test_where_no_cluster_is_a_single_device_the_smallest_is_the_base(run, monkeypatch):
+    def opened(text):
+        if text.endswith("x1"):
+            raise UserError("--cluster: got 1")
+        return cluster(int(text.rpartition("x")[2]))
+
+    monkeypatch.setattr(scaling, "open_cluster", opened)
+    found = run()
+    assert found.sizes == (2, 4, 8)
+    assert curve(found, "data", "strong").base.point.num_devices == 2
+
+
 def test_without_room_on_one_device_the_smallest_that_fits_is_the_base(run, monkeypatch):
     monkeypatch.setattr(scaling, "usable_bytes", lambda accelerator: 2_000_000)  # of 1.2 MB of training state and more
 
