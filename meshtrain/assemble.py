@@ -46,6 +46,7 @@ from meshtrain.step.local import axes_in_groups, in_groups, inner_step, outer_st
 from meshtrain.step.placed import (
     abstract_params,
     in_chunks,
+    layer_bytes,
     placed_states,
     replicas_of,
     reshaper,
@@ -72,6 +73,7 @@ class Assembly:
       kept_state: the same with layers in layer order, as checkpoints store it.
       batch: the abstract global batch, each entry with its sharding.
       names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
+      layer_bytes: of the gradients of one layer that a device reduces over data inside the backward loop; 0: none.
       init: uint32 key data -> state, jitted; each array is created with its sharding.
       train_step: (state, batch) -> (state, metrics), jitted with the devices' compiler options; donates the state.
       outer_step: state -> state, jitted likewise: joins groups that train apart, every `local_steps.period` steps; None
@@ -92,6 +94,7 @@ class Assembly:
     kept_state: TrainState
     batch: Mapping[str, jax.ShapeDtypeStruct]
     names: list[Names]
+    layer_bytes: int
     init: Callable[[jax.Array], TrainState]
     train_step: Any
     outer_step: Any
@@ -171,7 +174,9 @@ def assemble(
     update = _update(config, transformation, schedule_of_rates, scaling, state_shardings.opt_state, replicas)
     step = inner_step(gradients, update, scaling, trained) if outer else train_step(gradients, update, scaling)
     join = outer_step(outer.transformation, groups.mean, trained) if outer and groups else None
-    jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(kind))
+    bytes_of_layer = layer_bytes(params, axes, replicas, config.remat.every)
+    options = compiler_options(kind, bytes_of_layer)
+    jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     return Assembly(
         config=config,
         mesh=mesh,
@@ -183,6 +188,7 @@ def assemble(
         kept_state=kept,
         batch=batch,
         names=names,
+        layer_bytes=bytes_of_layer,
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
         train_step=jitted(step, out_shardings=(state_shardings, whole)),
         outer_step=join and jitted(join, out_shardings=state_shardings),

@@ -45,6 +45,22 @@ STEP: tuple[Mutant, ...] = (
         ("layout/test_layout_zero.py::test_gradients_are_reduced_over_data_and_get_their_sharding[shape0-0]",),
     ),
     Mutant(
+        "layers forget microbatches",
+        "layout/replicas.py",
+        "part if sums[index] is None else sums[index] + part for",
+        "part for",
+        "gradients of layers are those of the last microbatch alone",
+        ("step/test_step_by_layer.py::test_numbers_bytes_and_memory_are_those_of_the_step_without[level one]",),
+    ),
+    Mutant(
+        "a weight with two readers is hooked",
+        "layout/loops.py",
+        "or uses[var] > 1",
+        "",
+        "the gradient of a weight that is also read outside of its loop loses a part",
+        ("layout/test_layout_loops.py",),
+    ),
+    Mutant(
         "data splits layers",
         "layout/stored.py",
         "if name not in STACKED and size %",

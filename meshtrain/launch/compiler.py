@@ -50,9 +50,37 @@ CPU_OPTIONS = (
 )
 
 
-def options_of(device_kind: str) -> tuple[CompilerOption, ...]:
-    """Returns the table of options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice."""
-    table = CPU_OPTIONS if device_kind == "cpu" else GPU_OPTIONS if device_kind.startswith("NVIDIA") else ()
+# XLA on GPUs joins collectives of the same kind up to this size by default.
+JOINED_BYTES = 30 * 2**20
+
+
+def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
+    """Returns the options that join the reductions of one layer's gradients into one, for GPUs.
+
+    One collective runs at a time, and XLA's scheduler puts products beside the first of several only.
+
+    Args:
+      layer_bytes: of one layer's gradients on a device, as they are sent; 0: no loop reduces gradients.
+    """
+    if layer_bytes <= JOINED_BYTES:
+        return ()
+    reason = "joins what a layer's gradients send: products run beside one collective, not beside each of several"
+    kinds = ("all_reduce", "reduce_scatter")
+    return tuple(
+        CompilerOption(f"xla_gpu_{kind}_combine_threshold_bytes", layer_bytes, reason, "0.11") for kind in kinds
+    )
+
+
+def options_of(device_kind: str, layer_bytes: int = 0) -> tuple[CompilerOption, ...]:
+    """Returns the options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice.
+
+    Args:
+      device_kind: as JAX names it.
+      layer_bytes: see `joining`.
+    """
+    table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()
+    if device_kind.startswith("NVIDIA"):
+        table = GPU_OPTIONS + joining(layer_bytes)
     installed = _numbers(importlib.metadata.version("jaxlib"))
     return tuple(option for option in table if not option.before or installed < _numbers(option.before))
 
@@ -61,9 +89,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def compiler_options(device_kind: str) -> dict[str, Any]:
-    """Returns the argument `compiler_options` of `jax.jit` for the step, for training and for planning."""
-    return {option.name: option.value for option in options_of(device_kind)}
+def compiler_options(device_kind: str, layer_bytes: int = 0) -> dict[str, Any]:
+    """Returns the argument `compiler_options` of `jax.jit` for the step; see `options_of`."""
+    return {option.name: option.value for option in options_of(device_kind, layer_bytes)}
 
 
 def init_compiler_options(device_kind: str) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 The axis is manual while gradients are computed (`jax.shard_map`). The partitioner would instead reduce the gradients of
 each of M microbatches, which is M times the traffic.
 
+Gradients of layers that a loop computes one after the other are reduced inside the backward loop of the last
+microbatch (`reducing_layers`), so that the products of the next layer run beside the collective. All others are reduced
+when the last microbatch is over.
+
 M: microbatches.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,14 +21,27 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.loops import Hook
 from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import on_shards
-from meshtrain.layout.stored import Stored
+from meshtrain.layout.stored import GRADIENTS_LEVEL, Stored
 from meshtrain.layout.trees import select
 from meshtrain.layout.wire import summed_leaves
 from meshtrain.layout.zero import MAX_LEVEL
 
 Compute = Callable[..., tuple[Any, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """A gradient sum that is reduced over data already, in place of the sum of one replica.
+
+    Attributes:
+      value: float32; at level 1 the shard of this replica.
+    """
+
+    value: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +94,8 @@ class Replicas:
 
         Args:
           compute: (parameters, batch, further arrays that are replicated) -> (sums, gradients): any tree of scalars,
-            and the tree that `zeros` and `part` make for `trained_stored`. Its arrays are local along the manual axes.
+            and the tree that `zeros` and `part` make for `trained_stored`, with `Reduced` in place of an array where
+            `compute` has reduced it. Its arrays are local along the manual axes.
           manual: axes that are manual besides data.
         """
         axes = self.axes | manual
@@ -120,7 +138,7 @@ class Replicas:
             total = jax.tree.map(lambda gradient, left: gradient + left[0], gradients, residual)
             return total, jax.tree.map(jnp.zeros_like, residual)
         stored = jax.tree.leaves(self.trained_stored)
-        dims = [weight.data_dim if weight.moment != weight.parameter else 0 for weight in stored]
+        dims = [weight.data_dim if _is_scattered(weight) else 0 for weight in stored]
 
         def on_device(gradients: Any, residual: Any) -> tuple[Any, Any]:
             leaves, structure = jax.tree.flatten(jax.tree.map(lambda leaf: leaf[0], gradients))
@@ -141,12 +159,15 @@ class Replicas:
         """
 
         def empty(leaf: jax.Array, weight: Stored) -> jax.Array:
-            shape = list(leaf.shape)
-            if self._scatters_each(weight):
-                shape[weight.data_dim] //= self.mesh.shape[DATA]
-            return jnp.zeros(shape, jnp.float32)
+            return self._zeros(leaf, weight, is_scattered=self._scatters_each(weight))
 
         return jax.tree.map(empty, params, stored)
+
+    def _zeros(self, leaf: jax.Array, weight: Stored, *, is_scattered: bool) -> jax.Array:
+        shape = list(leaf.shape)
+        if is_scattered:
+            shape[weight.data_dim] //= self.mesh.shape[DATA]
+        return jnp.zeros(shape, jnp.float32)
 
     def accumulators(self, params: Any) -> Any:
         """Returns the abstract float32 sums that `zeros` allocates for trained parameters, each with its sharding.
@@ -174,22 +195,77 @@ class Replicas:
         if not any(self._scatters_each(weight) for weight in jax.tree.leaves(stored)):
             return gradients
 
+        # A weight that data does not divide is reduced once, after the last microbatch (`_reduced`).
+        def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
+            return self._scattered(leaf, weight.data_dim) if self._scatters_each(weight) else leaf
+
+        return self._on_each(scatter, gradients, stored)
+
+    @property
+    def reduces_in_loops(self) -> bool:
+        """Whether gradients of layers in a loop are reduced inside the backward loop of the last microbatch.
+
+        At level 2 those of every microbatch are scattered when its loops are over. With compression they are reduced
+        when the mean gradient is known.
+        """
+        return bool(self.axes) and self.level < GRADIENTS_LEVEL and not self.is_compressed
+
+    def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
+        """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
+        return self._zeros(leaf, weight, is_scattered=_is_scattered(weight))
+
+    def reducing_layers(self, stored: Mapping[int, Stored]) -> Hook:
+        """Returns the hook that reduces the gradients of one layer in its backward pass.
+
+        What goes with the slices of a weight is (the local sum of the earlier microbatches or None, zeros from
+        `reduced_zeros`). Forward it is the identity on the weights. Backward the gradient of the zeros is the reduced
+        sum of all microbatches; the weights themselves have to be constants of the differentiation. So sums are float32
+        and may be scattered, whatever dtype and shape the weights have.
+
+        Args:
+          stored: index of a weight -> its `Stored`.
+        """
+
+        @jax.custom_vjp
+        def layer(weights: Any, sums: Any, zeros: Any) -> Any:
+            return weights
+
+        def forward(weights: Any, sums: Any, zeros: Any) -> tuple[Any, Any]:
+            return weights, sums
+
+        def backward(sums: Any, gradients: Any) -> tuple[None, None, Any]:
+            parts = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
+            totals = {index: part if sums[index] is None else sums[index] + part for index, part in parts.items()}
+            return None, None, self._on_each(self._reduce, totals, {index: stored[index] for index in totals})
+
+        layer.defvjp(forward, backward)
+
+        def hook(weights: dict[int, jax.Array], given: dict[int, Any]) -> dict[int, jax.Array]:
+            sums = {index: pair[0] for index, pair in given.items()}
+            result: dict[int, jax.Array] = layer(weights, sums, {index: pair[1] for index, pair in given.items()})
+            return result
+
+        return hook
+
+    def _on_each(self, function: Callable[[jax.Array, Stored], jax.Array], gradients: Any, stored: Any) -> Any:
+        """Returns the function of each gradient, run where all axes are manual; a leaf may lack leading dims."""
+
         def trailing(leaf: jax.Array, weight: Stored) -> PartitionSpec:
             return spec_of_dims(axes_of_dims(weight.parameter, weight.num_dims)[-leaf.ndim :])
 
+        def on_all(gradients: Any) -> Any:
+            return jax.tree.map(function, gradients, stored)
+
         specs = jax.tree.map(trailing, gradients, stored)
-
-        def scattered(gradients: Any) -> Any:
-            # A weight that data does not divide is reduced once, after the last microbatch (`_reduced`).
-            def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
-                return self._scattered(leaf, weight.data_dim) if self._scatters_each(weight) else leaf
-
-            return jax.tree.map(scatter, gradients, stored)
-
-        return on_shards(self.mesh, scattered, (specs,), specs)(gradients)
+        # XLA's CPU compiler aborts on a 16-bit all-reduce where an axis, be it of size 1, is not manual.
+        is_narrow = jnp.dtype(self.wire_dtype).itemsize < 4
+        return on_shards(self.mesh, on_all, (specs,), specs, is_opaque=is_narrow)(gradients)
 
     def _scatters_each(self, weight: Stored) -> bool:
         return bool(self.axes) and weight.gradient != weight.parameter
+
+    def _reduce(self, x: jax.Array, weight: Stored) -> jax.Array:
+        return self._scattered(x, weight.data_dim if _is_scattered(weight) else 0)
 
     def _scattered(self, x: jax.Array, dim: int) -> jax.Array:
         """Reduce-scatters over data along `dim`, which is counted from the end; all-reduces where it is 0."""
@@ -204,21 +280,27 @@ class Replicas:
     def _reduced(self, gradients: Any) -> Any:
         """Reduces the gradients [replicas, ...] over data: an all-reduce at level 0, else a reduce-scatter.
 
-        At level 2 `part` has scattered them already, except for weights in which no dim divides over data.
+        At level 2 `part` has scattered them already, except for weights in which no dim divides over data. Those of
+        layers in a loop may be `Reduced`.
         """
         stored = self.trained_stored
 
-        def reduce(leaf: jax.Array, weight: Stored) -> jax.Array:
-            if self._scatters_each(weight):
-                return leaf[0]
-            return self._scattered(leaf[0], weight.data_dim if weight.moment != weight.parameter else 0)
+        def reduce(leaf: jax.Array | Reduced, weight: Stored) -> jax.Array:
+            if isinstance(leaf, Reduced):
+                return leaf.value[0]
+            return leaf[0] if self._scatters_each(weight) else self._reduce(leaf[0], weight)
 
         def reduce_all(gradients: Any) -> Any:
-            return jax.tree.map(reduce, gradients, stored)
+            return jax.tree.map(reduce, gradients, stored, is_leaf=lambda leaf: isinstance(leaf, Reduced))
 
         before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, stored))
         after = jax.tree.map(lambda weight: weight.moment, stored)
         return on_shards(self.mesh, reduce_all, (before,), after)(gradients)
+
+
+def _is_scattered(weight: Stored) -> bool:
+    """Returns whether a replica gets one shard of a weight's gradient: from level 1 on, where data divides a dim."""
+    return weight.moment != weight.parameter
 
 
 def _is_spec(leaf: Any) -> bool:

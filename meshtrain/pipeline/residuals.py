@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from meshtrain.layout.loops import counts
 from meshtrain.models.task import LayerSums, Params
 from meshtrain.pipeline.pullback import Layer, layer_vjp
 from meshtrain.words.errors import warn
@@ -88,10 +89,7 @@ def _outputs(equation: Any, marks: list[bool]) -> list[bool]:
         return [any(marks)] * len(equation.outvars)
     if equation.primitive.name != "scan":
         return depends(inner[0], marks, on_constants=False)
-    # JAX versions name these counts differently, so ranks give them: a stacked input has one dim less in the body.
-    num_stacked = sum(x.aval.ndim < y.aval.ndim for x, y in zip(inner[0].invars, equation.invars, strict=True))
-    num_carry = sum(x.aval.ndim == y.aval.ndim for x, y in zip(inner[0].outvars, equation.outvars, strict=True))
-    start = len(marks) - num_stacked - num_carry
+    start, num_carry = counts(equation)
     while True:  # until the marks of the carry do not change, because each turn reads the carry of the one before
         outputs = depends(inner[0], marks, on_constants=False)
         before = marks[start : start + num_carry]

@@ -189,6 +189,37 @@ def _called(line: Instruction) -> Iterable[str]:
     return (name.strip(" %") for group in CALLED.findall(line.rest) for name in group.split(","))
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerGradients:
+    """The gradients of stacked layers on the wire of the data axis, in one step on one device.
+
+    Attributes:
+      wire_bytes: of all of them.
+      overlapped_fraction: the share whose collective stands in a backward loop with matrix products beside it.
+    """
+
+    wire_bytes: float
+    overlapped_fraction: float
+
+
+def layer_gradients(found: Iterable[Collective], axis: str, wire_bytes: float) -> LayerGradients | None:
+    """Returns how much of the gradients of stacked layers is overlapped, or None where there are none to reduce.
+
+    XLA joins collectives and drops the names of what they were made of. So those of layers are counted as the
+    all-reduces and reduce-scatters along the axis that run several times a step: the loop over layers has no others.
+
+    Args:
+      found: all collectives of a program.
+      axis: the data axis.
+      wire_bytes: of the gradients of all stacked layers, from their shapes.
+    """
+    if not wire_bytes:
+        return None
+    kinds = ("all-reduce", "reduce-scatter")
+    hidden = [one for one in found if one.axes == axis and one.kind in kinds and one.count > 1 and one.is_overlapped]
+    return LayerGradients(wire_bytes, min(1.0, sum(one.count * one.wire_bytes for one in hidden) / wire_bytes))
+
+
 def sent_along(rows: Iterable[Traffic], axes: str) -> float:
     """Returns the bytes on the wire along one axis alone, or along axes joined by `+` and each of them."""
     return sum(row.wire_bytes for row in rows if set(row.axis.split("+")) <= set(axes.split("+")))

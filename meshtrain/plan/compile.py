@@ -11,7 +11,7 @@ from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
 from meshtrain.launch.compiler import compiler_options
 from meshtrain.launch.quiet import captured
-from meshtrain.layout import placement
+from meshtrain.layout import loops, placement
 from meshtrain.models import layers
 from meshtrain.plan.attention import as_on_target
 from meshtrain.plan.hlo import Program, read
@@ -84,7 +84,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         text=text,
         outer_text=outer_text,
         statistics=_of_both(compiled, outer) if compiled else None,
-        options=compiler_options(cluster.devices[0].device_kind),
+        options=compiler_options(cluster.devices[0].device_kind, assembly.layer_bytes),
         attention=attention_kernel(traced.jaxpr.jaxpr),
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
         messages=tuple(messages),
@@ -111,5 +111,8 @@ def outer_program_of(compiled: Compiled) -> Program | None:
 
 
 def _places_for_others(file: str, function: str) -> bool:
-    """Returns whether a function adds sharding constraints on behalf of its caller, which is the source to report."""
-    return file == placement.__file__ or (file, function) == (layers.__file__, layers.weight.__qualname__)
+    """Returns whether a function adds constraints or runs loops for its caller, which is the source to report."""
+    return file in (placement.__file__, loops.__file__) or (file, function) == (
+        layers.__file__,
+        layers.weight.__qualname__,
+    )

@@ -28,7 +28,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
 from meshtrain.layout.axes import AXES, DATA, PIPELINE
 from meshtrain.layout.groups import Groups
-from meshtrain.layout.partition import num_parts
+from meshtrain.layout.partition import STACKED, Names, num_parts
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.trees import select
 from meshtrain.layout.zero import MAX_LEVEL
@@ -96,14 +96,21 @@ def sizes(assembly: Assembly) -> Sizes:
     )
 
 
-def reduced_and_scattered(assembly: Assembly) -> tuple[int, int]:
-    """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data)."""
+def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> tuple[int, int]:
+    """Returns the gradients' elements on one device: (all-reduced over data, reduce-scattered over data).
+
+    With `only_stacked` those of weights that stack layers.
+    """
     replicas, reduced, scattered = assembly.replicas, 0, 0
     if isinstance(replicas, Groups):  # they send weights in a program of their own
         return 0, 0
-    trained, _ = select(assembly.state.params, replicas.trained)
-    for leaf, weight in zip(jax.tree.leaves(trained), jax.tree.leaves(replicas.trained_stored), strict=True):
+    names = jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params
+    of_weights = (assembly.state.params, replicas.stored, names)
+    trained = [jax.tree.leaves(select(tree, replicas.trained)[0]) for tree in of_weights]
+    for leaf, weight, axes in zip(*trained, strict=True):
         elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        if only_stacked and not set(axes.names) & set(STACKED):
+            continue
         if replicas.level == 0 or weight.data_dim == 0:
             reduced += elements
         elif replicas.level < MAX_LEVEL:
@@ -120,6 +127,27 @@ def _wire_itemsizes(assembly: Assembly) -> tuple[float, float]:
     n, options = assembly.mesh.shape[DATA], replicas.compression
     # A ring sends 2 (n - 1) / n of what it all-reduces, and half of that of what it reduce-scatters.
     return n / (2 * (n - 1)) * options.wire_bytes(n), n / (n - 1) * options.wire_bytes(n, is_scattered=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """The logical axes of one array, as a leaf of a tree."""
+
+    names: Names
+
+
+def layer_gradient_bytes(assembly: Assembly) -> float:
+    """Returns the bytes that a device sends to reduce the gradients of stacked layers over data, once a step.
+
+    0 where they do not cross data once a step in `precision.reduce_dtype`: one replica, ZeRO levels 2 and 3,
+    compression, data left to the partitioner.
+    """
+    replicas, num_replicas = assembly.replicas, assembly.mesh.shape[DATA]
+    if not replicas.reduces_in_loops:
+        return 0.0
+    reduced, scattered = reduced_and_scattered(assembly, only_stacked=True)
+    share = (num_replicas - 1) / num_replicas * jnp.dtype(replicas.wire_dtype).itemsize
+    return share * (2 * reduced + scattered)
 
 
 def _missing(tree: Any, storage_axes: Sequence[str]) -> int:

@@ -5,13 +5,20 @@ from collections.abc import Mapping
 
 from meshtrain.config.config import Config, check
 from meshtrain.launch.hardware import peak_flops_per_second
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.mesh import mesh_shape
 from meshtrain.plan import findings, paying
-from meshtrain.plan.collectives import Traffic, collectives, traffic
+from meshtrain.plan.collectives import LayerGradients, Traffic, collectives, layer_gradients, traffic
 from meshtrain.plan.compile import Compiled, compile_step, outer_program_of, program_of
 from meshtrain.plan.flops import Work, matmul_flops
 from meshtrain.plan.memory import Memory, memory
-from meshtrain.plan.minimum import executor_bytes, model_flops, outer_wire_bytes_minimum, wire_bytes_minimum
+from meshtrain.plan.minimum import (
+    executor_bytes,
+    layer_gradient_bytes,
+    model_flops,
+    outer_wire_bytes_minimum,
+    wire_bytes_minimum,
+)
 from meshtrain.plan.timing import Assumptions, Timing, timing
 from meshtrain.plan.topology import Cluster
 from meshtrain.step.precision import compute_name
@@ -47,6 +54,8 @@ class Plan:
       outer: the program that joins groups that train apart; None without groups.
       minimum: axis, or axes joined by `+` -> least bytes on the wire.
       executor_bytes: what the pipeline's executor sends by its own formula; None without one or if unknown.
+      layer_gradients: of stacked layers over data; None if they are not reduced once a step (one replica, ZeRO levels 2
+        and 3, compression), or there is no program.
       work: FLOPs of the compiled program; None if there is no program.
       model_flops: (causal, full), None if the task does not state its FLOPs.
       timing: modelled seconds; None for CPUs and if there is no program.
@@ -60,6 +69,7 @@ class Plan:
     outer: Outer | None
     minimum: Mapping[str, float]
     executor_bytes: float | None
+    layer_gradients: LayerGradients | None
     work: Work | None
     model_flops: tuple[float, float] | None
     timing: Timing | None
@@ -131,7 +141,8 @@ def plan(
     compiled = compile_step(config, shape, cluster)
     assembly = compiled.assembly
     program = program_of(compiled)
-    rows = tuple(traffic(collectives(program, dict(assembly.mesh.shape)))) if program else ()
+    sent = collectives(program, dict(assembly.mesh.shape)) if program else []
+    rows = tuple(traffic(sent))
     held = memory(compiled, cluster, program)
     modelled = None
     if program and cluster.accelerator:
@@ -144,6 +155,7 @@ def plan(
         outer=_outer(compiled, cluster, assumptions),
         minimum=wire_bytes_minimum(assembly),
         executor_bytes=executor_bytes(assembly),
+        layer_gradients=layer_gradients(sent, DATA, layer_gradient_bytes(assembly)) if program else None,
         work=matmul_flops(program) if program else None,
         model_flops=model_flops(assembly),
         timing=modelled,

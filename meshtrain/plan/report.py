@@ -104,7 +104,11 @@ def _communication(plan: Plan) -> str:
         sent = sent_along(plan, axis)
         formula = f"; the executor's formula: {_bytes(plan.executor_bytes)}" if axis == "pipeline" else ""
         bounds.append((axis, _bytes(sent), _bytes(least), f"{sent / least:.3f}{formula}" if least else "-"))
-    return f"{table}\n\n" + aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")
+    parts = [table, aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")]
+    if layers := plan.layer_gradients:
+        hidden = f"{layers.overlapped_fraction:.0%} hidden by the backward loop"
+        parts.append(f"gradients of stacked layers: {_bytes(layers.wire_bytes)} over data, {hidden}")
+    return "\n\n".join(parts)
 
 
 def _collectives(traffic: Sequence[collectives.Traffic], when: str) -> str:
@@ -192,7 +196,7 @@ def _time(plan: Plan) -> str:
 
 
 def _options(plan: Plan) -> str:
-    options = options_of(plan.cluster.devices[0].device_kind)
+    options = options_of(plan.cluster.devices[0].device_kind, plan.compiled.assembly.layer_bytes)
     if not options:
         return ""
     rows = [(option.name, str(option.value), option.reason) for option in options]
@@ -239,6 +243,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "outer": _outer_json(plan),
         "wire_bytes_minimum": dict(plan.minimum),
         "wire_bytes_executor": plan.executor_bytes,
+        "layer_gradients": plan.layer_gradients and dataclasses.asdict(plan.layer_gradients),
         "flops": {
             "compiled": plan.work and plan.work.total,
             "compiled_full_attention": plan.work and plan.work.products + plan.work.attention_full,

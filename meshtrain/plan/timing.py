@@ -287,8 +287,10 @@ def moved_bytes(line: Instruction, body: list[Instruction], shapes: Mapping[str,
     reads = 0.0
     for one in body:
         if one.opcode == "parameter" and one.name in users:
-            narrow = all(user.opcode in SLICES or _updates(user, one) for user in users[one.name])
-            sliced = sum(num_bytes(user.shape) for user in users[one.name] if user.opcode in SLICES)
+            # Not as the index of a slice, which is a few bytes.
+            slices = [user for user in users[one.name] if user.opcode in SLICES and user.operands[0] == one.name]
+            narrow = len(slices) + sum(_updates(user, one) for user in users[one.name]) == len(users[one.name])
+            sliced = sum(num_bytes(user.shape) for user in slices)
             reads += sliced if narrow else num_bytes(one.shape)
     results = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
     return reads + sum(_written(one, inside) for one in results)

@@ -50,7 +50,7 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
             inside = automatic
             if name == "shard_map":
                 inside = automatic - frozenset(equation.params["newly_manual_axes"])
-            times = equation.params["length"] if name == "scan" else 1
+            times = equation.params["length"] if name == "scan" else _turns(equation) if name == "while" else 1
             total += times * sum(_flops(inner, mesh_shape, inside) for inner in _inner(equation))
     return total
 
@@ -66,6 +66,15 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
         if inside := next((kernel for kernel in map(attention_kernel, _inner(equation)) if kernel != "xla"), ""):
             return inside
     return "xla"
+
+
+def _turns(equation: Any) -> int:
+    """Returns how often a loop that counts from 0 to a constant runs; 1 for any other `while`."""
+    closed = equation.params["cond_jaxpr"]
+    tests, bound = closed.jaxpr.eqns, None
+    if len(tests) == 1 and tests[0].primitive.name == "lt" and isinstance(tests[0].invars[1], core.Literal):
+        bound = int(tests[0].invars[1].val)
+    return bound or 1
 
 
 def _inner(equation: Any) -> Iterator[core.Jaxpr]:

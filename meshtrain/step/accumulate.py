@@ -1,5 +1,8 @@
 """Gradients summed over microbatches, in float32.
 
+The last microbatch stands behind the loop over the others where gradients of layers are reduced inside its backward
+loop (`by_layer.py`).
+
 B: sequences in the global batch, M: microbatches, b: sequences in a microbatch, B / M.
 """
 
@@ -13,6 +16,7 @@ from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, Loss, Params, Sums
+from meshtrain.step.by_layer import by_layer
 
 # (params, batch, rng, seed) -> sums over the batch. The seed, a float32 scalar, multiplies the gradients: it is the
 # cotangent of the loss, see `loss_scale.seed`.
@@ -79,9 +83,7 @@ def accumulated(
         (_, (value, weight, metrics)), gradients = jax.value_and_grad(total, has_aux=True)(trained)
         return Sums(value, weight, metrics, replicas.part(gradients, replicas.trained_stored))
 
-    def many(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
-        microbatches = split(batch, num_microbatches, placement, axes)
-
+    def many(params: Params, microbatches: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
         def add(sums: Sums, microbatch: Batch) -> tuple[Sums, None]:
             return jax.tree.map(jnp.add, sums, one(params, microbatch, rng, seed)), None
 
@@ -90,11 +92,19 @@ def accumulated(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         trained, _ = select(params, replicas.trained)
         zeros = zeros._replace(gradients=replicas.zeros(trained, replicas.trained_stored))
-        return jax.lax.scan(add, zeros, microbatches)[0]
+        return jax.lax.scan(add, _made_alone(zeros), microbatches)[0]
 
     def on_replica(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:
-        compute = one if num_microbatches == 1 else many
-        sums = compute(params, batch, jax.random.wrap_key_data(key_data), seed)
+        rng, microbatches, last = jax.random.wrap_key_data(key_data), None, batch
+        if num_microbatches > 1:
+            microbatches = split(batch, num_microbatches, placement, axes)
+            last = jax.tree.map(lambda x: x[-1], microbatches)
+        add_last = by_layer(loss, replicas, params, last, rng, seed) if replicas.reduces_in_loops else None
+        if add_last is not None:
+            earlier = jax.tree.map(lambda x: x[:-1], microbatches)
+            sums = add_last(many(params, earlier, rng, seed) if earlier else None)
+        else:
+            sums = many(params, microbatches, rng, seed) if microbatches else one(params, last, rng, seed)
         return (sums.loss, sums.weight, sums.metrics), sums.gradients
 
     def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
@@ -103,6 +113,15 @@ def accumulated(
         return Sums(value, weight, metrics, reduced)
 
     return gradients
+
+
+def _made_alone(zeros: Any) -> Any:
+    """Returns zeros that XLA does not make together with equal constants, such as those of the last microbatch.
+
+    These would be in memory during the loop over the earlier ones.
+    """
+    zero = jax.lax.optimization_barrier(jnp.float32(0))
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), zeros)
 
 
 def summed(

@@ -3,6 +3,7 @@
 In memory an interleaved pipeline has the layers in chunks; checkpoints have them in layer order (`pipeline.chunks`).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import stored
-from meshtrain.layout.trees import path_text
+from meshtrain.layout.trees import leaves_with_paths, path_text, select
 from meshtrain.models.abstract import named_params
 from meshtrain.models.task import Params, Task
 from meshtrain.pipeline import chunks
@@ -81,6 +82,30 @@ def replicas_of(
             "with weights split over data; allowed: none, or a task with it; nearest: compression.kind=none"
         )
     return Replicas(mesh, specs, level, is_manual, wire_dtype, trained, compression)
+
+
+def layer_bytes(params: Params, axes: Any, replicas: Replicas, num_together: int) -> int:
+    """Returns the bytes that one device reduces over data in one iteration of the backward loop, 0 where none does.
+
+    Args:
+      params: abstract, global shapes.
+      axes: their logical axes.
+      replicas: how gradients are reduced over data.
+      num_together: layers in one iteration.
+    """
+    if not replicas.reduces_in_loops:
+        return 0
+    names, total = dict(leaves_with_paths(axes, is_leaf=partition.is_names)), 0
+    trained, _ = select(params, replicas.trained)
+    weights = jax.tree.leaves(replicas.trained_stored)
+    for (path, leaf), weight in zip(leaves_with_paths(trained), weights, strict=True):
+        num_layers = math.prod(
+            size for size, name in zip(leaf.shape, names[path], strict=True) if name in partition.STACKED
+        )
+        if set(names[path]) & set(partition.STACKED):
+            num_shards = partition.num_parts(axes_in(weight.parameter), replicas.mesh.shape)
+            total += leaf.size // num_layers // num_shards
+    return total * num_together * jnp.dtype(replicas.wire_dtype).itemsize
 
 
 def placed(

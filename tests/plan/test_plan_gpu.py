@@ -158,7 +158,7 @@ def test_attention_is_the_kernel_that_the_target_would_take():
 def test_on_an_a100_the_options_hide_what_nothing_hides_without(monkeypatch):
     hidden = share_hidden(planned("a100:1x8", FSDP).traffic)
     assembling = importlib.import_module("meshtrain.assemble")  # the module, whatever the package calls so
-    monkeypatch.setattr(assembling, "compiler_options", lambda kind: {})
+    monkeypatch.setattr(assembling, "compiler_options", lambda *given: {})
     target = topology.open_cluster("a100:1x8")
     bare = compiling.compile_step(FSDP, planner.shape_on(FSDP, target), target)
     rows = traffic(collectives(hlo.read(bare.text), dict(bare.assembly.mesh.shape)))
@@ -168,6 +168,18 @@ def test_on_an_a100_the_options_hide_what_nothing_hides_without(monkeypatch):
 
 def share_hidden(rows):
     return sum(row.wire_bytes * row.overlapped_fraction for row in rows) / sum(row.wire_bytes for row in rows)
+
+
+def test_all_but_one_layer_of_the_gradients_are_hidden_by_the_backward_loop():
+    config = resolve(runpy.run_path(str(ROOT / "configs" / "gpt2_124m.py"))["get_config"](), reads_data=False)
+    plan = planned("h100:2x4", config)
+    assert config.accumulation_steps == 4
+    if KNOWS_ALL_OPTIONS:
+        assert plan.layer_gradients.overlapped_fraction == pytest.approx(11 / 12)
+        assert share_hidden(plan.traffic) > 0.58
+    assert sum(row.wire_bytes for row in plan.traffic) == pytest.approx(plan.minimum["data"], rel=1e-3)
+    assert f"{plan.layer_gradients.overlapped_fraction:.0%} hidden by the backward loop" in report.text(plan)
+    assert report.to_json(plan)["layer_gradients"]["wire_bytes"] == plan.layer_gradients.wire_bytes
 
 
 def test_every_option_of_the_table_has_a_reason_and_is_shown():

@@ -52,6 +52,16 @@ def test_options_that_newer_compilers_may_refuse_are_left_out(monkeypatch, versi
     assert compiler.options_of("TPU v5") == ()
 
 
+def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch):
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: "0.10.2")
+    large, small = 2 * compiler.JOINED_BYTES, compiler.JOINED_BYTES
+    added = compiler.compiler_options("NVIDIA H200", large).items() - compiler.compiler_options("NVIDIA H200").items()
+    assert added == {(f"xla_gpu_{kind}_combine_threshold_bytes", large) for kind in ("all_reduce", "reduce_scatter")}
+    assert compiler.compiler_options("NVIDIA H200", small) == compiler.compiler_options("NVIDIA H200")
+    assert compiler.compiler_options("cpu", large) == compiler.compiler_options("cpu")
+    assert compiler.compiler_options("TPU v5", large) == {}
+
+
 NOISE = """
 import os, time
 from meshtrain.launch.quiet import captured
