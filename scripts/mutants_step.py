@@ -61,6 +61,23 @@ STEP: tuple[Mutant, ...] = (
         ("layout/test_layout_loops.py",),
     ),
     Mutant(
+        "second packing forgotten",
+        "layout/wire.py",
+        "sent = sent.at[jax.lax.axis_index(axis)].add(unpack(reduced) - row)",
+        "sent = sent + 0.0",
+        "what int8 loses when the sum is packed again is in no residual",
+        ("layout/test_layout_wire.py::"
+         "test_what_was_applied_and_the_residuals_are_the_accumulated_gradients[int8]",),
+    ),
+    Mutant(
+        "residual of the first replica",
+        "step/residual.py",
+        "jnp.sum(leaf, axis=0) / to.shape[0]",
+        "leaf[0] / to.shape[0]",
+        "another mesh keeps the residual of one replica instead of their sum",
+        ("step/test_step_residual.py::test_another_number_of_replicas_keeps_the_sum[8-4]",),
+    ),
+    Mutant(
         "data splits layers",
         "layout/stored.py",
         "if name not in STACKED and size %",
@@ -317,6 +334,14 @@ STEP: tuple[Mutant, ...] = (
         "opt_state = guard.where_good(good | True, opt_state, before)",
         "a skipped step updates the optimizer's moments",
         ("step/test_step_guard.py::test_what_is_refused_and_who_is_named[wrong2-1]",),
+    ),
+    Mutant(
+        "packing hides a NaN",
+        "step/step.py",
+        "norm = jnp.where(jnp.isfinite(norm), jnp.sqrt(jnp.sum(square_sums(mean_gradients))), norm)",
+        "norm = jnp.sqrt(jnp.sum(square_sums(mean_gradients)))",
+        "a NaN that compression loses is not seen by the guard",
+        ("step/test_step_residual.py::test_a_nan_that_packing_loses_is_seen_before_it",),
     ),
     Mutant(
         "key of the step before",

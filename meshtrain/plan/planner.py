@@ -162,7 +162,9 @@ def plan(
         findings=(),
     )
     found = findings.findings(compiled, cluster, held, rows, made.minimum, made.executor_bytes, made.added_share)
-    found += [findings.Finding(what, change) for what, change in paying.advice(assembly, cluster, assumptions)]
+    compute_seconds = modelled.compute_seconds if modelled else 0.0
+    advice = paying.advice(assembly, cluster, assumptions, compute_seconds)
+    found += [findings.Finding(what, change) for what, change in advice]
     return dataclasses.replace(made, findings=tuple(found))
 
 
