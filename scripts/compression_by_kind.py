@@ -102,9 +102,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="runs of each kind, with the seeds from 0 on")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, 'none' first, separated by commas")
-    given = parser.parse_args(argv)
+    given, overrides = parser.parse_known_args(argv)
     devices, _ = distributed.start(NUM_REPLICAS)
-    config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}"])
+    config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}", *overrides])
     assemblies = {kind: assembled(config, KINDS[kind], devices) for kind in given.kinds.split(",")}
     print(*HEADER, sep="\n", flush=True)
     for seed in range(given.seeds):

@@ -89,7 +89,7 @@ def test_counting_sees_gradients_left_to_the_partitioner(monkeypatch):
 
 @pytest.mark.parametrize(
     "kind, level, mesh",
-    [("int8", 0, {}), ("topk", 0, {}), ("int8", 1, {"fsdp": 2}), pytest.param("topk", 1, {}, marks=pytest.mark.slow)],
+    [("int8", 0, {}), ("topk", 0, {}), ("int8", 1, {"fsdp": 2})],
     ids=str,
 )
 def test_compressed_gradients_cross_once_in_the_bytes_of_the_formula(kind, level, mesh):

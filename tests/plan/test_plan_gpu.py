@@ -18,6 +18,7 @@ import pytest
 from meshtrain.config.config import Config, resolve
 from meshtrain.launch import compiler
 from meshtrain.launch.links import Link, Links
+from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
@@ -109,6 +110,15 @@ def test_data_parallel_sends_its_gradients_once():
     plan = planned("h100:1x8", DATA)
     assert sent(plan, "data") == pytest.approx(plan.minimum["data"], rel=0.001)
     assert plan.minimum["data"] > 0
+
+
+def test_compressed_gradients_send_what_the_formula_says():
+    model = dataclasses.replace(small().model, embed_dim=256, mlp_dim=1024, vocab_size=1024)
+    plan = planned("h100:2x4", small({"data": 8}, model=model, compression=CompressionOptions("int8")))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(plan.compiled.assembly.state.params))
+    assert plan.minimum["data"] <= sent(plan, "data") < 1.80 * parameters
+    assert plan.memory.residual_bytes == plan.memory.parameters_bytes
+    assert plan.memory.compiler.arguments_bytes == pytest.approx(plan.memory.arguments_expected_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("config", [PIPELINE, INTERLEAVED], ids=["1f1b", "interleaved"])

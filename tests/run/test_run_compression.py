@@ -10,6 +10,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.run import start
 from meshtrain.store.other_runs import find
+from scripts import compression_by_kind
 
 INT8 = ("mesh.data=2", "compression.kind=int8", "model.num_layers=2")
 
@@ -47,3 +48,14 @@ def test_the_residuals_of_a_checkpoint_add_up_to_the_same_on_any_mesh(stop, mesh
         np.testing.assert_allclose(np.sum(after, axis=0), np.sum(before, axis=0), rtol=1e-6, atol=1e-9)
         assert not same_mesh or (np.asarray(after) == np.asarray(before)).all()
     jax.tree.map(np.testing.assert_array_equal, found.params, saved.params)
+
+
+@pytest.mark.slow
+def test_three_steps_of_the_table_of_kinds(capsys):
+    small = {"num_layers": 1, "embed_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_kv_heads": 2}
+    words = ["--steps=3", "--seeds=1", "--kinds=none,int8"]
+    assert compression_by_kind.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
+    plain, int8 = capsys.readouterr().out.splitlines()[2:]
+    assert plain.startswith("| 0 | none | 7.00 | ")
+    assert int8.startswith("| 0 | int8 | 1.78 | ")
+    assert plain.split("|")[4:6] != int8.split("|")[4:6], "one of them is packed"

@@ -45,9 +45,7 @@ def trained(config, num_steps, broken=(), **axes):
     ("kind", "level", "axes"),
     [
         ("int8", 0, {"data": 4}),
-        pytest.param("topk", 1, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("int8", 1, {"data": 2, "fsdp": 2, "pipeline": 2}, marks=pytest.mark.slow),
-        pytest.param("topk", 0, {"data": 8}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
