@@ -175,7 +175,7 @@ def assemble(
     step = inner_step(gradients, update, scaling, trained) if outer else train_step(gradients, update, scaling)
     join = outer_step(outer.transformation, groups.mean, trained) if outer and groups else None
     bytes_of_layer = layer_bytes(params, axes, replicas, config.remat.every)
-    options = compiler_options(kind, bytes_of_layer)
+    options = compiler_options(kind, bytes_of_layer, is_late=config.local_steps.delay > 0)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     return Assembly(
         config=config,
@@ -218,7 +218,8 @@ def _update(
 ) -> Update:
     """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
     sends_each_step = config.local_steps.period == 0
-    update = weight_update(
+    update = functools.partial(
+        weight_update,
         transformation,
         rates,
         config.optimizer.clip_norm,
@@ -226,9 +227,10 @@ def _update(
         scaling,
         lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
         replicas.trained,
-        replicas.reduce if sends_each_step and (config.compression.is_on or config.local_steps.delay) else None,
     )
-    return late_update(update) if config.local_steps.delay else update
+    if config.local_steps.delay:
+        return late_update(update, replicas.reduce)
+    return update(replicas.reduce if sends_each_step and config.compression.is_on else None)
 
 
 def learning_rates(config: Config, task: Task) -> Schedule:

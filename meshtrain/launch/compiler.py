@@ -40,6 +40,17 @@ GPU_OPTIONS = (
 )
 
 
+# With gradients that are applied one step late.
+LATE_GPU_OPTIONS = (
+    CompilerOption(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        64,
+        "late gradients are reduced beside the whole step; of one collective at a time all but one wait for its end",
+        "0.11",
+    ),
+)
+
+
 CPU_OPTIONS = (
     CompilerOption(
         "xla_cpu_copy_insertion_use_region_analysis",
@@ -71,16 +82,17 @@ def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
     )
 
 
-def options_of(device_kind: str, layer_bytes: int = 0) -> tuple[CompilerOption, ...]:
+def options_of(device_kind: str, layer_bytes: int = 0, *, is_late: bool = False) -> tuple[CompilerOption, ...]:
     """Returns the options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice.
 
     Args:
       device_kind: as JAX names it.
       layer_bytes: see `joining`.
+      is_late: whether gradients are applied one step late.
     """
     table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()
     if device_kind.startswith("NVIDIA"):
-        table = GPU_OPTIONS + joining(layer_bytes)
+        table = GPU_OPTIONS + joining(layer_bytes) + (LATE_GPU_OPTIONS if is_late else ())
     installed = _numbers(importlib.metadata.version("jaxlib"))
     return tuple(option for option in table if not option.before or installed < _numbers(option.before))
 
@@ -89,9 +101,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def compiler_options(device_kind: str, layer_bytes: int = 0) -> dict[str, Any]:
+def compiler_options(device_kind: str, layer_bytes: int = 0, *, is_late: bool = False) -> dict[str, Any]:
     """Returns the argument `compiler_options` of `jax.jit` for the step; see `options_of`."""
-    return {option.name: option.value for option in options_of(device_kind, layer_bytes)}
+    return {option.name: option.value for option in options_of(device_kind, layer_bytes, is_late=is_late)}
 
 
 def init_compiler_options(device_kind: str) -> dict[str, Any]:

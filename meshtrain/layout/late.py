@@ -1,7 +1,7 @@
 """Gradients that are applied one step late: those of the step before are reduced while this step computes its own.
 
-Nothing in the program waits for the reduction before the update at its end, so all of it can run beside the forward and
-backward pass. The weights that a gradient was computed from have then moved by one update: asynchronous SGD with a
+Nothing in the program waits for the reduction before the update at its end, so it can run beside the forward and
+backward pass (`step.late_update`). The weights that a gradient was computed from have then moved by one update: asynchronous SGD with a
 bound of one step, without its randomness (Lian et al. 2015; Narayanan et al. 2019, section 3.3).
 """
 

@@ -84,7 +84,9 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         text=text,
         outer_text=outer_text,
         statistics=_of_both(compiled, outer) if compiled else None,
-        options=compiler_options(cluster.devices[0].device_kind, assembly.layer_bytes),
+        options=compiler_options(
+            cluster.devices[0].device_kind, assembly.layer_bytes, is_late=config.local_steps.delay > 0
+        ),
         attention=attention_kernel(traced.jaxpr.jaxpr),
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
         messages=tuple(messages),

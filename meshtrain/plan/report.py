@@ -71,7 +71,11 @@ def _memory(plan: Plan) -> str:
         ("parameters", _bytes(memory.parameters_bytes), "from shardings"),
         ("gradients", _bytes(memory.gradients_bytes), "from shardings, float32"),
         ("optimizer", _bytes(memory.optimizer_bytes), "from shardings"),
-        *([("residual", _bytes(memory.residual_bytes), "of compressed gradients")] if memory.residual_bytes else []),
+        *(
+            [("residual", _bytes(memory.residual_bytes), "not sent yet: of compressed gradients, or late ones")]
+            if memory.residual_bytes
+            else []
+        ),
         ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries less gradients"),
         ("batch", _bytes(memory.batch_bytes), "from shardings"),
     ]
@@ -196,7 +200,9 @@ def _time(plan: Plan) -> str:
 
 
 def _options(plan: Plan) -> str:
-    options = options_of(plan.cluster.devices[0].device_kind, plan.compiled.assembly.layer_bytes)
+    assembly = plan.compiled.assembly
+    is_late = assembly.config.local_steps.delay > 0
+    options = options_of(plan.cluster.devices[0].device_kind, assembly.layer_bytes, is_late=is_late)
     if not options:
         return ""
     rows = [(option.name, str(option.value), option.reason) for option in options]

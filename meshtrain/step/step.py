@@ -22,6 +22,8 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[Params, Batch], Metrics]
 # (state, sums of a batch, seed of the backward pass that made its gradients) -> (state after the step, metrics).
 Update = Callable[[TrainState, Sums, jax.Array], tuple[TrainState, Metrics]]
+# (gradients of the mean loss, residual) -> (the same reduced over data, the next residual).
+Reduce = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def with_sequence_index(batch: Batch) -> Batch:
@@ -121,19 +123,25 @@ def weight_update(
     return update
 
 
-def late_update(update: Update) -> Update:
+def late_update(update: Callable[[Reduce], Update], reduce: Reduce) -> Update:
     """Returns the update of a step whose gradients are applied one step late; see `layout/late.py`.
 
     While there is no gradient to apply (in the first step, or after it if its own was not finite) weights and moments
     stay: an update by zeros would still decay weights and correct moments.
 
     Args:
-      update: from `weight_update`, with `Late.reduce`.
+      update: `weight_update` without its `reduce`.
+      reduce: of `layout.late.Late`.
     """
 
     def late(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
+        waiting, _ = reduce(sums.gradients, state.residual)
+        # Nothing but the forward and backward pass is left to run beside the reduction, so the compiler chooses these.
+        gradients, waiting = jax.lax.optimization_barrier((sums.gradients, waiting))
         # The learning rate is that of the update, of which there is one less than there are steps.
-        new, metrics = update(dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0)), sums, seed)
+        before = dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0))
+        apply = update(lambda found, _: (waiting, reduce(found, state.residual)[1]))
+        new, metrics = apply(before, sums._replace(gradients=gradients), seed)
         norm: Any = metrics["grad_norm"]
         has_gradient = jnp.not_equal(norm, 0.0)
         params, opt_state = guard.where_good(has_gradient, (new.params, new.opt_state), (state.params, state.opt_state))
