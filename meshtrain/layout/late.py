@@ -1,8 +1,8 @@
 """Gradients that are applied one step late: those of the step before are reduced while this step computes its own.
 
 Nothing in the program waits for the reduction before the update at its end, so it can run beside the forward and
-backward pass (`step.late_update`). The weights that a gradient was computed from have then moved by one update: asynchronous SGD with a
-bound of one step, without its randomness (Lian et al. 2015; Narayanan et al. 2019, section 3.3).
+backward pass (`step.late_update`). The weights that a gradient was computed from have then moved by one update. This is
+asynchronous SGD with a bound of one step and without its randomness (Lian et al. 2015; Narayanan et al. 2019).
 """
 
 import dataclasses
