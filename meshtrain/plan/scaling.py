@@ -142,11 +142,14 @@ def scaling(
     shares = shares_of(programs, len({one.config for one in ends(plain)}))
     say(shares.line())
     prices.compile(ends(plain), shares.plain)
-    found, num_searched = searched(basis, clusters, sizes, shares, prices, run_search)
+    rows = prices.rows(plain)
+    fitting = min((row.point.num_devices for row in rows if row.is_usable), default=sizes[0])
+    larger = [size for size in sizes if size >= fitting]
+    found, num_searched = searched(basis, clusters, larger, shares, prices, run_search)
     best = nearest_points(basis, found, sizes) if found else []
     prices.compile(ends(best), shares.rest)
     names = [*(way.name for way in ways), *([BEST] if found else [])]
-    made = curves(prices.rows([*plain, *best]), names)
+    made = curves([*rows, *prices.rows(best)], names)
     return Scaling(
         cluster=cluster,
         basis=basis,
@@ -238,7 +241,7 @@ def searched(
     Args:
       basis: what is scaled; its batch stays as configured.
       clusters: number of devices -> cluster.
-      sizes: numbers of devices.
+      sizes: numbers of devices, from the smallest on which some other way may fit.
       shares: how many searches, and how many programs each.
       prices: gets the programs of the best.
       run_search: see `scaling`.

@@ -21,7 +21,7 @@ from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
 from meshtrain.plan.candidates import MODEST, Candidate
 from meshtrain.plan.changes import Change, with_change
-from meshtrain.plan.guess import Weights, guessed_bytes, placement_problems, state_bytes
+from meshtrain.plan.guess import Weights, guessed_bytes, placement_problems
 from meshtrain.words.errors import UserError
 from meshtrain.words.numbers import divisors
 from meshtrain.words.tables import format_bytes
@@ -139,12 +139,12 @@ def plain_ways(basis: Basis, shape: Mapping[str, int], largest: int) -> list[Way
 
 
 def _devices_of_a_copy(basis: Basis, largest: int) -> int:
-    """Returns a host's devices, or as many hosts' as can hold the training state and a microbatch of one sequence."""
+    """Returns a host's devices, or as many hosts' as hold the weights and one example each, by guess."""
     copy = basis.devices_each
     while 2 * copy <= largest:
         shape = dict.fromkeys(AXES, 1) | {FSDP: copy}
         one = with_change(basis.config, {"batch_size": copy, "accumulation_steps": 1, f"mesh.{FSDP}": copy})
-        if state_bytes(one, shape, basis.weights) <= basis.capacity_bytes:
+        if _guessed(one, shape, basis) <= basis.capacity_bytes:
             break
         copy *= 2
     return copy
@@ -225,13 +225,18 @@ def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
         lines = list(error.problems)
     if lines:
         return lines[0]
-    task = basis.weights.task
-    units = task.num_units * config.batch_size // basis.config.batch_size
-    weights = dataclasses.replace(basis.weights, task=dataclasses.replace(task, units_per_step=units))
-    guessed = guessed_bytes(config, shape, weights)
+    guessed = _guessed(config, shape, basis)
     if guessed > MODEST * basis.capacity_bytes:
         return f"does not fit: about {format_bytes(int(guessed))} a device of {format_bytes(int(basis.capacity_bytes))}"
     return ""
+
+
+def _guessed(config: Config, shape: Mapping[str, int], basis: Basis) -> float:
+    """Returns the guessed bytes of a device, for the batch of this configuration."""
+    task = basis.weights.task
+    units = task.num_units * config.batch_size // basis.config.batch_size
+    weights = dataclasses.replace(basis.weights, task=dataclasses.replace(task, units_per_step=units))
+    return guessed_bytes(config, shape, weights)
 
 
 def _parts(config: Config, shape: Mapping[str, int]) -> int:

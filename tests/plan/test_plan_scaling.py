@@ -104,7 +104,9 @@ def test_without_room_on_one_device_the_smallest_that_fits_is_the_base(run, monk
     def large(point, _):
         return dataclasses.replace(imagined.sample(point), peak_bytes=5_000_000 // point.shape["fsdp"])
 
-    found = run(compile_step=large)
+    calls = []
+    found = run(compile_step=large, calls=calls)
+    assert [size for size, _ in calls] == [4, 8]  # no search where nothing has fitted
     assert curve(found, "data", "strong").base is None
     fsdp = curve(found, "fsdp", "strong")
     assert found.sizes == (2, 4, 8)
