@@ -23,6 +23,7 @@ from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.remat import RematOptions
+from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import attention, changes, hlo, planner, report, topology
 from meshtrain.plan import compile as compiling
@@ -295,3 +296,11 @@ def test_sequence_parallelism_needs_a_third_less_room_for_temporaries():
     split = planned("h100:1x8", dataclasses.replace(whole, layout=LayoutOptions(sequence_parallel=True)))
     assert sent(split, "tensor", "reduce-scatter") > 0
     assert split.memory.compiler.temporary_bytes <= 0.65 * planned("h100:1x8", whole).memory.compiler.temporary_bytes
+
+
+def test_late_gradients_are_reduced_beside_the_whole_step():
+    made = planned("h100:2x4", small({"data": 8}, local_steps=LocalStepsOptions(delay=1)))
+    [row] = [row for row in made.traffic if row.kind == "all-reduce"]
+    assert row.wire_bytes == pytest.approx(made.minimum["data"], rel=0.01)
+    if KNOWS_ALL_OPTIONS:
+        assert row.overlapped_fraction > 0.8
