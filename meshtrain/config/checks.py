@@ -221,11 +221,9 @@ def local_steps(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       mesh_shape: the size of each mesh axis.
     """
     period, num_groups, data = config.local_steps.period, config.local_steps.groups, mesh_shape[DATA]
-    if config.local_steps.delay:
-        return _late(config, data)
+    found = _late(config, data) if config.local_steps.delay else []
     if period == 0:
-        return []
-    found = []
+        return found
     if num_groups == 0 or num_groups % data:
         near = nearest_multiple(num_groups, data) if num_groups else max(data, 2)
         found.append(
@@ -252,12 +250,12 @@ def local_steps(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
 
 def _late(config: Config, num_replicas: int) -> list[str]:
     """Returns one line for each option that does not go with gradients that are applied one step late."""
-    found, level = [], config.zero.effective_level
+    found, level = list[str](), config.zero.effective_level
     if config.local_steps.period:
-        found.append(
+        return [
             f"local_steps.delay: got 1 with local_steps.period = {config.local_steps.period}, whose steps send no "
             "gradient; allowed: one of the two; nearest: local_steps.delay=0"
-        )
+        ]
     if config.compression.is_on:
         found.append(
             f"compression.kind: got {config.compression.kind} with local_steps.delay = 1; allowed: none; nearest: "
