@@ -57,6 +57,8 @@ def by_layer(
     hook = replicas.reducing_layers(of_layers)
 
     def last(before: Sums | None) -> Sums:
+        # Otherwise XLA begins it early, and its activations are in memory beside those of the others.
+        before, microbatch = jax.lax.optimization_barrier((before, batch))
         local = jax.tree.leaves(before.gradients) if before else [None] * len(leaves)
 
         def total(others: Any, zeros: Any, microbatch: Batch) -> tuple[jax.Array, Loss]:
@@ -67,8 +69,7 @@ def by_layer(
 
         zeros = {index: replicas.reduced_zeros(leaves[index], weight) for index, weight in of_layers.items()}
         gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
-        # Otherwise XLA begins it early, and its activations are in memory beside those of the others.
-        first, microbatch = jax.lax.optimization_barrier((before.weight if before else seed, batch))
+        first = before.weight if before else seed
         (_, sums), (parts, reduced) = loops.run_after(gradient, first, others, zeros, microbatch)
         loss_sum, weight_sum, metrics = jax.tree.map(jnp.add, before[:-1], sums) if before else sums
         whole = [
