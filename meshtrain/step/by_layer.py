@@ -44,7 +44,6 @@ def by_layer(
     """
     trained, frozen = select(params, replicas.trained)
     leaves, structure = jax.tree.flatten(trained)
-    stored = jax.tree.leaves(replicas.trained_stored)
 
     def loss_of(leaves: list[jax.Array], batch: Batch) -> Loss:
         return loss(merged(jax.tree.unflatten(structure, leaves), frozen), batch, rng, True)
@@ -52,9 +51,9 @@ def by_layer(
     traced = loops.traced(loss_of, leaves, batch)
     if not traced.sliced:
         return None
-    of_layers = {index: stored[index] for index in sorted(traced.sliced)}
+    stored = enumerate(jax.tree.leaves(replicas.trained_stored))
+    of_layers = {index: weight for index, weight in stored if index in traced.sliced}
     others = {index: leaf for index, leaf in enumerate(leaves) if index not in of_layers}
-    hook = replicas.reducing_layers(of_layers)
 
     def last(before: Sums | None) -> Sums:
         # Otherwise XLA begins it early, and its activations are in memory beside those of the others.
@@ -64,7 +63,7 @@ def by_layer(
         def total(others: Any, zeros: Any, microbatch: Batch) -> tuple[jax.Array, Loss]:
             arrays = [others[index] if index in others else leaf for index, leaf in enumerate(leaves)]
             given = {index: (local[index], zero) for index, zero in zeros.items()}
-            value, weight, metrics = traced.run(arrays, microbatch, given, hook)
+            value, weight, metrics = traced.run(arrays, microbatch, given, replicas.reducing_layers(of_layers))
             return value * seed, (value, weight, metrics)
 
         zeros = {index: replicas.reduced_zeros(leaves[index], weight) for index, weight in of_layers.items()}
