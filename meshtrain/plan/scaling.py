@@ -203,7 +203,8 @@ class Shares:
         """Returns what will be compiled, as one line."""
         return (
             f"scaling      compiles at most {self.most} programs: {self.plain} for data, fsdp and hybrid, "
-            f"{self.searches} searches of at most {self.each}, {self.rest} for what they find on other sizes"
+            f"{self.searches} search{'es' * (self.searches != 1)} of at most {self.each}, "
+            f"{self.rest} for what they find on other sizes"
         )
 
 
