@@ -121,12 +121,6 @@ def test_the_same_groups_give_the_same_numbers_on_any_mesh():
     assert [np.array_equal(a, b) for a, b in itertools.pairwise(anchors)] == [True, False, True, False]
 
 
-def test_other_groups_are_another_algorithm():
-    config = dataclasses.replace(APART, local_steps=dataclasses.replace(EVERY_TWO, groups=2))
-    losses = [row["loss"] for row in trained(config)[1]]
-    assert np.abs(np.subtract(losses, [row["loss"] for row in trained(APART)[1]])).max() > 1e-4
-
-
 def test_joined_after_each_step_sgd_is_synchronous_sgd():
     """Also its momentum: what is linear in the gradients does not mind when they are averaged."""
     rate = dataclasses.replace(CONFIG.learning_rate, peak=0.3)
@@ -186,11 +180,10 @@ def outer_bytes(assembly):
 
 def test_a_frozen_weight_is_kept_once_and_stays():
     config = dataclasses.replace(APART, optimizer=OptimizerOptions(trainable="up|head"))
-    states, rows = trained(config, data=2)
+    states, _ = trained(config, data=2)
     assert states[-1].local.params["table"] is None
     np.testing.assert_array_equal(states[-1].params["table"], states[0].params["table"])
     assert np.abs(states[-1].params["up"] - states[0].params["up"]).max() > 1e-2
-    np.testing.assert_allclose(rows[-1]["loss"], trained(config)[1][-1]["loss"], rtol=1e-5)
 
 
 def test_the_inner_program_sends_scalars_and_the_outer_one_all_weights_once():
