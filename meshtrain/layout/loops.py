@@ -180,7 +180,7 @@ def run_after(function: Callable[..., Any], first: jax.Array, *arguments: Any) -
     values = dict(given)
     read = lambda var: var.val if isinstance(var, Literal) else values[var]  # noqa: E731
     for at, equation in enumerate(jaxpr.eqns):
-        if equation.primitive.name != "scan":
+        if equation.primitive.name != "scan" or _is_offloaded(equation):
             between.append(equation)
             continue
         values |= _evaluated(jaxpr, between, values)
@@ -198,6 +198,12 @@ def _is_plain(var: Var) -> bool:
     """Returns whether a variable is an array of numbers, not of random keys."""
     array: Any = var.aval
     return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def _is_offloaded(equation: Any) -> bool:
+    """Returns whether an operation reads or writes host memory: the residuals of such a loop take none of a device."""
+    arrays: list[Any] = [var.aval for var in (*equation.invars, *equation.outvars)]
+    return any(array.memory_space == jax.memory.Space.Host for array in arrays)
 
 
 def _scan_after(equation: Any, inputs: list[Any], first: jax.Array) -> list[Any]:
