@@ -24,19 +24,27 @@ EPSILON = 1e-5
 ROPE_BASE = 10000.0
 
 
-def llama_loss(params: Params, batch: Batch, vocab_size: int, dtype: DTypeLike) -> jax.Array:
-    """Returns the mean cross-entropy over the targets: RMSNorm, SwiGLU, rotary positions, a head of its own."""
+def llama_loss(params: Params, batch: Batch, vocab_size: int, dtype: DTypeLike, window: int = 0) -> jax.Array:
+    """Returns the mean cross-entropy over the targets: RMSNorm, SwiGLU, rotary positions, a head of its own.
+
+    With `window` a token attends to that many tokens, itself among them (Mistral). Biases (Qwen 2) and norms of heads
+    (Qwen 3) are used where the weights have them.
+    """
     x = params["embedding"]["table"].astype(dtype)[batch["tokens"]]
     head_dim = params["layers"]["attention"]["query"].shape[-1]
     frequencies = ROPE_BASE ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = batch["positions"][:, :, None, None] * frequencies
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
-    mask = visible(batch["segment_ids"])
+    mask = visible(batch["segment_ids"], window)
 
     def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
         w = cast(w, dtype)
-        y = rms_norm(x, w["attention_norm"])
-        q, k, v = (jnp.einsum("btd,dnh->btnh", y, w["attention"][name]) for name in ("query", "key", "value"))
+        y, a = rms_norm(x, w["attention_norm"]), w["attention"]
+        q, k, v = (jnp.einsum("btd,dnh->btnh", y, a[name]) for name in ("query", "key", "value"))
+        if "query_bias" in a:
+            q, k, v = q + a["query_bias"], k + a["key_bias"], v + a["value_bias"]
+        if "query_norm" in a:
+            q, k = rms_norm(q, a["query_norm"]), rms_norm(k, a["key_norm"])
         y = attention(rotate(q, cosine, sine), rotate(k, cosine, sine), v, mask)
         x = x + jnp.einsum("btnh,nhd->btd", y, w["attention"]["output"])
         y = rms_norm(x, w["mlp_norm"])
@@ -67,8 +75,8 @@ def gpt2_loss(params: Params, batch: Batch, vocab_size: int, dtype: DTypeLike) -
 
 def cast(weights: Params, dtype: DTypeLike) -> Params:
     """Returns one layer's weights in the compute dtype; norms stay float32."""
-    return {name: w if name.endswith("norm") else jax.tree.map(lambda leaf: leaf.astype(dtype), w)
-            for name, w in weights.items()}  # fmt: skip
+    is_norm = lambda path: any(part.key.endswith("norm") for part in path)  # noqa: E731
+    return jax.tree.map_with_path(lambda path, leaf: leaf if is_norm(path) else leaf.astype(dtype), weights)
 
 
 def rms_norm(x: jax.Array, w: Params) -> jax.Array:
@@ -92,10 +100,13 @@ def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1).astype(x.dtype)
 
 
-def visible(segment_ids: jax.Array) -> jax.Array:
-    """Returns bool [b, 1, 1, T, T]: whether a query (rows) sees a key (columns), earlier in the same document."""
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return jnp.tril(same)[:, None, None]
+def visible(segment_ids: jax.Array, window: int = 0) -> jax.Array:
+    """Returns bool [b, 1, 1, T, T]: whether a query (rows) sees a key (columns), earlier in the same document.
+
+    With `window` it sees that many keys at most, its own among them.
+    """
+    same = jnp.tril(segment_ids[:, :, None] == segment_ids[:, None, :])
+    return (jnp.triu(same, 1 - window) if window else same)[:, None, None]
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:

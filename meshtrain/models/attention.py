@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models import splash
-from meshtrain.models.layers import normal, rotate, weight
+from meshtrain.models.layers import Norm, normal, rotate, weight
 from meshtrain.models.remat import HEADS
 
 
@@ -36,7 +36,8 @@ class Slots(NamedTuple):
     """Which slots of a cache one new token of each row attends to.
 
     Attributes:
-      filled: int32 [b, C], 1 where the row may attend to the slot, else 0. In self-attention the new token's slot is 1.
+      filled: int32 [b, C], 1 where the row may attend to the slot, else 0. In self-attention the new token's slot is 1,
+        and slots outside of a window are 0.
       own: int32 scalar, the slot of the new token; unused in attention to a memory.
     """
 
@@ -56,6 +57,12 @@ class Attention(nn.Module):
     """Attention with heads sharded over the tensor axis: q, k, v column parallel, the output projection row parallel.
 
     [b, T, D] -> [b, T, D].
+
+    Attributes:
+      qkv_biases: adds biases to queries, keys and values, as `bias` does, which adds one to the output as well.
+      qk_epsilon: of an RMSNorm over each head of queries and keys, before rotary positions (as Dehghani et al. 2023 do
+        with LayerNorm); None: without these norms.
+      window: how many tokens a causal query attends to, its own among them (Beltagy et al. 2020); 0: all before it.
     """
 
     num_heads: int
@@ -68,6 +75,9 @@ class Attention(nn.Module):
     placement: Placement
     dtype: DTypeLike
     causal: bool = True
+    qkv_biases: bool = False
+    qk_epsilon: float | None = None
+    window: int = 0
 
     @nn.compact
     def __call__(
@@ -94,7 +104,8 @@ class Attention(nn.Module):
         source, of_keys = (x, documents) if memory is None else memory
         assert memory is None or (angles is None and not self.causal), "a memory has no order relative to the queries"
         assert (documents is None) == (of_keys is None), "either queries and keys have documents, or none of them"
-        q = self._project("query", x, self.num_heads, "heads")
+        assert self.causal or not self.window, "a window is counted back from the query"
+        q = self._normed("query_norm", self._project("query", x, self.num_heads, "heads"))
         k, v = self._keys_and_values(source, angles, slots)
         q = q if angles is None else rotate(q, angles)
         # Initial weights do not depend on the kernel. They are initialized in float32, which cuDNN's kernel rejects.
@@ -126,7 +137,7 @@ class Attention(nn.Module):
         """Returns keys, rotated, and values: [b, S, G, H] without a cache, otherwise [b, C, G, H]."""
         if slots is not None and not self.causal:
             return self.get_variable(CACHE, "keys"), self.get_variable(CACHE, "values")
-        k = self._project("key", source, self.num_kv_heads, "kv_heads")
+        k = self._normed("key_norm", self._project("key", source, self.num_kv_heads, "kv_heads"))
         v = self._project("value", source, self.num_kv_heads, "kv_heads")
         k = k if angles is None else rotate(k, angles)
         if self.is_mutable_collection(NEW) and not self.is_initializing():
@@ -143,19 +154,24 @@ class Attention(nn.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, causal: bool, how: str
     ) -> jax.Array:
         """Returns [b, T, N, H]."""
+        # The slots of a cache are those of the window already. A window over all tokens is none: the kernels have paths
+        # of their own for windows.
+        window = self.window if causal and self.window < k.shape[1] else 0
         if how == "xla":
             if self.dtype == jnp.float16:
                 # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
                 q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-            return _by_jax(q, k, v, segments, causal, how).astype(self.dtype)
+            return _by_jax(q, k, v, segments, causal, how, window).astype(self.dtype)
         # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
         # shards in a manual region. Each axis made manual here splits sequences or heads: no array is replicated, and
         # no gradient has to be summed over devices.
         if how == "splash":
             interpret = self.placement.platform != "tpu"
-            kernel: Any = functools.partial(splash.attend, causal=causal, name=HEADS, interpret=interpret)
+            kernel: Any = functools.partial(
+                splash.attend, causal=causal, window=window, name=HEADS, interpret=interpret
+            )
         else:
-            kernel = functools.partial(_by_jax, causal=causal, how=how)
+            kernel = functools.partial(_by_jax, causal=causal, how=how, window=window)
         queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
@@ -169,10 +185,17 @@ class Attention(nn.Module):
         shape, axes = (x.shape[-1], num_heads, self.head_dim), ("embed", axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
         heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))
-        if self.bias:
+        if self.bias or self.qkv_biases:
             zeros = nn.initializers.zeros_init()
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)
         return self.placement.activation(heads, ("batch", "sequence", axis, "head_dim"))
+
+    def _normed(self, name: str, heads: jax.Array) -> jax.Array:
+        """Returns [b, T, heads, H], each head normalized, or as it is without these norms."""
+        if self.qk_epsilon is None:
+            return heads
+        result: jax.Array = Norm("rmsnorm", self.qk_epsilon, False, self.placement, name=name)(heads)
+        return result
 
 
 def chosen(
@@ -200,9 +223,17 @@ def chosen(
     return "cudnn" if platform in ("gpu", "cuda") and fits_cudnn and not masks_documents else "xla"
 
 
-def _by_jax(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, causal: bool, how: Any) -> jax.Array:
+def _by_jax(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, causal: bool, how: Any, window: int
+) -> jax.Array:
     mask = same_document(*segments) if segments is not None else None
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=how)
+    local = (window - 1, 0) if window else None
+    if mask is not None and window:
+        # cuDNN's kernel takes a window or a mask. It needs `is_causal` with both: its window has no end.
+        mask, local = mask & (jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1]) < window), None
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=causal, implementation=how, local_window_size=local
+    )
 
 
 def same_document(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:

@@ -51,6 +51,13 @@ def first_slots(lengths: jax.Array, num_slots: int) -> jax.Array:
     return (jnp.arange(num_slots)[None] < lengths[:, None]).astype(jnp.int32)
 
 
+def latest(filled: jax.Array, num_tokens: int) -> jax.Array:
+    """Returns `filled`, int32 [R, C], with only the last tokens of each row, this many or as many as it has."""
+    num_from_here_on = jnp.cumsum(filled, axis=1, dtype=filled.dtype)
+    num_from_here_on = num_from_here_on[:, -1:] - num_from_here_on + filled
+    return jnp.where(num_from_here_on <= num_tokens, filled, 0)
+
+
 def next_slot(filled: jax.Array, slot: jax.Array) -> jax.Array:
     """Returns `filled` with a token in this slot of every row."""
     ones = jnp.ones((filled.shape[0], 1), filled.dtype)

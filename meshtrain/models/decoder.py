@@ -1,4 +1,4 @@
-"""The modules of a decoder-only transformer, of the GPT-2 or the Llama family by configuration.
+"""The modules of a decoder-only transformer: GPT-2, Llama, Mistral, Qwen 2 and 3 by configuration.
 
 b: sequences in a microbatch, T: tokens a sequence, D: embed dim, H: head dim, K: layers in a stack, v: the part of the
 padded vocabulary on one shard of a manual axis (all of it without one).
@@ -68,6 +68,13 @@ class DecoderOptions:
     activation: str = option("swiglu", "activation function of the mlp", choices=("swiglu", "gelu"))
     tied_embeddings: bool = option(False, "the head uses the embedding table")
     biases: bool = option(False, "biases in projections, mlp and LayerNorm")
+    qkv_biases: bool = option(
+        False, "biases on queries, keys and values alone, as in Qwen 2", only_for={"biases": (False,)}
+    )
+    qk_norm: bool = option(False, "RMSNorm of each head's queries and keys before rotary positions, as in Qwen 3")
+    window: int = option(
+        0, "how many tokens a token attends to, itself among them, as in Mistral; 0: all before it", minimum=0
+    )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     attention: str = option(
         "auto",
@@ -157,7 +164,8 @@ class Layer(nn.Module):
         norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place)
         attention = Attention(
             o.num_heads, o.num_kv_heads, o.width_of_head, o.biases, o.attention, o.init_std, output_std, place,
-            self.dtype, name="attention",
+            self.dtype, qkv_biases=o.qkv_biases, qk_epsilon=o.norm_epsilon if o.qk_norm else None, window=o.window,
+            name="attention",
         )  # fmt: skip
         mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
         x = checkpoint_name(x, RESIDUAL)

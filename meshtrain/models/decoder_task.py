@@ -118,8 +118,12 @@ class Decoder:
 
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they compute: norms in float32, the rest in `dtype`."""
-        cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(self.dtype))
-        return {name: part if name.endswith("norm") else cast(part) for name, part in layers.items()}
+
+        def cast_one(path: Any, leaf: jax.Array) -> jax.Array:
+            # Some norms stand inside of attention.
+            return leaf if any(part.key.endswith("norm") for part in path) else leaf.astype(self.dtype)
+
+        return jax.tree.map_with_path(cast_one, layers)
 
     def columns(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
         """Returns logits [b, T, v] in the output dtype, padding included."""
@@ -186,7 +190,8 @@ class Decoder:
         """Returns the logits [R, V] that follow one more token of each row, int32 [R], and the cache; see `Decode`."""
         slot, positions = cache["slot"], cache["positions"]
         filled = caches.next_slot(cache["filled"], slot)
-        y, new = self._cached(params, tokens[:, None], positions[:, None], cache, Slots(filled, slot))
+        visible = caches.latest(filled, self.options.window) if self.options.window else filled
+        y, new = self._cached(params, tokens[:, None], positions[:, None], cache, Slots(visible, slot))
         after = {**caches.write(cache, new, slot), "filled": filled, "positions": positions + 1, "slot": slot + 1}
         return self.logits(params, y)[:, 0], after
 
@@ -245,7 +250,7 @@ def count_parameters(options: DecoderOptions, num_positions: int) -> int:
 
 
 def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:
-    """Returns model FLOPs of a forward and backward pass for one token: 6 N + 12 L T N_heads H (full attention).
+    """Returns model FLOPs of a forward and backward pass for one token: 6 N and `attention_flops_per_token`.
 
     N counts the weights that are multiplied in a matmul: the embedding table only where it is also the head, learned
     positions never (PaLM, Chowdhery et al. 2022, appendix B).
@@ -257,9 +262,13 @@ def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions:
 
 
 def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
-    """Returns the FLOPs of attention in a forward and backward pass for one token: 12 L T N_heads H (full attention).
+    """Returns the FLOPs of attention in a forward and backward pass for one token: 12 L K N_heads H (full attention).
 
-    In each of L layers, each of the two products (scores, and probabilities times values) takes 2 T N_heads H forward
-    and twice that backward.
+    In each of L layers, each of the two products (scores, and probabilities times values) takes 2 K N_heads H forward
+    and twice that backward. K is T without a window. With a window of W tokens a query has W (2 T - W) / 2 T keys in
+    the mean, and K is twice that, so that the causal part is half of it in both cases.
     """
-    return 12.0 * options.num_layers * sequence_length * options.num_heads * options.width_of_head
+    num_keys: float = sequence_length
+    if 0 < options.window < sequence_length:
+        num_keys = options.window * (2 * sequence_length - options.window) / sequence_length
+    return 12.0 * options.num_layers * num_keys * options.num_heads * options.width_of_head

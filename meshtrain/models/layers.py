@@ -46,7 +46,7 @@ def weight(
 class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim, in float32.
 
-    [b, T, D] -> [b, T, D], in the dtype of the input.
+    [b, T, D] -> [b, T, D], or [b, T, heads, H] -> [b, T, heads, H], in the dtype of the input.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes each position."""
+        """Normalizes each position, or each head of it."""
         ones, zeros = nn.initializers.ones_init(), nn.initializers.zeros_init()
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":

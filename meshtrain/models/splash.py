@@ -5,6 +5,7 @@ G: key and value heads, H: head dim.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ def attend(
     name: str,
     interpret: bool,
     causal: bool = True,
+    window: int = 0,
 ) -> jax.Array:
     """Returns heads [b, T, N, H]; logits, softmax and sums are float32.
 
@@ -48,6 +50,8 @@ def attend(
       name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no TPU.
       causal: whether a query attends to the keys up to its own place only; then S is T.
+      window: how many keys a causal query attends to, that of its own place among them; 0: all before it. Blocks of
+        keys outside of it are skipped.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -63,7 +67,9 @@ def attend(
         segments = splash.SegmentIds(*(_longer(ids, -1) for ids in documents))
     q, k, v = (_longer(x, 0).swapaxes(1, 2) for x in (q, k, v))
     shape = (q.shape[2], k.shape[2])
-    mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    mask: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    if window:
+        mask = masks.LocalMask(shape, (window - 1, 0), offset=0)
     block_q, block_kv = (
         max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if padded % size == 0) for padded in shape
     )

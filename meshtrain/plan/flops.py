@@ -23,6 +23,7 @@ SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 OPERATION = re.compile(r'op_name="([^"]*)"')
 BLOCK = re.compile(r"\bblock_q(?:_dq|_dkv)?\W+(\d+)")
 LHS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+SLIDING_WINDOW = re.compile(r'"sliding_window_length":\s*"?(\d+)')
 PROBABILITIES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
 WINDOW = re.compile(r"window=\{([^}]*)\}")
 WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
@@ -40,7 +41,7 @@ class Work:
 
     Attributes:
       products: outside of attention kernels.
-      attention: inside attention kernels; of a causal kernel the part that it does not skip.
+      attention: inside attention kernels; of a causal kernel, or one with a window, the part that it does not skip.
       attention_full: the same with nothing skipped, comparable with products outside of kernels.
     """
 
@@ -211,7 +212,11 @@ def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float
 
 
 def _splash_flops(line: Instruction, shapes: Mapping[str, str], part: str) -> tuple[float, float]:
-    """Returns `attention_flops` of splash: queries [.., heads, T, H], keys [.., kv heads, T, H]; masks are integers."""
+    """Returns `attention_flops` of splash: queries [.., heads, T, H], keys [.., kv heads, T, H]; masks are integers.
+
+    The first mask has the dims [.., blocks of queries, blocks of keys that a block of queries reads at most], or in
+    reverse. With a window these are fewer than all blocks of keys.
+    """
     arrays = [shapes[name] for name in line.operands if name in shapes]
     heads = [dims(shape) for shape in arrays if dtypes(shape)[0] in ("bf16", "f32") and len(dims(shape)) >= 3]
     if len(heads) < 3:
@@ -219,9 +224,13 @@ def _splash_flops(line: Instruction, shapes: Mapping[str, str], part: str) -> tu
     query, key = heads[:2]
     full = splash_flops(part, query, key)
     block = BLOCK.search(line.rest)
-    # Blocks on the diagonal are computed whole.
-    num_blocks = query[-2] / int(block[1]) if block else math.inf
-    return full * (1 + 1 / num_blocks) / 2, full
+    if not block:
+        return full / 2, full
+    num_blocks = query[-2] // int(block[1])
+    grids = [dims(shape)[-2:] for shape in arrays if dtypes(shape)[0].startswith("s") and len(dims(shape)) == 3]
+    most = min(grids[0]) if grids else num_blocks
+    # Blocks on the diagonal, and those that a window's border crosses, are computed whole.
+    return full * sum(min(row + 1, most) for row in range(num_blocks)) / num_blocks**2, full
 
 
 def splash_flops(part: str, query: Sequence[int], key: Sequence[int]) -> float:
@@ -244,4 +253,8 @@ def _cudnn_flops(line: Instruction) -> tuple[float, float]:
     width = dims(line.shape)[-1]
     num_products = BACKWARD_PRODUCTS if "backward" in target[1].lower() else FORWARD_PRODUCTS
     full = 2.0 * num_products * math.prod(sizes) * width
+    found = SLIDING_WINDOW.search(line.rest)
+    # Without a window its length is written as 0, or left out.
+    if found and (window := int(found[1])):
+        return full * window * (2 * sizes[-1] - window) / (2 * sizes[-1] ** 2), full
     return full / 2 if "CAUSAL" in line.rest else full, full

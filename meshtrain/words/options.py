@@ -17,7 +17,7 @@ def option(
     choices: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
-    only_for: Mapping[str, Sequence[str]] | None = None,
+    only_for: Mapping[str, Sequence[object]] | None = None,
     dim: str = "",
 ) -> Any:
     """Returns a dataclass field with its default, one line of text, and its bounds.

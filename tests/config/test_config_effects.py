@@ -78,6 +78,7 @@ def without_effect(*overrides, **shape):
         (["remat.every=2"], "remat.policy=none", ["remat.policy=full"]),
         (["checkpoint.best_metric=eval_accuracy"], "checkpoint.keep_best=0", ["checkpoint.keep_best=1"]),
         (["model.max_positions=512"], "model.positions=rotary", ["model.positions=learned"]),
+        (["model.qkv_biases=true", "model.biases=true"], "model.biases=True", ["model.biases=false"]),
         (["model.rope_low=2.0"], "model.rope_factor=1.0", ["model.rope_factor=8"]),
         (["data.text_field=body"], "data.source=python", ["data.source=text", "data.path=x.jsonl"]),
         (["data.packing=first_fit", "data.source=synthetic"], "data.source=synthetic", ["data.source=python"]),

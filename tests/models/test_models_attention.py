@@ -37,20 +37,23 @@ def documents_of(length):
     return jnp.asarray(np.stack([1 + (place >= length // 2), 1 + (place >= 37) + (place >= 131)]), jnp.int32)
 
 
-def kernel(q, k, v, documents, causal):
-    return splash.attend(q, k, v, documents, name=HEADS, interpret=True, causal=causal)
+def kernel(q, k, v, documents, causal, window=0):
+    return splash.attend(q, k, v, documents, name=HEADS, interpret=True, causal=causal, window=window)
 
 
-def written_out(q, k, v, documents, causal):
+def written_out(q, k, v, documents, causal, window=0):
     mask = same_document(*documents) if documents is not None else None
+    if window:
+        distance = np.subtract.outer(np.arange(q.shape[1]), np.arange(k.shape[1]))
+        mask = (distance < window) if mask is None else mask & (distance < window)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="xla")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def both_ways(attend, arrays, documents, causal=True):
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def both_ways(attend, arrays, documents, causal=True, window=0):
     """(heads, gradients of q, k, v)."""
     *inputs, cotangent = arrays
-    heads, backward = jax.vjp(lambda q, k, v: attend(q, k, v, documents, causal), *inputs)
+    heads, backward = jax.vjp(lambda q, k, v: attend(q, k, v, documents, causal, window), *inputs)
     return heads, *backward(cotangent)
 
 
@@ -61,6 +64,15 @@ def test_the_kernel_computes_attention(length, num_kv_heads, masked):
     for got, expected in zip(
         both_ways(kernel, given, documents), both_ways(written_out, given, documents), strict=True
     ):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("window", "masked"), [(150, True), (128, False)], ids=["documents", "whole"])
+def test_the_kernel_sees_a_window_and_skips_blocks_outside_of_it(window, masked):
+    """Five blocks of 128, the last of them padded: three of them, or two, reach into the window of a block."""
+    given, documents = arrays(600, 2), (documents_of(600),) * 2 if masked else None
+    ways = [both_ways(way, given, documents, True, window) for way in (kernel, written_out)]
+    for got, expected in zip(*ways, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
@@ -95,7 +107,9 @@ def inside(jaxpr, in_kernel):
                     yield from inside(inner, in_kernel or equation.primitive.name == "pallas_call")
 
 
-MODEL = DecoderOptions(num_layers=1, embed_dim=32, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=11)
+MODEL = DecoderOptions(
+    num_layers=1, embed_dim=32, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=11, qk_norm=True, window=40
+)
 SHAPE = (8, 128)
 
 

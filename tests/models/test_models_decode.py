@@ -21,6 +21,9 @@ GROUPED = DecoderOptions(
 )  # fmt: skip
 FAMILIES = {
     "rotary positions, grouped queries": GROUPED,
+    "window, biases and norms of queries and keys": dataclasses.replace(
+        GROUPED, qkv_biases=True, qk_norm=True, window=3
+    ),
     "learned positions, tied, biases": dataclasses.replace(
         GROUPED,
         num_kv_heads=4,
@@ -80,7 +83,8 @@ def test_cached_logits_are_those_of_the_whole_sequence(options):
 
 
 def test_a_cache_has_the_dtype_of_the_activations_and_weights_are_cast_once():
-    task = decoder(GROUPED, batch_size=NUM_ROWS, sequence_length=LENGTH, dtype=jnp.bfloat16)
+    normed = dataclasses.replace(GROUPED, qk_norm=True)
+    task = decoder(normed, batch_size=NUM_ROWS, sequence_length=LENGTH, dtype=jnp.bfloat16)
     entries = task.decode.cache(NUM_ROWS, 5, 7)
     assert entries["keys"].shape == entries["values"].shape == (2, NUM_ROWS, 12, 2, 4)
     assert {entries[name].dtype for name in ("keys", "values")} == {jnp.bfloat16}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
+from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import count_parameters, decoder
 from meshtrain.models.remat import RematOptions
@@ -81,6 +82,13 @@ def test_documents_may_be_let_see_each_other():
     assert places_that_differ(options, 2) == list(range(2, SEQUENCE_LENGTH))
 
 
+@pytest.mark.parametrize("within_documents", [True, False])
+def test_tokens_see_as_many_as_the_window_has(within_documents):
+    options = dataclasses.replace(LLAMA, num_layers=1, window=3, within_documents=within_documents)
+    assert places_that_differ(options, 6) == [6, 7, 8]
+    assert places_that_differ(options, 3) == ([3, 4] if within_documents else [3, 4, 5])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_padding_of_the_vocabulary_never_gets_probability(dtype):
     task = task_of(LLAMA, dtype=dtype)
@@ -128,6 +136,20 @@ SIZES = {
         dataclasses.replace(LLAMA, num_layers=32, embed_dim=4096, mlp_dim=14336, num_heads=32, num_kv_heads=8,
                             vocab_size=128256, vocab_multiple=1000), 8192, 8_030_261_248,
     ),
+    "mistral 7b": (
+        dataclasses.replace(LLAMA, num_layers=32, embed_dim=4096, mlp_dim=14336, num_heads=32, num_kv_heads=8,
+                            vocab_size=32000, vocab_multiple=128 * 3, window=4096), 8192, 7_241_732_096,
+    ),
+    "qwen 2 0.5b": (
+        dataclasses.replace(LLAMA, num_layers=24, embed_dim=896, mlp_dim=4864, num_heads=14, num_kv_heads=2,
+                            vocab_size=151936, vocab_multiple=1000, tied_embeddings=True, qkv_biases=True),
+        8192, 494_032_768,
+    ),
+    "qwen 3 0.6b": (
+        dataclasses.replace(LLAMA, num_layers=28, embed_dim=1024, mlp_dim=3072, num_heads=16, num_kv_heads=8,
+                            head_dim=128, vocab_size=151936, vocab_multiple=1000, tied_embeddings=True, qk_norm=True),
+        8192, 596_049_920,
+    ),
 }  # fmt: skip
 
 
@@ -155,7 +177,34 @@ def test_flops_of_a_token():
     assert task_of(LLAMA).flops_per_token == 6 * (matmuls + norms) + scores
 
 
-@pytest.mark.parametrize("options", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_flops_of_a_token_in_a_window():
+    """In proportion to the keys that a token sees, where its own counts half: so causal is half of everything."""
+    window, whole = 4, task_of(LLAMA).attention_flops_per_token
+    num_causal, num_seen = (sum(min(i + 0.5, most) for i in range(SEQUENCE_LENGTH)) for most in (math.inf, window))
+    assert num_causal == SEQUENCE_LENGTH**2 / 2
+    windowed = task_of(dataclasses.replace(LLAMA, window=window))
+    assert windowed.attention_flops_per_token == pytest.approx(whole * num_seen / num_causal, rel=1e-12)
+    assert windowed.flops_per_token - task_of(LLAMA).flops_per_token == windowed.attention_flops_per_token - whole
+    assert task_of(dataclasses.replace(LLAMA, window=SEQUENCE_LENGTH)).attention_flops_per_token == whole
+
+
+QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True)
+
+
+def test_biases_and_norms_of_queries_and_keys_are_the_only_weights_more():
+    trees = (jax.eval_shape(task_of(options).init, jax.random.key(0)) for options in (LLAMA, QWEN))
+    without, shapes = ({path: leaf.shape for path, leaf in leaves_with_paths(meta.unbox(tree))} for tree in trees)
+    more = {path.removeprefix("layers/attention/"): shapes[path] for path in shapes.keys() - without.keys()}
+    assert more == {
+        "query_bias": (2, 4, 4),
+        "key_bias": (2, 2, 4),
+        "value_bias": (2, 2, 4),
+        "query_norm/scale": (2, 4),
+        "key_norm/scale": (2, 4),
+    }
+
+
+@pytest.mark.parametrize("options", [LLAMA, GPT2, QWEN], ids=["llama", "gpt2", "qwen"])
 def test_every_weight_names_each_of_its_dims(options):
     boxed = jax.eval_shape(task_of(options).init, jax.random.key(0))
     boxes = jax.tree.leaves(boxed, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))

@@ -29,7 +29,13 @@ GPT2 = dataclasses.replace(
     tied_embeddings=True,
     biases=True,
 )
-FAMILIES = {"llama": (LLAMA, plain_decoder.llama_loss), "gpt2": (GPT2, plain_decoder.gpt2_loss)}
+WINDOW = 5  # tokens; a document has more
+QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True, window=WINDOW)
+FAMILIES = {
+    "llama": (LLAMA, plain_decoder.llama_loss),
+    "gpt2": (GPT2, plain_decoder.gpt2_loss),
+    "mistral and qwen": (QWEN, functools.partial(plain_decoder.llama_loss, window=WINDOW)),
+}
 
 
 def config_of(options):

@@ -20,7 +20,8 @@ from meshtrain.pipeline.program import executable
 from meshtrain.words.errors import UserError
 from tests.parity import runs
 
-LLAMA, GPT = "llama", "gpt"
+LLAMA, GPT, QWEN = "llama", "gpt", "qwen"
+MODELS = {LLAMA: runs.LLAMA, GPT: runs.GPT, QWEN: runs.QWEN}
 MAX_RUNS = 12
 
 
@@ -51,7 +52,7 @@ class Run:
         level = {"strategy": self.zero} if isinstance(self.zero, str) else {"level": self.zero}
         return dataclasses.replace(
             runs.with_optimizer(runs.CONFIG, self.optimizer, self.clip_norm),
-            model=runs.GPT if self.model == GPT else runs.LLAMA,
+            model=MODELS[self.model],
             pipeline=schedules.PipelineOptions(
                 schedule=self.schedule or "interleaved_1f1b", num_microbatches=4, num_chunks=num_chunks
             ),
@@ -71,7 +72,7 @@ RUNS = [
     Run(LLAMA, {"fsdp": 4, "tensor": 2}, "muon", remat="save_attention", sequence_parallel=True),
     Run(GPT, {"data": 2, "fsdp": 2, "tensor": 2}, "adamw", 0.3, zero="hybrid_shard", remat="dots", accumulation=2),
     Run(LLAMA, {"data": 4}, zero="shard_grad_op", remat="full", moments_on_host=True),
-    Run(LLAMA, {"tensor": 2, "pipeline": 4}, "adamw", schedule="1f1b", accumulation=2, sequence_parallel=True),
+    Run(QWEN, {"tensor": 2, "pipeline": 4}, "adamw", schedule="1f1b", accumulation=2, sequence_parallel=True),
     Run(LLAMA, {"data": 2, "pipeline": 4}, schedule="interleaved_1f1b", zero=2),
     Run(GPT, {"fsdp": 2, "tensor": 2, "pipeline": 2}, clip_norm=0.3, schedule="gpipe", remat="full"),
     Run(LLAMA, {"data": 2, "fsdp": 2, "pipeline": 2}, schedule="1f1b", zero="full_shard"),
@@ -121,7 +122,7 @@ def test_the_table_has_each_pair_of_axes():
 
 
 def test_the_table_has_each_value_of_each_other_option():
-    assert values("model") == {LLAMA, GPT}
+    assert values("model") == set(MODELS)
     assert values("optimizer") == set(optimizers.NAMES)
     assert values("schedule") - {""} == {name for name in schedules.NAMES if is_runnable(name)}
     assert values("zero") >= {*range(MAX_LEVEL + 1), *STRATEGIES} - {"no_shard"}

@@ -6,11 +6,16 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.core import meta
+from jax.extend import core
 
 from meshtrain.models import splash
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_task import decoder
+from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan.attention import as_on_target, private, replaced
 from meshtrain.plan.topology import Cluster
-from meshtrain.plan.traced import attention_kernel
+from meshtrain.plan.traced import ATTENTION, attention_kernel
 
 NAMES = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
 
@@ -44,6 +49,30 @@ KERNELS = {
     "splash": functools.partial(splash.attend, documents=None, name="heads", interpret=True),
     "xla": by_jax("xla"),
 }
+
+
+@pytest.mark.parametrize("within_documents", [True, False])
+def test_cudnn_gets_a_window_or_a_mask_and_is_causal_in_both_cases(within_documents):
+    options = DecoderOptions(
+        1, 256, 64, 4, 4, vocab_size=16, attention="cudnn", window=100, within_documents=within_documents
+    )
+    task = decoder(options, batch_size=2, sequence_length=128, dtype=jnp.bfloat16)
+    params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+    batch = {**task.batch, SEQUENCE_INDEX: jax.ShapeDtypeStruct((2,), jnp.int32)}
+    with as_on_target(Cluster("h100:1x8", "cuda", (), 1, None, (9, 0))):
+        traced = jax.make_jaxpr(task.logits)(params, batch)
+    (found,) = [equation for equation in equations(traced.jaxpr) if equation.primitive.name in ATTENTION]
+    assert found.params["mask_type"] == private.MaskType.CAUSAL
+    assert (found.params["sliding_window_length"] or 0) == (0 if within_documents else 100)
+    shapes = [variable.aval.shape for variable in found.invars]
+    assert ((2, 1, 128, 128) in shapes) == within_documents
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -223,6 +223,8 @@ ATTENTION = (
     [
         (ATTENTION, 4, 0.5),
         (ATTENTION.replace("CAUSAL", "NO_MASK"), 4, 1.0),
+        (ATTENTION.replace("CAUSAL", 'CAUSAL", "sliding_window_length": "16'), 4, 16 * (64 + 48) / 2 / 64**2),
+        (ATTENTION.replace("CAUSAL", 'CAUSAL", "sliding_window_length": "0'), 4, 0.5),
         (ATTENTION.replace("fmhaSoftmax", "fmhaSoftmaxBackward"), 10, 0.5),
     ],
 )
@@ -265,6 +267,12 @@ def test_a_tpu_s_kernel_is_counted_by_its_name(line, products):
     assert work.attention == work.attention_full * 10 / 16  # of 4 x 4 blocks
     (call,) = [row[0] for row in program.instructions("custom-call")]
     assert program.source(call) == "meshtrain/layout/placement.py:89"
+
+
+def test_a_tpu_s_kernel_skips_blocks_outside_of_a_window():
+    arguments = ("%mask = s8[1,2,4]{2,1,0} parameter(0)", *SPLASH_ARGUMENTS[1:])
+    work = flops.matmul_flops(hlo.read(recorded.entry(*arguments, SPLASH)))
+    assert work.attention == work.attention_full * (1 + 2 + 2 + 2) / 16
 
 
 def test_a_library_s_product_is_counted_and_an_unknown_one_refused():
