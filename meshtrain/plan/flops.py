@@ -214,7 +214,7 @@ def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float
 def _splash_flops(line: Instruction, shapes: Mapping[str, str], part: str) -> tuple[float, float]:
     """Returns `attention_flops` of splash: queries [.., heads, T, H], keys [.., kv heads, T, H]; masks are integers.
 
-    The first mask has the dims [.., blocks of queries, blocks of keys that a block of queries reads at most], or in
+    A mask has the dims [1, blocks of queries, blocks of keys that a block of queries reads at most], or the last two in
     reverse. With a window these are fewer than all blocks of keys.
     """
     arrays = [shapes[name] for name in line.operands if name in shapes]
@@ -227,8 +227,8 @@ def _splash_flops(line: Instruction, shapes: Mapping[str, str], part: str) -> tu
     if not block:
         return full / 2, full
     num_blocks = query[-2] // int(block[1])
-    grids = [dims(shape)[-2:] for shape in arrays if dtypes(shape)[0].startswith("s") and len(dims(shape)) == 3]
-    most = min(grids[0]) if grids else num_blocks
+    masks = [sorted(dims(shape)[1:]) for shape in arrays if dtypes(shape)[0][0] == "s" and len(dims(shape)) == 3]
+    most = min((least for least, largest in masks if largest == num_blocks), default=num_blocks)
     # Blocks on the diagonal, and those that a window's border crosses, are computed whole.
     return full * sum(min(row + 1, most) for row in range(num_blocks)) / num_blocks**2, full
 
