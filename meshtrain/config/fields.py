@@ -45,7 +45,9 @@ class Config:
         -1, "tokens of text that a run draws at its end; 0: none; -1: 160 up to 10 M parameters, else none", minimum=-1
     )
     watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
-    init_from: str = option("", "workdir or checkpoints of another run, from whose weights this one starts; '': none")
+    init_from: str = option(
+        "", "workdir or checkpoints of another run, or a Hugging Face folder, with the weights to start from; '': none"
+    )
     task: str = option(
         "decoder",
         "what is trained: decoder, seq2seq, convnet, or package.module:function of one's own; its options are `model`",

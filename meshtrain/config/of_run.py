@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import CONFIG_FILE, Config, configure, resolve
+from meshtrain.config.of_folder import of_folder
+from meshtrain.hf.config import is_described
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, warn
 from meshtrain.words.paths import what_is_at
@@ -14,7 +16,8 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
     """Returns the configuration of the run in the workdir, changed by the command line's overrides.
 
     The base is the run's own config.json, so options of its command line need not be repeated. `--config` is read only
-    if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir.
+    if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. Of a Hugging
+    Face folder in place of a workdir, it is what `of_folder` makes of its config.json.
 
     Args:
       arguments: from `flags.arguments`.
@@ -24,6 +27,9 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
     Raises:
       UserError: all problems, one line each.
     """
+    if is_described(arguments.workdir):
+        given = of_folder(arguments.workdir)
+        return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
     own = arguments.workdir / CONFIG_FILE
     if what_is_at(own) != "a file":
         return configure(arguments, also, reads_data=reads_data)

@@ -16,13 +16,13 @@ from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
 from meshtrain.observe import trackers
-from meshtrain.run import workdir
+from meshtrain.run import weights_from, workdir
 from meshtrain.step.local import restarted
 from meshtrain.step.placed import shardings
 from meshtrain.step.residual import as_saved, shared_out
 from meshtrain.step.state import RESIDUAL, TrainState
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.store.other_runs import find, restore_params
+from meshtrain.store.other_runs import find
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, warn
 
@@ -53,10 +53,7 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
             f"{start_step}; nearest: {start_step}"
         )
     if config.init_from and not start_step:
-        try:
-            find(config.init_from).close()
-        except UserError as error:
-            found += [f"init_from: {problem}" for problem in error.problems]
+        found += [f"init_from: {problem}" for problem in weights_from.problems(config, config.init_from)]
     return found
 
 
@@ -72,16 +69,13 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
 
 
 def refuse_other_weights(assembly: Assembly, run: Path) -> None:
-    """Compares shapes and dtypes of `init_from`'s weights with those of this model, before anything is written.
+    """Compares the weights of `init_from` with those of this model, before anything is written.
 
     Raises:
       UserError: they differ.
     """
     if assembly.config.init_from and not saved_step(run):
-        with find(assembly.config.init_from) as checkpoints:
-            step = checkpoints.latest_step()
-            assert step is not None, "find returns only directories with a complete step"
-            checkpoints.refuse_other_params(step, assembly.kept_state.params)
+        weights_from.refuse_other_params(assembly.config.init_from, assembly.kept_state.params)
 
 
 def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainState, int, dict[str, float]]:
@@ -151,7 +145,9 @@ def beginning(assembly: Assembly) -> TrainState:
     """
     config = assembly.config
     # Restored first: weights of other shapes are refused before the initial state is compiled.
-    kept = restore_params(config.init_from, assembly.kept_state.params) if config.init_from else None
+    kept = None
+    if config.init_from:
+        kept, _ = weights_from.restore_params(config.init_from, None, assembly.kept_state.params)
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     if kept is None:
         return state

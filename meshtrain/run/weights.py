@@ -11,7 +11,7 @@ from meshtrain.config.folded import without_pipeline
 from meshtrain.launch import distributed, peers
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Params
-from meshtrain.store.other_runs import find, restore_params_of
+from meshtrain.run import weights_from
 from meshtrain.words.errors import UserError
 
 
@@ -34,7 +34,7 @@ def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline
 
     Args:
       config: of the run in the workdir, overrides included.
-      workdir: the run's folder.
+      workdir: the run's folder, or a Hugging Face folder.
       step: of the checkpoint; None: the newest.
       folds_pipeline: whether the pipeline axis is folded into others, see `config.folded`; one line says so.
 
@@ -43,14 +43,7 @@ def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline
     """
     devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    problems = check(config, shape)
-    try:
-        with find(workdir) as checkpoints:
-            if step is not None:
-                checkpoints.refuse_unknown(step)
-    except UserError as error:
-        problems += error.problems
-    if problems:
+    if problems := check(config, shape) + weights_from.problems(config, workdir, step):
         raise UserError(*problems)
     if folds_pipeline:
         config, shape, line = without_pipeline(config, shape)
@@ -65,5 +58,5 @@ def restored(assembly: Assembly, workdir: Path, step: int | None) -> Weights:
     Raises:
       UserError: the checkpoint is damaged, or of another model.
     """
-    kept, found = restore_params_of(workdir, step, assembly.kept_state.params)
+    kept, found = weights_from.restore_params(workdir, step, assembly.kept_state.params)
     return Weights(assembly, stored_params(assembly, kept), found)

@@ -29,6 +29,7 @@ OLDER = {
     "verify": "meshtrain.store.verify",
     "bench-collectives": "meshtrain.probe.bench_collectives",
     "doctor": "meshtrain.probe.doctor",
+    "hf": "meshtrain.hugging_face",
     "launch": "meshtrain.launch",
     "config": "meshtrain.config",
 }

@@ -36,6 +36,7 @@ READS_CONFIGURATION = {"config", "plan", "probe", "run"}
 READS_CONFIGURATION |= {
     f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "report", "training")
 }
+READS_CONFIGURATION |= {"hugging_face.py"}
 FIELDS = {field.name for field in dataclasses.fields(Config)}
 TOP_LEVEL = {
     ".ci",
@@ -49,8 +50,9 @@ TOP_LEVEL = {
     "scripts",
     "tests",
 }
-# The only places of files that are not text: pictures, and a data set that comes with the package, with its source.
-NOT_TEXT = ("docs/", "meshtrain/data/digits/")
+# The only places of files that are not text: pictures, a data set that comes with the package, with its source, and
+# small models with their logits.
+NOT_TEXT = ("docs/", "meshtrain/data/digits/", "tests/hf/fixtures/")
 BATCH = batch_axes()
 # The table of rules says which axes split which dim, and is where a list of them belongs.
 AXES_LISTED = {"meshtrain/layout/rules.py": {"('pipeline', 'tensor')"}}

@@ -1,0 +1,72 @@
+"""The configuration of a Hugging Face folder, and the configuration file that says the same."""
+
+import dataclasses
+from pathlib import Path
+
+from meshtrain.config.config import Config
+from meshtrain.data.sources import DataOptions
+from meshtrain.hf.config import described
+from meshtrain.layout.axes import AXES
+from meshtrain.step.precision import PrecisionOptions
+from meshtrain.words import flags
+from meshtrain.words.paths import expanded, what_is_at
+
+TOKENIZER_FILE = "tokenizer.json"
+LONGEST, BATCH_SIZE = 1024, 8  # of a run before the user has edited it; longest in tokens
+_POLICIES = {"bfloat16": "bfloat16"}  # others compute in float32
+_FILE = '''\
+"""A {family} of {num_layers} layers, from {directory}.
+
+The mesh and the data are examples. Files of one's own: data.source = "text" and data.path.
+"""
+
+from meshtrain.config import default
+
+
+def get_config():
+    config = default()
+{lines}
+    return config
+'''
+
+
+def of_folder(directory: str | Path) -> Config:
+    """Returns a configuration, not resolved, whose model is that of a Hugging Face folder; reads config.json alone.
+
+    Text is read with the folder's tokenizer.json. Without one, text is token ids, written as numbers.
+
+    Raises:
+      UserError: one line for each key of config.json that is missing, wrong or not understood.
+    """
+    folder = expanded(directory).absolute()
+    found = described(folder)
+    tokenizer = folder / TOKENIZER_FILE
+    has_tokenizer = what_is_at(tokenizer) == "a file"
+    policy = _POLICIES[found.dtype] if found.dtype in _POLICIES else PrecisionOptions.policy
+    return Config(
+        model=found.options,
+        sequence_length=min(found.max_length or LONGEST, LONGEST),
+        batch_size=BATCH_SIZE,
+        precision=PrecisionOptions(policy=policy),
+        data=DataOptions(tokenizer=str(tokenizer)) if has_tokenizer else DataOptions(source="synthetic"),
+    )
+
+
+def as_file(directory: str | Path) -> str:
+    """Returns a configuration file, as Python, that trains a folder's model from its weights, if they are there.
+
+    Raises:
+      UserError: see `of_folder`.
+    """
+    folder = expanded(directory).absolute()
+    config = of_folder(folder)
+    if any(folder.glob("*.safetensors")):
+        config = dataclasses.replace(config, init_from=str(folder))
+    values, defaults = (flags.flatten(dataclasses.asdict(one)) for one in (config, Config()))
+    shown = [key for key, value in values.items() if value != defaults[key] or key in {f"mesh.{axis}" for axis in AXES}]
+    lines = "\n".join(f"    config.{key} = {values[key]!r}" for key in shown)
+    # A path may hold what would end the docstring.
+    name = str(folder).replace("\\", "/").replace('"', "'")
+    return _FILE.format(
+        family=described(folder).family, num_layers=config.model.num_layers, directory=name, lines=lines
+    )

@@ -1,0 +1,163 @@
+"""Name tables: which tensors of a Hugging Face model hold the decoder's weights, and how their dims are arranged.
+
+A layout lists dims: D embed dim, N query heads, G key and value heads, H head dim, F mlp dim, V vocabulary without
+padding, P learned positions. `(N H)` is one dim of a file in which both stand, N outermost. `3` is the dim of a file in
+which queries, keys and values stand side by side. Rotary pairs are halves of a head in both, so no head is permuted.
+
+The names are those of the state dicts of the package transformers (Wolf et al. 2020).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshtrain.models.decoder import DecoderOptions
+
+LAYERS = "layers/"  # paths of stacked leaves begin with it; a file has one tensor for each layer
+_GPT2_PREFIX = "transformer."  # old files lack it
+_QKV = "3"
+
+
+class Weight(NamedTuple):
+    """One of the decoder's weights, and where a Hugging Face model has it.
+
+    Attributes:
+      path: of our leaf, without `params/`.
+      name: of the tensor; `{}` stands for the layer's index.
+      layout: of our leaf, without the dim that stacks the layers.
+      stored: the layout of the tensor.
+      part: index into the dim `3` of `stored`.
+    """
+
+    path: str
+    name: str
+    layout: str
+    stored: str
+    part: int = 0
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether our leaf stacks all layers."""
+        return self.path.startswith(LAYERS)
+
+
+_LLAMA = (
+    Weight("embedding/table", "model.embed_tokens.weight", "V D", "V D"),
+    Weight("layers/attention_norm/scale", "model.layers.{}.input_layernorm.weight", "D", "D"),
+    Weight("layers/attention/query", "model.layers.{}.self_attn.q_proj.weight", "D N H", "(N H) D"),
+    Weight("layers/attention/key", "model.layers.{}.self_attn.k_proj.weight", "D G H", "(G H) D"),
+    Weight("layers/attention/value", "model.layers.{}.self_attn.v_proj.weight", "D G H", "(G H) D"),
+    Weight("layers/attention/output", "model.layers.{}.self_attn.o_proj.weight", "N H D", "D (N H)"),
+    Weight("layers/mlp_norm/scale", "model.layers.{}.post_attention_layernorm.weight", "D", "D"),
+    Weight("layers/mlp/gate", "model.layers.{}.mlp.gate_proj.weight", "D F", "F D"),
+    Weight("layers/mlp/up", "model.layers.{}.mlp.up_proj.weight", "D F", "F D"),
+    Weight("layers/mlp/down", "model.layers.{}.mlp.down_proj.weight", "F D", "D F"),
+    Weight("head/norm/scale", "model.norm.weight", "D", "D"),
+)
+_QKV_BIASES = (
+    Weight("layers/attention/query_bias", "model.layers.{}.self_attn.q_proj.bias", "N H", "(N H)"),
+    Weight("layers/attention/key_bias", "model.layers.{}.self_attn.k_proj.bias", "G H", "(G H)"),
+    Weight("layers/attention/value_bias", "model.layers.{}.self_attn.v_proj.bias", "G H", "(G H)"),
+)
+_QK_NORM = (
+    Weight("layers/attention/query_norm/scale", "model.layers.{}.self_attn.q_norm.weight", "H", "H"),
+    Weight("layers/attention/key_norm/scale", "model.layers.{}.self_attn.k_norm.weight", "H", "H"),
+)
+_GPT2 = (
+    Weight("embedding/table", "transformer.wte.weight", "V D", "V D"),
+    Weight("embedding/positions", "transformer.wpe.weight", "P D", "P D"),
+    Weight("layers/attention_norm/scale", "transformer.h.{}.ln_1.weight", "D", "D"),
+    Weight("layers/attention_norm/bias", "transformer.h.{}.ln_1.bias", "D", "D"),
+    Weight("layers/attention/query", "transformer.h.{}.attn.c_attn.weight", "D N H", "D (3 N H)", 0),
+    Weight("layers/attention/key", "transformer.h.{}.attn.c_attn.weight", "D N H", "D (3 N H)", 1),
+    Weight("layers/attention/value", "transformer.h.{}.attn.c_attn.weight", "D N H", "D (3 N H)", 2),
+    Weight("layers/attention/query_bias", "transformer.h.{}.attn.c_attn.bias", "N H", "(3 N H)", 0),
+    Weight("layers/attention/key_bias", "transformer.h.{}.attn.c_attn.bias", "N H", "(3 N H)", 1),
+    Weight("layers/attention/value_bias", "transformer.h.{}.attn.c_attn.bias", "N H", "(3 N H)", 2),
+    Weight("layers/attention/output", "transformer.h.{}.attn.c_proj.weight", "N H D", "(N H) D"),
+    Weight("layers/attention/output_bias", "transformer.h.{}.attn.c_proj.bias", "D", "D"),
+    Weight("layers/mlp_norm/scale", "transformer.h.{}.ln_2.weight", "D", "D"),
+    Weight("layers/mlp_norm/bias", "transformer.h.{}.ln_2.bias", "D", "D"),
+    Weight("layers/mlp/up", "transformer.h.{}.mlp.c_fc.weight", "D F", "D F"),
+    Weight("layers/mlp/up_bias", "transformer.h.{}.mlp.c_fc.bias", "F", "F"),
+    Weight("layers/mlp/down", "transformer.h.{}.mlp.c_proj.weight", "F D", "F D"),
+    Weight("layers/mlp/down_bias", "transformer.h.{}.mlp.c_proj.bias", "D", "D"),
+    Weight("head/norm/scale", "transformer.ln_f.weight", "D", "D"),
+    Weight("head/norm/bias", "transformer.ln_f.bias", "D", "D"),
+)
+_HEAD = Weight("head/kernel", "lm_head.weight", "D V", "V D")
+
+_TABLES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA + _QKV_BIASES, "qwen3": _LLAMA + _QK_NORM, "gpt2": _GPT2}
+# Constants that old files store beside the weights: causal masks, rotary frequencies. The model computes them.
+_CONSTANTS = re.compile(
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)
+
+
+def weights(family: str, options: DecoderOptions) -> list[Weight]:
+    """Returns a row for each weight of the decoder with these options; a family is a key of `config.FAMILIES`."""
+    return [*_TABLES[family], *(() if options.tied_embeddings else (_HEAD,))]
+
+
+def without_prefix(table: Sequence[Weight], names: Mapping[str, Any]) -> list[Weight]:
+    """Returns the table with the names that a file uses: old files of GPT-2 have no prefix."""
+    if any(name.startswith(_GPT2_PREFIX) for name in names):
+        return list(table)
+    return [weight._replace(name=weight.name.removeprefix(_GPT2_PREFIX)) for weight in table]
+
+
+def is_ignored(name: str, options: DecoderOptions) -> bool:
+    """Returns whether a tensor without a row in the table is no weight: a constant, or the copy of a tied table."""
+    is_copy = options.tied_embeddings and name == _HEAD.name
+    return is_copy or _CONSTANTS.fullmatch(name) is not None
+
+
+def sizes(options: DecoderOptions) -> dict[str, int]:
+    """Returns letter -> size for each dim of a layout, the vocabulary without padding."""
+    return {
+        "D": options.embed_dim,
+        "N": options.num_heads,
+        "G": options.num_kv_heads,
+        "H": options.width_of_head,
+        "F": options.mlp_dim,
+        "V": options.vocab_size,
+        "P": options.max_positions,
+        _QKV: 3,
+    }
+
+
+def tensor_names(weight: Weight, num_layers: int) -> list[str]:
+    """Returns the names of the tensors that hold a weight: one for each layer if it is stacked, else one."""
+    return [weight.name.format(layer) for layer in range(num_layers)] if weight.is_stacked else [weight.name]
+
+
+def stored_shape(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of a tensor in a file.
+
+    >>> stored_shape(Weight("x", "y", "D N H", "(N H) D"), {"D": 6, "N": 2, "H": 4})
+    (8, 6)
+    """
+    shape = []
+    for group in re.findall(r"\([^)]*\)|\S", weight.stored):
+        product = 1
+        for letter in re.findall(r"\w", group):
+            product *= size[letter]
+        shape.append(product)
+    return tuple(shape)
+
+
+def as_ours(tensor: Any, weight: Weight, size: Mapping[str, int]) -> Any:
+    """Returns a tensor of a file, of shape `stored_shape`, in our layout: a view, which reads nothing.
+
+    Args:
+      tensor: a numpy array, contiguous.
+      weight: its row of the table.
+      size: from `sizes`.
+    """
+    letters = re.findall(r"\w", weight.stored)
+    apart = tensor.reshape([size[letter] for letter in letters])
+    if _QKV in letters:
+        # Indexing instead of `take`, which would copy.
+        apart = apart[(slice(None),) * letters.index(_QKV) + (weight.part,)]
+        letters.remove(_QKV)
+    return apart.transpose([letters.index(letter) for letter in weight.layout.split()])

@@ -1,0 +1,86 @@
+"""Weights that were made elsewhere: in another run's workdir, or in a Hugging Face folder."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshtrain.config.config import Config
+from meshtrain.hf import config as hf_config
+from meshtrain.hf import folder as hf_folder
+from meshtrain.hf import reading
+from meshtrain.launch import peers
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.store import other_runs
+from meshtrain.words.errors import UserError, warn
+
+
+def problems(config: Config, directory: str | Path, step: int | None = None) -> list[str]:
+    """Returns one line for each reason why a run cannot take its weights from a directory; reads no array.
+
+    Args:
+      config: of the run; its model has to be that of a Hugging Face folder.
+      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder.
+      step: of the checkpoint; None: the newest.
+    """
+    try:
+        if not hf_config.is_described(directory):
+            with other_runs.find(directory) as checkpoints:
+                if step is not None:
+                    checkpoints.refuse_unknown(step)
+            return []
+        found = hf_folder.opened(directory)
+    except UserError as error:
+        return list(error.problems)
+    if step is not None:
+        return [
+            f"--step: got {step} with a Hugging Face folder, which has no steps; allowed: none; nearest: leave it out"
+        ]
+    if not isinstance(config.model, DecoderOptions):
+        return [
+            f"task: got {config.task}, and {directory} is a Hugging Face model; allowed: decoder; nearest: task=decoder"
+        ]
+    lines = hf_config.differences(config.model, found.model.options, config.sequence_length, directory)
+    if 0 < found.model.max_length < config.sequence_length and not lines and peers.is_main_process():
+        most = found.model.max_length
+        warn(f"sequence_length: got {config.sequence_length}; the model in {directory} was trained on at most {most}")
+    return lines
+
+
+def refuse_other_params(directory: str | Path, abstract_params: Any) -> None:
+    """Compares shapes of weights with those of a model, for a workdir dtypes too; reads no array.
+
+    Args:
+      directory: see `problems`, of which there are none.
+      abstract_params: pytree of jax.ShapeDtypeStruct.
+
+    Raises:
+      UserError: they differ.
+    """
+    if hf_config.is_described(directory):
+        reading.refuse_other_params(hf_folder.opened(directory), abstract_params)
+        return
+    with other_runs.find(directory) as checkpoints:
+        step = checkpoints.latest_step()
+        assert step is not None, "find returns only directories with a complete step"
+        checkpoints.refuse_other_params(step, abstract_params)
+
+
+def restore_params(directory: str | Path, step: int | None, abstract_params: Any) -> tuple[Any, int]:
+    """Reads weights onto this run's shardings. All processes call it together.
+
+    Args:
+      directory: see `problems`, of which there are none.
+      step: of the checkpoint; None: the newest one that is whole.
+      abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
+
+    Returns:
+      A pytree of jax.Array of the same structure; and the step, 0 for a Hugging Face folder.
+
+    Raises:
+      UserError: see `store.other_runs.restore_params_of` and `hf.folder.opened`; or processes see other files.
+    """
+    if not hf_config.is_described(directory):
+        return other_runs.restore_params_of(directory, step, abstract_params)
+    found = hf_folder.opened(directory)
+    hf_folder.refuse_differences(found)
+    return reading.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0

@@ -1,0 +1,41 @@
+"""The small models of tests/hf/fixtures, and what this program computes with them."""
+
+import pathlib
+
+import jax
+import numpy as np
+
+from meshtrain.assemble import assemble
+from meshtrain.config.config import Config
+from meshtrain.hf import folder, reading
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
+
+
+def assembled(directory, shape):
+    """Returns the assembly on a mesh, the weights, and (ids int32 [2, 24], logits float32 [2, 24, vocabulary])."""
+    opened = folder.opened(directory)
+    with np.load(directory / "expected.npz") as file:
+        ids, expected = file["input_ids"], file["logits"]
+    num_rows = max(len(ids), shape["data"] * shape["fsdp"])
+    config = Config(model=opened.model.options, batch_size=num_rows, sequence_length=ids.shape[1])
+    assembly = assemble(config, shape, jax.devices())
+    return assembly, reading.read(opened, assembly.state.params), (ids, expected)
+
+
+def logits_of(directory, shape):
+    """Returns our logits and the expected ones, float32 [2, 24, vocabulary]; rows are repeated to fill the mesh."""
+    assembly, params, (ids, expected) = assembled(directory, shape)
+    num_rows, length = assembly.batch["tokens"].shape
+    rows = np.resize(ids, (num_rows, length))
+    batch = {
+        "tokens": rows,
+        "targets": rows,
+        "weights": np.ones(rows.shape, np.float32),
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), rows.shape),
+        "segment_ids": np.ones(rows.shape, np.int32),
+    }
+    placed = {name: jax.device_put(batch[name], entry.sharding) for name, entry in assembly.batch.items()}
+    logits = np.asarray(assembly.logits(params, placed))
+    return logits[: len(ids), :, : expected.shape[-1]], expected

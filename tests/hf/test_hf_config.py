@@ -1,0 +1,225 @@
+"""config.json as options: both spellings, what an absent key means, and every key that is not understood by name."""
+
+import json
+
+import pytest
+
+from meshtrain.hf.config import described, differences, is_described
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.words.errors import UserError
+from tests.hf.models import FIXTURES, NAMES
+
+
+def given(name):
+    return json.loads((FIXTURES / name / "config.json").read_text())
+
+
+def of(tmp_path, values):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return described(tmp_path)
+
+
+def refused(tmp_path, values):
+    with pytest.raises(UserError) as error:
+        of(tmp_path, values)
+    for line in error.value.problems:
+        assert line.startswith(f"{tmp_path / 'config.json'}: ")
+        assert "allowed: " in line
+        assert "nearest: " in line or "did you mean" in line
+    return [line.removeprefix(f"{tmp_path / 'config.json'}: ") for line in error.value.problems]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_older_spelling_says_the_same(name, tmp_path):
+    older = json.loads((FIXTURES / name / "config.v4.json").read_text())
+    assert of(tmp_path, older) == described(FIXTURES / name)
+
+
+def test_a_llama_in_the_decoders_words():
+    found = described(FIXTURES / "llama3-rope-scaled")
+    assert found.options == DecoderOptions(
+        num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=119,
+        rope_base=500.0, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original_length=16,
+    )  # fmt: skip
+    assert (found.max_length, found.dtype) == (64, "float32")
+
+
+def test_what_an_absent_key_means_is_what_transformers_says(tmp_path):
+    llama = given("llama")
+    for key in ("rope_parameters", "num_key_value_heads", "head_dim", "tie_word_embeddings"):
+        del llama[key]
+    options = of(tmp_path, llama).options
+    assert (options.rope_base, options.num_kv_heads, options.head_dim) == (10000.0, 4, 0)
+    assert not options.tied_embeddings
+    gpt2 = given("gpt2")
+    del gpt2["tie_word_embeddings"], gpt2["n_inner"]
+    assert (of(tmp_path, gpt2).options.tied_embeddings, of(tmp_path, gpt2).options.mlp_dim) == (True, 128)
+
+
+# name of the model, changes (None takes a key away), how the lines begin
+REFUSED = {
+    "yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        ["rope_parameters.rope_type: got 'yarn'; allowed: default, llama3; nearest: none, this model cannot"],
+    ),
+    "linear, older": (
+        "llama",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ["rope_scaling.rope_type: got 'linear'"],
+    ),
+    "a factor that default ignores": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": 2.0}},
+        ["rope_parameters.factor: got 2.0"],
+    ),
+    "llama3 without its factors": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+        [
+            "rope_parameters.low_freq_factor: got nothing",
+            "rope_parameters.high_freq_factor: got nothing",
+            "rope_parameters.original_max_position_embeddings: got nothing",
+        ],
+    ),
+    "two thetas": (
+        "llama",
+        {"rope_theta": 5e5},
+        ["rope_parameters.rope_theta: got 10000.0, and rope_theta or rope_scaling"],
+    ),
+    "no theta": ("qwen2", {"rope_parameters": None}, ["rope_theta: got nothing"]),
+    "theta a text": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+        ["rope_parameters.rope_theta: got 'x'"],
+    ),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor: got 0.5; allowed: 1.0"]),
+    "partial rotary inside": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ["rope_parameters.partial_rotary_factor: got 0.5"],
+    ),
+    "quantized": (
+        "llama",
+        {"quantization_config": {"quant_method": "gptq"}},
+        ["quantization_config: got {'quant_method': 'gptq'}"],
+    ),
+    "code": ("llama", {"auto_map": {"AutoModel": "x.Y"}}, ["auto_map: got"]),
+    "biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True},
+        ["attention_bias: got True; allowed: False", "mlp_bias: got True"],
+    ),
+    "activation": ("llama", {"hidden_act": "gelu"}, ["hidden_act: got 'gelu'; allowed: silu"]),
+    "erf": (
+        "gpt2",
+        {"activation_function": "gelu"},
+        ["activation_function: got 'gelu'; allowed: gelu_new, gelu_pytorch_tanh"],
+    ),
+    "scaled by layer": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True},
+        ["scale_attn_by_inverse_layer_idx: got True"],
+    ),
+    "cross-attention": ("gpt2", {"add_cross_attention": True}, ["add_cross_attention: got True"]),
+    "rotary of gpt2": ("gpt2", {"rope_theta": 1e4}, ["rope_theta: got 10000.0"]),
+    "a window of llama": ("llama", {"sliding_window": 16}, ["sliding_window: got 16"]),
+    "another head": ("llama", {"architectures": ["LlamaForSequenceClassification"]}, ["architectures: got"]),
+    "family": (
+        "llama",
+        {"model_type": "lama"},
+        ["model_type: got 'lama'; allowed: llama, mistral, qwen2, qwen3, gpt2; did"],
+    ),
+    "no family": ("llama", {"model_type": 3}, ["model_type: got '3'"]),
+    "later layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": None},
+        ["max_window_layers: got 1; allowed: a window in all layers or in none"],
+    ),
+    "mixed layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+        ["layer_types: got ['full_attention', 'sliding_attention']"],
+    ),
+    "a window of no size": ("qwen2", {"layer_types": ["sliding_attention"] * 2}, ["layer_types: got"]),
+    "no width": ("llama", {"hidden_size": None}, ["hidden_size: got nothing; allowed: int"]),
+    "a text": (
+        "llama",
+        {"num_hidden_layers": "2"},
+        ["num_hidden_layers: got '2' (str); allowed: a whole number (int)"],
+    ),
+    "true is no number": ("llama", {"num_hidden_layers": True}, ["num_hidden_layers: got True (bool)"]),
+    "infinite": ("llama", {"rms_norm_eps": float("inf")}, ["rms_norm_eps: got inf"]),
+    "negative": ("llama", {"intermediate_size": -1}, ["mlp_dim: got -1; allowed: at least 1"]),
+    "heads": ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads: got 3; allowed: a divisor of the 4 heads"]),
+    "odd heads": ("llama", {"head_dim": 7}, ["head_dim: got 7; allowed: an even number"]),
+    "all at once": (
+        "llama",
+        {"hidden_size": None, "hidden_act": "relu", "x": 1, "rope_parameters": {"rope_type": "yarn"}},
+        ["hidden_act: got 'relu'", "hidden_size: got nothing", "rope_parameters.rope_type: got 'yarn'", "x: got 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_decoder_has_nothing_for_is_refused_by_name_and_value(name, tmp_path):
+    model, changes, starts = REFUSED[name]
+    values = {key: value for key, value in (given(model) | changes).items() if value is not None}
+    lines = refused(tmp_path, values)
+    assert len(lines) == len(starts), lines
+    for start in starts:
+        assert any(line.startswith(start) for line in lines), (start, lines)
+
+
+WINDOWS = {
+    "mistral": ("mistral-window", {}, 6),
+    "mistral without": ("mistral-window", {"sliding_window": "null"}, 0),
+    "mistral by default": ("mistral-window", {"sliding_window": None}, 4096),
+    "qwen2 switched off": ("qwen2", {"sliding_window": 6}, 0),
+    "qwen2 in all layers": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "layer_types": None}, 6,
+    ),
+    "qwen2 after the last layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": None}, 0),
+    "qwen2 by layer_types": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2}, 6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_window_is_that_of_transformers(name, tmp_path):
+    model, changes, window = WINDOWS[name]
+    merged = {key: value for key, value in (given(model) | changes).items() if value is not None}
+    values = {key: None if value == "null" else value for key, value in merged.items()}
+    assert of(tmp_path, values).options.window == window
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_what_is_no_json_object_is_one_line(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        described(tmp_path)
+    [line] = error.value.problems
+    assert "allowed: a JSON object; nearest: " in line
+
+
+def test_a_folder_is_told_from_a_workdir(tmp_path):
+    assert is_described(FIXTURES / "llama")
+    assert not is_described(tmp_path)
+    assert not is_described(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model": {}, "mesh": {}}')
+    assert not is_described(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "model.safetensors").touch()
+    assert is_described(tmp_path), "its config.json is missing, and that is the line to print"
+
+
+def test_options_that_compute_something_else_are_named():
+    theirs = described(FIXTURES / "llama").options
+    ours = DecoderOptions(**{**vars(theirs), "rope_base": 5.0, "dropout_rate": 0.1, "init_std": 0.5, "head_dim": 0})
+    [line] = differences(ours, theirs, 64, "DIR")
+    assert line.startswith("model.rope_base: got 5.0, and the model in DIR has 10000.0; allowed: 10000.0; nearest: mo")
+    learned = described(FIXTURES / "gpt2").options
+    assert differences(DecoderOptions(**{**vars(learned), "max_positions": 0}), learned, 32, "DIR") == []
+    [line] = differences(DecoderOptions(**{**vars(learned), "max_positions": 0}), learned, 16, "DIR")
+    assert line.startswith("model.max_positions: got 16, and the model in DIR has 32")

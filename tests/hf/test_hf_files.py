@@ -1,0 +1,172 @@
+"""Crafted and damaged files: one line for each problem, all of them at once, before a tensor is read."""
+
+import json
+import shutil
+import struct
+
+import numpy as np
+import pytest
+
+from meshtrain.hf import files, folder
+from meshtrain.words.errors import UserError
+from tests.hf.models import FIXTURES
+
+F32_2 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def write(path, header, data=b"\0" * 8):
+    """Writes a safetensors file; a header may be bytes, JSON or not."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(**changes):
+    return {"w": F32_2 | changes}
+
+
+HEADERS = {
+    "no JSON": (b"{not", ["header: not a JSON object"]),
+    "a list": (b"[]", ["header: not a JSON object (list)"]),
+    "not UTF-8": (b'{"\xff": 1}', ["header: not a JSON object ('utf-8'"]),
+    "too deep": (b"[" * 100_000 + b"]" * 100_000, ["header: not a JSON object"]),
+    "a name twice": (b'{"w": 1, "w": 2}', ["header: not a JSON object ('w' stands there twice)"]),
+    "no object": ({"w": 3}, ["w: got 3; allowed: an object with dtype, shape, data_offsets"]),
+    "no offsets": ({"w": {"dtype": "F32", "shape": [2]}}, ["w: got {'dtype'"]),
+    "dtype unknown": (entry(dtype="F33"), ["w: dtype: got 'F33'; allowed: F32, F16, BF16"]),
+    "dtype a list": (entry(dtype=["F32"]), ["w: dtype: got"]),
+    "shape negative": (entry(shape=[-2]), ["w: shape: got [-2]; allowed: a list of whole numbers"]),
+    "shape true": (entry(shape=[True, 2]), ["w: shape: got"]),
+    "shape huge": (entry(shape=[2**70]), ["w: data_offsets: got [0, 8], 8 bytes; allowed: the 47223664828696452"]),
+    "offsets beyond": (entry(shape=[4], data_offsets=[0, 16]), ["w: data_offsets: got [0, 16]; allowed: from 0 to 8"]),
+    "offsets negative": (entry(data_offsets=[-8, 0]), ["w: data_offsets: got [-8, 0]"]),
+    "offsets backwards": (entry(data_offsets=[8, 0]), ["w: data_offsets: got [8, 0]"]),
+    "offsets of a float": (entry(data_offsets=[0, 8.0]), ["w: data_offsets: got [0, 8.0]"]),
+    "size": (entry(shape=[1]), ["w: data_offsets: got [0, 8], 8 bytes; allowed: the 4 of F32[1]"]),
+    "overlap": (
+        {"a": F32_2, "b": F32_2 | {"shape": [1], "data_offsets": [4, 8]}},
+        ["b: its bytes are also those of a; allowed: each byte once"],
+    ),
+    "a gap": (entry(shape=[1], data_offsets=[4, 8]), ["w: 4 bytes before it belong to no tensor"]),
+    "bytes at the end": (entry(shape=[1], data_offsets=[0, 4]), ["got 4 bytes after the last tensor"]),
+    "two problems": (
+        {"a": F32_2 | {"dtype": "X"}, "b": F32_2 | {"shape": [3]}},
+        ["a: dtype: got 'X'", "b: data_offsets: got [0, 8], 8 bytes; allowed: the 12 of F32[3]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_crafted_header_is_one_line_for_each_problem(name, tmp_path):
+    header, starts = HEADERS[name]
+    path = tmp_path / files.ONE_FILE
+    write(path, header)
+    _, lines = files.tensors(tmp_path)
+    assert len(lines) == len(starts), lines
+    for line, start in zip(sorted(lines), starts, strict=True):
+        assert line.startswith(f"{path}: {start}"), line
+        assert "allowed: " in line, line
+        assert "nearest: " in line, line
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08\0\0", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
+def test_a_length_that_the_file_does_not_have_is_refused(content, tmp_path):
+    (tmp_path / files.ONE_FILE).write_bytes(content)
+    [line] = files.tensors(tmp_path)[1]
+    assert "header: got a length of " in line
+
+
+def test_a_good_file_is_read_as_it_is(tmp_path):
+    values = np.arange(6, dtype="<f4")
+    header = {"__metadata__": {"format": "pt"}, "b": F32_2 | {"data_offsets": [16, 24]}}
+    header["a"] = F32_2 | {"shape": [2, 2], "data_offsets": [0, 16]}
+    write(tmp_path / "x.safetensors", header, values.tobytes())
+    found, lines = files.tensors(tmp_path)
+    assert lines == []
+    views = files.opened(found)
+    np.testing.assert_array_equal(views["a"], [[0, 1], [2, 3]])
+    np.testing.assert_array_equal(views["b"], [4, 5])
+
+
+def lines_of(directory):
+    with pytest.raises(UserError) as refused:
+        folder.opened(directory)
+    return list(refused.value.problems)
+
+
+def indexed(tmp_path, change):
+    """Returns a copy of the model in three files, with a changed index."""
+    copied = shutil.copytree(FIXTURES / "llama-bf16-sharded", tmp_path / "copy")
+    index = json.loads((copied / files.INDEX_FILE).read_text())
+    change(index["weight_map"])
+    (copied / files.INDEX_FILE).write_text(json.dumps(index))
+    return copied
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a\\b", "a\0b", "", ".", "..", 3, None])
+def test_an_index_names_files_of_its_folder_alone(file, tmp_path):
+    lines = lines_of(indexed(tmp_path, lambda placed: placed.update({NORM: file})))
+    assert any(f"{files.INDEX_FILE}: {NORM}: got {str(file)!r}; allowed: a file's name in" in line for line in lines), (
+        lines
+    )
+
+
+def test_problems_of_index_files_and_config_come_together(tmp_path):
+    copied = indexed(tmp_path, lambda placed: placed.update({NORM: "gone.safetensors", "more": placed[NORM]}))
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}, "mlp_bias": True}))
+    lines = lines_of(copied)
+    for part in (
+        "quantization_config: got {'bits': 4}",
+        "mlp_bias: got True",
+        "gone.safetensors: got nothing there",
+        "more: not in model-",
+        f"{NORM}: not in {files.INDEX_FILE}",
+    ):
+        assert sum(part in line for line in lines) == 1, (part, lines)
+
+
+def test_files_that_belong_to_another_model_are_compared_by_name_shape_and_dtype(tmp_path):
+    copied = shutil.copytree(FIXTURES / "llama", tmp_path / "copy")
+    raw = (copied / files.ONE_FILE).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header["model.norms.weight"] = header.pop(NORM)
+    gate = header["model.layers.1.mlp.gate_proj.weight"]
+    gate["shape"] = gate["shape"][::-1]
+    header["lm_head.weight"]["dtype"] = "I32"
+    write(copied / files.ONE_FILE, header, raw[8 + length :])
+    lines = lines_of(copied)
+    for part in (
+        f"{NORM}: not in the files",
+        "did you mean 'model.norms.weight'?",
+        "norms.weight: the model in",
+        "gate_proj.weight: got shape [32, 48]; allowed: [48, 32]",
+        "lm_head.weight: got dtype I32",
+    ):
+        assert sum(part in line for line in lines) == 1, (part, lines)
+    assert len(lines) == 4, lines
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    copied = shutil.copytree(FIXTURES / "llama", tmp_path / "copy")
+    raw = (copied / files.ONE_FILE).read_bytes()
+    (copied / files.ONE_FILE).write_bytes(raw[:-4])
+    [line] = lines_of(copied)
+    assert "data_offsets: got [" in line
+
+
+def test_pickles_are_not_opened(tmp_path):
+    shutil.copy(FIXTURES / "llama" / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    [line] = lines_of(tmp_path)
+    assert "got pytorch_model.bin, a pickle, which may run code; allowed: safetensors" in line
+
+
+def test_a_tensor_in_two_files_without_an_index_is_refused(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.safetensors", entry())
+    [line] = files.tensors(tmp_path)[1]
+    assert "b.safetensors: w: it is in a.safetensors, too" in line

@@ -1,0 +1,105 @@
+"""Models of each family give the logits that the package transformers computed, on one device, on meshes, by cache."""
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.hf import folder, reading
+from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
+
+ONE = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
+SHARDED, IN_STAGES = ONE | {"fsdp": 4, "tensor": 2}, ONE | {"data": 2, "pipeline": 2, "tensor": 2}
+TOLERANCE = 1e-4  # absolute; leaving out a feature moves logits by 0.2 to 15, which teeth.json lists
+QUICK = ["llama-bf16-sharded", "gpt2", "qwen3"]  # on a mesh in the fast tests
+
+
+def check(name, shape):
+    got, expected = logits_of(FIXTURES / name, shape)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name):
+    check(name, ONE)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_logits_of_sharded_weights_are_the_same(name):
+    check(name, SHARDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in QUICK])
+def test_logits_of_sharded_weights_are_the_same_in_the_other_families(name):
+    check(name, SHARDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tied-headdim", "gpt2", "mistral-window", "qwen2"])
+def test_logits_in_a_pipeline_are_the_same(name):
+    check(name, IN_STAGES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3-rope-scaled",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral-window", "qwen3")),
+    ],
+)
+def test_logits_of_one_token_after_the_other_are_the_same(name):
+    """With keys and values from a cache; the first tokens are the prompt."""
+    assembly, params, (ids, expected) = assembled(FIXTURES / name, ONE)
+    decode, given, length = assembly.task.decode, 12, ids.shape[1]
+    entries = decode.cache(len(ids), given, length - given)
+    cache = {key: np.zeros(entry.shape, entry.dtype) for key, entry in entries.items()}
+    lengths = np.full(len(ids), given, np.int32)
+    logits, cache = jax.jit(decode.prefill)(params, ids[:, :given], lengths, cache)
+    step, found = jax.jit(decode.step), [logits]
+    for position in range(given, length):
+        logits, cache = step(params, ids[:, position], cache)
+        found.append(logits)
+    got = np.stack(found, axis=1)[..., : expected.shape[-1]]
+    np.testing.assert_allclose(got, expected[:, given - 1 :], rtol=0, atol=TOLERANCE)
+
+
+def test_a_host_makes_one_shard_at_a_time(monkeypatch):
+    """Its buffers are as large as a shard, and each is on its devices before the next one is made."""
+    opened = folder.opened(FIXTURES / "llama")
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((4, 2), ("x", "y")), jax.P(None, "x", "y"))
+    shape = (2, 32, 48)
+    tree = {"layers": {"mlp": {"up": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)}}}
+    made = []
+    zeros = np.zeros
+    monkeypatch.setattr(reading.np, "zeros", lambda size, dtype: made.append(tuple(size)) or zeros(size, dtype))
+    monkeypatch.setattr(reading, "_problems", lambda *_: [])  # the other leaves are left out
+    up = reading.read(opened, tree)["layers"]["mlp"]["up"]
+    assert made == [(2, 8, 24)] * 8
+    assert up.sharding == sharding
+    tensors = reading.files.opened(opened.stored)
+    want = np.stack([tensors[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])
+    np.testing.assert_array_equal(np.asarray(up), want)
+
+
+def test_padding_of_the_vocabulary_is_zero():
+    opened = folder.opened(FIXTURES / "llama")
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    view = np.ones((119, 32), np.float32)
+    leaf = jax.ShapeDtypeStruct((128, 32), np.float32, sharding=one)
+    bar = type("Bar", (), {"update": lambda self, n: None})()
+    table = np.asarray(reading._array([view], leaf, bar, is_stacked=False))
+    assert opened.model.options.padded_vocab_size == 128
+    assert (table[:119] == 1).all()
+    assert (table[119:] == 0).all()
+
+
+def test_a_leaf_that_the_folder_lacks_is_named():
+    opened = folder.opened(FIXTURES / "llama")
+    leaf = jax.ShapeDtypeStruct((2, 32, 40), np.float32)
+    with pytest.raises(reading.UserError) as error:
+        reading.refuse_other_params(opened, {"layers": {"mlp": {"up": leaf}}, "extra": leaf})
+    lines = error.value.problems
+    assert any("llama: extra: in this run, not in the folder" in line for line in lines)
+    assert any("llama: layers/mlp/up: got shape [2, 32, 40]; allowed: [2, 32, 48]" in line for line in lines)
+    assert any("llama: layers/mlp/down: in the folder, not in this run" in line for line in lines)

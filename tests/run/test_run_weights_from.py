@@ -1,0 +1,122 @@
+"""A Hugging Face folder stands where a workdir may: in `init_from`, as the workdir of commands, in `hf import`."""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain import evaluate, generate, hugging_face
+from meshtrain.assemble import assemble
+from meshtrain.config.config import Config, resolve
+from meshtrain.hf import folder, reading
+from meshtrain.hf.config import described
+from meshtrain.layout.axes import AXES
+from meshtrain.run import start, weights_from
+from meshtrain.words.config_file import load
+from meshtrain.words.errors import UserError
+from tests.hf.models import FIXTURES
+
+LLAMA = FIXTURES / "llama-bf16-sharded"
+ONE = dict.fromkeys(AXES, 1)
+
+
+@pytest.fixture(scope="module")
+def assembly():
+    config = Config(model=described(LLAMA).options, batch_size=2, sequence_length=24, init_from=str(LLAMA))
+    return assemble(config, ONE, jax.devices())
+
+
+@pytest.fixture(scope="module")
+def params(assembly):
+    return reading.read(folder.opened(LLAMA), assembly.state.params)
+
+
+def assert_equal(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_a_run_begins_with_the_weights_of_a_folder(assembly, params):
+    own = dataclasses.replace(assembly.kept_state, params=None, step=jax.numpy.int32(0))
+    there = types.SimpleNamespace(
+        config=assembly.config, kept_state=assembly.kept_state, state=assembly.state, init=lambda key_data: own
+    )
+    start.refuse_other_weights(there, FIXTURES / "nowhere")
+    assert_equal(start.beginning(there).params, params)
+
+
+def test_options_that_no_shape_shows_are_compared(tmp_path):
+    config = Config(model=described(LLAMA).options, init_from=str(LLAMA), sequence_length=24)
+    assert start.check(config, tmp_path, 0) == []
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, rope_base=5e5, norm_epsilon=1e-6))
+    lines = start.check(other, tmp_path, 0)
+    assert [line.partition(": got")[0] for line in lines] == [
+        "init_from: model.rope_base",
+        "init_from: model.norm_epsilon",
+    ]
+    assert start.check(other, tmp_path, 1) == [] or "init_from" not in str(start.check(other, tmp_path, 1))
+    [line] = weights_from.problems(resolve({"task": "seq2seq", "data": {"source": "numbers"}}), LLAMA)
+    assert line.startswith("task: got seq2seq, and ")
+
+
+def test_texts_longer_than_those_of_training_are_said(capsys):
+    config = Config(model=described(LLAMA).options, sequence_length=65)
+    assert weights_from.problems(config, LLAMA) == []
+    assert "WARNING: sequence_length: got 65; the model in" in capsys.readouterr().err
+
+
+def test_a_printed_configuration_has_the_model_of_the_folder(tmp_path, capsys):
+    assert hugging_face.main(["config", str(LLAMA)]) == 0
+    (tmp_path / "mine.py").write_text(capsys.readouterr().out)
+    config = resolve(load(str(tmp_path / "mine.py"), []), reads_data=False)
+    assert config.model == described(LLAMA).options
+    assert config.init_from == str(LLAMA)
+    assert (config.sequence_length, config.precision.policy) == (64, "bfloat16")
+    assert "config.mesh.tensor = 1" in (tmp_path / "mine.py").read_text()
+
+
+def test_an_imported_folder_is_a_workdir_with_the_same_weights(assembly, params, tmp_path, capsys):
+    assert hugging_face.main(["import", str(LLAMA), f"--to={tmp_path / 'run'}"]) == 0
+    assert capsys.readouterr().out.startswith(f"{assembly.task.num_parameters:,} parameters in ")
+    got, step = weights_from.restore_params(tmp_path / "run", None, assembly.kept_state.params)
+    assert step == 0
+    assert_equal(got, params)
+    assert (tmp_path / "run" / "config.json").is_file()
+    with pytest.raises(UserError, match="which is not empty; allowed: a new folder"):
+        hugging_face.main(["import", str(LLAMA), f"--to={tmp_path / 'run'}"])
+
+
+def test_wrong_words_are_refused_together(tmp_path):
+    with pytest.raises(UserError) as error:
+        hugging_face.main(["improt", str(tmp_path), "--tow=x"])
+    starts = ["arguments: got '--tow", "hf: got 'improt'; allowed: config, import", f"{tmp_path}: got a folder without"]
+    assert [line[: len(begin)] for line, begin in zip(error.value.problems, starts, strict=True)] == starts
+    with pytest.raises(UserError, match="--to: got nothing; allowed for import: a new folder"):
+        hugging_face.main(["import", str(LLAMA)])
+
+
+def test_a_folder_has_no_steps():
+    with pytest.raises(UserError, match="--step: got 3 with a Hugging Face folder, which has no steps"):
+        generate.main([f"--workdir={LLAMA}", "--prompt=1 2", "--step=3"])
+
+
+def test_a_folder_with_problems_is_refused_as_a_workdir(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=f"{tmp_path / 'config.json'}: got nothing there; allowed: a file"):
+        evaluate.main([f"--workdir={tmp_path}"])
+
+
+@pytest.mark.slow
+def test_a_folder_generates_and_is_evaluated_as_a_workdir(capsys):
+    """Without a tokenizer.json text is numbers; the most probable token is that of the expected logits."""
+    with np.load(LLAMA / "expected.npz") as file:
+        ids, expected = file["input_ids"], file["logits"]
+    words = [f"--workdir={LLAMA}", "--config.precision.policy=float32"]
+    prompt = " ".join(map(str, ids[0]))
+    assert generate.main([*words, f"--prompt={prompt}", "--num-tokens=1", "--temperature=0"]) == 0
+    assert capsys.readouterr().out.split() == [*prompt.split(), str(expected[0, -1].argmax())]
+    assert evaluate.main([*words, "--config.num_eval_batches=1"]) == 0
+    assert "loss" in capsys.readouterr().out
