@@ -5,7 +5,7 @@
     scripts/mutants --table               the table as Markdown, for docs/testing.md; nothing is run
 
 A fault is noticed when its tests fail with it and pass without it: all tests that are named run once unchanged first.
-The faults stand in `mutants_step.py`, `mutants_around.py` and `mutants_probe.py`.
+The faults stand in `mutants_step.py`, `mutants_around.py`, `mutants_probe.py` and `mutants_hf.py`.
 """
 
 import argparse
@@ -23,11 +23,12 @@ from typing import Any
 
 from scripts.mutant import Mutant
 from scripts.mutants_around import AROUND
+from scripts.mutants_hf import HF
 from scripts.mutants_probe import PROBE
 from scripts.mutants_step import STEP
 
 ROOT = pathlib.Path(__file__).parents[1]
-MUTANTS = (*STEP, *AROUND, *PROBE)
+MUTANTS = (*STEP, *AROUND, *PROBE, *HF)
 ROOMS = (
     "words",
     "config",
@@ -38,6 +39,7 @@ ROOMS = (
     "step",
     "data",
     "store",
+    "hf",
     "observe",
     "plan",
     "launch",

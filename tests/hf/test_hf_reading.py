@@ -10,7 +10,10 @@ from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
 ONE = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
 SHARDED, IN_STAGES = ONE | {"fsdp": 4, "tensor": 2}, ONE | {"data": 2, "pipeline": 2, "tensor": 2}
 TOLERANCE = 1e-4  # absolute; leaving out a feature moves logits by 0.2 to 15, which teeth.json lists
-QUICK = ["llama-bf16-sharded", "gpt2", "qwen3"]  # on a mesh in the fast tests
+
+
+def quick_ones(*quick):
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in NAMES]
 
 
 def check(name, shape):
@@ -24,30 +27,18 @@ def test_logits_are_those_of_transformers(name):
     check(name, ONE)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_of_sharded_weights_are_the_same(name):
     check(name, SHARDED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in QUICK])
-def test_logits_of_sharded_weights_are_the_same_in_the_other_families(name):
-    check(name, SHARDED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-tied-headdim", "gpt2", "mistral-window", "qwen2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_in_a_pipeline_are_the_same(name):
     check(name, IN_STAGES)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama3-rope-scaled",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mistral-window", "qwen3")),
-    ],
-)
+@pytest.mark.parametrize("name", quick_ones("llama3-rope-scaled"))
 def test_logits_of_one_token_after_the_other_are_the_same(name):
     """With keys and values from a cache; the first tokens are the prompt."""
     assembly, params, (ids, expected) = assembled(FIXTURES / name, ONE)
@@ -80,6 +71,17 @@ def test_a_host_makes_one_shard_at_a_time(monkeypatch):
     tensors = reading.files.opened(opened.stored)
     want = np.stack([tensors[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])
     np.testing.assert_array_equal(np.asarray(up), want)
+
+
+def test_a_shard_of_the_layers_has_its_own_layers():
+    opened = folder.opened(FIXTURES / "llama")
+    table = {weight.path: weight for weight in opened.table}
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
+    leaf = jax.ShapeDtypeStruct((2, 32), np.float32, sharding=sharding)
+    tensors = reading.files.opened(opened.stored)
+    views = [tensors[table["layers/mlp_norm/scale"].name.format(layer)] for layer in range(2)]
+    bar = type("Bar", (), {"update": lambda self, n: None})()
+    np.testing.assert_array_equal(np.asarray(reading._array(views, leaf, bar, is_stacked=True)), np.stack(views))
 
 
 def test_padding_of_the_vocabulary_is_zero():

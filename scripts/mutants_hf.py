@@ -1,0 +1,38 @@
+"""Planted faults of the room that reads Hugging Face folders."""
+
+from scripts.mutant import Mutant
+
+HF: tuple[Mutant, ...] = (
+    Mutant(
+        "strange keys ignored",
+        "hf/config.py",
+        "if value is None or key in understood or key in _HARMLESS:",
+        "if key not in only and key != 'architectures':",
+        "a key of config.json that is not understood is ignored",
+        ("hf/test_hf_config.py::test_what_the_decoder_has_nothing_for_is_refused_by_name_and_value[quantized]",),
+    ),
+    Mutant(
+        "keys for values",
+        "hf/names.py",
+        'Weight("layers/attention/key", "transformer.h.{}.attn.c_attn.weight", "D N H", "D (3 N H)", 1)',
+        'Weight("layers/attention/key", "transformer.h.{}.attn.c_attn.weight", "D N H", "D (3 N H)", 2)',
+        "the keys of GPT-2 are read from where its values are",
+        ("hf/test_hf_reading.py::test_logits_are_those_of_transformers[gpt2]",),
+    ),
+    Mutant(
+        "layers of another shard",
+        "hf/reading.py",
+        "for slot, layer in enumerate(range(*spans[0])):",
+        "for slot, layer in enumerate(range(spans[0][1] - spans[0][0])):",
+        "each stage of a pipeline reads the first layers of a folder",
+        ("hf/test_hf_reading.py::test_a_shard_of_the_layers_has_its_own_layers",),
+    ),
+    Mutant(
+        "overlaps accepted",
+        "hf/files.py",
+        "        if begin < last:\n",
+        "        if False:\n",
+        "tensors of a file may share bytes",
+        ("hf/test_hf_files.py::test_a_crafted_header_is_one_line_for_each_problem[overlap]",),
+    ),
+)
