@@ -21,7 +21,10 @@ COMMANDS = {
     "verify": ("meshtrain.store.verify", "compare checkpoints with their checksums"),
     "bench-collectives": ("meshtrain.probe.bench_collectives", "time every collective along every axis of the mesh"),
     "doctor": ("meshtrain.probe.doctor", "check the machines of a job before it starts"),
-    "hf": ("meshtrain.hugging_face", "read Hugging Face folders: print a configuration file, import into a workdir"),
+    "hf": (
+        "meshtrain.hugging_face",
+        "Hugging Face folders: print a configuration file, import into a workdir, export a run",
+    ),
     "launch": ("meshtrain.launch.__main__", "start a program in several processes on this machine"),
     "config": ("meshtrain.config.__main__", "list the fields of a configuration: type, default, meaning"),
 }

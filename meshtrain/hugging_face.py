@@ -1,22 +1,30 @@
-"""Hugging Face folders: prints a configuration file for one, or imports one into a workdir.
+"""Hugging Face folders: prints a configuration file for one, imports one into a workdir, exports a run as one.
 
 python -m meshtrain hf config DIR > configs/mine.py
 python -m meshtrain hf import DIR --to=runs/mine
+python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16]
 """
 
 import argparse
+import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from meshtrain.config.config import CONFIG_FILE, to_json
+from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.of_folder import as_file
 from meshtrain.config.of_run import configuration
-from meshtrain.hf.config import is_described
+from meshtrain.data.sources import DOCUMENTS
+from meshtrain.data.tokenize import NUM_BYTES, file_tokenizer
+from meshtrain.hf import export
+from meshtrain.hf.config import described, differences, is_described
+from meshtrain.hf.stating import as_json, family_of
 from meshtrain.launch import peers
+from meshtrain.models.decoder import DecoderOptions
 from meshtrain.run import weights_from
 from meshtrain.run.weights import assembled
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
@@ -25,40 +33,50 @@ from meshtrain.words.errors import UserError, run
 from meshtrain.words.files import write_whole
 from meshtrain.words.paths import expanded, what_is_at
 
-ACTIONS = ("config", "import")
+ACTIONS = ("config", "import", "export")
+ORIGINAL = "hugging_face"  # the folder in an imported workdir with the files that came beside the weights
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m meshtrain hf", description="Reads Hugging Face folders.", add_help=False
+        prog="python -m meshtrain hf", description="Reads and writes Hugging Face folders.", add_help=False
     )
-    parser.add_argument("action", help="config prints a configuration file, import writes a workdir")
-    parser.add_argument("directory", help="the folder, with config.json and safetensors files")
-    parser.add_argument("--to", metavar="WORKDIR", help="for import: the workdir, which is new or empty")
+    parser.add_argument("action", help="config prints a configuration file, import writes a workdir, export a folder")
+    parser.add_argument("directory", nargs="?", help="for config and import: the folder")
+    parser.add_argument("--to", metavar="DIR", help="for import: the workdir; for export: the folder; new or empty")
+    parser.add_argument("--step", type=int, help="for export: of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--dtype", help="for export: float32, bfloat16 or float16 (default: the folder's own, or float32)"
+    )
     return parser
 
 
 def _problems(arguments: argparse.Namespace) -> list[str]:
     """Returns one line for each wrong argument."""
-    found = []
-    if arguments.action not in ACTIONS:
-        found.append(f"hf: got '{arguments.action}'; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
-    if not is_described(arguments.directory):
-        what = what_is_at(expanded(arguments.directory))
+    found, action, given = list[str](), arguments.action, arguments.directory
+    if action not in ACTIONS:
+        found.append(f"hf: got '{action}'; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
+    if action == "export" and given is not None:
+        found.append(f"hf export: got '{given}'; allowed: --workdir=W --to=DIR; nearest: --to={given}")
+    if action != "export" and (given is None or not is_described(given)):
+        what = "nothing" if given is None else what_is_at(expanded(given))
         got = "a folder without config.json of a model" if what == "a folder" else what
-        found.append(f"{arguments.directory}: got {got}; allowed: a Hugging Face folder; nearest: download one")
-    if arguments.action == "config" and arguments.to is not None:
+        found.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: download one")
+    if action == "config" and arguments.to is not None:
         found.append(
             f"--to: got '{arguments.to}' with config, which prints; allowed: none; nearest: hf import DIR --to=W"
         )
-    if arguments.action == "import":
+    if action in ("import", "export"):
         found += _target_problems(arguments.to)
+    if arguments.dtype is not None and (action != "export" or arguments.dtype not in export.DTYPES):
+        allowed = f"{', '.join(export.DTYPES)}, with export"
+        found.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
     return found
 
 
 def _target_problems(to: str | None) -> list[str]:
     if not to:
-        return ["--to: got nothing; allowed for import: a new folder; nearest: --to=runs/imported"]
+        return ["--to: got nothing; allowed: a new folder; nearest: --to=runs/imported"]
     target = expanded(to).absolute()
     what = what_is_at(target)
     if what == "a folder" and any(target.iterdir()):
@@ -80,12 +98,67 @@ def _import(arguments: argparse.Namespace) -> None:
         checkpoints.save(0, {"params": params}, extra)
         checkpoints.wait()
     if peers.is_main_process():
+        beside = target / ORIGINAL
+        beside.mkdir()
+        for name in (CONFIG_FILE, *export.COPIED):
+            if (arguments.workdir / name).is_file():
+                shutil.copyfile(arguments.workdir / name, beside / name)
         write_whole(target / CONFIG_FILE, to_json(config))
         print(f"{assembly.task.num_parameters:,} parameters in {Path(arguments.to)}")
 
 
+def _export(arguments: argparse.Namespace) -> None:
+    """Writes a run's weights as a Hugging Face folder."""
+    config = configuration(arguments, [], reads_data=False)
+    if not isinstance(config.model, DecoderOptions):
+        raise UserError(f"task: got {config.task}; allowed for export: decoder; nearest: the workdir of a decoder")
+    options = config.model
+    if options.positions == "learned":
+        options = dataclasses.replace(options, max_positions=options.max_positions or config.sequence_length)
+    original = _original(config, arguments.workdir)
+    came = described(original) if original is not None else None
+    family = came.family if came is not None else family_of(options)
+    dtype = arguments.dtype or (came.dtype if came is not None and came.dtype in export.DTYPES else "float32")
+    given = json.loads((original / CONFIG_FILE).read_text(encoding="utf-8")) if original is not None else {}
+    assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
+    if peers.count() > 1:
+        raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
+    params, _ = weights_from.restore_params(arguments.workdir, arguments.step, assembly.kept_state.params)
+    target = expanded(arguments.to).absolute()
+    target.mkdir(parents=True, exist_ok=True)
+    text, end_id = _tokenizer(config)
+    num_bytes = export.write_weights(target, family, options, params, dtype)
+    stated = as_json(options, family, dtype, config.sequence_length, end_id, given)
+    export.write_rest(target, stated, original, text)
+    print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, a {family}")
+
+
+def _original(config: Config, workdir: Path) -> Path | None:
+    """Returns the folder that a run's model came from, if it is there and its config.json describes this model."""
+    came_from = expanded(config.init_from) if config.init_from else workdir
+    for folder in (workdir, workdir / ORIGINAL, came_from, came_from / ORIGINAL):
+        if is_described(folder):
+            theirs = described(folder).options
+            if not differences(config.model, theirs, config.sequence_length, folder):
+                return folder
+    return None
+
+
+def _tokenizer(config: Config) -> tuple[str | None, int]:
+    """Returns the text of the tokenizer.json of a run's data and the id that ends a document: (None, -1) without."""
+    name = config.data.tokenizer
+    if config.data.source not in DOCUMENTS["source"]:
+        return None, -1
+    if name == "bytes":
+        return (export.byte_tokenizer(), NUM_BYTES) if config.model.vocab_size > NUM_BYTES else (None, -1)
+    if what_is_at(name) != "a file":
+        return None, -1
+    end_id = file_tokenizer(name, config.data.end_token).end_id
+    return Path(name).read_text(encoding="utf-8"), end_id if end_id < config.model.vocab_size else -1
+
+
 def main(argv: Sequence[str]) -> int:
-    """Runs `hf config` or `hf import`; returns the exit code.
+    """Runs `hf config`, `hf import` or `hf export`; returns the exit code.
 
     Raises:
       UserError: a wrong argument, or a folder with problems; one line for each.
@@ -95,8 +168,10 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(*problems)
     if arguments.action == "config":
         print(as_file(arguments.directory), end="")
-    else:
+    elif arguments.action == "import":
         _import(arguments)
+    else:
+        _export(arguments)
     return 0
 
 

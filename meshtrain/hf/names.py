@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from meshtrain.models.decoder import DecoderOptions
 
 LAYERS = "layers/"  # paths of stacked leaves begin with it; a file has one tensor for each layer
@@ -161,3 +163,21 @@ def as_ours(tensor: Any, weight: Weight, size: Mapping[str, int]) -> Any:
         apart = apart[(slice(None),) * letters.index(_QKV) + (weight.part,)]
         letters.remove(_QKV)
     return apart.transpose([letters.index(letter) for letter in weight.layout.split()])
+
+
+def as_stored(leaves: Sequence[Any], rows: Sequence[Weight], size: Mapping[str, int]) -> Any:
+    """Returns the tensor of a file from the weights that it holds; the inverse of `as_ours`.
+
+    Args:
+      leaves: numpy arrays in our layout, without the dim of layers, and with a vocabulary that may be padded.
+      rows: their rows of the table, all with one name, by `part`.
+      size: from `sizes`.
+    """
+    letters = re.findall(r"\w", rows[0].stored)
+    parts = []
+    for leaf, row in zip(leaves, rows, strict=True):
+        own = row.layout.split()
+        cut = leaf[tuple(slice(0, size[letter]) for letter in own)]
+        parts.append(cut.transpose([own.index(letter) for letter in letters if letter != _QKV]))
+    whole = np.stack(parts, axis=letters.index(_QKV)) if _QKV in letters else parts[0]
+    return whole.reshape(stored_shape(rows[0], size))

@@ -92,9 +92,13 @@ def test_an_imported_folder_is_a_workdir_with_the_same_weights(assembly, params,
 def test_wrong_words_are_refused_together(tmp_path):
     with pytest.raises(UserError) as error:
         hugging_face.main(["improt", str(tmp_path), "--tow=x"])
-    starts = ["arguments: got '--tow", "hf: got 'improt'; allowed: config, import", f"{tmp_path}: got a folder without"]
+    starts = [
+        "arguments: got '--tow",
+        "hf: got 'improt'; allowed: config, import, export",
+        f"{tmp_path}: got a folder without",
+    ]
     assert [line[: len(begin)] for line, begin in zip(error.value.problems, starts, strict=True)] == starts
-    with pytest.raises(UserError, match="--to: got nothing; allowed for import: a new folder"):
+    with pytest.raises(UserError, match="--to: got nothing; allowed: a new folder"):
         hugging_face.main(["import", str(LLAMA)])
 
 

@@ -1,0 +1,152 @@
+"""Weights and options -> a Hugging Face folder: config.json, safetensors files with their index, tokenizer files."""
+
+import collections
+import json
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from meshtrain.hf import files, names
+from meshtrain.hf.names import Weight
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.words.files import replacing, write_whole
+
+GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
+# Files beside the weights that belong to text; they are copied as they are.
+COPIED = (
+    GENERATION_FILE, TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_FILE_BYTES = 5_000_000_000  # most in a file, unless one tensor has more
+_ALIGNED = 8
+
+
+class Tensor(NamedTuple):
+    """A tensor to be written.
+
+    Attributes:
+      name: theirs.
+      shape: in the file.
+      rows: the weights that it holds, by `part`.
+      layer: index of the layer; 0 for a weight that is not stacked.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: Sequence[Weight]
+    layer: int
+
+
+def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
+    """Returns the tensors of a model in the order in which they are written."""
+    size, by_name = names.sizes(options), collections.defaultdict(list)
+    for weight in names.weights(family, options):
+        by_name[weight.name].append(weight)
+    found = []
+    for rows in by_name.values():
+        shape = names.stored_shape(rows[0], size)
+        for layer, name in enumerate(names.tensor_names(rows[0], options.num_layers)):
+            found.append(Tensor(name, shape, rows, layer))
+    return found
+
+
+def write_weights(folder: Path, family: str, options: DecoderOptions, params: Any, dtype: str) -> int:
+    """Writes the safetensors files and their index, and returns the bytes of the tensors.
+
+    One layer's tensor at a time is on the host. Every array has to be addressable by this process.
+
+    Args:
+      folder: that exists.
+      family: a key of `config.FAMILIES`.
+      options: of the decoder.
+      params: with layers in layer order, unboxed.
+      dtype: a key of `DTYPES`; values are rounded to it.
+    """
+    leaves, wanted = dict(leaves_with_paths(params)), files.READABLE[DTYPES[dtype]]
+    groups, total = _in_files(tensors(family, options), wanted.itemsize)
+    placed = {}
+    for number, group in enumerate(groups, start=1):
+        one = len(groups) == 1
+        file = files.ONE_FILE if one else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        _write(folder / file, group, leaves, options, DTYPES[dtype])
+        placed |= {tensor.name: file for tensor in group}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    write_whole(folder / files.INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def write_rest(folder: Path, config: Mapping[str, Any], original: Path | None, tokenizer: str | None) -> None:
+    """Writes config.json, generation_config.json and the files of the tokenizer.
+
+    Args:
+      folder: that exists.
+      config: from `stating.as_json`.
+      original: the folder with the files that came with the model, which are copied; None: there is none.
+      tokenizer: the text of a tokenizer.json, used where no original has one; None: there is none.
+    """
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    for name in COPIED if original is not None else ():
+        if original is not None and (original / name).is_file():
+            shutil.copyfile(original / name, folder / name)
+    if tokenizer is not None and not (folder / TOKENIZER_FILE).exists():
+        write_whole(folder / TOKENIZER_FILE, tokenizer)
+    if not (folder / GENERATION_FILE).exists():
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
+        write_whole(folder / GENERATION_FILE, json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
+
+
+def byte_tokenizer() -> str:
+    """Returns a tokenizer.json with the ids of the byte tokenizer: UTF-8 bytes, and 256 for the end of a document."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # The alphabet stands for bytes: printable Latin-1 for themselves, the others from 256 on, in order.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    found = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens(["<|endoftext|>"])
+    return str(found.to_str(pretty=False))
+
+
+def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> tuple[list[list[Tensor]], int]:
+    """Returns the tensors of each file, and the bytes of all."""
+    groups: list[list[Tensor]] = [[]]
+    room, total = _FILE_BYTES, 0
+    for tensor in tensors:
+        size = int(np.prod(tensor.shape)) * item_bytes
+        if size > room and groups[-1]:
+            groups.append([])
+            room = _FILE_BYTES
+        groups[-1].append(tensor)
+        room, total = room - size, total + size
+    return groups, total
+
+
+def _write(path: Path, group: Sequence[Tensor], leaves: Mapping[str, Any], options: DecoderOptions, dtype: str) -> None:
+    size, wanted = names.sizes(options), files.READABLE[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    end = 0
+    for tensor in group:
+        begin, end = end, end + int(np.prod(tensor.shape)) * wanted.itemsize
+        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in group:
+            own = [_on_host(leaves[row.path], tensor.layer if row.is_stacked else None) for row in tensor.rows]
+            file.write(np.ascontiguousarray(names.as_stored(own, tensor.rows, size).astype(wanted)).tobytes())
+
+
+def _on_host(leaf: jax.Array, layer: int | None) -> np.ndarray:
+    return np.asarray(leaf if layer is None else leaf[layer])

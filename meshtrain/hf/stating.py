@@ -1,0 +1,99 @@
+"""Options of the decoder as a config.json, in the newer and the older spelling; the inverse of `hf.config`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.hf.config import FAMILIES
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.words.errors import UserError
+
+_GPT2 = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "biases": True}
+_LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "biases": False}
+
+
+def family_of(options: DecoderOptions) -> str:
+    """Returns the `model_type` whose models have these options.
+
+    Raises:
+      UserError: none has all of them.
+    """
+    chosen = {name: getattr(options, name) for name in _GPT2}
+    own = [name for name in ("window", "qkv_biases", "qk_norm") if getattr(options, name)]
+    if chosen == _GPT2 and not own:
+        return "gpt2"
+    by_own = {(): "llama", ("window",): "mistral", ("qkv_biases",): "qwen2", ("qk_norm",): "qwen3"}
+    by_own |= {("window", "qkv_biases"): "qwen2", ("window", "qk_norm"): "qwen3"}
+    if chosen == _LLAMA and tuple(own) in by_own:
+        return by_own[tuple(own)]
+    got = ", ".join(f"model.{name}={getattr(options, name)}" for name in (*chosen, *own))
+    raise UserError(
+        f"model: got {got}, which no model of Hugging Face has together; allowed: those of Llama, Mistral, Qwen 2, "
+        "Qwen 3 or GPT-2; nearest: the options that `python -m meshtrain hf config` prints for one"
+    )
+
+
+def as_json(
+    options: DecoderOptions, family: str, dtype: str, length: int, end_id: int, original: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the object of a config.json.
+
+    Args:
+      options: of the decoder.
+      family: a key of `FAMILIES`.
+      dtype: of the tensors, such as `bfloat16`.
+      length: tokens of the longest text of training.
+      end_id: the token that ends a text; -1: none does.
+      original: of the folder that the model came from, with equal options; its keys keep their values, except for the
+        dtype. Empty: none.
+    """
+    rows = FAMILIES[family]
+    stated: dict[str, Any] = {"architectures": [rows.architecture], "model_type": family}
+    values = {key: getattr(options, name) for key, name in rows.fields.items()}
+    stated |= values | {rows.activation[0]: rows.activation[1][0]}
+    if rows.is_rotary:
+        stated |= {"head_dim": options.width_of_head, "max_position_embeddings": length, **_rope(options)}
+        stated |= _window(options, family)
+        stated |= {"attention_bias": False} if family in ("llama", "qwen3") else {}
+        stated |= {"mlp_bias": False} if family == "llama" else {}
+    else:
+        stated["n_positions"] = options.max_positions or length
+    stated |= {"bos_token_id": None, "eos_token_id": end_id if end_id >= 0 else None}
+    stated |= {"initializer_range": options.init_std, "use_cache": True}
+    return stated | _both_ropes(original, stated) | {"dtype": dtype, "torch_dtype": dtype}
+
+
+def _rope(options: DecoderOptions) -> dict[str, Any]:
+    """Returns rotary positions in both spellings."""
+    theta, scaling = {"rope_theta": options.rope_base}, None
+    if options.rope_factor != 1.0:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": options.rope_factor,
+            "low_freq_factor": options.rope_low,
+            "high_freq_factor": options.rope_high,
+            "original_max_position_embeddings": options.rope_original_length,
+        }
+    return {"rope_parameters": (scaling or {"rope_type": "default"}) | theta, "rope_scaling": scaling, **theta}
+
+
+def _window(options: DecoderOptions, family: str) -> dict[str, Any]:
+    if family == "llama":
+        return {}
+    window = options.window or None
+    if family == "mistral":
+        return {"sliding_window": window}
+    kind = "sliding_attention" if window else "full_attention"
+    stated = {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 0 if window else None}
+    if window is None:
+        stated["max_window_layers"] = options.num_layers
+    return {**stated, "layer_types": [kind] * options.num_layers}
+
+
+def _both_ropes(original: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the original keys, but for a spelling of rotary positions that it has with null."""
+    kept = dict(original)
+    if kept.get("rope_parameters") is None:
+        kept.pop("rope_parameters", None)
+    if kept.get("rope_scaling") is None and stated.get("rope_scaling") is not None:
+        kept.pop("rope_scaling", None)
+    return kept

@@ -1,0 +1,99 @@
+"""An import is exported byte by byte; a run of our own gets a config.json that is read back as the same model."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain import hugging_face
+from meshtrain.assemble import assemble
+from meshtrain.config.config import Config
+from meshtrain.data.tokenize import byte_tokenizer, file_tokenizer
+from meshtrain.hf import export, files, folder, reading
+from meshtrain.hf.config import described
+from meshtrain.hf.stating import as_json, family_of
+from meshtrain.layout.axes import AXES
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.words.errors import UserError
+from tests.hf.models import FIXTURES, NAMES
+
+ONE = dict.fromkeys(AXES, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
+    """In files of 20 kB, and by way of float32 on two devices."""
+    monkeypatch.setattr(export, "_FILE_BYTES", 20_000)
+    opened = folder.opened(FIXTURES / name)
+    config = Config(model=opened.model.options, batch_size=2, sequence_length=24)
+    assembly = assemble(config, ONE | {"fsdp": 2}, jax.devices())
+    params = reading.read(opened, assembly.kept_state.params)
+    export.write_weights(tmp_path, opened.model.family, opened.model.options, params, opened.model.dtype)
+    written, problems = files.tensors(tmp_path)
+    assert problems == []
+    assert len({one.file for one in written.values()}) > 1
+    before, after = files.opened(opened.stored), files.opened(written)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert (tensor.dtype, tensor.shape, tensor.tobytes()) == (
+            after[key].dtype, after[key].shape, after[key].tobytes(),
+        ), key  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", ["config.json", "config.v4.json"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_of_the_original_keeps_its_value_in_both_spellings(name, spelling, tmp_path):
+    given = json.loads((FIXTURES / name / spelling).read_text())
+    found = described(FIXTURES / name)
+    stated = as_json(found.options, found.family, found.dtype, 24, -1, given)
+    changed = {key for key, value in given.items() if stated[key] != value}
+    assert changed <= {"rope_scaling"} - {key for key in given if given[key] is not None}
+    assert {"dtype", "torch_dtype"} <= stated.keys()
+    if found.family != "gpt2":
+        assert {"rope_parameters", "rope_theta", "rope_scaling"} <= stated.keys()
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert described(tmp_path).options == found.options
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_alone_make_a_config_that_is_read_back(name, tmp_path):
+    found = described(FIXTURES / name)
+    assert family_of(found.options) == found.family
+    stated = as_json(found.options, found.family, "float32", 64, 7, {})
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert described(tmp_path).options == found.options
+    assert stated["eos_token_id"] == 7
+
+
+def test_options_that_no_family_has_are_refused():
+    with pytest.raises(UserError, match=r"model: got model.norm=layernorm, model.activation=swiglu, .* nearest: "):
+        family_of(DecoderOptions(norm="layernorm"))
+
+
+def test_the_byte_tokenizer_has_equal_ids(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(export.byte_tokenizer())
+    own, exported = byte_tokenizer(), file_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (exported.vocab_size, exported.end_id) == (own.vocab_size, own.end_id)
+    for text in ("def f(x):\n\treturn 'é€😀'  # \x00\x7f\xad\r\n", "  ", "<|endof", ""):
+        assert exported.encode(text) == own.encode(text)
+        assert exported.decode(own.encode(text)) == text
+
+
+def test_a_folder_goes_in_and_out(tmp_path, capsys):
+    came = FIXTURES / "llama-bf16-sharded"
+    hugging_face.main(["import", str(came), f"--to={tmp_path / 'run'}"])
+    hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"])
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f" bytes of bfloat16 in {tmp_path / 'out'}, a llama")
+    out = folder.opened(tmp_path / "out")
+    assert out.model == folder.opened(came).model
+    before, after = files.opened(folder.opened(came).stored), files.opened(out.stored)
+    assert all(before[key].tobytes() == after[key].tobytes() for key in before)
+    given, stated = (json.loads((one / "config.json").read_text()) for one in (came, tmp_path / "out"))
+    assert given.items() <= stated.items()
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", files.ONE_FILE, files.INDEX_FILE}
+    half = tmp_path / "half"
+    hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={half}", "--dtype=float16"])
+    assert np.asarray(files.opened(folder.opened(half).stored)["model.norm.weight"]).dtype == jnp.float16
