@@ -25,6 +25,7 @@ from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.store.other_runs import find
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, warn
+from meshtrain.words.paths import what_is_at
 
 _RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives no warning
 
@@ -52,9 +53,25 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
             f"num_steps: got {config.num_steps}, and the workdir's run is at step {start_step}; allowed: at least "
             f"{start_step}; nearest: {start_step}"
         )
+    if not start_step and _has_weights_alone(run):
+        found.append(
+            f"workdir: got {run}, which has imported weights and no state of training; allowed: a new workdir that "
+            f"begins with them; nearest: --config.init_from={run} with another --workdir"
+        )
     if config.init_from and not start_step:
         found += [f"init_from: {problem}" for problem in weights_from.problems(config, config.init_from)]
     return found
+
+
+def _has_weights_alone(run: Path) -> bool:
+    """Returns whether a folder's only checkpoint is an import; an interruption before the first step saves a state."""
+    if what_is_at(run / CHECKPOINTS / "0") != "a folder":
+        return False
+    try:
+        with find(run / CHECKPOINTS) as checkpoints:
+            return checkpoints.latest_step() == 0 and all(path.startswith("params/") for path in checkpoints.shapes(0))
+    except UserError:
+        return False
 
 
 def refuse_unequal_processes(config: Config, run: Path) -> None:

@@ -85,6 +85,8 @@ def test_an_imported_folder_is_a_workdir_with_the_same_weights(assembly, params,
     assert step == 0
     assert_equal(got, params)
     assert (tmp_path / "run" / "config.json").is_file()
+    lines = start.check(dataclasses.replace(assembly.config, init_from=""), tmp_path / "run", 0)
+    assert any(f"nearest: --config.init_from={tmp_path / 'run'} with another --workdir" in line for line in lines)
     with pytest.raises(UserError, match="which is not empty; allowed: a new folder"):
         hugging_face.main(["import", str(LLAMA), f"--to={tmp_path / 'run'}"])
 
