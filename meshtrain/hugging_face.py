@@ -124,9 +124,9 @@ def _export(arguments: argparse.Namespace) -> None:
     if peers.count() > 1:
         raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
     params, _ = weights_from.restore_params(arguments.workdir, arguments.step, assembly.kept_state.params)
+    text, end_id = _tokenizer(config)
     target = expanded(arguments.to).absolute()
     target.mkdir(parents=True, exist_ok=True)
-    text, end_id = _tokenizer(config)
     num_bytes = export.write_weights(target, family, options, params, dtype)
     stated = as_json(options, family, dtype, config.sequence_length, end_id, given)
     export.write_rest(target, stated, original, text)
