@@ -71,7 +71,7 @@ def write_weights(folder: Path, family: str, options: DecoderOptions, params: An
     """
     leaves, wanted = dict(leaves_with_paths(params)), files.READABLE[DTYPES[dtype]]
     groups, total = _in_files(tensors(family, options), wanted.itemsize)
-    placed = {}
+    placed = dict[str, str]()
     for number, group in enumerate(groups, start=1):
         one = len(groups) == 1
         file = files.ONE_FILE if one else f"model-{number:05}-of-{len(groups):05}.safetensors"
