@@ -7,6 +7,7 @@ from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import CONFIG_FILE, Config, configure, resolve
 from meshtrain.config.of_folder import of_folder
 from meshtrain.hf.config import is_described
+from meshtrain.hf.folder import opened
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, warn
 from meshtrain.words.paths import what_is_at
@@ -28,6 +29,7 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
       UserError: all problems, one line each.
     """
     if is_described(arguments.workdir):
+        opened(arguments.workdir)  # problems of config.json and of the files together
         given = of_folder(arguments.workdir)
         return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
     own = arguments.workdir / CONFIG_FILE
