@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from meshtrain.config.of_run import configuration
+from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenize import Tokenizer
 from meshtrain.generation.answers import Wanted, answers, fitting, room_left, trained_left
-from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags
+from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.shown import Shown
 from meshtrain.generation.text import Text
@@ -38,6 +39,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", action="append", help="the text to continue; may be given several times")
     parser.add_argument("--prompts", metavar="FILE", help='a .jsonl file instead: {"prompt": "..."} on each line')
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is a message, which the tokenizer's chat template writes; lines may have messages instead",
+    )
     parser.add_argument(
         "--num-tokens", type=int, help=f"most tokens of a text (default: {DEFAULT_TOKENS}, or as many as fit)"
     )
@@ -90,7 +96,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
         problems.add("--prompt, --prompts: got both; allowed: one of them; nearest: drop --prompt")
     prompts = from_flags(arguments.prompt or [], problems)
     if arguments.prompts is not None:
-        prompts += from_file(arguments.prompts, problems)
+        prompts += from_file(arguments.prompts, problems, chat=arguments.chat)
     return prompts, problems.lines()
 
 
@@ -153,14 +159,20 @@ def main(argv: Sequence[str]) -> int:
     if problems := problems_of_task(assembly):
         raise UserError(*problems)
     decode = decode_of(assembly)
-    if not prompts and not decode.continues:
-        raise UserError("--prompt: got none; allowed: at least one for this task; nearest: --prompt=TEXT")
+    continues = decode.continues and not arguments.chat  # an answer is shown by itself
+    if arguments.chat and not decode.continues:
+        raise UserError("--chat: got it for a task whose texts answer prompts; allowed: without; nearest: leave it out")
+    if not prompts and not continues:
+        raise UserError("--prompt: got none; allowed: at least one here; nearest: --prompt=TEXT")
     prompts = prompts or [Prompt(DEFAULT_PROMPT, "--prompt")]
     tokenizer: Tokenizer = text_of(config, assembly.task)
-    ids = encoded(prompts, tokenizer.encode, assembly.task.vocab_size, decode)
+    asked = prompts
+    if arguments.chat:
+        asked = in_chat(prompts, open_template(config.data.tokenizer, config.data.chat_template))
+    ids = encoded(asked, tokenizer.encode, assembly.task.vocab_size, decode)
     num_tokens = _num_tokens(arguments.num_tokens, decode, max(len(one) for one in ids))
     params = restored(assembly, arguments.workdir, arguments.step).params
-    default_temperature = DEFAULT_TEMPERATURE if decode.continues else 0.0
+    default_temperature = DEFAULT_TEMPERATURE if continues else 0.0
     temperature = default_temperature if arguments.temperature is None else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p)
     seed = config.seed if arguments.seed is None else arguments.seed
@@ -169,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     if not peers.is_main_process():
         draw()
     elif arguments.out is None:
-        heads = _heads(prompts, arguments.num_samples, continues=decode.continues)
+        heads = _heads(prompts, arguments.num_samples, continues=continues)
         draw(Shown(functools.partial(print, end="", flush=True), heads))
     else:
         lines = [

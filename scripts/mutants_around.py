@@ -111,6 +111,22 @@ AROUND: tuple[Mutant, ...] = (
         "the bigram baseline is scored on padding",
         ("data/test_data_baseline.py::test_only_weighted_targets_count",),
     ),
+    Mutant(
+        "prompts count",
+        "data/packing.py",
+        "1 if self.counted is None else self.counted[start + 1 : start + length + 1]",
+        "1",
+        "fine-tuning learns prompts, too",
+        ("data/test_data_answers.py::test_answers_alone_count_and_documents_are_packed_whole",),
+    ),
+    Mutant(
+        "no sandbox",
+        "data/chat_template.py",
+        "jinja2.sandbox.ImmutableSandboxedEnvironment(",
+        "jinja2.Environment(",
+        "a chat template runs as code of ours",
+        ("data/test_data_chat_template.py::test_a_template_reaches_nothing_and_its_errors_are_one_line",),
+    ),
     # store
     Mutant(
         "checksum not compared",

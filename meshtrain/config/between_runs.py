@@ -26,7 +26,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),
     "where data are read from and how fast: the fingerprint of their ids and their split is compared instead": (
         "data.source", "data.path", "data.validation_path", "data.text_field", "data.tokenizer", "data.end_token",
-        "data.validation_fraction", "data.num_threads", "data.num_prefetch_batches",
+        "data.chat_template", "data.validation_fraction", "data.num_threads", "data.num_prefetch_batches",
     ),
     "what is shown, measured and saved": (
         "log_every", "eval_every", "num_eval_batches", "sample_tokens", "checkpoint", "profile", "observe",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtrain.config.fields import Config
-from meshtrain.data.sources import BEGIN_ID, IMAGES, PAIRS, SOURCES, TOKENS, DataOptions
+from meshtrain.data.sources import BEGIN_ID, DOCUMENTS, IMAGES, PAIRS, SOURCES, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout import fit, zero
 from meshtrain.layout.axes import DATA
@@ -180,7 +180,7 @@ def scaling(options: LossScaleOptions, precision: PrecisionOptions) -> list[str]
 
 def vocabulary(options: DecoderOptions, data: DataOptions) -> list[str]:
     """Returns one line if the byte tokenizer has more tokens than the model. Others are checked when the data open."""
-    if data.source not in ("python", "text") or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
+    if data.source not in DOCUMENTS["source"] or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
         return []
     return [
         f"model.vocab_size: got {options.vocab_size}; allowed with data.tokenizer = bytes: at least {NUM_BYTES + 1}, "

@@ -132,6 +132,8 @@ class FirstFitExamples:
       piece_starts: int64 [P], where each piece begins in the stream, ordered by row.
       piece_lengths: int64 [P], number of inputs.
       row_starts: int64 [R + 1]: row r holds the pieces row_starts[r] .. row_starts[r + 1].
+      counted: bool [N], whether a token counts as a target; False for the first of each document. None: all others
+        count.
     """
 
     stream: TokenStream
@@ -139,6 +141,7 @@ class FirstFitExamples:
     piece_starts: np.ndarray
     piece_lengths: np.ndarray
     row_starts: np.ndarray
+    counted: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.row_starts) - 1
@@ -160,13 +163,21 @@ class FirstFitExamples:
             row["targets"][place] = window[1:]
             row["segment_ids"][place] = segment
             row["positions"][place] = np.arange(length)
-            row["weights"][place] = 1
+            row["weights"][place] = 1 if self.counted is None else self.counted[start + 1 : start + length + 1]
             offset += length
         return row
 
     def pairs(self) -> TokenPairs:
         """Yields (token, target) for every position with weight 1."""
-        return self.stream.pairs(max(len(self.stream) - 1, 0))
+        if self.counted is None:
+            yield from self.stream.pairs(max(len(self.stream) - 1, 0))
+            return
+        targets = np.flatnonzero(self.counted)
+        for start in range(0, len(targets), _CHUNK_TOKENS):
+            some = targets[start : start + _CHUNK_TOKENS]
+            first = int(some[0]) - 1
+            span = self.stream.read(first, int(some[-1]) + 1)
+            yield span[some - 1 - first], span[some - first]
 
 
 def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -224,8 +235,31 @@ def pack(stream: TokenStream, sequence_length: int, packing: str) -> Examples:
     offsets = (np.arange(num_pieces.sum()) - first_piece) * sequence_length
     piece_starts = np.repeat(starts, num_pieces) + offsets
     piece_lengths = np.minimum(np.repeat(num_inputs, num_pieces) - offsets, sequence_length)
+    return _in_rows(stream, sequence_length, piece_starts, piece_lengths)
+
+
+def pack_whole(stream: TokenStream, lengths: np.ndarray, sequence_length: int, counted: np.ndarray) -> FirstFitExamples:
+    """Returns the examples of whole documents, by first fit.
+
+    Args:
+      stream: documents end to end.
+      lengths: int [documents], tokens of each, 2 .. T + 1.
+      sequence_length: T.
+      counted: bool [N], which tokens count as targets; False for the first of each document.
+    """
+    assert int(lengths.sum()) == len(stream) == len(counted), (lengths.sum(), len(stream), len(counted))
+    return _in_rows(stream, sequence_length, np.cumsum(lengths) - lengths, lengths - 1, counted)
+
+
+def _in_rows(
+    stream: TokenStream,
+    sequence_length: int,
+    piece_starts: np.ndarray,
+    piece_lengths: np.ndarray,
+    counted: np.ndarray | None = None,
+) -> FirstFitExamples:
     rows = first_fit(piece_lengths, sequence_length)
     by_row = np.argsort(rows, kind="stable")
     num_rows = int(rows.max()) + 1 if len(rows) else 0
     row_starts = np.searchsorted(rows[by_row], np.arange(num_rows + 1))
-    return FirstFitExamples(stream, sequence_length, piece_starts[by_row], piece_lengths[by_row], row_starts)
+    return FirstFitExamples(stream, sequence_length, piece_starts[by_row], piece_lengths[by_row], row_starts, counted)

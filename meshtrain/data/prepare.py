@@ -16,6 +16,8 @@ from tqdm import tqdm
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import TokenFile, sidecar_path
 from meshtrain.data.tokenize import Tokenizer, file_problems, open_tokenizer
+from meshtrain.data.tokenizer_folder import end_token as end_token_of
+from meshtrain.data.tokenizer_folder import tokenizer_file
 from meshtrain.words import flags
 from meshtrain.words.errors import Problems, UserError, run
 from meshtrain.words.files import replacing, write_whole
@@ -116,8 +118,8 @@ def prepare(
     Args:
       path: files or globs, comma separated.
       output: the .bin file to write.
-      tokenizer: `bytes`, or the path of a tokenizer.json.
-      end_token: the token that ends a document; `` takes a well-known one, or adds one id.
+      tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
+      end_token: the token that ends a document; `` takes the folder's, else a well-known one, or adds one id.
       text_field: the field of a .jsonl line that holds the document.
       overwrite: replace existing files.
 
@@ -136,7 +138,9 @@ def prepare(
     if problems := problems + _output_problems(targets, files, overwrite):
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)
-    content = b"" if tokenizer == "bytes" else Path(tokenizer).read_bytes()
+    content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
+    # The copied tokenizer.json has no tokenizer_config.json beside it.
+    end_token = end_token or end_token_of(tokenizer)
     try:
         with replacing(out_path) as out:
             num_tokens, num_documents = _write_tokens(files, text_field, opened, out)
@@ -173,7 +177,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
     parser.add_argument("--path", required=True, help="files or globs, comma separated: .txt, .py, .jsonl")
     parser.add_argument("--output", required=True, help="the .bin file to write")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json or its folder")
     parser.add_argument("--end_token", default="", help="the token that ends a document")
     parser.add_argument("--text_field", default="text", help="the field of a .jsonl line that holds the document")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")

@@ -1,9 +1,10 @@
 """The options of the data, and the checks of them that read no data."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from meshtrain.data import chat_template
 from meshtrain.data.idx import find_images
 from meshtrain.data.text import find_files, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
@@ -12,17 +13,18 @@ from meshtrain.words import named
 from meshtrain.words.errors import Problems, UserError, unknown
 from meshtrain.words.options import option
 
-TOKENS = ("python", "text", "tokens", "synthetic")  # sources of packed tokens, for the decoder
+TOKENS = ("python", "text", "tokens", "chat", "synthetic")  # sources of packed tokens, for the decoder
 IMAGES = ("digits", "idx")
 PAIRS, BEGIN_ID = ("numbers",), 0  # of a source and a target, for the encoder-decoder; what a target begins with
 SOURCES = (*TOKENS, *IMAGES, *PAIRS)
 SPELLINGS = ("digits", "english")
 NUMBERS = {"source": PAIRS}
 PACKINGS = ("stream", "first_fit")
-DOCUMENTS = {"source": ("python", "text")}  # documents go through data.tokenizer
-READ_BY_FILE = ("text", "tokens")  # each file can be evaluated by itself
+DOCUMENTS = {"source": ("python", "text", "chat")}  # documents go through data.tokenizer
+READ_BY_FILE = ("text", "tokens", "chat")  # each file can be evaluated by itself
 READ = {"source": ("python", "text", "tokens")}
-SPLIT = {"source": (*READ["source"], *IMAGES)}
+CHATS = (*READ["source"], "chat")  # whose models can be asked by `generate --chat`
+SPLIT = {"source": (*CHATS, *IMAGES)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +33,15 @@ class DataOptions:
 
     source: str = option(
         "python",
-        "python (source of the running Python's standard library), text (files), tokens (prepared .bin), synthetic, "
-        "digits (handwritten, 8 x 8 pixels), idx (images in files like MNIST's), numbers (to be written in words), or "
+        "python (source of the running Python's standard library), text (files), tokens (prepared .bin), "
+        "chat (prompts and answers, or messages), synthetic, digits (handwritten, 8 x 8 pixels), idx (images in files "
+        "like MNIST's), numbers (to be written in words), or "
         "package.module:function of one's own, see data/own.py",
     )
     path: str = option(
         "",
-        "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; images for idx, whose labels "
-        "are beside them; '' otherwise",
+        "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; .jsonl for chat; images for "
+        "idx, whose labels are beside them; '' otherwise",
     )
     validation_path: str = option(
         "",
@@ -48,9 +51,13 @@ class DataOptions:
     text_field: str = option(
         "text", "the field of a .jsonl line that holds the document", only_for={"source": ("text",)}
     )
-    tokenizer: str = option("bytes", "bytes, or the path of a tokenizer.json (tokens bring their own)")
+    tokenizer: str = option("bytes", "bytes, or the path of a tokenizer.json or of its folder (tokens bring their own)")
     end_token: str = option(
-        "", "the token that ends a document; '' takes a well-known one, or adds one id", only_for=DOCUMENTS
+        "", "the token that ends a document; '' takes the folder's, else a well-known one, or adds one id",
+        only_for=DOCUMENTS,
+    )  # fmt: skip
+    chat_template: str = option(
+        "", "a file with the Jinja template of conversations; '' takes that of the tokenizer's folder"
     )
     packing: str = option(
         "stream",
@@ -88,7 +95,7 @@ def unread(options: DataOptions) -> list[str]:
     if is_own(options):
         return []
     found = []
-    if options.source not in ("text", "tokens", "idx") and options.path:
+    if options.source not in (*READ_BY_FILE, "idx") and options.path:
         found.append(
             f"data.path: got '{options.path}' with data.source={options.source}, which reads no files; allowed: ''; "
             f"nearest: data.source={_source_of(options.path)}"
@@ -103,6 +110,11 @@ def unread(options: DataOptions) -> list[str]:
         found.append(
             f"data.tokenizer: got '{options.tokenizer}' with data.source={options.source}: {why}; allowed: bytes, the "
             "default; nearest: leave it out"
+        )
+    if options.source not in CHATS and options.chat_template:
+        found.append(
+            f"data.chat_template: got '{options.chat_template}' with data.source={options.source}, whose models answer "
+            "no messages; allowed: ''; nearest: data.source=chat"
         )
     return found
 
@@ -141,14 +153,15 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
             named.function("data.source", options.source, SOURCES)
         except UserError as error:
             problems += error.problems
-    if options.source in ("python", "text") and options.tokenizer != "bytes":
+    if options.source in DOCUMENTS["source"] and options.tokenizer != "bytes":
         problems += file_problems(options.tokenizer)
-    if options.source in ("text", "tokens"):
+    if options.source in CHATS:
+        problems += chat_template.file_problems(options.chat_template)
+    if options.source in READ_BY_FILE:
         files, found = find_files(options.path)
         problems += found
         if not found:
-            wrong = _sidecar_problems(files) if options.source == "tokens" else tokens_as_text(files)
-            problems += Problems(wrong).lines()
+            problems += Problems(_KINDS[options.source](files)).lines()
     if options.source == "idx":
         problems += find_images(options.path, "data.path")[1]
         if options.validation_path:
@@ -156,7 +169,7 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
     return problems
 
 
-def _sidecar_problems(files: Sequence[Path]) -> list[str]:
+def _sidecar_problems(files: Iterable[Path]) -> list[str]:
     problems: list[str] = []
     for path in files:
         try:
@@ -164,3 +177,20 @@ def _sidecar_problems(files: Sequence[Path]) -> list[str]:
         except UserError as error:
             problems += error.problems
     return problems
+
+
+def _no_lines(files: Iterable[Path]) -> list[str]:
+    """Returns one line for each file that holds no lines of JSON, judged by its name."""
+    return [
+        f"data.path: got '{path}' with data.source=chat; allowed: .jsonl files; nearest: data.source={near}"
+        for path in files
+        if path.suffix != ".jsonl" and (near := _source_of(str(path)))
+    ]
+
+
+# Of each source in `READ_BY_FILE`: files -> one line for each of another kind.
+_KINDS: Mapping[str, Callable[[Iterable[Path]], list[str]]] = {
+    "text": tokens_as_text,
+    "tokens": _sidecar_problems,
+    "chat": _no_lines,
+}

@@ -1,13 +1,13 @@
-"""Text to token ids and back: bytes, a tokenizer.json, or plain numbers."""
+"""Text to token ids and back: bytes, a tokenizer.json (or the folder of one), or plain numbers."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from meshtrain.data import token_bytes
+from meshtrain.data import token_bytes, tokenizer_folder
 from meshtrain.words.errors import UserError, nearest, unknown
 from meshtrain.words.paths import what_is_at
 
@@ -22,13 +22,16 @@ class Tokenizer:
     """Text to ids and back.
 
     Attributes:
-      name: `bytes`, `numbers`, or the path of the tokenizer.json.
+      name: `bytes`, `numbers`, or the path of the tokenizer.json or its folder.
       vocab_size: one more than the largest id, the end id among them.
       end_id: the id that ends a document; -1 where there are no documents.
       encode_documents: texts -> one unsigned integer array each, without the end id.
       encode: text -> ids, without the end id.
       decode: ids -> text; ids that are not text (the end id, padding of the vocabulary) are left out.
       byte_lengths: () -> UTF-8 bytes of the text that each id stands for, int32 [vocab_size]; None: ids are no text.
+      with_places: texts -> for each, its ids, and where each id begins and ends in the text's characters, int64 [N, 2];
+        None: unknown. A blank may be left out at the beginning of a place: an id of blanks alone then has an empty one
+        at its end.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Tokenizer:
     encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
     byte_lengths: Callable[[], np.ndarray] | None = None
+    with_places: Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]] | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -61,7 +65,16 @@ def byte_tokenizer() -> Tokenizer:
     def byte_lengths() -> np.ndarray:
         return np.asarray([1] * NUM_BYTES + [0], np.int32)
 
-    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_documents, encode, decode, byte_lengths)
+    def with_places(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(ids, _characters(text)) for text, ids in zip(texts, encode_documents(texts), strict=True)]
+
+    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_documents, encode, decode, byte_lengths, with_places)
+
+
+def _characters(text: str) -> np.ndarray:
+    """Returns where the character of each UTF-8 byte begins and ends, in characters, int64 [bytes, 2]."""
+    character = np.repeat(np.arange(len(text)), [len(one.encode()) for one in text])
+    return np.stack([character, character + 1], axis=1)
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
@@ -86,31 +99,33 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def file_problems(path: str) -> list[str]:
-    """Returns one line if the path is no file. Nothing is opened, since opening a pipe would block."""
-    what = what_is_at(path)
+    """Returns one line if the path is no file, nor a folder with one. Nothing is opened: opening a pipe would block."""
+    file = tokenizer_folder.tokenizer_file(path)
+    what = what_is_at(file)
     if what == "a file":
         return []
-    said = "which does not exist" if what == "nothing there" else what
+    if what_is_at(path) == "a folder":
+        said = f"a folder that holds no {file.name}" if what == "nothing there" else f"whose {file.name} is {what}"
+    else:
+        said = "which does not exist" if what == "nothing there" else what
     near = nearest(path, ["bytes"]) or "; nearest: bytes"
-    return [f"data.tokenizer: got '{path}', {said}; allowed: bytes, or the path of a tokenizer.json{near}"]
+    return [
+        f"data.tokenizer: got '{path}', {said}; allowed: bytes, or the path of a tokenizer.json or of its folder{near}"
+    ]
 
 
-def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face tokenizer.json (package `tokenizers`).
-
-    Args:
-      path: the tokenizer.json.
-      end_token: the token that ends a document; `` takes a well-known one, or adds one id after the last.
+def _loaded(path: str) -> Any:
+    """Returns the `tokenizers.Tokenizer` of a tokenizer.json or of its folder.
 
     Raises:
-      UserError: the file cannot be read, is no tokenizer.json, or has no such token.
+      UserError: the file cannot be read, or is no tokenizer.json.
     """
     import tokenizers
 
     if problems := file_problems(path):
         raise UserError(*problems)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = tokenizer_folder.tokenizer_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.tokenizer: got '{path}', which cannot be read ({error}); allowed: bytes, or the path of a "
@@ -126,23 +141,61 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
     # Documents are tokenized whole: truncation and padding stored in the file do not apply.
     loaded.no_truncation()
     loaded.no_padding()
-    vocab = loaded.get_vocab(with_added_tokens=True)
-    vocab_size = max(vocab.values(), default=-1) + 1
+    return loaded
+
+
+def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
+    """Returns the id that ends a document: of `end_token`, else of the folder's, else of a well-known one, else new.
+
+    Raises:
+      UserError: the vocabulary lacks the token.
+    """
+    of_folder = "" if end_token else tokenizer_folder.end_token(path)
+    if of_folder and of_folder not in vocab:
+        raise UserError(
+            f"data.tokenizer: '{path}' names '{of_folder}' as its eos_token, which its {tokenizer_folder.TOKENIZER} "
+            "lacks; allowed: one of its tokens; nearest: data.end_token=TOKEN"
+        )
     if end_token and end_token not in vocab:
         line = unknown(f"data.end_token for {path}", end_token, [t for t in _END_TOKENS if t in vocab])
         raise UserError(line if "did you mean" in line else f"{line}; nearest: '', which adds one id")
-    known = end_token or next((token for token in _END_TOKENS if token in vocab), "")
-    end_id = vocab[known] if known else vocab_size
+    known = end_token or of_folder or next((token for token in _END_TOKENS if token in vocab), "")
+    return vocab[known] if known else max(vocab.values(), default=-1) + 1
 
-    def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
+
+def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
+    """Returns the tokenizer of a Hugging Face tokenizer.json (package `tokenizers`).
+
+    Args:
+      path: the tokenizer.json, or the folder that holds it.
+      end_token: the token that ends a document; `` takes the folder's `eos_token`, else a well-known one, or adds one
+        id after the last.
+
+    Raises:
+      UserError: the file cannot be read, is no tokenizer.json, or has no such token.
+    """
+    loaded = _loaded(path)
+    vocab = loaded.get_vocab(with_added_tokens=True)
+    vocab_size = max(vocab.values(), default=-1) + 1
+    end_id = _end_id(path, end_token, vocab)
+
+    def encoded(encode_batch: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
         try:
-            encoded = loaded.encode_batch_fast(list(texts), add_special_tokens=False)
+            return encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # as above; for example, a tokenizer without a token for unknown text
             raise UserError(
                 f"data.tokenizer: got '{path}', which cannot encode the data ({error}); allowed: one that has a token "
                 "for every text; nearest: bytes"
             ) from error
-        return [np.asarray(one.ids, np.uint32) for one in encoded]
+
+    def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(one.ids, np.uint32) for one in encoded(loaded.encode_batch_fast, texts)]
+
+    def with_places(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (np.asarray(one.ids, np.uint32), np.asarray(one.offsets, np.int64).reshape(-1, 2))
+            for one in encoded(loaded.encode_batch, texts)
+        ]
 
     def encode(text: str) -> list[int]:
         return list(loaded.encode(text, add_special_tokens=False).ids)
@@ -152,9 +205,9 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
 
     whole_size = max(vocab_size, end_id + 1)
     byte_lengths = functools.partial(token_bytes.of_tokenizer, loaded, end_id, whole_size)
-    return Tokenizer(path, whole_size, end_id, encode_documents, encode, decode, byte_lengths)
+    return Tokenizer(path, whole_size, end_id, encode_documents, encode, decode, byte_lengths, with_places)
 
 
 def open_tokenizer(name: str, end_token: str = "") -> Tokenizer:
-    """Returns the tokenizer called `name`: `bytes`, or the path of a tokenizer.json."""
+    """Returns the tokenizer called `name`: `bytes`, or the path of a tokenizer.json or its folder."""
     return byte_tokenizer() if name == "bytes" else file_tokenizer(name, end_token)

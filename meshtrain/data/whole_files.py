@@ -3,18 +3,21 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshtrain.data.answers import as_examples, lines_of, losses, tokenized
 from meshtrain.data.corpus import stream_of, tokenizer_for, vocabulary_problems
 from meshtrain.data.packing import Examples, TokenStream, pack
 from meshtrain.data.sources import READ_BY_FILE, DataOptions
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import open_token_files
 from meshtrain.data.tokenize import Tokenizer
-from meshtrain.words.errors import Problems, UserError
+from meshtrain.launch import peers
+from meshtrain.words.errors import Problems, UserError, warn
 
 
 def open_whole(options: DataOptions, *, sequence_length: int, vocab_size: int) -> Mapping[str, Examples]:
     """Returns the path of each file -> its examples, in which every token but a document's first is a target once.
 
+    Of fine-tuning data, tokens of answers alone are targets; a warning says where lines were truncated or dropped.
     Documents are packed whole into padded rows (`first_fit`), whatever `data.packing` says: windows of a stream would
     leave out the tokens after the last whole window.
 
@@ -31,6 +34,8 @@ def open_whole(options: DataOptions, *, sequence_length: int, vocab_size: int) -
     if problems:
         raise UserError(*problems)
     tokenizer = tokenizer_for(options, vocab_size=vocab_size)
+    if options.source == "chat":
+        return _chats(options, files, tokenizer, sequence_length, vocab_size)
     if options.source == "tokens":
         arrays, _ = open_token_files(files, vocab_size)
         streams = [TokenStream((array,), tokenizer.end_id) for array in arrays]
@@ -45,6 +50,27 @@ def open_whole(options: DataOptions, *, sequence_length: int, vocab_size: int) -
     ]
     if empty:
         raise UserError(*Problems(empty).lines())
+    return found
+
+
+def _chats(
+    options: DataOptions, files: list[Path], tokenizer: Tokenizer, sequence_length: int, vocab_size: int
+) -> Mapping[str, Examples]:
+    found: dict[str, Examples] = {}
+    empty = Problems()
+    for path in files:
+        lines = tokenized(tokenizer, lines_of(options, [path], tokenizer, vocab_size))
+        one = as_examples(lines, sequence_length, tokenizer)
+        found[str(path)] = one.examples
+        if not one.num_lines:
+            empty.add(
+                f"data.path: '{path}' has no line with a token of an answer; allowed: files with an answer; nearest: "
+                "leave it out"
+            )
+        elif (one.num_truncated or one.num_dropped) and peers.is_main_process():
+            warn(f"{path}: {losses([one])}")
+    if empty.count:
+        raise UserError(*empty.lines())
     return found
 
 

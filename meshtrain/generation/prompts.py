@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from meshtrain.data.chat import messages_of
+from meshtrain.data.chat_template import ChatTemplate, Message
 from meshtrain.generation.answers import room_left
 from meshtrain.models.decode import Decode
 from meshtrain.words.errors import Problems, UserError
@@ -14,10 +16,11 @@ _LINE = '{"prompt": "def "}'
 
 
 class Prompt(NamedTuple):
-    """A prompt and where it is from: `--prompt`, or a file's line, for errors."""
+    """A prompt, where it is from (`--prompt`, or a file's line, for errors), and the messages that it ends, if any."""
 
     text: str
     where: str
+    messages: Sequence[Message] = ()
 
 
 def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
@@ -28,12 +31,13 @@ def from_flags(texts: Sequence[str], problems: Problems) -> list[Prompt]:
     return [Prompt(text, "--prompt") for text in texts]
 
 
-def from_file(path: str, problems: Problems) -> list[Prompt]:
+def from_file(path: str, problems: Problems, *, chat: bool = False) -> list[Prompt]:
     """Returns the prompts of a file, on each line a JSON object with `prompt`; adds to `problems` what is wrong.
 
     Args:
       path: of `--prompts`.
       problems: reading ends once they are enough.
+      chat: whether a line may have `messages` instead, the last of which is answered.
     """
     name = expanded(path)
     if (what := what_is_at(name)) != "a file":
@@ -48,7 +52,7 @@ def from_file(path: str, problems: Problems) -> list[Prompt]:
                 if not line.strip():
                     continue
                 try:
-                    found.append(Prompt(_of_line(line), f"{path}, line {number}"))
+                    found.append(_of_line(line, f"{path}, line {number}", chat))
                 except ValueError as error:
                     problems.add(f"--prompts: {path}, line {number}: {error}; nearest: {_LINE}")
                 if problems.is_enough():
@@ -62,20 +66,45 @@ def from_file(path: str, problems: Problems) -> list[Prompt]:
     return found
 
 
-def _of_line(line: bytes) -> str:
+def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
     """Returns the prompt of a line. Raises ValueError: what it got, and what is allowed."""
     wanted = "allowed: a JSON object with 'prompt', a text that is not empty"
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"got no JSON in UTF-8 ({error}); {wanted}") from error
+    if chat and isinstance(fields, dict) and "messages" in fields and "prompt" not in fields:
+        messages = messages_of(fields["messages"])
+        return Prompt(messages[-1]["content"], where, messages)
     if not isinstance(fields, dict) or "prompt" not in fields:
         got = ", ".join(fields) or "no field" if isinstance(fields, dict) else type(fields).__name__
-        raise ValueError(f"got {got}; {wanted}")
+        raise ValueError(f"got {got}; {wanted}{', or with messages' if chat else ''}")
     text = fields["prompt"]
     if not isinstance(text, str) or not text or not is_utf8(text):
         raise ValueError(f"got {text!r} for 'prompt'; {wanted}")
-    return text
+    return Prompt(text, where)
+
+
+def in_chat(prompts: Sequence[Prompt], template: ChatTemplate) -> list[Prompt]:
+    """Returns the prompts as a chat template writes them, up to where the answer begins.
+
+    Args:
+      prompts: each one a user's message, or the last of its messages.
+      template: the chat template.
+
+    Raises:
+      UserError: a line for each conversation that the template does not take.
+    """
+    problems, found = Problems(), []
+    for prompt in prompts:
+        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        try:
+            found.append(Prompt(template.prompt(messages), prompt.where))
+        except ValueError as error:
+            problems.add(f"{prompt.where}: {error}; nearest: leave it out")
+    if problems.count:
+        raise UserError(*problems.lines())
+    return found
 
 
 def encoded(
@@ -94,7 +123,7 @@ def encoded(
         tokens than the model has positions.
     """
     problems, found = Problems(), list[list[int]]()
-    for text, where in prompts:
+    for text, where, _ in prompts:
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         try:
             ids = encode(text)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.config.config import Config
+from meshtrain.data.answers import open_chat
 from meshtrain.data.corpus import Corpus, open_corpus, tokenizer_for
 from meshtrain.data.images import Images, open_each, open_images
 from meshtrain.data.loader import example_problems
@@ -35,6 +36,8 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
         make_data = named.function("data.source", config.data.source, SOURCES)
     if make_data is not None:
         return opened(make_data(config), batch, limits(task), config.num_eval_batches)
+    if config.data.source == "chat":
+        return opened(_chat(config, task), batch, limits(task), config.num_eval_batches)
     if config.data.source in PAIRS:
         return opened(_pairs(config, task), batch, limits(task), config.num_eval_batches)
     if config.data.source in IMAGES:
@@ -55,6 +58,16 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     if problems := example_problems(corpus.train[0], batch, limits(task), where):
         raise UserError(*problems)
     return corpus
+
+
+def _chat(config: Config, task: Task) -> Data:
+    if "weights" not in task.batch:
+        raise UserError(
+            "data.source: got chat, whose answers alone count, with a task whose batch has no 'weights'; allowed: a "
+            "task whose loss is weighted by them; nearest: task=decoder"
+        )
+    vocab_size = task.vocab_size or ANY_VOCABULARY
+    return open_chat(config.data, sequence_length=config.sequence_length, vocab_size=vocab_size)
 
 
 def _pairs(config: Config, task: Task) -> Data:

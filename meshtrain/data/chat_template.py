@@ -1,0 +1,210 @@
+"""Chat templates: the messages of a conversation -> its text, and which of its characters are answers.
+
+A template is Jinja source that comes with a tokenizer. The context, the filters and the tag `generation` are those of
+Hugging Face's chat templates (https://huggingface.co/docs/transformers/chat_templating). A template is code from a
+stranger, so it runs in Jinja's sandbox: it reaches no attribute of Python's own, no file and no module.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshtrain.data import tokenizer_folder
+from meshtrain.words.errors import UserError
+from meshtrain.words.paths import is_utf8, what_is_at
+
+Message = Mapping[str, Any]
+Spans = tuple[tuple[int, int], ...]
+
+ASSISTANT = "assistant"
+# Unicode keeps these two code points for a program's own use: no text that is exchanged has them.
+BEGIN, END = "\ufdd0", "\ufdd1"
+_MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A compiled template.
+
+    Attributes:
+      name: its file, for errors.
+      marks_answers: whether it has the tag `{% generation %}` around answers.
+      render: (messages, whether the beginning of an answer follows) -> text, with `BEGIN` and `END` around what the tag
+        encloses. It raises ValueError where the template does not take the messages.
+    """
+
+    name: str
+    marks_answers: bool
+    render: Callable[[Sequence[Message], bool], str]
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Returns the text of a conversation that an answer is to continue.
+
+        Raises:
+          ValueError: the template does not take these messages.
+        """
+        return _cut(self.render(messages, True))[0]
+
+    def written(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+        """Returns the text of a conversation, and where each answer begins and ends in it, in characters.
+
+        Without the tag, an answer is what its message adds to the text of a prompt with the messages before it.
+
+        Raises:
+          ValueError: the template does not take these messages, or there is no telling its answers.
+        """
+        text, spans = _cut(self.render(messages, False))
+        if self.marks_answers:
+            return text, spans
+        found = []
+        for index, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                before, after = self.render(messages[:index], True), self.render(messages[: index + 1], False)
+                if not (text.startswith(after) and after.startswith(before)):
+                    raise ValueError(
+                        f"got an answer in message {index + 1} that {self.name} does not write at the end of the "
+                        "messages before it; allowed: a template whose text only grows, or with {% generation %}"
+                    )
+                found.append((len(before), len(after)))
+        return text, tuple(found)
+
+
+def open_template(tokenizer: str, file: str) -> ChatTemplate:
+    """Returns the chat template of a tokenizer's folder, or of a file of its own.
+
+    Args:
+      tokenizer: `data.tokenizer`: the special tokens of its folder can be named in the template.
+      file: `data.chat_template`; `` takes the folder's.
+
+    Raises:
+      UserError: there is no template, or it cannot be read or compiled.
+    """
+    content = tokenizer_folder.settings(tokenizer)
+    beside = Path(tokenizer, tokenizer_folder.TEMPLATE)
+    if file or what_is_at(beside) == "a file":
+        path = Path(file or beside)
+        try:
+            source, name = path.read_text(encoding="utf-8"), str(path)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"data.chat_template: '{path}' cannot be read ({error}); allowed: a template in UTF-8; nearest: "
+                "another file"
+            ) from error
+    else:
+        source, name = _of_settings(content), str(Path(tokenizer, tokenizer_folder.SETTINGS))
+    if not source:
+        raise UserError(
+            f"data.chat_template: got '' and data.tokenizer={tokenizer}, which brings no chat template; allowed: a "
+            f"tokenizer's folder with {tokenizer_folder.TEMPLATE}, or a template's file; nearest: "
+            "data.chat_template=FILE"
+        )
+    return compiled(source, name, tokenizer_folder.special_tokens(content))
+
+
+def _of_settings(content: dict[str, Any]) -> str:
+    """Returns the template in a tokenizer_config.json; of several the one that is called `default`; `` without one."""
+    given = content["chat_template"] if "chat_template" in content else ""
+    if isinstance(given, list):
+        named = [one for one in given if isinstance(one, dict) and {"name", "template"} <= one.keys()]
+        given = next((one["template"] for one in named if one["name"] == "default"), "")
+    return given if isinstance(given, str) else ""
+
+
+def file_problems(path: str) -> list[str]:
+    """Returns one line if `data.chat_template` names no file."""
+    what = what_is_at(path)
+    if not path or what == "a file":
+        return []
+    said = "which does not exist" if what == "nothing there" else what
+    return [
+        f"data.chat_template: got '{path}', {said}; allowed: a template's file, or ''; nearest: '', the template of "
+        "the tokenizer's folder"
+    ]
+
+
+def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
+    """Returns a template that is ready to render.
+
+    The day's date is not in the context (`strftime_now`): the text of a run's data must not change overnight.
+
+    Args:
+      source: Jinja.
+      name: what the template is called in errors.
+      tokens: name -> text of special tokens, for the template.
+
+    Raises:
+      UserError: the source is no template.
+    """
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %} ... {% endgeneration %}`: an answer."""
+
+        tags = {"generation"}  # noqa: RUF012  of the base class
+
+        def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN, END))
+            return [begin, jinja2.nodes.Scope(body, lineno=line), end]
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _as_json
+    environment.globals["raise_exception"] = _refuse
+    try:
+        template = environment.from_string(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise UserError(
+            f"data.chat_template: '{name}' is no template ({error}); allowed: Jinja, as in {tokenizer_folder.TEMPLATE};"
+            " nearest: data.chat_template=FILE"
+        ) from error
+
+    def render(messages: Sequence[Message], wants_answer: bool) -> str:
+        given = {**tokens, "messages": list(messages), "tools": None, "documents": None}
+        try:
+            text = template.render(given, add_generation_prompt=wants_answer)
+        except Exception as error:  # a stranger's code raises anything
+            raise ValueError(f"got messages that {name} does not take ({type(error).__name__}: {error})") from error
+        if not is_utf8(text):
+            raise ValueError(f"got half of a surrogate pair from {name}; allowed: whole characters")
+        return text
+
+    return ChatTemplate(name, _MARKS_ANSWERS.search(source) is not None, render)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # Jinja's own filter of this name escapes <, > and & for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _cut(marked: str) -> tuple[str, Spans]:
+    """Returns a text without `BEGIN` and `END`, and where they were.
+
+    >>> _cut("a" + BEGIN + "bc" + END + "d")
+    ('abcd', ((1, 3),))
+    """
+    pieces, spans, length, begin = list[str](), list[tuple[int, int]](), 0, -1
+    for piece in re.split(f"([{BEGIN}{END}])", marked):
+        if piece not in (BEGIN, END):
+            pieces.append(piece)
+            length += len(piece)
+        elif (piece == BEGIN) == (begin < 0):
+            if piece == END:
+                spans.append((begin, length))
+            begin = length if piece == BEGIN else -1
+        else:
+            raise ValueError("got an answer inside an answer; allowed: one {% generation %} around each")
+    if begin >= 0:
+        raise ValueError("got an answer without an end; allowed: {% endgeneration %} after each")
+    return "".join(pieces), tuple(spans)

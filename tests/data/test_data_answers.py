@@ -1,0 +1,200 @@
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tokenizers
+
+from meshtrain.data.answers import Tokens, as_examples, in_spans, open_chat, tokenized
+from meshtrain.data.chat import Written
+from meshtrain.data.sources import DataOptions, check
+from meshtrain.data.tokenize import byte_tokenizer, open_tokenizer
+from meshtrain.data.whole_files import open_whole
+from meshtrain.words.errors import UserError
+
+FOLDER = pathlib.Path(__file__).parents[1] / "hf" / "fixtures" / "chat"
+
+
+def saved(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def sums(count):
+    return [{"prompt": f"{n} + {n} = ", "completion": str(2 * n)} for n in range(count)]
+
+
+def options(tmp_path, lines, **changes):
+    return DataOptions(source="chat", path=saved(tmp_path / "a.jsonl", lines), **changes)
+
+
+def opened(given, sequence_length=32, vocab_size=512):
+    return open_chat(given, sequence_length=sequence_length, vocab_size=vocab_size)
+
+
+def test_which_tokens_have_a_character_of_an_answer():
+    places = np.asarray([[0, 2], [2, 4], [4, 4], [5, 7], [7, 7], [7, 9]])
+    assert in_spans(places, ((2, 4),)).tolist() == [0, 1, 1, 0, 0, 0]  # an empty place is that of the blanks before it
+    assert in_spans(places, ((3, 7),)).tolist() == [0, 1, 1, 1, 1, 0]
+    assert in_spans(places, ((0, 1), (8, 9))).tolist() == [1, 0, 0, 0, 0, 1]
+    assert in_spans(places, ((4, 4),)).tolist() == [0] * 6
+    assert not in_spans(places, ()).any()
+    assert in_spans(places[:0], ((0, 1),)).shape == (0,)
+
+
+def test_blanks_of_an_answer_count_where_the_tokenizer_trims_places(tmp_path):
+    """GPT-2's post-processor takes blanks out of places: an answer's indentation would be lost."""
+    loaded = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    loaded.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    loaded.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    [tokens] = tokenized(tokenizer, [Written("ab    cd", ((2, 8),), ends=True)])
+    answer = tokens.ids[tokens.counted].tolist()
+    assert answer[-1] == tokenizer.end_id
+    assert tokenizer.decode(answer) == "    cd"
+
+
+def test_bytes_of_one_character_belong_together():
+    [tokens] = tokenized(byte_tokenizer(), [Written("größe", ((2, 3),), ends=False)])
+    assert bytes(tokens.ids[tokens.counted].tolist()).decode() == "ö"
+
+
+def test_answers_alone_count_and_documents_are_packed_whole(tmp_path):
+    data = opened(options(tmp_path, sums(30), validation_fraction=0.0))
+    seen = []
+    for index in range(len(data.train)):
+        row = data.train[index]
+        for segment in range(1, row["segment_ids"].max() + 1):
+            inside = row["segment_ids"] == segment
+            assert row["positions"][inside].tolist() == list(range(inside.sum()))
+            tokens, targets, counted = row["tokens"][inside], row["targets"][inside], row["weights"][inside] > 0
+            assert tokens[1:].tolist() == targets[:-1].tolist()
+            answer = targets[counted].tolist()
+            assert answer[-1] == 256, "the end of the answer is learned"
+            assert counted[-len(answer) :].all()
+            seen.append(bytes(tokens.tolist()).decode() + "|" + bytes(answer[:-1]).decode())
+        assert not row["weights"][row["segment_ids"] == 0].any()
+    assert sorted(seen) == sorted(f"{n} + {n} = {2 * n}|{2 * n}" for n in range(30))
+    assert row["tokens"].dtype == row["positions"].dtype == np.int32
+    assert row["weights"].dtype == np.float32
+    pairs = [(a, b) for tokens, targets in data.train.pairs() for a, b in zip(tokens, targets, strict=True)]
+    by_row = [
+        (a, b)
+        for row in (data.train[i] for i in range(len(data.train)))
+        for a, b in zip(row["tokens"][row["weights"] > 0], row["targets"][row["weights"] > 0], strict=True)
+    ]
+    assert sorted(pairs) == sorted(by_row)
+    assert data.text.name == "bytes"
+    assert data.prompts == ("0 + 0 = ",)
+
+
+def test_what_is_truncated_or_dropped_is_counted(tmp_path):
+    lines = [
+        *sums(2),
+        {"prompt": "x" * 40, "completion": "yes"},  # loses the beginning of its prompt
+        {"prompt": "x" * 4, "completion": "y" * 60},  # and of its answer
+        {"prompt": "nothing", "completion": ""},
+        {"prompt": "", "completion": "z"},
+    ]
+    data = opened(options(tmp_path, lines, validation_fraction=0.0), sequence_length=16)
+    assert data.summary.endswith(
+        "a.jsonl: 5 + 0 lines in 4 + 0 sequences; 25 of 56 tokens are answers'; 2 lines truncated, "
+        "1 dropped without a token of an answer"
+    )
+    rows = [data.train[index] for index in range(len(data.train))]
+    [truncated] = [row for row in rows if row["tokens"][0] == ord("x")]
+    assert bytes(truncated["tokens"].tolist()) == b"x" * 13 + b"yes"
+    assert truncated["targets"][truncated["weights"] > 0].tolist() == [*b"yes", 256]
+    with pytest.raises(UserError, match=r"got 1 lines for training, 1 of them without a token of an answer within"):
+        opened(options(tmp_path, lines[4:5], validation_fraction=0.0))
+
+
+def test_a_long_line_ends_with_its_last_answer():
+    ids, counted = np.arange(40, dtype=np.uint16), np.zeros(40, bool)
+    counted[20:24] = True
+    fitted = as_examples([Tokens(ids, counted)], 15, byte_tokenizer())
+    row = fitted.examples[0]
+    assert row["targets"].tolist() == list(range(9, 24))
+    assert row["weights"].tolist() == [0] * 11 + [1] * 4
+    none = as_examples([Tokens(ids, np.zeros(40, bool))], 15, byte_tokenizer())
+    assert (none.num_lines, none.num_truncated, none.num_dropped, len(none.examples)) == (0, 0, 1, 0)
+    early = as_examples([Tokens(ids, np.arange(40) == 3)], 15, byte_tokenizer())
+    assert early.examples[0]["targets"].tolist() == list(range(1, 16)), "no longer context is lost than must be"
+
+
+def test_splits_and_the_fingerprint(tmp_path):
+    few = opened(options(tmp_path, sums(10), validation_fraction=0.2))
+    assert [len(next(one.pairs())[0]) for one in (few.train, few.validation)] == [8 * 2 + 3, 2 * 3]
+    many = opened(options(tmp_path, sums(300), validation_fraction=0.2))
+    turned = opened(options(tmp_path, sums(300)[::-1], validation_fraction=0.2))
+
+    def tokens(split):
+        return sum(int((split[index]["weights"] > 0).sum()) for index in range(len(split)))
+
+    assert 100 < tokens(many.validation) == tokens(turned.validation) < tokens(many.train) / 2
+    assert len({few.fingerprint, many.fingerprint, turned.fingerprint}) == 3
+    assert opened(options(tmp_path, sums(10), validation_fraction=0.2)).fingerprint == few.fingerprint
+    assert opened(options(tmp_path, sums(10), validation_fraction=0.1)).fingerprint != few.fingerprint
+    longer = [*sums(9), {"prompt": "9 + 9 = 1", "completion": "8"}]  # the same text, another answer
+    assert opened(options(tmp_path, longer, validation_fraction=0.2)).fingerprint != few.fingerprint
+
+
+def test_conversations_with_a_tokenizers_folder(tmp_path):
+    expected = json.loads((FOLDER / "expected.json").read_text())
+    given = options(tmp_path, [{"messages": one["messages"]} for one in expected], tokenizer=str(FOLDER))
+    data = opened(dataclasses.replace(given, validation_fraction=0.0), sequence_length=64)
+    assert data.text.end_id == 2, "<|im_end|>, the folder's eos_token, not the better known <|endoftext|>"
+    answers = [data.text.decode(data.train[i]["targets"][data.train[i]["weights"] > 0]) for i in range(len(data.train))]
+    assert sorted(answers) == ["four.", "four.", "hello therethe mesh is one line"]
+    with pytest.raises(UserError, match=r"model.vocab_size: got 300; allowed for tokenizer .* at least 310"):
+        opened(given, vocab_size=300)
+
+
+def test_broken_lines_of_all_files_and_a_missing_template_come_at_once(tmp_path):
+    saved(
+        tmp_path / "b.jsonl",
+        [{"prompt": 1, "completion": "a"}, *sums(1), {"messages": [{"role": "user", "content": "a"}]}],
+    )
+    given = options(tmp_path, [{"text": "a"}, *sums(3)])
+    with pytest.raises(UserError) as raised:
+        opened(dataclasses.replace(given, path=f"{tmp_path}/*.jsonl"))
+    assert [problem.split(": got")[0] for problem in raised.value.problems] == [
+        f"data.path: {tmp_path}/a.jsonl, line 1",
+        f"data.path: {tmp_path}/b.jsonl, line 1",
+        "data.chat_template",
+    ]
+
+
+WRONG = {
+    "no lines": ({"path": "{dir}/a.txt"}, "data.path: got '.*a.txt' with data.source=chat; allowed: .jsonl files"),
+    "tokens": ({"path": "{dir}/a.bin"}, "a.bin' with data.source=chat; .*nearest: data.source=tokens"),
+    "no template": ({"chat_template": "{dir}/none"}, "data.chat_template: got .*none', which does not exist"),
+    "an empty folder": (
+        {"tokenizer": "{dir}"},
+        "data.tokenizer: got .*, a folder that holds no tokenizer.json; allowed",
+    ),
+    "not read": ({"source": "digits", "path": "", "chat_template": "t"}, "data.chat_template: .*data.source=digits"),
+}
+
+
+@pytest.mark.parametrize("changes, message", WRONG.values(), ids=WRONG)
+def test_wrong_options_are_seen_before_reading(tmp_path, changes, message):
+    for name in ("a.txt", "a.bin", "a.jsonl"):
+        (tmp_path / name).write_text("a")
+    given = {"source": "chat", "path": "{dir}/a.jsonl"} | changes
+    given = {key: value.replace("{dir}", str(tmp_path)) for key, value in given.items()}
+    with pytest.raises(UserError, match=message):
+        raise UserError(*check(DataOptions(**given)))
+
+
+def test_each_file_is_evaluated_whole_and_what_is_lost_is_said(tmp_path, capsys):
+    saved(tmp_path / "b.jsonl", [{"prompt": "x" * 40, "completion": "yes"}, {"prompt": "x", "completion": ""}])
+    given = dataclasses.replace(options(tmp_path, sums(3)), path=f"{tmp_path}/*.jsonl")
+    parts = open_whole(given, sequence_length=16, vocab_size=257)
+    assert [sum(len(targets) for _, targets in part.pairs()) for part in parts.values()] == [3 * 2, 4]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("b.jsonl: 1 lines truncated, 1 dropped without a token of an answer")
+    saved(tmp_path / "b.jsonl", [{"prompt": "x", "completion": ""}])
+    with pytest.raises(UserError, match=r"b.jsonl' has no line with a token of an answer"):
+        open_whole(given, sequence_length=16, vocab_size=257)
