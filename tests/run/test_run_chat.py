@@ -15,7 +15,7 @@ from meshtrain.words.errors import UserError
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\n{% else %}A:{% generation %}{{ m.content }}."
-    "{% endgeneration %}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    "{% endgeneration %}{{ '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
 
 
@@ -36,13 +36,11 @@ def tuned(run, tmp_path_factory):
     return run(folder / "run", *changes)
 
 
-def test_a_run_learns_answers_alone_and_says_what_it_lost(tuned):
+def test_a_run_says_what_it_lost_and_answers_what_was_held_out(tuned):
     assert "chat of " in tuned.output
     assert "56 + 5 lines in " in tuned.output
     assert "; 1 lines truncated, 1 dropped without a token of an answer" in tuned.output
-    assert "Q: 56\nA:" in tuned.output, "the sample at its end answers a line that was held out"
-    first = next(row for row in tuned.rows if "loss" in row)
-    assert 0 < first["tokens"] < 8 * 32 / 2, "of the answers, not of the eight sequences"
+    assert "| Q: 56\n  | A:" in tuned.output, "the sample at its end answers a line that was held out"
 
 
 def test_chat_asks_what_the_template_writes(tuned, tmp_path, capsys):
@@ -99,4 +97,4 @@ def test_messages_need_the_flag(tuned, tmp_path):
 def test_a_task_that_would_count_all_tokens_is_refused():
     task = Task(lambda rng: {}, lambda *given: None, {"tokens": Entry((8, 32), np.int32, ("batch", "sequence"))})
     with pytest.raises(UserError, match=r"^data.source: got chat, whose answers alone count, with a task whose batch"):
-        open_data(Config(data=DataOptions("chat", path="a.jsonl"), sequence_length=32), task)
+        open_data(Config(data=DataOptions("chat", path="a.jsonl"), batch_size=8, sequence_length=32), task)
