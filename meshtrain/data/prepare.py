@@ -139,8 +139,7 @@ def prepare(
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)
     content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
-    # The copied tokenizer.json has no tokenizer_config.json beside it.
-    end_token = end_token or end_token_of(tokenizer)
+    end_token = end_token or end_token_of(tokenizer)  # the copy has no tokenizer_config.json beside it
     try:
         with replacing(out_path) as out:
             num_tokens, num_documents = _write_tokens(files, text_field, opened, out)

@@ -49,10 +49,10 @@ def test_blanks_of_an_answer_count_where_the_tokenizer_trims_places(tmp_path):
     loaded.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     loaded.save(str(tmp_path / "tokenizer.json"))
     tokenizer = open_tokenizer(str(tmp_path))
-    [tokens] = tokenized(tokenizer, [Written("ab    cd", ((2, 8),), ends=True)])
+    [tokens] = tokenized(tokenizer, [Written("ab    cd  ef", ((2, 10),), ends=True)])
     answer = tokens.ids[tokens.counted].tolist()
     assert answer[-1] == tokenizer.end_id
-    assert tokenizer.decode(answer) == "    cd"
+    assert tokenizer.decode(answer) == "    cd  "
 
 
 def test_bytes_of_one_character_belong_together():
