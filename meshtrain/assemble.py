@@ -52,7 +52,7 @@ from meshtrain.step.placed import (
     reshaper,
     shardings,
 )
-from meshtrain.step.precision import cast, compute_name, param_dtype, reduce_dtype
+from meshtrain.step.precision import as_stored, compute_name, reduce_dtype
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
 from meshtrain.step.step import Update, eval_step, late_update, train_step, weight_update, with_sequence_index
 from meshtrain.words.errors import UserError
@@ -137,7 +137,7 @@ def assemble(
     num_chunks = program.schedule.num_chunks if program else 1
 
     params, axes = abstract_params(task, num_chunks, mesh.size)
-    trained = trained_mask(config.optimizer.trainable, params)
+    trained = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
     if problems := fit.problems(params, axes, rules, mesh.shape, level, trained=trained):
         raise UserError(*problems)
     specs = stored_tree(params, axes, rules, mesh.shape, level)
@@ -155,7 +155,7 @@ def assemble(
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
-        params = cast(meta.unbox(task.init(jax.random.fold_in(rng, 0))), param_dtype(config.precision))
+        params = as_stored(meta.unbox(task.init(jax.random.fold_in(rng, 0))), axes, trained, config.precision)
         params, rng = in_chunks(params, num_chunks), jax.random.fold_in(rng, 1)
         state = init_state(params, transformation, rng, scaling, trained, num_residuals)
         return in_groups(state, outer, trained) if outer else state

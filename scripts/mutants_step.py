@@ -105,6 +105,14 @@ STEP: tuple[Mutant, ...] = (
     ),
     # models
     Mutant(
+        "adapters without alpha",
+        "models/lora.py",
+        "return leaf.astype(jnp.float32) * scale if path[-1].key.endswith(B) else leaf",
+        "return leaf",
+        "what an adapter adds is not multiplied by alpha / rank",
+        ("models/test_models_lora.py::test_logits_of_merged_weights_are_those_of_the_adapters",),
+    ),
+    Mutant(
         "query's gradient twice",
         "models/attention.py",
         "        heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))\n",
@@ -405,8 +413,8 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "trainable ignored",
         "assemble.py",
-        "trained = trained_mask(config.optimizer.trainable, params)",
-        'trained = trained_mask("", params)',
+        "trained = trained_mask(config.optimizer.trainable, params, ",
+        'trained = trained_mask("", params, ',
         "`optimizer.trainable` freezes nothing",
         ("own/test_own_frozen.py"
          "::test_frozen_weights_have_neither_sums_of_gradients_nor_moments[half]",),

@@ -39,7 +39,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "when a run gives up": ("guard", "watchdog_seconds"),
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
-    "another model, or another shape of its arrays": ("task", "model"),
+    "another model, or another shape of its arrays": ("task", "model", "lora"),
     "other sequences in a step": (
         "seed",
         "batch_size",

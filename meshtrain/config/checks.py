@@ -335,7 +335,7 @@ def trained(config: Config, params: Any) -> tuple[Any, list[str]]:
     if trainable.check(config.optimizer.trainable):
         return None, []
     try:
-        return trainable.trained_mask(config.optimizer.trainable, params), []
+        return trainable.trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0), []
     except UserError as error:
         return None, list(error.problems)
 

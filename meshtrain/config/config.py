@@ -29,6 +29,7 @@ from meshtrain.layout import compression, mesh, zero
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task
 from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, optimizers, outer
@@ -157,9 +158,12 @@ def _on_mesh(
     own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
     found += own
     on_one_device = math.prod(mesh_shape.values()) == 1
-    if on_one_device and not config.optimizer.trainable:
+    if on_one_device and not config.optimizer.trainable and not config.lora.rank:
         return found
     try:
+        if unfit := tasks.lora_problems(config, function):
+            found += unfit
+            config = dataclasses.replace(config, lora=LoraOptions())
         if mesh_shape["pipeline"] > 1:
             found += _in_stages(config, mesh_shape, tasks.abstract_task(config, function))
         params, axes = tasks.abstract_weights(config, function)

@@ -64,6 +64,10 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
         found |= _changed(config.local_steps, "local_steps", "local_steps.period=0", only=fields)
     else:
         found |= _changed(config.precision, "precision", "local_steps.period", only=("reduce_dtype",))
+    if config.lora.rank == 0:
+        found |= _changed(config.lora, "lora", "lora.rank=0", only=("alpha", "targets"))
+        if not config.optimizer.trainable:
+            found |= _changed(config.precision, "precision", "all weights are trained", only=("frozen_dtype",))
     if not config.checkpoint.keep_best:
         found |= _changed(config.checkpoint, "checkpoint", "checkpoint.keep_best=0", only=("best_metric",))
     return found

@@ -10,6 +10,7 @@ from meshtrain.layout.offload import OffloadOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.lora import LoraOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.observe.folder import CONFIG_FILE as CONFIG_FILE
 from meshtrain.observe.profiler import ProfileOptions
@@ -58,6 +59,7 @@ class Config:
     compression: CompressionOptions = dataclasses.field(default_factory=CompressionOptions)
     offload: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
     model: Any = dataclasses.field(default_factory=DecoderOptions)
+    lora: LoraOptions = dataclasses.field(default_factory=LoraOptions)
     pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
     precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
     loss_scale: LossScaleOptions = dataclasses.field(default_factory=LossScaleOptions)

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 from meshtrain.config import checks
 from meshtrain.config.fields import Config
 from meshtrain.layout.placement import Placement
-from meshtrain.models import decoder_task, seq2seq_task
+from meshtrain.models import decoder_task, lora, seq2seq_task
 from meshtrain.models.abstract import named_params
 from meshtrain.models.convnet_options import ConvnetOptions
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import Task
 from meshtrain.step.precision import compute_dtype, output_dtype
@@ -53,7 +54,7 @@ def _of_text(config: Config, placement: Placement) -> dict[str, Any]:
 
 def decoder(config: Config, placement: Placement) -> Task:
     """Returns the decoder that a configuration describes; its options are `DecoderOptions`."""
-    return decoder_task.decoder(config.model, **_of_text(config, placement))
+    return with_adapters(decoder_task.decoder(config.model, **_of_text(config, placement)), config.lora)
 
 
 decoder.options = DecoderOptions  # type: ignore[attr-defined]
@@ -62,7 +63,7 @@ decoder.check = checks.decoder  # type: ignore[attr-defined]
 
 def seq2seq(config: Config, placement: Placement) -> Task:
     """Returns the encoder-decoder that a configuration describes; its options are `Seq2SeqOptions`."""
-    return seq2seq_task.seq2seq(config.model, **_of_text(config, placement))
+    return with_adapters(seq2seq_task.seq2seq(config.model, **_of_text(config, placement)), config.lora)
 
 
 seq2seq.options = Seq2SeqOptions  # type: ignore[attr-defined]
@@ -167,9 +168,31 @@ def abstract_weights(config: Config, make_task: MakeTask) -> tuple[Any, Any]:
         return named_params(abstract_task(config, make_task).init)
     # Only these fields change shapes of weights; leaving out the others makes the cache effective.
     alone = Config(
-        task=config.task, model=config.model, batch_size=config.batch_size, sequence_length=config.sequence_length
+        task=config.task,
+        model=config.model,
+        lora=config.lora,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
     )
     return _built_in_weights(alone, make_task)
+
+
+def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
+    """Returns one line for each reason why a configuration's adapters fit no weight of its task; it uses no device.
+
+    Args:
+      config: resolved.
+      make_task: the task function.
+    """
+    if not config.lora.rank:
+        return []
+    if make_task not in (decoder, seq2seq):
+        return [
+            f"lora.rank: got {config.lora.rank} with task={name_of(make_task)}; allowed: 0, or the tasks decoder and "
+            "seq2seq, whose layers apply adapters; nearest: lora.rank=0"
+        ]
+    _, axes = abstract_weights(dataclasses.replace(config, lora=LoraOptions()), make_task)
+    return lora.problems(config.lora, axes)
 
 
 @functools.lru_cache(maxsize=8)

@@ -8,6 +8,9 @@ from meshtrain.layout.axes import AXES
 from meshtrain.words.errors import UserError, unknown
 from meshtrain.words.options import option
 
+# The dim of an adapter's factor that would be `head_dim` or `mlp` in a factor that has a dim `embed` as well.
+ADAPTER_HEAD_DIM, ADAPTER_MLP = "adapter_head_dim", "adapter_mlp"
+
 
 @dataclasses.dataclass(frozen=True)
 class LayoutOptions:
@@ -90,7 +93,8 @@ def default_rules(options: LayoutOptions) -> Rules:
     Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first matmul
     of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) shards the
     residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split the same
-    way over its `filters`, which are also the dim that is stored in shards. The row `batch` has every axis that splits
+    way over its `filters`, which are also the dim that is stored in shards. So is the last dim of an adapter's factor
+    that has no dim `embed`. The row `batch` has every axis that splits
     the batch, and the row `embed` every axis that stores weights (`axes.py`).
 
     >>> rules = default_rules(LayoutOptions())
@@ -113,6 +117,8 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("heads",             ("tensor",),              ("tensor",)),
             Rule("kv_heads",          ("tensor",),              ("tensor",)),
             Rule("head_dim",          (),                       ()),
+            Rule(ADAPTER_HEAD_DIM,    axes.storage_axes(),      ()),
+            Rule(ADAPTER_MLP,         filters,                  ("tensor",)),
             Rule("layers",            ("pipeline",),            ()),
             Rule("chunks",            (),                       ()),
             Rule("positions",         (),                       ()),

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models import splash
-from meshtrain.models.layers import Norm, normal, rotate, weight
+from meshtrain.models.layers import Norm, adapted, normal, rotate, weight
 from meshtrain.models.remat import HEADS
 
 
@@ -126,6 +126,7 @@ class Attention(nn.Module):
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
         result = jax.lax.dot_general(heads, output, (((2, 3), (0, 1)), ((), ())))
+        result = adapted(self, "output", heads, result, axes, self.placement, self.dtype)
         if self.bias:
             zeros = nn.initializers.zeros_init()
             result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, self.placement, self.dtype)
@@ -185,6 +186,7 @@ class Attention(nn.Module):
         shape, axes = (x.shape[-1], num_heads, self.head_dim), ("embed", axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
         heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))
+        heads = adapted(self, name, x, heads, axes, self.placement, self.dtype)
         if self.bias or self.qkv_biases:
             zeros = nn.initializers.zeros_init()
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)

@@ -12,9 +12,18 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import Placement
+from meshtrain.layout.rules import ADAPTER_HEAD_DIM, ADAPTER_MLP
+from meshtrain.optim.masks import matrix_dims, num_stacked
+from meshtrain.optim.trainable import ADAPTER_ENDS
 
 Initializer = Callable[..., jax.Array]
+
+A, B = ADAPTER_ENDS
+# A matrix is stored in shards of its dim `embed`, which only one factor of its adapter has. The other one is stored in
+# shards of its last dim.
+STORED_BY = {"head_dim": ADAPTER_HEAD_DIM, "mlp": ADAPTER_MLP}
 
 
 def weight(
@@ -41,6 +50,52 @@ def weight(
     """
     value: Any = module.param(name, nn.with_logical_partitioning(initializer, axes), shape, jnp.float32)
     return placement.weight(value.astype(dtype), axes)
+
+
+def adapted(
+    module: nn.Module, name: str, x: jax.Array, product: jax.Array, axes: Names, placement: Placement, dtype: DTypeLike
+) -> jax.Array:
+    """Returns the product of `x` with a matrix, plus (x A) B if the module has the factors of an adapter.
+
+    A stands for (alpha / r) A B of Hu et al. 2021, see `models/lora.py`. The sum of the matrix and A B is not computed:
+    it would take the memory of another matrix, and its gradient as much again.
+
+    Args:
+      module: the Linen module that owns the matrix.
+      name: of the matrix; those of the factors begin with it.
+      x: [b, T, ...], with the dims that the product sums over.
+      product: of `x` and the matrix, [b, T, ...].
+      axes: the logical axes of the matrix.
+      placement: the shardings of the gathered factors.
+      dtype: of the result.
+    """
+    if not module.has_variable("params", name + A):
+        return product
+    of_a, of_b = factor_axes(axes)
+    a = placement.weight(module.get_variable("params", name + A).astype(dtype), of_a)
+    b = placement.weight(module.get_variable("params", name + B).astype(dtype), of_b)
+    summed = tuple(range(a.ndim - 1))
+    low = jax.lax.dot_general(x, a, ((tuple(range(2, x.ndim)), summed), ((), ())))
+    low = placement.activation(low, ("batch", "sequence", None))
+    added: jax.Array = product + jax.lax.dot_general(low, b, (((2,), (0,)), ((), ())))
+    return added
+
+
+def factor_axes(axes: Names) -> tuple[Names, Names]:
+    """Returns the logical axes of A and B from those of a matrix; the rank, their last and first dim, has none.
+
+    >>> factor_axes(("layers", "embed", "mlp"))
+    (('layers', 'embed', None), ('layers', None, 'adapter_mlp'))
+    """
+    dims, stack = matrix_dims(axes), axes[: num_stacked(axes)]
+    assert dims is not None, "only a matrix has an adapter"
+
+    def of_factor(part: tuple[int, ...]) -> Names:
+        *others, last = (axes[dim] for dim in part)
+        assert last is not None, "a dim of a matrix without a logical axis"
+        return (*others, last if "embed" in (*others, last) else STORED_BY[last])
+
+    return (*stack, *of_factor(dims.reduction), None), (*stack, None, *of_factor(dims.output))
 
 
 class Norm(nn.Module):
@@ -90,17 +145,18 @@ class Mlp(nn.Module):
         zeros, place, dtype = nn.initializers.zeros_init(), self.placement, self.dtype
         up = weight(self, "up", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
         down = weight(self, "down", (self.mlp_dim, embed_dim), ("mlp", "embed"), outer, place, dtype)
-        hidden = x @ up
+        hidden = adapted(self, "up", x, x @ up, ("embed", "mlp"), place, dtype)
         if self.bias:
             hidden = hidden + weight(self, "up_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
         if self.activation == "swiglu":
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
-            hidden = jax.nn.silu(x @ gate) * hidden
+            hidden = jax.nn.silu(adapted(self, "gate", x, x @ gate, ("embed", "mlp"), place, dtype)) * hidden
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)
         else:
             hidden = jax.nn.gelu(hidden, approximate=True)
-        result = place.activation(hidden, ("batch", "sequence", "mlp")) @ down
+        hidden = place.activation(hidden, ("batch", "sequence", "mlp"))
+        result = adapted(self, "down", hidden, hidden @ down, ("mlp", "embed"), place, dtype)
         if self.bias:
             result = result + weight(self, "down_bias", (embed_dim,), ("norm",), zeros, place, dtype)
         return result

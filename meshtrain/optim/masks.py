@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 import jax
 
 from meshtrain.layout.partition import STACKED, Names, is_names
+from meshtrain.layout.rules import ADAPTER_HEAD_DIM
 
 NORM = "norm"
 TABLES = ("vocab", "positions")
+HEAD_DIMS = ("head_dim", ADAPTER_HEAD_DIM)
 
 
 class MatrixDims(NamedTuple):
@@ -67,7 +69,7 @@ def matrix_dims(axes: Names) -> MatrixDims | None:
     """
     features: list[tuple[int, ...]] = []
     for dim in range(num_stacked(axes), len(axes)):
-        if axes[dim] == "head_dim" and features:
+        if axes[dim] in HEAD_DIMS and features:
             features[-1] += (dim,)
         else:
             features.append((dim,))

@@ -67,7 +67,9 @@ class OptimizerOptions:
     )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
     trainable: str = option(
-        "", "regular expression found in the paths of trained weights; other weights are frozen; '': all are trained"
+        "",
+        "regular expression found in the paths of trained weights; other weights are frozen; '': all are trained (with "
+        "lora.rank, adapters alone)",
     )
 
 

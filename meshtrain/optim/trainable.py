@@ -1,6 +1,7 @@
 """Which weights are trained: those whose path matches a regular expression. The others are frozen.
 
-A frozen weight takes part in the forward pass and has neither gradient nor moments.
+A frozen weight takes part in the forward pass and has neither gradient nor moments. Adapters (`models/lora.py`) are
+trained, and other weights beside them only if the expression is not empty.
 """
 
 import difflib
@@ -13,22 +14,35 @@ from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.words.errors import UserError
 
 OPTION = "optimizer.trainable"
+# Ends of the names of an adapter's two factors.
+ADAPTER_ENDS = ("_lora_a", "_lora_b")
+
+
+def is_adapter(path: str) -> bool:
+    """Returns whether a path is that of a factor of an adapter."""
+    return path.endswith(ADAPTER_ENDS)
 
 
 def check(pattern: str, path: str = OPTION) -> list[str]:
     """Returns one line if the pattern is not a valid regular expression, else none."""
+    near = re.sub(r"[^\w/]+", ".*", pattern)
+    return [
+        f"{path}: got '{pattern}' ({error}); allowed: a regular expression as Python reads it, '' for all weights; "
+        f"nearest: '{near}'"
+        for error in pattern_errors(pattern)
+    ]
+
+
+def pattern_errors(pattern: str) -> list[str]:
+    """Returns what Python says about a pattern that is not a regular expression, else nothing."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        near = re.sub(r"[^\w/]+", ".*", pattern)
-        return [
-            f"{path}: got '{pattern}' ({error}); allowed: a regular expression as Python reads it, '' for all weights; "
-            f"nearest: '{near}'"
-        ]
+        return [str(error)]
     return []
 
 
-def trained_mask(pattern: str, params: Any) -> Any:
+def trained_mask(pattern: str, params: Any, *, has_adapters: bool = False) -> Any:
     """Returns a tree of bool like the parameters: True where a weight is trained.
 
     The pattern is searched anywhere in a path (`re.search`): `query` matches `layers/attention/query`, and `^layers/`
@@ -40,6 +54,8 @@ def trained_mask(pattern: str, params: Any) -> Any:
     Args:
       pattern: a valid regular expression.
       params: arrays or `jax.ShapeDtypeStruct`s.
+      has_adapters: whether some of them are adapters, which are trained in any case. The empty pattern then matches no
+        other path.
 
     Raises:
       UserError: no path matches; the line names the nearest path.
@@ -49,12 +65,14 @@ def trained_mask(pattern: str, params: Any) -> Any:
     if paths and not any(matches):
         raise UserError(
             f"{OPTION}: got '{pattern}', which matches none of {len(paths)} weights; allowed: a regular expression "
-            f"found in a weight's path, '' for all; nearest: '{_nearest(pattern, paths)}'"
+            f"found in a weight's path, '' for all; nearest: '{nearest_path(pattern, paths)}'"
         )
+    if has_adapters:
+        matches = [is_adapter(path) or (pattern != "" and found) for path, found in zip(paths, matches, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(params), matches)
 
 
-def _nearest(pattern: str, paths: list[str]) -> str:
+def nearest_path(pattern: str, paths: list[str]) -> str:
     """Returns the path with the part most similar to the pattern (`difflib`); parts are split at slashes."""
 
     def likeness(path: str) -> float:

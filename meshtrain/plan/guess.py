@@ -29,7 +29,7 @@ from meshtrain.models.task import Task
 from meshtrain.optim.optimizers import optimizer, state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.step.placed import abstract_params
-from meshtrain.step.precision import cast, compute_dtype, compute_name, param_dtype
+from meshtrain.step.precision import as_stored, cast, compute_dtype, compute_name
 
 LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
 KEPT_SEEN = 1.6
@@ -62,6 +62,11 @@ class Weights:
         """Parameters as they are stored."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
 
+    @property
+    def num_trained(self) -> int:
+        """Parameters that have gradients."""
+        return sum(math.prod(leaf.shape) for path, leaf in leaves_with_paths(self.params) if self.trained[path])
+
 
 def weights_of(config: Config) -> Weights:
     """Returns the abstract training state of a configuration's task; no device is touched.
@@ -71,8 +76,8 @@ def weights_of(config: Config) -> Weights:
     """
     task = abstract_task(config)
     params, axes = abstract_params(task, 1, 2)
-    params = jax.eval_shape(lambda: cast(_zeros(params), param_dtype(config.precision)))
-    mask = trained_mask(config.optimizer.trainable, params)
+    mask = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
+    params = jax.eval_shape(lambda: as_stored(_zeros(params), axes, mask, config.precision))
     chosen, chosen_axes = select(params, mask)[0], select(axes, mask)[0]
     transformation = optimizer(config.optimizer, lambda step: jnp.zeros(()), chosen_axes)
     in_float32 = jax.eval_shape(lambda: cast(_zeros(chosen), jnp.float32))
@@ -182,12 +187,15 @@ def _sending_seconds(
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts, task = num_microbatches(config, shape), weights.task
     of_stage = weights.num_parameters / (shape["tensor"] * shape["pipeline"])
+    # Below level 3 gradients alone cross data.
+    is_gathered = config.zero.effective_level > SCATTERS_EACH
+    over_data = of_stage if is_gathered else of_stage * weights.num_trained / weights.num_parameters
     activation = itemsize * task.num_units * task.width / num_parts(_batch_axes(config), shape)
     chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1
     seconds = {
         "fsdp": GATHERS_AND_SCATTER * itemsize * of_stage * parts / fsdp_speed,
         "tensor": 2 * REDUCTIONS_A_LAYER * activation * task.num_layers / shape["pipeline"] / link,
-        DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * of_stage / shape["fsdp"] / network,
+        DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / shape["fsdp"] / network,
         "pipeline": 2 * activation * chunks / network,
     }
     return {axis: seconds[axis] for axis in seconds if shape[axis] > 1}

@@ -7,15 +7,18 @@ import json
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from meshtrain.assemble import Assembly, learning_rates, stored_params
+from meshtrain.assemble import Assembly, kept_params, learning_rates, stored_params
 from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
+from meshtrain.layout.trees import leaves_with_paths, merged, select
 from meshtrain.observe import trackers
+from meshtrain.optim.trainable import is_adapter
 from meshtrain.run import weights_from, workdir
 from meshtrain.step.local import restarted
 from meshtrain.step.placed import shardings
@@ -92,7 +95,22 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
       UserError: they differ.
     """
     if assembly.config.init_from and not saved_step(run):
-        weights_from.refuse_other_params(assembly.config.init_from, assembly.kept_state.params)
+        weights_from.refuse_other_params(assembly.config.init_from, *_taken(assembly))
+
+
+def _taken(assembly: Assembly) -> tuple[Any, list[str]]:
+    """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
+
+    It takes all of them. From a run without adapters it takes all but the adapters, and None stands in their place.
+    Frozen weights may have been saved in another dtype than that of `precision.frozen_dtype`.
+    """
+    params, config = assembly.kept_state.params, assembly.config
+    if config.lora.rank and not any(map(is_adapter, weights_from.paths(config.init_from))):
+        own = [not is_adapter(path) for path, _ in leaves_with_paths(params)]
+        params = select(params, jax.tree.unflatten(jax.tree.structure(params), own))[0]
+    if config.precision.frozen_dtype == "auto":
+        return params, []
+    return params, [path for path, is_trained in leaves_with_paths(assembly.replicas.trained) if not is_trained]
 
 
 def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainState, int, dict[str, float]]:
@@ -155,7 +173,7 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
 
 
 def beginning(assembly: Assembly) -> TrainState:
-    """Returns the state before the first step: initial weights, or those of `init_from`.
+    """Returns the state before the first step: initial weights, or those of `init_from` with adapters beside them.
 
     Raises:
       UserError: the other run's weights have other shapes or dtypes.
@@ -164,10 +182,13 @@ def beginning(assembly: Assembly) -> TrainState:
     # Restored first: weights of other shapes are refused before the initial state is compiled.
     kept = None
     if config.init_from:
-        kept, _ = weights_from.restore_params(config.init_from, None, assembly.kept_state.params)
+        params, rounded = _taken(assembly)
+        kept, _ = weights_from.restore_params(config.init_from, None, params, rounded)
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     if kept is None:
         return state
+    if config.lora.rank:
+        kept = merged(kept, kept_params(assembly, state.params))
     state = dataclasses.replace(state, params=stored_params(assembly, kept))
     if config.local_steps.period == 0:
         return state

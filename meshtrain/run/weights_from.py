@@ -1,6 +1,7 @@
 """Weights that were made elsewhere: in another run's workdir, or in a Hugging Face folder."""
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from meshtrain.hf import reading
 from meshtrain.launch import peers
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.store import other_runs
+from meshtrain.store.checkpoint import Checkpoints
 from meshtrain.words.errors import UserError, warn
 
 
@@ -46,12 +48,25 @@ def problems(config: Config, directory: str | Path, step: int | None = None) -> 
     return lines
 
 
-def refuse_other_params(directory: str | Path, abstract_params: Any) -> None:
+def paths(directory: str | Path) -> list[str]:
+    """Returns the paths of the arrays in a workdir's newest checkpoint, or of the weights in a Hugging Face folder.
+
+    Args:
+      directory: see `problems`, of which there are none.
+    """
+    if hf_config.is_described(directory):
+        return [weight.path for weight in hf_folder.opened(directory).table]
+    with other_runs.find(directory) as checkpoints:
+        return list(checkpoints.shapes(_newest(checkpoints)))
+
+
+def refuse_other_params(directory: str | Path, abstract_params: Any, rounded: Collection[str] = ()) -> None:
     """Compares shapes of weights with those of a model, for a workdir dtypes too; reads no array.
 
     Args:
       directory: see `problems`, of which there are none.
       abstract_params: pytree of jax.ShapeDtypeStruct.
+      rounded: paths of weights whose dtype may differ from the saved one.
 
     Raises:
       UserError: they differ.
@@ -60,18 +75,25 @@ def refuse_other_params(directory: str | Path, abstract_params: Any) -> None:
         reading.refuse_other_params(hf_folder.opened(directory), abstract_params)
         return
     with other_runs.find(directory) as checkpoints:
-        step = checkpoints.latest_step()
-        assert step is not None, "find returns only directories with a complete step"
-        checkpoints.refuse_other_params(step, abstract_params)
+        checkpoints.refuse_other_params(_newest(checkpoints), abstract_params, rounded)
 
 
-def restore_params(directory: str | Path, step: int | None, abstract_params: Any) -> tuple[Any, int]:
+def _newest(checkpoints: Checkpoints) -> int:
+    step = checkpoints.latest_step()
+    assert step is not None, "find returns only directories with a complete step"
+    return step
+
+
+def restore_params(
+    directory: str | Path, step: int | None, abstract_params: Any, rounded: Collection[str] = ()
+) -> tuple[Any, int]:
     """Reads weights onto this run's shardings. All processes call it together.
 
     Args:
       directory: see `problems`, of which there are none.
       step: of the checkpoint; None: the newest one that is whole.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
+      rounded: paths of weights whose dtype may differ from the saved one; those of a folder are always converted.
 
     Returns:
       A pytree of jax.Array of the same structure; and the step, 0 for a Hugging Face folder.
@@ -80,7 +102,7 @@ def restore_params(directory: str | Path, step: int | None, abstract_params: Any
       UserError: see `store.other_runs.restore_params_of` and `hf.folder.opened`; or processes see other files.
     """
     if not hf_config.is_described(directory):
-        return other_runs.restore_params_of(directory, step, abstract_params)
+        return other_runs.restore_params_of(directory, step, abstract_params, rounded)
     found = hf_folder.opened(directory)
     hf_folder.refuse_differences(found)
     return reading.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from meshtrain.layout.partition import Names
+from meshtrain.optim.masks import matrix_dims
 from meshtrain.words.options import option
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -14,7 +16,7 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.floa
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionOptions:
-    """Four dtypes: all by `policy`, or each by its own option."""
+    """Five dtypes: all by `policy`, or each by its own option."""
 
     policy: str = option(
         "float32",
@@ -23,6 +25,11 @@ class PrecisionOptions:
     )
     param_dtype: str = option(
         "auto", "of parameters as they are stored and updated; auto: float32", choices=("auto", "float32", "bfloat16")
+    )
+    frozen_dtype: str = option(
+        "auto",
+        "of matrices and tables that are not trained, as they are stored; auto: that of parameters",
+        choices=("auto", "float32", "bfloat16"),
     )
     compute_dtype: str = option(
         "auto",
@@ -44,6 +51,27 @@ class PrecisionOptions:
 def param_dtype(options: PrecisionOptions) -> DTypeLike:
     """Returns the dtype in which parameters are stored."""
     return _DTYPES["float32" if options.param_dtype == "auto" else options.param_dtype]
+
+
+def as_stored(params: Any, logical_axes: Any, trained: Any, options: PrecisionOptions) -> Any:
+    """Returns parameters in the dtypes in which they are stored.
+
+    `frozen_dtype` is that of frozen matrices and tables only. Norms compute in float32, so a rounded scale would change
+    what the model computes.
+
+    Args:
+      params: a tree of arrays.
+      logical_axes: like the parameters, with a tuple of logical axes for each.
+      trained: a tree of bool like the parameters, true for each that is trained.
+      options: the dtypes.
+    """
+    of_frozen = param_dtype(options) if options.frozen_dtype == "auto" else _DTYPES[options.frozen_dtype]
+
+    def one(leaf: Any, axes: Names, is_trained: bool) -> Any:
+        is_rounded = not is_trained and matrix_dims(axes) is not None
+        return cast(leaf, of_frozen if is_rounded else param_dtype(options))
+
+    return jax.tree.map(one, params, logical_axes, trained)
 
 
 def compute_name(options: PrecisionOptions) -> str:

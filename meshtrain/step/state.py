@@ -29,7 +29,8 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, steps done so far, skipped ones among them.
-      params: nested dict of arrays, trained and frozen, float32 unless `precision.param_dtype` says otherwise.
+      params: nested dict of arrays, trained and frozen, float32 unless `precision.param_dtype` or
+        `precision.frozen_dtype` says otherwise.
       opt_state: the optax state of the trained parameters, initialized from them in float32.
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.

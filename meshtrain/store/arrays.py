@@ -1,6 +1,6 @@
 """The arrays of a state by the path of their leaf, and the comparison of two such sets."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any], rounded: Collection[str] = ()) -> list[str]:
     """Returns one line for each array that is missing, left over, or of another shape or dtype.
 
     A dtype counts because a reader would otherwise convert silently, and a resumed run would not be the same run.
@@ -40,6 +40,7 @@ def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     Args:
       stored: path -> the array of the checkpoint, anything with `.shape` and `.dtype`.
       wanted: path -> the array that the run needs, likewise.
+      rounded: paths of arrays that the run asks for in another dtype.
     """
     lines = []
     for path, leaf in wanted.items():
@@ -47,18 +48,20 @@ def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
             lines.append(f"{path}: not in the checkpoint{nearest(path, stored.keys() - wanted.keys())}")
             continue
         got, allowed = _signature(stored[path]), _signature(leaf)
-        if got != allowed:
+        if got != allowed and not (path in rounded and tuple(stored[path].shape) == tuple(leaf.shape)):
             lines.append(f"{path}: got {got}; allowed: {allowed}")
     return lines + [f"{path}: in the checkpoint, not in this run" for path in stored if path not in wanted]
 
 
-def refuse_mismatches(directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def refuse_mismatches(
+    directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], rounded: Collection[str] = ()
+) -> None:
     """Compares the arrays of a checkpoint with those that the run needs, both as in `mismatches`.
 
     Raises:
       UserError: they differ; it names the first five arrays that do, and the number of the others.
     """
-    found = mismatches(stored, wanted)
+    found = mismatches(stored, wanted, rounded)
     if found:
         more = len(found) - _MAX_MISMATCHES
         raise UserError(

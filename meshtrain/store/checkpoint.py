@@ -14,7 +14,7 @@ held them, so neither a mesh nor a container type has to be the same when they a
 import contextlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent import futures
 from pathlib import Path
 from types import TracebackType
@@ -197,12 +197,13 @@ class Checkpoints:
         """
         return {path: tuple(leaf.shape) for path, leaf in self._stored(step).items()}
 
-    def restore_params(self, step: int, abstract_params: Any) -> Any:
+    def restore_params(self, step: int, abstract_params: Any, rounded: Collection[str] = ()) -> Any:
         """Reads only the weights of a step; the optimizer's arrays are not touched.
 
         Args:
           step: one of `steps()`.
           abstract_params: pytree of jax.ShapeDtypeStruct with shardings, as `params` is in the state.
+          rounded: paths in `abstract_params` of weights that are read in another dtype than they were saved in.
 
         Returns:
           A pytree of jax.Array of the same structure.
@@ -210,18 +211,19 @@ class Checkpoints:
         Raises:
           UserError: as `restore`, about the weights only.
         """
-        self.refuse_other_params(step, abstract_params)
+        self.refuse_other_params(step, abstract_params, rounded)
         wrapped = {_PARAMS: abstract_params}
         return self._read(step, leaves_by_path(wrapped), wrapped)[_PARAMS]
 
-    def refuse_other_params(self, step: int, abstract_params: Any) -> None:
+    def refuse_other_params(self, step: int, abstract_params: Any, rounded: Collection[str] = ()) -> None:
         """Compares shapes and dtypes of the weights of a step with `abstract_params`; reads no array.
 
         Raises:
           UserError: as `restore`, about the weights only.
         """
         stored = {path: leaf for path, leaf in self._stored(step).items() if path.startswith(f"{_PARAMS}/")}
-        refuse_mismatches(self.directory / str(step), stored, leaves_by_path({_PARAMS: abstract_params}))
+        wanted, of_state = leaves_by_path({_PARAMS: abstract_params}), {f"{_PARAMS}/{path}" for path in rounded}
+        refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
 
     def extra(self, step: int) -> dict[str, Any]:
         """Returns the JSON object that was saved beside the state of a step.

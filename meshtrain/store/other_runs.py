@@ -1,6 +1,7 @@
 """Restores another run's weights onto this run's shardings, after a comparison with their checksums."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,24 @@ from meshtrain.words.errors import UserError, warn
 from meshtrain.words.paths import expanded, what_is_at
 
 
-def restore_params(directory: str | Path, abstract_params: Any) -> Any:
+def restore_params(directory: str | Path, abstract_params: Any, rounded: Collection[str] = ()) -> Any:
     """Reads the weights of another run's newest checkpoint onto this run's shardings; see `restore_params_of`."""
-    return restore_params_of(directory, None, abstract_params)[0]
+    return restore_params_of(directory, None, abstract_params, rounded)[0]
 
 
-def restore_params_of(directory: str | Path, step: int | None, abstract_params: Any) -> tuple[Any, int]:
+def restore_params_of(
+    directory: str | Path, step: int | None, abstract_params: Any, rounded: Collection[str] = ()
+) -> tuple[Any, int]:
     """Reads the weights of one of another run's checkpoints onto this run's shardings.
 
     Args:
       directory: a workdir, or the directory `checkpoints` inside one.
       step: of the checkpoint; None: the newest one that is whole.
       abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
+      rounded: paths of weights that are read in another dtype than they were saved in.
 
     Returns:
-      A pytree of jax.Array of the same structure, bitwise the other run's weights; and the step.
+      A pytree of jax.Array of the same structure, bitwise the other run's weights but for rounded ones; and the step.
 
     Raises:
       UserError: there is no such directory, no complete checkpoint of that step in it, or its weights have other shapes
@@ -39,7 +43,7 @@ def restore_params_of(directory: str | Path, step: int | None, abstract_params: 
             assert step is not None, "find returns only directories with a complete step"
             for line in damaged if peers.is_main_process() else ():
                 warn(line)
-        return checkpoints.restore_params(step, abstract_params), step
+        return checkpoints.restore_params(step, abstract_params, rounded), step
 
 
 def find(directory: str | Path) -> Checkpoints:

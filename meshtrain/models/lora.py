@@ -1,0 +1,199 @@
+"""Low-rank adapters (Hu et al. 2021): x W becomes x W + (alpha / r) (x A) B, with W frozen and A and B trained.
+
+A task of the decoder or of the encoder-decoder gets two more weights beside each chosen matrix of its layers, named
+after it (`query`, `query_lora_a`, `query_lora_b`). They have logical axes like any weight, so meshes, pipelines,
+optimizers and checkpoints need to know nothing about them. `layers.adapted` applies them inside the product.
+
+r: rank. A [..., r] has the dims that the product sums over, B [r, ...] the others. Both are stacked as W is.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import meta
+
+from meshtrain.layout.partition import Names, is_names
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.models.decode import Decode
+from meshtrain.models.layers import A, B, factor_axes
+from meshtrain.models.task import Params, Stages, Task
+from meshtrain.optim import trainable
+from meshtrain.optim.masks import is_hidden_matrix, matrix_dims, num_stacked
+from meshtrain.words.options import option
+
+TARGETS = "lora.targets"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters beside the matrices of the layers."""
+
+    rank: int = option(
+        0,
+        "rank of the adapters, which alone are trained (and what optimizer.trainable names); 0: no adapters",
+        minimum=0,
+    )
+    alpha: float = option(16.0, "what an adapter adds is multiplied by alpha / rank", minimum=0.0)
+    targets: str = option(
+        "", "regular expression found in the paths of matrices with an adapter; '': all of attention and mlp"
+    )
+
+
+def with_adapters(task: Task, options: LoraOptions) -> Task:
+    """Returns the task with adapters beside the chosen matrices; with a rank of 0 the task itself.
+
+    B starts at zero, so the first loss is that of the task without adapters. The other weights start as they do there.
+
+    Args:
+      task: whose modules call `layers.adapted`: that of the decoder or of the encoder-decoder.
+      options: from which `problems` returns no line.
+    """
+    if not options.rank:
+        return task
+    init, scale = initializer(task.init, options), options.alpha / options.rank
+    params = meta.unbox(jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0))))
+    num_added = sum(leaf.size for path, leaf in leaves_with_paths(params) if trainable.is_adapter(path))
+    return dataclasses.replace(
+        task,
+        init=init,
+        loss=_scaling(task.loss, scale),
+        logits=task.logits and _scaling(task.logits, scale),
+        stages=task.stages and _stages(task.stages, scale),
+        decode=task.decode and _decode(task.decode, scale),
+        flops_per_token=_flops_per_token(task, num_added),
+        num_parameters=task.num_parameters + num_added,
+    )
+
+
+def _flops_per_token(task: Task, num_added: int) -> float:
+    """Returns model FLOPs for one token: a frozen weight takes 4 instead of 6, since it has no gradient."""
+    return (task.flops_per_token - task.attention_flops_per_token) * 4 / 6 + (
+        task.attention_flops_per_token + 6.0 * num_added
+    )
+
+
+def _scaling(function: Callable[..., Any], scale: float) -> Callable[..., Any]:
+    return lambda params, *given, **named: function(scaled(params, scale), *given, **named)
+
+
+def _stages(stages: Stages, scale: float) -> Stages:
+    return dataclasses.replace(stages, repeated=_scaling(stages.repeated, scale))
+
+
+def _decode(decode: Decode, scale: float) -> Decode:
+    return dataclasses.replace(decode, prefill=_scaling(decode.prefill, scale), step=_scaling(decode.step, scale))
+
+
+def scaled(params: Params, scale: float) -> Params:
+    """Returns the weights with each B multiplied by alpha / r, in float32; the others as they are.
+
+    The product stands outside of the layers because they know neither of the two numbers. B is the smallest factor.
+    """
+
+    def one(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.float32) * scale if path[-1].key.endswith(B) else leaf
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+@functools.cache
+def initializer(init: Callable[[jax.Array], Params], options: LoraOptions) -> Callable[[jax.Array], Params]:
+    """Returns `Task.init` with adapters, the same function for equal arguments: JAX caches traces by the function."""
+    return functools.partial(_init, init, options)
+
+
+def _init(init: Callable[[jax.Array], Params], options: LoraOptions, rng: jax.Array) -> Params:
+    """Returns the weights of `init`, bitwise, and the factors beside them, each boxed with its logical axes."""
+    is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
+
+    def extended(tree: Any, above: str) -> Any:
+        found: dict[str, Any] = {}
+        for name, part in tree.items():
+            path = f"{above}{name}"
+            found[name] = part if is_box(part) else extended(part, f"{path}/")
+            if is_box(part) and _is_target(options, path, part.names):
+                key = jax.random.fold_in(rng, zlib.crc32(path.encode()))
+                found |= {f"{name}{end}": factor for end, factor in _factors(key, part, options.rank).items()}
+        return found
+
+    return extended(init(rng), "")
+
+
+def _is_target(options: LoraOptions, path: str, names: Names) -> bool:
+    return is_hidden_matrix(names) and re.search(options.targets, path) is not None
+
+
+def _factors(key: jax.Array, box: Any, rank: int) -> dict[str, Any]:
+    """Returns A, uniform within 1 / sqrt(inputs) of 0 as in Hu et al.'s code, and B, zeros."""
+    names, shape = box.names, meta.unbox(box).shape
+    dims = matrix_dims(names)
+    assert dims is not None, "only matrices are targets"
+    stack, axes = shape[: num_stacked(names)], factor_axes(names)
+    inputs, outputs = ([shape[dim] for dim in part] for part in dims)
+    bound = 1 / math.sqrt(math.prod(inputs))
+    a = jax.random.uniform(key, (*stack, *inputs, rank), jnp.float32, -bound, bound)
+    b = jnp.zeros((*stack, rank, *outputs), jnp.float32)
+    return {end: nn.LogicallyPartitioned(x, names) for end, x, names in zip((A, B), (a, b), axes, strict=True)}
+
+
+def merged(params: Params, options: LoraOptions) -> Params:
+    """Returns the weights of the task without adapters: W + (alpha / r) A B in float32, and the others as they are.
+
+    Args:
+      params: arrays in layer order or in chunks.
+      options: with which they were trained.
+    """
+    scale = options.alpha / max(options.rank, 1)
+
+    def one(tree: Any) -> Any:
+        found: dict[str, Any] = {}
+        for name, part in tree.items():
+            if isinstance(part, dict):
+                found[name] = one(part)
+            elif f"{name}{A}" in tree:
+                found[name] = part.astype(jnp.float32) + scale * _product(tree[f"{name}{A}"], tree[f"{name}{B}"], part)
+            elif not trainable.is_adapter(name):
+                found[name] = part
+        return found
+
+    return one(params)
+
+
+def _product(a: jax.Array, b: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns A B in float32 with the shape of the matrix `like`; leading dims that stack layers are batched."""
+    stacked = tuple(range(a.ndim + b.ndim - like.ndim - 2))
+    contracted = ((a.ndim - 1,), (len(stacked),))
+    return jax.lax.dot_general(
+        a.astype(jnp.float32), b.astype(jnp.float32), (contracted, (stacked, stacked)),
+        precision=jax.lax.Precision.HIGHEST,
+    )  # fmt: skip
+
+
+def problems(options: LoraOptions, axes: Any) -> list[str]:
+    """Returns one line for each reason why these options fit no weight of a task.
+
+    Args:
+      options: each field within its bounds.
+      axes: the logical axes of the weights of the task without adapters.
+    """
+    names = dict(leaves_with_paths(axes, is_leaf=is_names))
+    targets = [path for path in names if is_hidden_matrix(names[path])]
+    near = trainable.nearest_path(options.targets, targets)
+    allowed = f"allowed: a regular expression found in paths of {', '.join(targets)}, '' for all; nearest: '{near}'"
+    if errors := trainable.pattern_errors(options.targets):
+        return [f"{TARGETS}: got '{options.targets}' ({errors[0]}); {allowed}"]
+    matched = [path for path in names if re.search(options.targets, path)]
+    tables = [path for path in matched if matrix_dims(names[path]) is not None and path not in targets]
+    if options.targets and tables:
+        return [f"{TARGETS}: got '{options.targets}', which matches {tables[0]}, no matrix of a layer; {allowed}"]
+    if not set(matched) & set(targets):
+        return [f"{TARGETS}: got '{options.targets}', which matches no matrix of a layer; {allowed}"]
+    return []

@@ -1,0 +1,137 @@
+"""Adapters beside the matrices of a model: what they start as, what they add, and the weights that they merge into."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax.core import meta
+
+from meshtrain.layout.trees import leaves_with_paths, merged, select
+from meshtrain.models import lora
+from meshtrain.models.abstract import named_params
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_task import decoder
+from meshtrain.models.lora import LoraOptions, with_adapters
+from meshtrain.models.seq2seq import Seq2SeqOptions
+from meshtrain.models.seq2seq_task import seq2seq
+from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.optim.trainable import is_adapter, trained_mask
+
+B, T, VOCABULARY = 2, 6, 11
+SIZES = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 24, "num_heads": 4, "vocab_size": VOCABULARY, "init_std": 0.5}
+LORA = LoraOptions(rank=3, alpha=4.5)
+MATRICES = [*(f"attention/{name}" for name in ("key", "output", "query", "value")), "mlp/down", "mlp/gate", "mlp/up"]
+
+
+@functools.cache
+def base(kind):
+    if kind == "decoder":
+        return decoder(DecoderOptions(**SIZES, num_kv_heads=2, biases=True), batch_size=B, sequence_length=T)
+    options = Seq2SeqOptions(**SIZES, num_encoder_layers=1, dropout_rate=0.0)
+    return seq2seq(options, batch_size=B, sequence_length=T)
+
+
+def batch(task):
+    generator = np.random.default_rng(0)
+    ids = {"tokens", "targets", "source_tokens"}
+    entries = {
+        name: generator.integers(0, VOCABULARY, entry.shape) if name in ids else np.ones(entry.shape)
+        for name, entry in task.batch.items()
+    }
+    of_entries = {name: entries[name].astype(entry.dtype) for name, entry in task.batch.items()}
+    return {**of_entries, SEQUENCE_INDEX: np.arange(B, dtype=np.int32)}
+
+
+def initial(task):
+    return meta.unbox(jax.jit(task.init)(jax.random.key(0)))
+
+
+def moved(params):
+    """The parameters with random numbers in place of the zeros of each B."""
+    generator = np.random.default_rng(1)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            generator.normal(size=leaf.shape).astype(np.float32) if path[-1].key.endswith("_lora_b") else leaf
+        ),
+        params,
+    )
+
+
+def loss_of(task):
+    return lambda params: task.loss(params, batch(task), jax.random.key(0), False)[0]
+
+
+def test_the_first_loss_and_the_other_weights_are_those_without_adapters_bitwise(exact_bits):
+    task = with_adapters(base("decoder"), LORA)
+    before, params = initial(base("decoder")), initial(task)
+    jax.tree.map(np.testing.assert_array_equal, lora.merged(params, LORA), before)
+    assert jax.jit(loss_of(task))(params) == jax.jit(loss_of(base("decoder")))(before)
+    assert task.num_parameters - base("decoder").num_parameters == sum(
+        leaf.size for path, leaf in leaves_with_paths(params) if is_adapter(path)
+    )
+
+
+@pytest.mark.parametrize("kind", ["decoder", "seq2seq"])
+def test_loss_and_gradients_are_those_of_the_merged_weights(kind):
+    """The reference computes W + (alpha / r) A B, and differentiates through the sum."""
+    task = with_adapters(base(kind), LORA)
+    params = moved(initial(task))
+    adapters, frozen = select(params, trained_mask("", params, has_adapters=True))
+
+    def of_merged(adapters):
+        return loss_of(base(kind))(lora.merged(merged(adapters, frozen), LORA))
+
+    loss, found = jax.jit(jax.value_and_grad(lambda some: loss_of(task)(merged(some, frozen))))(adapters)
+    expected_loss, expected = jax.jit(jax.value_and_grad(of_merged))(adapters)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    assert abs(loss - loss_of(base(kind))(lora.merged(initial(task), LORA))) > 1e-2 * loss
+    for (path, got), (_, wanted) in zip(leaves_with_paths(found), leaves_with_paths(expected), strict=True):
+        assert np.linalg.norm(wanted) > 0, path
+        assert np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted), path
+
+
+def test_logits_of_merged_weights_are_those_of_the_adapters():
+    task = with_adapters(base("decoder"), LORA)
+    start, params = initial(task), moved(initial(task))
+    plain = jax.jit(base("decoder").logits)
+    logits = jax.jit(task.logits)(params, batch(task))[..., :VOCABULARY]
+    of_merged, of_start = (plain(lora.merged(some, LORA), batch(task))[..., :VOCABULARY] for some in (params, start))
+    largest = np.abs(logits).max()
+    np.testing.assert_allclose(of_merged, logits, atol=1e-5 * largest)
+    assert np.abs(of_start - logits).max() > 0.1 * largest
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted"),
+    [
+        ("", MATRICES),
+        ("query|value", ["attention/query", "attention/value"]),
+        ("attention", MATRICES[:4]),  # biases have no product
+        ("layers/mlp/up$", ["mlp/up"]),
+    ],
+)
+def test_targets_are_found_in_the_paths_of_matrices(targets, adapted):
+    params, axes = named_params(with_adapters(base("decoder"), LoraOptions(rank=3, targets=targets)).init)
+    found = {path.removesuffix("_lora_a") for path, _ in leaves_with_paths(params) if path.endswith("_lora_a")}
+    assert found == {f"layers/{path}" for path in adapted}
+    stored = {"embed", "adapter_head_dim", "adapter_mlp"}
+    for name, leaf in {**axes["layers"]["attention"], **axes["layers"]["mlp"]}.items():
+        assert not is_adapter(name) or len(stored & set(leaf)) == 1, "each factor has one dim that fsdp splits"
+
+
+@pytest.mark.parametrize(
+    ("targets", "start", "end"),
+    [
+        ("qeury", "got 'qeury', which matches no matrix of a layer; ", "'layers/attention/query'"),
+        ("table|query", "got 'table|query', which matches embedding/table, no matrix of a layer; ", "/query'"),
+        ("kernel", "got 'kernel', which matches head/kernel, no matrix of a layer; ", "'"),
+        ("query_bias", "got 'query_bias', which matches no matrix of a layer; ", "'layers/attention/query'"),
+        ("up(", "got 'up(' (missing ), unterminated subpattern at position 2); ", "'layers/mlp/up'"),
+    ],
+)
+def test_targets_without_a_matrix_are_refused(targets, start, end):
+    _, axes = named_params(base("decoder").init)
+    [line] = lora.problems(LoraOptions(rank=3, targets=targets), axes)
+    assert line.startswith(f"lora.targets: {start}allowed: a regular expression found in paths of layers/attention/key")
+    assert line.endswith(end)

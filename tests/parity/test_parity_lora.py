@@ -1,0 +1,104 @@
+"""Adapters on a mesh: the gradients of one device for each of them, and nothing kept for the frozen weights.
+
+Plain SGD's momentum is, after the first step, the gradient that the optimizer was given.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.assemble import assemble, stored_params
+from meshtrain.config.config import resolve
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.optim.trainable import is_adapter
+from meshtrain.step.held import held
+from tests.parity.runs import by_path, first_moments, sizes
+
+B, T, VOCABULARY = 8, 8, 61
+CONFIG = {
+    "batch_size": B,
+    "sequence_length": T,
+    "model": {
+        "num_layers": 4,
+        "embed_dim": 16,
+        "mlp_dim": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "vocab_size": VOCABULARY,
+        "vocab_multiple": 8,
+    },
+    "lora": {"rank": 3, "alpha": 5.0},
+    "pipeline": {"num_microbatches": 2},
+    "optimizer": {"name": "sgd", "clip_norm": 0.0},
+    "learning_rate": {"name": "constant", "peak": 0.1, "warmup_steps": 0},
+    "data": {"source": "synthetic"},
+}
+IN_CHUNKS = {"schedule": "interleaved_1f1b", "num_microbatches": 2, "num_chunks": 2}
+MESHES = {
+    "data, fsdp and tensor": ({"zero": {"level": 1}, "accumulation_steps": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
+    "a pipeline in chunks": ({"zero": {"level": 2}, "pipeline": IN_CHUNKS}, {"data": 2, "pipeline": 2}),
+}
+
+
+def batch():
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, VOCABULARY, (2, B, T)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    ones = np.ones((B, T), np.int32)
+    weights = np.ones((B, T), np.float32)
+    return {"tokens": ids[0], "targets": ids[1], "segment_ids": ones, "positions": positions, "weights": weights}
+
+
+def stepped(changes, axes):
+    """Returns the assembly; path -> weight before and after a step and path -> gradient, in layer order; the loss.
+
+    Each B starts at random numbers: beside zeros, A has no gradient. Larger ones make activations amplify rounding.
+    """
+    shape = sizes(**axes)
+    assembly = assemble(resolve(CONFIG | changes), shape, jax.devices()[: math.prod(shape.values())])
+    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    generator = np.random.default_rng(1)
+
+    def moved(path, leaf, like):
+        if path[-1].key.endswith("_lora_b"):
+            leaf = (0.1 * generator.normal(size=leaf.shape)).astype(np.float32)
+        return jax.device_put(leaf, like.sharding)
+
+    kept = jax.device_get(assembly.to_kept(state).params)
+    kept = jax.tree_util.tree_map_with_path(moved, kept, assembly.kept_state.params)
+    state = dataclasses.replace(state, params=stored_params(assembly, kept))
+    before = by_path(assembly.to_kept(state).params)
+    placed = {name: jax.device_put(batch()[name], like.sharding) for name, like in assembly.batch.items()}
+    state, metrics = assembly.train_step(state, placed)
+    after = assembly.to_kept(state)
+    return assembly, before, by_path(after.params), first_moments(after.opt_state), float(metrics["loss"])
+
+
+@functools.cache
+def on_one_device():
+    return stepped({}, {})
+
+
+@pytest.mark.parametrize(("changes", "axes"), MESHES.values(), ids=MESHES)
+def test_adapters_get_the_gradients_of_one_device_and_nothing_else_moves(changes, axes):
+    _, start, _, expected, expected_loss = on_one_device()
+    assembly, before, after, gradients, loss = stepped(changes, axes)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert set(gradients) == set(expected) == {path for path in before if is_adapter(path)}
+    for path, gradient in gradients.items():
+        assert np.linalg.norm(expected[path]) > 0, path
+        assert np.linalg.norm(gradient - expected[path]) <= 5e-6 * np.linalg.norm(expected[path]), path
+    for path, weight in after.items():
+        np.testing.assert_array_equal(before[path], start[path], err_msg=path)
+        assert np.array_equal(weight, before[path]) == (not is_adapter(path)), path
+    rows = [leaf for path, leaf in leaves_with_paths(assembly.state.params) if is_adapter(path)]
+    of_device = 4 * sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in rows)
+    found = held(assembly.state, assembly.replicas)
+    # Level 2 scatters the sums of those whose dims data divides; momentum and sums are float32 like the weights.
+    assert found.gradients <= of_device
+    assert found.moments <= of_device + 8
+    assert found.parameters > 3 * of_device
