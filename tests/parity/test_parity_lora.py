@@ -15,6 +15,7 @@ from meshtrain.assemble import assemble, stored_params
 from meshtrain.config.config import resolve
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim.trainable import is_adapter
+from meshtrain.plan.guess import state_bytes, weights_of
 from meshtrain.step.held import held
 from tests.parity.runs import by_path, first_moments, sizes
 
@@ -102,3 +103,16 @@ def test_adapters_get_the_gradients_of_one_device_and_nothing_else_moves(changes
     assert found.gradients <= of_device
     assert found.moments <= of_device + 8
     assert found.parameters > 3 * of_device
+
+
+def test_frozen_matrices_may_be_stored_in_bfloat16_and_the_planner_counts_them():
+    """From shapes alone. Norms stay float32: a rounded scale would change what the model computes."""
+    config, shape = resolve(CONFIG | {"precision": {"frozen_dtype": "bfloat16"}}), sizes(fsdp=2, pipeline=2)
+    assembly = assemble(config, shape, jax.devices()[:4])
+    for path, leaf in leaves_with_paths(assembly.state.params):
+        is_rounded = not is_adapter(path) and "norm" not in path
+        assert leaf.dtype == ("bfloat16" if is_rounded else "float32"), path
+    moments = {path for path, leaf in leaves_with_paths(assembly.state.opt_state) if leaf.ndim}
+    assert moments
+    assert all(is_adapter(path) for path in moments)
+    assert state_bytes(config, shape, weights_of(config)) == held(assembly.state, assembly.replicas).total
