@@ -5,7 +5,7 @@
     scripts/mutants --table               the table as Markdown, for docs/testing.md; nothing is run
 
 A fault is noticed when its tests fail with it and pass without it: all tests that are named run once unchanged first.
-The faults stand in `mutants_step.py`, `mutants_around.py`, `mutants_probe.py` and `mutants_hf.py`.
+The faults stand in the files beside this one whose names begin with `mutants_`.
 """
 
 import argparse
@@ -23,12 +23,14 @@ from typing import Any
 
 from scripts.mutant import Mutant
 from scripts.mutants_around import AROUND
+from scripts.mutants_files import FILES
 from scripts.mutants_hf import HF
+from scripts.mutants_models import MODELS
 from scripts.mutants_probe import PROBE
 from scripts.mutants_step import STEP
 
 ROOT = pathlib.Path(__file__).parents[1]
-MUTANTS = (*STEP, *AROUND, *PROBE, *HF)
+MUTANTS = (*MODELS, *STEP, *FILES, *AROUND, *PROBE, *HF)
 ROOMS = (
     "words",
     "config",
