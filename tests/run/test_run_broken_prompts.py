@@ -1,13 +1,12 @@
 """Broken prompts and flags of generation in bulk: refused in one line each, before weights are read."""
 
-import contextlib
 import dataclasses
 import json
 
 import pytest
 
 from meshtrain.data.token_files import TokenFile
-from meshtrain.run import weights
+from meshtrain.run import weights_from
 from tests.run.broken import Accepted, Case, assert_refused, odd_things, small
 
 LEARNED = ("model.positions=learned", "sequence_length=32")
@@ -128,7 +127,7 @@ def test_broken_flags_are_refused(name, tmp_path, monkeypatch):
 @pytest.fixture
 def with_a_run(monkeypatch):
     """As if the workdir had a checkpoint; its weights are never read."""
-    monkeypatch.setattr(weights, "find", lambda workdir: contextlib.nullcontext())
+    monkeypatch.setattr(weights_from, "problems", lambda config, workdir, step: [])
 
 
 @pytest.mark.parametrize("name", MODELS)
