@@ -124,12 +124,12 @@ def _export(arguments: argparse.Namespace) -> None:
     if peers.count() > 1:
         raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
     params, _ = weights_from.restore_params(arguments.workdir, arguments.step, assembly.kept_state.params)
-    text, end_id = _tokenizer(config)
+    of_text, written, end_id = _text_files(config, original)
     target = expanded(arguments.to).absolute()
     target.mkdir(parents=True, exist_ok=True)
     num_bytes = export.write_weights(target, family, options, params, dtype)
     stated = as_json(options, family, dtype, config.sequence_length, end_id, given)
-    export.write_rest(target, stated, original, text)
+    export.write_rest(target, stated, original, of_text, written)
     print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, a {family}")
 
 
@@ -144,17 +144,34 @@ def _original(config: Config, workdir: Path) -> Path | None:
     return None
 
 
-def _tokenizer(config: Config) -> tuple[str | None, int]:
-    """Returns the text of the tokenizer.json of a run's data and the id that ends a document: (None, -1) without."""
-    name = config.data.tokenizer
-    if config.data.source not in DOCUMENTS["source"]:
-        return None, -1
-    if name == "bytes":
-        return (export.byte_tokenizer(), NUM_BYTES) if config.model.vocab_size > NUM_BYTES else (None, -1)
-    if what_is_at(name) != "a file":
-        return None, -1
-    end_id = file_tokenizer(name, config.data.end_token).end_id
-    return Path(name).read_text(encoding="utf-8"), end_id if end_id < config.model.vocab_size else -1
+def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dict[str, str], int]:
+    """Returns the files of a run's tokenizer and chat template.
+
+    Args:
+      config: of the run.
+      original: the folder that its model came from, which is taken where the data have no tokenizer, or it is not here.
+
+    Returns:
+      The folder from which they are copied, name -> content of those that are written besides, and the id that ends a
+      document: -1 without.
+    """
+    data, size = config.data, config.model.vocab_size
+    written, what = dict[str, str](), what_is_at(data.tokenizer)
+    if what_is_at(data.chat_template) == "a file":
+        written[export.TEMPLATE_FILE] = Path(data.chat_template).read_text(encoding="utf-8")
+    if data.source not in DOCUMENTS["source"]:
+        return original, written, -1
+    if data.tokenizer == "bytes":
+        return (None, export.byte_files() | written, NUM_BYTES) if size > NUM_BYTES else (None, written, -1)
+    if what not in ("a file", "a folder"):
+        return original, written, -1
+    end_id = file_tokenizer(data.tokenizer, data.end_token).end_id
+    end_id = end_id if end_id < size else -1
+    if what == "a folder":
+        return Path(data.tokenizer), written, end_id
+    content = Path(data.tokenizer).read_text(encoding="utf-8")
+    beside = Path(data.tokenizer).parent
+    return beside if beside == original else None, {export.TOKENIZER_FILE: content, **written}, end_id
 
 
 def main(argv: Sequence[str]) -> int:

@@ -33,22 +33,22 @@ def get_config():
 def of_folder(directory: str | Path) -> Config:
     """Returns a configuration, not resolved, whose model is that of a Hugging Face folder; reads config.json alone.
 
-    Text is read with the folder's tokenizer.json. Without one, text is token ids, written as numbers.
+    Text is read with the folder's tokenizer and chat template. Without a tokenizer.json, text is token ids, written as
+    numbers.
 
     Raises:
       UserError: one line for each key of config.json that is missing, wrong or not understood.
     """
     folder = expanded(directory).absolute()
     found = described(folder)
-    tokenizer = folder / TOKENIZER_FILE
-    has_tokenizer = what_is_at(tokenizer) == "a file"
+    has_tokenizer = what_is_at(folder / TOKENIZER_FILE) == "a file"
     policy = _POLICIES[found.dtype] if found.dtype in _POLICIES else PrecisionOptions.policy
     return Config(
         model=found.options,
         sequence_length=min(found.max_length or LONGEST, LONGEST),
         batch_size=BATCH_SIZE,
         precision=PrecisionOptions(policy=policy),
-        data=DataOptions(tokenizer=str(tokenizer)) if has_tokenizer else DataOptions(source="synthetic"),
+        data=DataOptions(tokenizer=str(folder)) if has_tokenizer else DataOptions(source="synthetic"),
     )
 
 

@@ -18,11 +18,14 @@ from meshtrain.models.decoder import DecoderOptions
 from meshtrain.words.files import replacing, write_whole
 
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
+SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 # Files beside the weights that belong to text; they are copied as they are.
-COPIED = (
-    GENERATION_FILE, TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+OF_TEXT = (
+    TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model",
 )  # fmt: skip
+COPIED = (GENERATION_FILE, *OF_TEXT)
+END_TOKEN = "<|endoftext|>"  # of the byte tokenizer
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FILE_BYTES = 5_000_000_000  # most in a file, unless one tensor has more
 _ALIGNED = 8
@@ -82,24 +85,36 @@ def write_weights(folder: Path, family: str, options: DecoderOptions, params: An
     return total
 
 
-def write_rest(folder: Path, config: Mapping[str, Any], original: Path | None, tokenizer: str | None) -> None:
+def write_rest(
+    folder: Path, config: Mapping[str, Any], original: Path | None, of_text: Path | None, written: Mapping[str, str]
+) -> None:
     """Writes config.json, generation_config.json and the files of the tokenizer.
 
     Args:
       folder: that exists.
       config: from `stating.as_json`.
-      original: the folder with the files that came with the model, which are copied; None: there is none.
-      tokenizer: the text of a tokenizer.json, used where no original has one; None: there is none.
+      original: the folder with the files that came with the model; None: there is none.
+      of_text: the folder whose tokenizer and chat template are copied; None: there is none.
+      written: name -> content of files that are written besides, or in place of copies.
     """
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    for name in COPIED if original is not None else ():
-        if original is not None and (original / name).is_file():
-            shutil.copyfile(original / name, folder / name)
-    if tokenizer is not None and not (folder / TOKENIZER_FILE).exists():
-        write_whole(folder / TOKENIZER_FILE, tokenizer)
+    for name in COPIED:
+        source = original if name == GENERATION_FILE else of_text
+        if source is not None and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    for name, content in written.items():
+        write_whole(folder / name, content)
     if not (folder / GENERATION_FILE).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
         write_whole(folder / GENERATION_FILE, json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
+
+
+def byte_files() -> dict[str, str]:
+    """Returns name -> content of the files of the byte tokenizer's folder."""
+    # Without its class named, readers take the model's own, which adds tokens.
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN}
+    settings["clean_up_tokenization_spaces"] = False
+    return {TOKENIZER_FILE: byte_tokenizer(), SETTINGS_FILE: json.dumps(settings, indent=2) + "\n"}
 
 
 def byte_tokenizer() -> str:
@@ -114,7 +129,7 @@ def byte_tokenizer() -> str:
     found = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found.decoder = decoders.ByteLevel()
-    found.add_special_tokens(["<|endoftext|>"])
+    found.add_special_tokens([END_TOKEN])
     return str(found.to_str(pretty=False))
 
 

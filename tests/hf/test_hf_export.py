@@ -10,7 +10,9 @@ import pytest
 from meshtrain import hugging_face
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.data.tokenize import byte_tokenizer, file_tokenizer
+from meshtrain.data.chat_template import open_template
+from meshtrain.data.sources import DataOptions
+from meshtrain.data.tokenize import byte_tokenizer, file_tokenizer, open_tokenizer
 from meshtrain.hf import export, files, folder, reading
 from meshtrain.hf.config import described, differences
 from meshtrain.hf.stating import as_json, family_of
@@ -79,6 +81,30 @@ def test_the_byte_tokenizer_has_equal_ids(tmp_path):
     for text in ("def f(x):\n\treturn 'é€😀'  # \x00\x7f\xad\r\n", "  ", "<|endof", ""):
         assert exported.encode(text) == own.encode(text)
         assert exported.decode(own.encode(text)) == text
+
+
+CHAT = FIXTURES / "chat"
+OF_BYTES, BESIDE = {"tokenizer.json", "tokenizer_config.json"}, {"chat_template.jinja", "generation_config.json"}
+TEXTS = {
+    "bytes": ({}, 257, OF_BYTES | {"generation_config.json"}, 256),
+    "bytes with a template": ({"chat_template": f"{CHAT}/chat_template.jinja"}, 257, OF_BYTES | BESIDE, 256),
+    "a folder": ({"tokenizer": str(CHAT)}, 1000, OF_BYTES | BESIDE, 2),
+    "its file alone": ({"tokenizer": f"{CHAT}/tokenizer.json"}, 1000, {"tokenizer.json", "generation_config.json"}, 0),
+    "no text": ({"source": "synthetic"}, 257, {"generation_config.json"}, -1),
+}
+
+
+@pytest.mark.parametrize("data, size, names, end_id", TEXTS.values(), ids=TEXTS)
+def test_the_tokenizer_of_the_data_goes_out_with_its_template(data, size, names, end_id, tmp_path):
+    config = Config(model=DecoderOptions(vocab_size=size), data=DataOptions(**data))
+    of_text, written, found = hugging_face._text_files(config, None)
+    export.write_rest(tmp_path, {}, None, of_text, written)
+    assert found == end_id
+    assert {path.name for path in tmp_path.iterdir()} == names | {"config.json"}
+    if "chat_template.jinja" in names:
+        assert open_tokenizer(str(tmp_path)).end_id == end_id
+        asked = open_template(str(tmp_path), "").prompt([{"role": "user", "content": "hello"}])
+        assert asked.startswith("<|im_start|>user\nhello")
 
 
 def test_a_folder_goes_in_and_out(tmp_path, capsys):

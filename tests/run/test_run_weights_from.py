@@ -1,6 +1,7 @@
 """A Hugging Face folder stands where a workdir may: in `init_from`, as the workdir of commands, in `hf import`."""
 
 import dataclasses
+import shutil
 import types
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from meshtrain import evaluate, generate, hugging_face
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config, resolve
+from meshtrain.config.of_folder import of_folder
+from meshtrain.data.chat_template import open_template
 from meshtrain.hf import folder, reading
 from meshtrain.hf.config import described
 from meshtrain.layout.axes import AXES
@@ -76,6 +79,15 @@ def test_a_printed_configuration_has_the_model_of_the_folder(tmp_path, capsys):
     assert config.init_from == str(LLAMA)
     assert (config.sequence_length, config.precision.policy) == (64, "bfloat16")
     assert "config.mesh.tensor = 1" in (tmp_path / "mine.py").read_text()
+
+
+def test_a_folder_brings_its_tokenizer_and_its_chat_template(tmp_path):
+    for path in (LLAMA / "config.json", *(FIXTURES / "chat").iterdir()):
+        shutil.copy(path, tmp_path)
+    data = of_folder(tmp_path).data
+    assert data.tokenizer == str(tmp_path)
+    template = open_template(data.tokenizer, data.chat_template)
+    assert template.name == str(tmp_path / "chat_template.jinja")
 
 
 def test_an_imported_folder_is_a_workdir_with_the_same_weights(assembly, params, tmp_path, capsys):
