@@ -59,6 +59,8 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     if isinstance(config.model, DecoderOptions) and config.model.rope_factor == 1:
         fields = ("rope_low", "rope_high", "rope_original_length")
         found = _changed(config.model, "model", "model.rope_factor=1.0", only=fields) | found
+    if isinstance(config.model, DecoderOptions) and not config.model.window:
+        found |= _changed(config.model, "model", "model.window=0", only=("global_every", "rope_local_base"))
     if config.local_steps.period == 0:
         fields = ("groups", "outer_learning_rate", "outer_momentum")
         found |= _changed(config.local_steps, "local_steps", "local_steps.period=0", only=fields)

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models import splash
-from meshtrain.models.layers import Norm, adapted, normal, rotate, weight
+from meshtrain.models.layers import Norm, adapted, capped, normal, rotate, weight
 from meshtrain.models.remat import HEADS
 
 
@@ -63,6 +64,9 @@ class Attention(nn.Module):
       qk_epsilon: of an RMSNorm over each head of queries and keys, before rotary positions (as Dehghani et al. 2023 do
         with LayerNorm); None: without these norms.
       window: how many tokens a causal query attends to, its own among them (Beltagy et al. 2020); 0: all before it.
+      centered_scales: of the norms of queries and keys, see `Norm`.
+      scale: what scores are multiplied by; None: H^-0.5.
+      cap: scores become cap tanh(score / cap) (Bello et al. 2016); 0: they stay.
     """
 
     num_heads: int
@@ -78,6 +82,9 @@ class Attention(nn.Module):
     qkv_biases: bool = False
     qk_epsilon: float | None = None
     window: int = 0
+    centered_scales: bool = False
+    scale: float | None = None
+    cap: float = 0.0
 
     @nn.compact
     def __call__(
@@ -87,6 +94,7 @@ class Attention(nn.Module):
         documents: jax.Array | None,
         memory: Memory | None = None,
         slots: Slots | None = None,
+        is_global: jax.Array | None = None,
     ) -> jax.Array:
         """Applies attention: with `causal` a query attends to the tokens up to its own, else to all of them.
 
@@ -100,6 +108,8 @@ class Attention(nn.Module):
           slots: where the keys and values stand in the collection CACHE that one token of each row, T = 1, attends to.
             With `causal` its own are added in their slot; otherwise the cache is a memory, which does not change. None:
             there is no cache.
+          is_global: bool scalar, whether queries attend to all tokens before them in spite of the window; None: they do
+            not. It is data, so that scanned layers with and without a window are compiled once.
         """
         source, of_keys = (x, documents) if memory is None else memory
         assert memory is None or (angles is None and not self.causal), "a memory has no order relative to the queries"
@@ -114,11 +124,13 @@ class Attention(nn.Module):
         if slots is None and not self.is_initializing():
             # A multiple of splash's blocks exactly where both lengths are.
             length = math.gcd(x.shape[1], source.shape[1])
-            how = chosen(self.implementation, self.head_dim, length, self.dtype, masked, self.placement.platform)
+            how = chosen(
+                self.implementation, self.head_dim, length, self.dtype, masked, self.placement.platform, self.cap > 0
+            )
         segments = None if documents is None or of_keys is None else (documents, of_keys)
         if slots is not None:
             segments = (jnp.ones_like(slots.filled[:, :1]), slots.filled)
-        heads = self._attend(q, k, v, segments, self.causal and slots is None, how)
+        heads = self._attend(q, k, v, segments, self.causal and slots is None, how, is_global)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         # Splash names its results itself. A second name would save the same array twice.
         heads = heads if how == "splash" else checkpoint_name(heads, HEADS)
@@ -152,33 +164,50 @@ class Attention(nn.Module):
         return jnp.where(is_own, k, stored_k), jnp.where(is_own, v, stored_v)
 
     def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, causal: bool, how: str
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: Segments,
+        causal: bool,
+        how: str,
+        is_global: jax.Array | None,
     ) -> jax.Array:
         """Returns [b, T, N, H]."""
         # The slots of a cache are those of the window already. A window over all tokens is none: the kernels have paths
         # of their own for windows.
         window = self.window if causal and self.window < k.shape[1] else 0
+        of_scores: Any = {"scale": self.scale, "cap": self.cap}
         if how == "xla":
             if self.dtype == jnp.float16:
                 # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
                 q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-            return _by_jax(q, k, v, segments, causal, how, window).astype(self.dtype)
+            here = window if is_global is None or not window else jnp.where(is_global, k.shape[1], window)
+            return _by_jax(q, k, v, segments, causal=causal, how=how, window=here, **of_scores).astype(self.dtype)
         # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
         # shards in a manual region. Each axis made manual here splits sequences or heads: no array is replicated, and
         # no gradient has to be summed over devices.
         if how == "splash":
             interpret = self.placement.platform != "tpu"
-            kernel: Any = functools.partial(
-                splash.attend, causal=causal, window=window, name=HEADS, interpret=interpret
-            )
+            kernel: Any = functools.partial(splash.attend, causal=causal, name=HEADS, interpret=interpret, **of_scores)
         else:
-            kernel = functools.partial(_by_jax, causal=causal, how=how, window=window)
+            kernel = functools.partial(_by_jax, causal=causal, how=how, **of_scores)
+        local, everywhere = (functools.partial(kernel, window=size) for size in (window, 0))
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, is_global: jax.Array | None) -> jax.Array:
+            # The branches have no collectives: stages of a pipeline may take different ones.
+            if is_global is None or not window:
+                return local(q, k, v, segments)
+            heads: jax.Array = jax.lax.cond(is_global, everywhere, local, q, k, v, segments)
+            return heads
+
         queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
-        in_specs = (queries, keys, keys, tuple(tokens) if segments else None)
-        run = self.placement.on_shards(kernel, in_specs, queries, is_opaque=True)
-        heads: jax.Array = run(q, k, v, segments)
+        whole = None if is_global is None else PartitionSpec()
+        in_specs = (queries, keys, keys, tuple(tokens) if segments else None, whole)
+        on_shards = self.placement.on_shards(run, in_specs, queries, is_opaque=True)
+        heads: jax.Array = on_shards(q, k, v, segments, is_global)
         return heads
 
     def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:
@@ -196,12 +225,19 @@ class Attention(nn.Module):
         """Returns [b, T, heads, H], each head normalized, or as it is without these norms."""
         if self.qk_epsilon is None:
             return heads
-        result: jax.Array = Norm("rmsnorm", self.qk_epsilon, False, self.placement, name=name)(heads)
+        norm = Norm("rmsnorm", self.qk_epsilon, False, self.placement, self.centered_scales, name=name)
+        result: jax.Array = norm(heads)
         return result
 
 
 def chosen(
-    asked: str, head_dim: int, sequence_length: int, dtype: DTypeLike, masks_documents: bool, platform: str
+    asked: str,
+    head_dim: int,
+    sequence_length: int,
+    dtype: DTypeLike,
+    masks_documents: bool,
+    platform: str,
+    caps_scores: bool = False,
 ) -> str:
     """Returns the implementation that computes attention: `xla`, `cudnn` or `splash`.
 
@@ -215,6 +251,7 @@ def chosen(
       dtype: of queries, keys and values.
       masks_documents: whether a token attends to its own document only.
       platform: as JAX names it, such as `tpu`, `gpu` or `cuda`.
+      caps_scores: whether scores are capped, which cuDNN's kernel cannot do.
     """
     if asked != "auto":
         return asked
@@ -222,20 +259,62 @@ def chosen(
         return "splash"
     # Every GPU with a cuDNN kernel supports head dims up to 128. GPUs from Hopper on support up to 256.
     fits_cudnn = jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
-    return "cudnn" if platform in ("gpu", "cuda") and fits_cudnn and not masks_documents else "xla"
+    fits_cudnn = fits_cudnn and not masks_documents and not caps_scores
+    return "cudnn" if platform in ("gpu", "cuda") and fits_cudnn else "xla"
 
 
 def _by_jax(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, causal: bool, how: Any, window: int
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    *,
+    causal: bool,
+    how: Any,
+    window: int | jax.Array,
+    scale: float | None,
+    cap: float,
 ) -> jax.Array:
     mask = same_document(*segments) if segments is not None else None
-    local = (window - 1, 0) if window else None
-    if mask is not None and window:
+    local = None
+    if isinstance(window, int) and mask is None and not cap:
+        local = (window - 1, 0) if window else None
+    elif isinstance(window, jax.Array) or window:
         # cuDNN's kernel takes a window or a mask. It needs `is_causal` with both: its window has no end.
-        mask, local = mask & (jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1]) < window), None
+        near = (jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1]) < window)[None, None]
+        mask = near if mask is None else mask & near
+    if cap:
+        assert how == "xla", "the kernel has no cap"
+        return with_cap(q, k, v, mask, causal, scale, cap)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=causal, implementation=how, local_window_size=local
+        q, k, v, mask=mask, scale=scale, is_causal=causal, implementation=how, local_window_size=local
     )
+
+
+def with_cap(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, causal: bool, scale: float | None, cap: float
+) -> jax.Array:
+    """Returns attention with capped scores [b, T, N, H], written out; scores and softmax are float32.
+
+    Args:
+      q: [b, T, N, H].
+      k: [b, S, G, H]; G divides N.
+      v: as `k`.
+      mask: bool, broadcastable to [b, 1, T, S], true where a query attends to a key; None: everywhere.
+      causal: whether a query attends to the keys up to its own place only.
+      scale: what scores are multiplied by; None: H^-0.5.
+      cap: scores become cap tanh(score / cap).
+    """
+    groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("btgnh,bsgh->bgnts", groups, k, preferred_element_type=jnp.float32)
+    scores = capped(scores * (scale or q.shape[3] ** -0.5), cap)
+    if causal:
+        before = jnp.tri(q.shape[1], k.shape[1], dtype=bool)[None, None]
+        mask = before if mask is None else mask & before
+    if mask is not None:
+        scores = jnp.where(mask[:, :, None], scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bgnts,bsgh->btgnh", weights, v).reshape(q.shape)
 
 
 def same_document(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The modules of a decoder-only transformer: GPT-2, Llama, Mistral, Qwen 2 and 3 by configuration.
+"""The modules of a decoder-only transformer: GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 by configuration.
 
 b: sequences in a microbatch, T: tokens a sequence, D: embed dim, H: head dim, K: layers in a stack, v: the part of the
 padded vocabulary on one shard of a manual axis (all of it without one).
@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from meshtrain.layout.placement import Placement
 from meshtrain.models import losses
 from meshtrain.models.attention import CACHE, NEW, Attention, Slots
-from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
+from meshtrain.models.cache import latest
+from meshtrain.models.layers import Mlp, Norm, capped, dropout, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import RESIDUAL, RematOptions, checkpoint_policy
 from meshtrain.models.task import Batch
@@ -65,8 +66,17 @@ class DecoderOptions:
     )
     norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
-    activation: str = option("swiglu", "activation function of the mlp", choices=("swiglu", "gelu"))
+    centered_scales: bool = option(False, "norms multiply by 1 + scale, as in Gemma; scales start at 0")
+    post_norms: bool = option(
+        False, "norms of what attention and mlp add to the residual stream as well, as in Gemma 2 and 3"
+    )
+    activation: str = option(
+        "swiglu",
+        "activation function of the mlp: gelu, or gated with silu (swiglu) or gelu (geglu)",
+        choices=("swiglu", "gelu", "geglu"),
+    )
     tied_embeddings: bool = option(False, "the head uses the embedding table")
+    scaled_embeddings: bool = option(False, "embeddings of tokens are multiplied by sqrt(embed_dim), as in Gemma")
     biases: bool = option(False, "biases in projections, mlp and LayerNorm")
     qkv_biases: bool = option(
         False, "biases on queries, keys and values alone, as in Qwen 2", only_for={"biases": (False,)}
@@ -75,6 +85,23 @@ class DecoderOptions:
     window: int = option(
         0, "how many tokens a token attends to, itself among them, as in Mistral; 0: all before it", minimum=0
     )
+    global_every: int = option(
+        0,
+        "layers without the window: every second (2, as in Gemma 2), every sixth (6, as in Gemma 3), ...; 0: none",
+        minimum=0,
+    )
+    rope_local_base: float = option(
+        0.0, "rotary base of layers with a window, without scaling, as in Gemma 3; 0: that of all layers",
+        minimum=0.0, only_for=ROTARY,
+    )  # fmt: skip
+    attention_scalar: int = option(
+        0, "scores of attention are divided by its square root, as in Gemma 2 and 3; 0: by that of the head dim",
+        minimum=0,
+    )  # fmt: skip
+    attention_cap: float = option(
+        0.0, "scores of attention become cap tanh(score / cap), as in Gemma 2; 0: they stay", minimum=0.0
+    )
+    logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: they stay", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     attention: str = option(
         "auto",
@@ -92,6 +119,26 @@ class DecoderOptions:
     def width_of_head(self) -> int:
         """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def alternates(self) -> bool:
+        """Whether some layers have a window and others may have none."""
+        return self.window > 0 and self.global_every > 0
+
+    @property
+    def score_scale(self) -> float | None:
+        """What scores of attention are multiplied by; None: H^-0.5."""
+        return self.attention_scalar**-0.5 if self.attention_scalar else None
+
+
+class ByKind(NamedTuple):
+    """What differs between layers that have the window and those that have none, where a stack has both.
+
+    The layers are scanned, so a layer selects its own by its index.
+    """
+
+    local: Any
+    everywhere: Any
 
 
 class Embedding(nn.Module):
@@ -118,6 +165,8 @@ class Embedding(nn.Module):
         table = weight(self, "table", shape, ("vocab", "embed"), init, place, self.dtype)
         row = batch["tokens"] - losses.first_column(self.num_rows, axis)
         x = losses.sum_over_shards(look_up(table, row, place), axis)
+        if options.scaled_embeddings:
+            x = x * math.sqrt(options.embed_dim)
         if options.positions == "learned":
             shape = (self.num_positions, options.embed_dim)
             positions = weight(self, "positions", shape, ("positions", "embed"), init, place, self.dtype)
@@ -127,7 +176,10 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [b, T, D] -> [b, T, D]."""
+    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [b, T, D] -> [b, T, D].
+
+    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    """
 
     options: DecoderOptions
     placement: Placement
@@ -140,15 +192,15 @@ class Layer(nn.Module):
         x: jax.Array,
         layer: jax.Array,
         keys: jax.Array,
-        angles: jax.Array | None,
+        angles: jax.Array | ByKind | None,
         documents: jax.Array | None,
-        slots: Slots | None,
+        slots: Slots | ByKind | None,
     ) -> tuple[jax.Array, None]:
         """Applies one layer.
 
         Args:
           x: [b, T, D].
-          layer: int32 scalar, the layer's index in the whole model, for dropout.
+          layer: int32 scalar, the layer's index in the whole model, for dropout and for what alternates.
           keys: one key for each sequence, keys [b].
           angles: see `Attention`.
           documents: see `Attention`.
@@ -161,18 +213,24 @@ class Layer(nn.Module):
         output_std = o.init_std / math.sqrt(2 * o.num_layers)
         rate = o.dropout_rate if self.train else 0.0
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, layer + 1)
-        norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place)
+        is_global = (layer + 1) % o.global_every == 0 if o.alternates else None
+        own_angles, own_slots = _own(angles, is_global), _own(slots, is_global)
+        norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place, o.centered_scales)
         attention = Attention(
             o.num_heads, o.num_kv_heads, o.width_of_head, o.biases, o.attention, o.init_std, output_std, place,
             self.dtype, qkv_biases=o.qkv_biases, qk_epsilon=o.norm_epsilon if o.qk_norm else None, window=o.window,
-            name="attention",
+            centered_scales=o.centered_scales, scale=o.score_scale, cap=o.attention_cap, name="attention",
         )  # fmt: skip
         mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
         x = checkpoint_name(x, RESIDUAL)
         normed = place.activation(norm(name="attention_norm")(x), ("batch", "sequence", "embed"))
-        x = x + dropout(self._residual(attention(normed, angles, documents, slots=slots)), rate, keys, ATTENTION_SITE)
+        added = self._residual(attention(normed, own_angles, documents, slots=own_slots, is_global=is_global))
+        added = norm(name="attention_post_norm")(added) if o.post_norms else added
+        x = x + dropout(added, rate, keys, ATTENTION_SITE)
         normed = place.activation(norm(name="mlp_norm")(x), ("batch", "sequence", "embed"))
-        x = x + dropout(self._residual(mlp(normed)), rate, keys, MLP_SITE)
+        added = self._residual(mlp(normed))
+        added = norm(name="mlp_post_norm")(added) if o.post_norms else added
+        x = x + dropout(added, rate, keys, MLP_SITE)
         return self._residual(x), None
 
     def _residual(self, x: jax.Array) -> jax.Array:
@@ -192,7 +250,7 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array, table: jax.Array | None, axis: losses.Axis) -> jax.Array:
         """Returns logits from the embedding `table` [v, D] (tied), or from the head's own kernel if `table` is None."""
         o, place = self.options, self.placement
-        x = Norm(o.norm, o.norm_epsilon, o.biases, place, name="norm")(x)
+        x = Norm(o.norm, o.norm_epsilon, o.biases, place, o.centered_scales, name="norm")(x)
         # In this order the cotangents are summed over the manual axis while the sequence is still sharded.
         x = place.activation(losses.copy_to_shards(x, axis), ("batch", "sequence", "embed"))
         if table is None:
@@ -200,7 +258,7 @@ class Head(nn.Module):
             kernel = weight(self, "kernel", shape, ("embed", "vocab"), normal(o.init_std), place, self.dtype)
         else:
             kernel = place.weight(table.astype(self.dtype), ("vocab", "embed")).T
-        logits = jnp.matmul(x, kernel, preferred_element_type=self.output_dtype)
+        logits = capped(jnp.matmul(x, kernel, preferred_element_type=self.output_dtype), o.logit_cap)
         return place.activation(logits, ("batch", "sequence", "vocab"))
 
 
@@ -286,11 +344,37 @@ def run_layers(
     return jax.lax.scan(group, x, jax.tree.map(in_groups, (layers, indices)))[0]
 
 
-def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | None:
+def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKind | None:
     """Returns the rotary angles of int32 positions [b, T], float32 [b, T, H / 2]; None with learned positions."""
     if options.positions != "rotary":
         return None
     scaling = (options.rope_factor, options.rope_low, options.rope_high, options.rope_original_length)
-    return rotary_angles(
+    angles = rotary_angles(
         positions, options.width_of_head, options.rope_base, scaling if options.rope_factor != 1.0 else None
     )
+    if not options.window or not options.rope_local_base:
+        return angles
+    local = rotary_angles(positions, options.width_of_head, options.rope_local_base, None)
+    return ByKind(local, angles) if options.alternates else local
+
+
+def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slots | ByKind:
+    """Returns which slots of a cache the new token of each row attends to.
+
+    Args:
+      options: the model's shape.
+      filled: int32 [b, C], 1 where a slot holds a token of the row, the new one included.
+      own: int32 scalar, the slot of the new token.
+    """
+    if not options.window:
+        return Slots(filled, own)
+    local = Slots(latest(filled, options.window), own)
+    return ByKind(local, Slots(filled, own)) if options.alternates else local
+
+
+def _own(given: Any, is_global: jax.Array | None) -> Any:
+    """Returns `given`, or the part of a `ByKind` that is for this layer."""
+    if not isinstance(given, ByKind):
+        return given
+    assert is_global is not None, "all layers are of one kind"
+    return jax.tree.map(lambda local, everywhere: jnp.where(is_global, everywhere, local), *given)

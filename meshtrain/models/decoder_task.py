@@ -22,7 +22,16 @@ from meshtrain.models import abstract, losses
 from meshtrain.models import cache as caches
 from meshtrain.models.attention import CACHE, NEW, Slots
 from meshtrain.models.decode import Cache, Decode
-from meshtrain.models.decoder import DecoderOptions, Embedding, Head, angles_of, layer_stack, run_layers
+from meshtrain.models.decoder import (
+    ByKind,
+    DecoderOptions,
+    Embedding,
+    Head,
+    angles_of,
+    layer_stack,
+    run_layers,
+    slots_of,
+)
 from meshtrain.models.entry import Entry
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
@@ -190,13 +199,13 @@ class Decoder:
         """Returns the logits [R, V] that follow one more token of each row, int32 [R], and the cache; see `Decode`."""
         slot, positions = cache["slot"], cache["positions"]
         filled = caches.next_slot(cache["filled"], slot)
-        visible = caches.latest(filled, self.options.window) if self.options.window else filled
-        y, new = self._cached(params, tokens[:, None], positions[:, None], cache, Slots(visible, slot))
+        slots = slots_of(self.options, filled, slot)
+        y, new = self._cached(params, tokens[:, None], positions[:, None], cache, slots)
         after = {**caches.write(cache, new, slot), "filled": filled, "positions": positions + 1, "slot": slot + 1}
         return self.logits(params, y)[:, 0], after
 
     def _cached(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | None
+        self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | ByKind | None
     ) -> tuple[jax.Array, Any]:
         """Returns the activations [R, T, D] of tokens int32 [R, T], and their keys and values [K, R, T, G, H]."""
         o, index = self.options, jnp.arange(tokens.shape[0])
@@ -271,4 +280,6 @@ def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> 
     num_keys: float = sequence_length
     if 0 < options.window < sequence_length:
         num_keys = options.window * (2 * sequence_length - options.window) / sequence_length
-    return 12.0 * options.num_layers * num_keys * options.num_heads * options.width_of_head
+    num_global = options.num_layers // options.global_every if options.alternates else 0
+    in_all_layers = num_global * sequence_length + (options.num_layers - num_global) * num_keys
+    return 12.0 * in_all_layers * options.num_heads * options.width_of_head

@@ -4,7 +4,7 @@ b: sequences in a microbatch, T: tokens a sequence, D: embed dim, F: mlp dim, H:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -98,16 +98,29 @@ def factor_axes(axes: Names) -> tuple[Names, Names]:
     return (*stack, *of_factor(dims.reduction), None), (*stack, None, *of_factor(dims.output))
 
 
+def _gelu(x: jax.Array) -> jax.Array:
+    """Returns GELU by its approximation with tanh."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+# The functions of gated mlps (Shazeer 2020).
+GATES: Mapping[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": _gelu}
+
+
 class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim, in float32.
 
     [b, T, D] -> [b, T, D], or [b, T, heads, H] -> [b, T, heads, H], in the dtype of the input.
+
+    Attributes:
+      centered: multiplies by 1 + scale, with scales that start at 0, instead of by the scale.
     """
 
     kind: str
     epsilon: float
     bias: bool
     placement: Placement
+    centered: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -117,14 +130,16 @@ class Norm(nn.Module):
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
-        y = y * weight(self, "scale", x.shape[-1:], ("norm",), ones, self.placement, jnp.float32)
+        start = zeros if self.centered else ones
+        scale = weight(self, "scale", x.shape[-1:], ("norm",), start, self.placement, jnp.float32)
+        y = y * (1.0 + scale if self.centered else scale)
         if self.bias:
             y = y + weight(self, "bias", x.shape[-1:], ("norm",), zeros, self.placement, jnp.float32)
         return y.astype(x.dtype)
 
 
 class Mlp(nn.Module):
-    """Column-parallel up, row-parallel down: ReLU, GELU (Hendrycks and Gimpel 2016) or SwiGLU (Shazeer 2020).
+    """Column-parallel up, row-parallel down: ReLU, GELU (Hendrycks and Gimpel 2016), SwiGLU or GEGLU (Shazeer 2020).
 
     [b, T, D] -> [b, T, D] through [b, T, F], whose last dim is sharded over the tensor axis.
     """
@@ -148,18 +163,24 @@ class Mlp(nn.Module):
         hidden = adapted(self, "up", x, x @ up, ("embed", "mlp"), place, dtype)
         if self.bias:
             hidden = hidden + weight(self, "up_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
-        if self.activation == "swiglu":
+        if self.activation in GATES:
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
-            hidden = jax.nn.silu(adapted(self, "gate", x, x @ gate, ("embed", "mlp"), place, dtype)) * hidden
+            opened = adapted(self, "gate", x, x @ gate, ("embed", "mlp"), place, dtype)
+            hidden = GATES[self.activation](opened) * hidden
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)
         else:
-            hidden = jax.nn.gelu(hidden, approximate=True)
+            hidden = _gelu(hidden)
         hidden = place.activation(hidden, ("batch", "sequence", "mlp"))
         result = adapted(self, "down", hidden, hidden @ down, ("mlp", "embed"), place, dtype)
         if self.bias:
             result = result + weight(self, "down_bias", (embed_dim,), ("norm",), zeros, place, dtype)
         return result
+
+
+def capped(x: jax.Array, cap: float) -> jax.Array:
+    """Returns cap tanh(x / cap), taken in float32, in the dtype of `x`; with a cap of 0 `x` itself."""
+    return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype) if cap else x
 
 
 def normal(std: float) -> Initializer:

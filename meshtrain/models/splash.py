@@ -38,6 +38,8 @@ def attend(
     interpret: bool,
     causal: bool = True,
     window: int = 0,
+    scale: float | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Returns heads [b, T, N, H]; logits, softmax and sums are float32.
 
@@ -52,13 +54,15 @@ def attend(
       causal: whether a query attends to the keys up to its own place only; then S is T.
       window: how many keys a causal query attends to, that of its own place among them; 0: all before it. Blocks of
         keys outside of it are skipped.
+      scale: what scores are multiplied by; None: H^-0.5.
+      cap: scores become cap tanh(score / cap); 0: they stay.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     _, length, num_heads, head_dim = q.shape
     # The kernel does not scale scores. Dividing in float32 rounds once; a 16-bit root and product would round twice.
-    q = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
+    q = (q.astype(jnp.float32) / (1 / scale if scale else math.sqrt(head_dim))).astype(q.dtype)
     if documents is None and not causal and k.shape[1] % LANES:
         documents = (jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32))
     segments = None
@@ -70,24 +74,22 @@ def attend(
     mask: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     if window:
         mask = masks.LocalMask(shape, (window - 1, 0), offset=0)
-    block_q, block_kv = (
-        max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if padded % size == 0) for padded in shape
-    )
+    of_q, of_kv = map(_block, shape)
     kernel = splash.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * num_heads),
         block_sizes=splash.BlockSizes(
-            block_q=block_q,
-            block_kv=block_kv,
-            block_q_dkv=block_q,
-            block_kv_dkv=block_kv,
-            block_q_dq=block_q,
-            block_kv_dq=block_kv,
+            of_q, of_kv, block_q_dkv=of_q, block_kv_dkv=of_kv, block_q_dq=of_q, block_kv_dq=of_kv
         ),
         residual_checkpoint_name=name,
+        attn_logits_soft_cap=cap or None,
         interpret=interpret,
     )
     heads: jax.Array = jax.vmap(kernel)(q, k, v, segments)
     return heads.swapaxes(1, 2)[:, :length]
+
+
+def _block(length: int) -> int:
+    return max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if length % size == 0)
 
 
 def _longer(x: jax.Array, filler: int) -> jax.Array:

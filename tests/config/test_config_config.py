@@ -111,6 +111,11 @@ MISTAKES = [
     (["model.positions=learned", "model.max_positions=64"], "sequence_length", "nearest: 64"),
     (["model.dropout_rate=1"], "model.dropout_rate", "0 to below 1"),
     (["model.rope_factor=8", "model.rope_low=4"], "model.rope_low, model.rope_high", "rope_low < rope_high"),
+    (
+        ["model.attention=cudnn", "model.attention_cap=50", "precision.policy=bfloat16"],
+        "model.attention",
+        "auto, xla, splash",
+    ),
     (["model.attention=cudnn"], "model.attention", "nearest: model.attention=xla"),
     (["model.vocab_size=256"], "model.vocab_size", "nearest: 257"),
     (["mesh.tensor=8", "mesh.pipeline=35", "model.num_layers=35", "model.num_heads=8", "model.num_kv_heads=8"],

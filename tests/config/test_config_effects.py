@@ -79,6 +79,8 @@ def without_effect(*overrides, **shape):
         (["checkpoint.best_metric=eval_accuracy"], "checkpoint.keep_best=0", ["checkpoint.keep_best=1"]),
         (["model.max_positions=512"], "model.positions=rotary", ["model.positions=learned"]),
         (["model.qkv_biases=true", "model.biases=true"], "model.biases=True", ["model.biases=false"]),
+        (["model.global_every=2"], "model.window=0", ["model.window=64"]),
+        (["model.rope_local_base=50.0"], "model.window=0", ["model.window=64"]),
         (["model.rope_low=2.0"], "model.rope_factor=1.0", ["model.rope_factor=8"]),
         (["data.text_field=body"], "data.source=python", ["data.source=text", "data.path=x.jsonl"]),
         (["data.packing=first_fit", "data.source=synthetic"], "data.source=synthetic", ["data.source=python"]),

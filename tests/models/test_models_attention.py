@@ -125,9 +125,9 @@ def batch():
     }
 
 
-def gradients(implementation, placement=None, policy="none"):
+def gradients(implementation, placement=None, policy="none", model=MODEL):
     """(loss, gradients)."""
-    options = dataclasses.replace(MODEL, attention=implementation)
+    options = dataclasses.replace(model, attention=implementation)
     task = decoder(
         options, batch_size=SHAPE[0], sequence_length=SHAPE[1], remat=RematOptions(policy), placement=placement
     )
@@ -141,6 +141,18 @@ def test_a_model_learns_the_same_from_the_kernel_on_a_mesh():
     placement = Placement(default_rules(LayoutOptions()), mesh)
     loss, got = gradients("splash", placement, "save_attention")
     expected_loss, expected = gradients("xla")
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-5 * np.abs(b).max()), got, expected)
+
+
+@pytest.mark.slow
+def test_layers_with_a_window_and_without_take_the_kernel_of_their_own():
+    """With scores that are scaled and capped."""
+    model = dataclasses.replace(MODEL, num_layers=2, global_every=2, attention_cap=2.0, attention_scalar=5)
+    mesh = make_mesh({"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 2}, jax.devices())
+    placement = Placement(default_rules(LayoutOptions()), mesh)
+    loss, got = gradients("splash", placement, "save_attention", model)
+    expected_loss, expected = gradients("xla", model=model)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-5 * np.abs(b).max()), got, expected)
 
@@ -162,5 +174,7 @@ def test_a_model_learns_the_same_from_the_kernel_on_a_mesh():
     ],
 )
 def test_auto_is_the_kernel_that_fits(platform, masked, head_dim, length, dtype, name):
+    capped = chosen("auto", head_dim, length, dtype, masked, platform, caps_scores=True)
+    assert capped == ("xla" if name == "cudnn" else name), "cuDNN's kernel has no cap"
     assert chosen("auto", head_dim, length, dtype, masked, platform) == name
     assert chosen("splash", head_dim, length, dtype, masked, platform) == "splash"

@@ -24,6 +24,21 @@ FAMILIES = {
     "window, biases and norms of queries and keys": dataclasses.replace(
         GROUPED, qkv_biases=True, qk_norm=True, window=3
     ),
+    "layers with a window and without, caps, four norms": dataclasses.replace(
+        GROUPED,
+        centered_scales=True,
+        post_norms=True,
+        activation="geglu",
+        tied_embeddings=True,
+        qk_norm=True,
+        scaled_embeddings=True,
+        window=3,
+        global_every=2,
+        rope_local_base=50.0,
+        attention_scalar=9,
+        attention_cap=5.0,
+        logit_cap=3.0,
+    ),
     "learned positions, tied, biases": dataclasses.replace(
         GROUPED,
         num_kv_heads=4,

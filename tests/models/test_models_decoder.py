@@ -23,6 +23,10 @@ LLAMA = DecoderOptions(
 GPT2 = dataclasses.replace(
     LLAMA, num_kv_heads=4, positions="learned", norm="layernorm", activation="gelu", tied_embeddings=True, biases=True
 )
+GEMMA = dataclasses.replace(
+    LLAMA, centered_scales=True, post_norms=True, activation="geglu", tied_embeddings=True, scaled_embeddings=True,
+    qk_norm=True, window=3, global_every=2, rope_local_base=50.0, attention_scalar=9, attention_cap=5.0, logit_cap=3.0,
+)  # fmt: skip
 POLICIES = dataclasses.fields(RematOptions)[0].metadata["choices"]
 
 
@@ -89,6 +93,13 @@ def test_tokens_see_as_many_as_the_window_has(within_documents):
     assert places_that_differ(options, 3) == ([3, 4] if within_documents else [3, 4, 5])
 
 
+def test_every_second_layer_sees_all_of_the_document():
+    """The second of two layers; where it would be the third, both have the window."""
+    options = dataclasses.replace(LLAMA, window=3, global_every=2)
+    assert places_that_differ(options, 5) == list(range(START, SEQUENCE_LENGTH))
+    assert places_that_differ(dataclasses.replace(options, global_every=3), 5) == [5, 6, 7, 8, 9]
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_padding_of_the_vocabulary_never_gets_probability(dtype):
     task = task_of(LLAMA, dtype=dtype)
@@ -150,6 +161,14 @@ SIZES = {
                             head_dim=128, vocab_size=151936, vocab_multiple=1000, tied_embeddings=True, qk_norm=True),
         8192, 596_049_920,
     ),
+    "gemma 2 2b": (
+        dataclasses.replace(GEMMA, num_layers=26, embed_dim=2304, mlp_dim=9216, num_heads=8, num_kv_heads=4,
+                            head_dim=256, vocab_size=256000, vocab_multiple=384, qk_norm=False), 8192, 2_614_341_888,
+    ),
+    "gemma 3 1b": (
+        dataclasses.replace(GEMMA, num_layers=26, embed_dim=1152, mlp_dim=6912, num_heads=4, num_kv_heads=1,
+                            head_dim=256, vocab_size=262144, vocab_multiple=1000), 8192, 999_885_952,
+    ),
 }  # fmt: skip
 
 
@@ -186,9 +205,21 @@ def test_flops_of_a_token_in_a_window():
     assert windowed.attention_flops_per_token == pytest.approx(whole * num_seen / num_causal, rel=1e-12)
     assert windowed.flops_per_token - task_of(LLAMA).flops_per_token == windowed.attention_flops_per_token - whole
     assert task_of(dataclasses.replace(LLAMA, window=SEQUENCE_LENGTH)).attention_flops_per_token == whole
+    deep, windows = (dataclasses.replace(LLAMA, num_layers=5, window=size) for size in (0, window))
+    alternating = task_of(dataclasses.replace(windows, global_every=2)).attention_flops_per_token
+    of_layer = [task_of(options).attention_flops_per_token / 5 for options in (deep, windows)]
+    assert alternating == pytest.approx(2 * of_layer[0] + 3 * of_layer[1], rel=1e-12)
 
 
 QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True)
+
+
+def test_norms_after_attention_and_mlp_are_the_only_weights_more():
+    options = dataclasses.replace(GEMMA, qk_norm=False, tied_embeddings=False)
+    trees = (meta.unbox(jax.eval_shape(task_of(one).init, jax.random.key(0))) for one in (LLAMA, options))
+    without, shapes = ({path: leaf.shape for path, leaf in leaves_with_paths(tree)} for tree in trees)
+    more = {path: shapes[path] for path in shapes.keys() - without.keys()}
+    assert more == {f"layers/{name}_post_norm/scale": (2, 16) for name in ("attention", "mlp")}
 
 
 def test_biases_and_norms_of_queries_and_keys_are_the_only_weights_more():
@@ -204,7 +235,7 @@ def test_biases_and_norms_of_queries_and_keys_are_the_only_weights_more():
     }
 
 
-@pytest.mark.parametrize("options", [LLAMA, GPT2, QWEN], ids=["llama", "gpt2", "qwen"])
+@pytest.mark.parametrize("options", [LLAMA, GPT2, QWEN, GEMMA], ids=["llama", "gpt2", "qwen", "gemma"])
 def test_every_weight_names_each_of_its_dims(options):
     boxed = jax.eval_shape(task_of(options).init, jax.random.key(0))
     boxes = jax.tree.leaves(boxed, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))

@@ -1,11 +1,13 @@
 """Rotary angles against independent formulas, norms against numpy, and where dropout's zeros fall."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import meta
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models.decoder import DecoderOptions, angles_of
@@ -55,6 +57,13 @@ def test_options_reach_the_angles():
         angles_of(scaled, positions), np.asarray(positions)[..., None] * scaled_frequencies()[0], rtol=1e-5
     )
     assert angles_of(DecoderOptions(positions="learned"), positions) is None
+    local = dataclasses.replace(scaled, rope_local_base=50.0)
+    assert angles_of(local, positions).shape == (1, 3, 64), "no layer has a window"
+    unscaled = angles_of(dataclasses.replace(plain, rope_base=50.0), positions)
+    np.testing.assert_array_equal(angles_of(dataclasses.replace(local, window=4), positions), unscaled)
+    both = angles_of(dataclasses.replace(local, window=4, global_every=2), positions)
+    np.testing.assert_array_equal(both.local, unscaled)
+    np.testing.assert_array_equal(both.everywhere, angles_of(scaled, positions))
 
 
 def test_rotation_is_a_complex_product():
@@ -75,6 +84,17 @@ def test_norm(kind):
     centred = x - x.mean(-1, keepdims=True) if kind == "layernorm" else x
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2) * scale + bias
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_centered_scale_starts_at_zero_and_multiplies_as_one():
+    x = jnp.asarray(np.random.default_rng(0).normal(2.0, 3.0, (2, 3, 8)), jnp.float32)
+    centered, plain = (Norm("rmsnorm", 1e-2, False, Placement.nowhere(), kind) for kind in (True, False))
+    start = meta.unbox(centered.init(jax.random.key(0), x))
+    assert not np.any(start["params"]["scale"])
+    np.testing.assert_array_equal(centered.apply(start, x), plain.apply(plain.init(jax.random.key(0), x), x))
+    scale = {"params": {"scale": jnp.linspace(-2, 2, 8)}}
+    more = plain.apply({"params": {"scale": 1 + scale["params"]["scale"]}}, x)
+    np.testing.assert_array_equal(centered.apply(scale, x), more)
 
 
 def test_dropout_keeps_the_mean_and_its_rate():
