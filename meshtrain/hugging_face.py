@@ -2,7 +2,7 @@
 
 python -m meshtrain hf config DIR > configs/mine.py
 python -m meshtrain hf import DIR --to=runs/mine
-python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16]
+python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [--adapters]
 """
 
 import argparse
@@ -20,7 +20,7 @@ from meshtrain.config.of_folder import as_file
 from meshtrain.config.of_run import configuration
 from meshtrain.data.sources import DOCUMENTS
 from meshtrain.data.tokenize import NUM_BYTES, file_tokenizer
-from meshtrain.hf import export
+from meshtrain.hf import adapters, export
 from meshtrain.hf.config import described, differences, is_described
 from meshtrain.hf.stating import as_json, family_of
 from meshtrain.launch import peers
@@ -48,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", help="for export: float32, bfloat16 or float16 (default: the folder's own, or float32)"
     )
+    parser.add_argument(
+        "--adapters", action="store_true", help="for export: the adapters alone, for the package peft; otherwise merged"
+    )
     return parser
 
 
@@ -71,6 +74,8 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
     if arguments.dtype is not None and (action != "export" or arguments.dtype not in export.DTYPES):
         allowed = f"{', '.join(export.DTYPES)}, with export"
         found.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
+    if arguments.adapters and action != "export":
+        found.append(f"--adapters: got hf {action}; allowed: with export; nearest: leave it out")
     return found
 
 
@@ -108,29 +113,51 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    """Writes a run's weights as a Hugging Face folder."""
+    """Writes a run's weights as a Hugging Face folder, or its adapters as one of the package peft."""
     config = configuration(arguments, [], reads_data=False)
-    if not isinstance(config.model, DecoderOptions):
-        raise UserError(f"task: got {config.task}; allowed for export: decoder; nearest: the workdir of a decoder")
+    if found := _unlike_export(config, is_of_adapters=arguments.adapters):
+        raise UserError(*found)
     options = config.model
     if options.positions == "learned":
         options = dataclasses.replace(options, max_positions=options.max_positions or config.sequence_length)
     original = _original(config, arguments.workdir)
     came = described(original) if original is not None else None
     family = came.family if came is not None else family_of(options)
-    dtype = arguments.dtype or (came.dtype if came is not None and came.dtype in export.DTYPES else "float32")
     given = json.loads((original / CONFIG_FILE).read_text(encoding="utf-8")) if original is not None else {}
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if peers.count() > 1:
         raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
     params, _ = weights_from.restore_params(arguments.workdir, arguments.step, assembly.kept_state.params)
-    of_text, written, end_id = _text_files(config, original)
     target = expanded(arguments.to).absolute()
     target.mkdir(parents=True, exist_ok=True)
-    num_bytes = export.write_weights(target, family, options, params, dtype)
+    if arguments.adapters:
+        dtype, base = arguments.dtype or "float32", _base(original)
+        num_bytes = adapters.write(target, family, options, config.lora, params, dtype, base)
+        beneath = base or f"the model of {config.init_from or 'initial weights'}"
+        print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, adapters of a {family}; beneath: {beneath}")
+        return
+    dtype = arguments.dtype or (came.dtype if came is not None and came.dtype in export.DTYPES else "float32")
+    of_text, written, end_id = _text_files(config, original)
+    num_bytes = export.write_weights(target, family, options, params, dtype, config.lora)
     stated = as_json(options, family, dtype, config.sequence_length, end_id, given)
     export.write_rest(target, stated, original, of_text, written)
     print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, a {family}")
+
+
+def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[str]:
+    """Returns one line for each reason why a run cannot be exported."""
+    if not isinstance(config.model, DecoderOptions):
+        return [f"task: got {config.task}; allowed for export: decoder; nearest: the workdir of a decoder"]
+    if not is_of_adapters:
+        return []
+    if not config.lora.rank:
+        return ["--adapters: got a run without adapters, lora.rank=0; allowed: one with; nearest: leave it out"]
+    if config.optimizer.trainable:
+        return [
+            f"--adapters: got a run with optimizer.trainable={config.optimizer.trainable}, whose weights stand in no "
+            "adapter; allowed: adapters alone; nearest: leave it out"
+        ]
+    return []
 
 
 def _original(config: Config, workdir: Path) -> Path | None:
@@ -142,6 +169,12 @@ def _original(config: Config, workdir: Path) -> Path | None:
             if not differences(config.model, theirs, config.sequence_length, folder):
                 return folder
     return None
+
+
+def _base(original: Path | None) -> str | None:
+    """Returns the path of the folder beneath a run's adapters; a copy that `hf import` made has no weights."""
+    has_weights = original is not None and any(original.glob("*.safetensors"))
+    return str(original.absolute()) if original is not None and has_weights else None
 
 
 def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dict[str, str], int]:

@@ -4,7 +4,7 @@ import collections
 import json
 import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,9 @@ import numpy as np
 from meshtrain.hf import files, names
 from meshtrain.hf.names import Weight
 from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.models import lora
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.layers import A, B
 from meshtrain.words.files import replacing, write_whole
 
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
@@ -60,10 +62,13 @@ def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
     return found
 
 
-def write_weights(folder: Path, family: str, options: DecoderOptions, params: Any, dtype: str) -> int:
+def write_weights(
+    folder: Path, family: str, options: DecoderOptions, params: Any, dtype: str, adapters: lora.LoraOptions
+) -> int:
     """Writes the safetensors files and their index, and returns the bytes of the tensors.
 
-    One layer's tensor at a time is on the host. Every array has to be addressable by this process.
+    Adapters are merged into their matrices in float32, before the values are rounded. One layer's tensor at a time is
+    merged and on the host. Every array has to be addressable by this process.
 
     Args:
       folder: that exists.
@@ -71,14 +76,22 @@ def write_weights(folder: Path, family: str, options: DecoderOptions, params: An
       options: of the decoder.
       params: with layers in layer order, unboxed.
       dtype: a key of `DTYPES`; values are rounded to it.
+      adapters: with which the run was trained.
     """
     leaves, wanted = dict(leaves_with_paths(params)), files.READABLE[DTYPES[dtype]]
     groups, total = _in_files(tensors(family, options), wanted.itemsize)
+    size = names.sizes(options)
+
+    def stored(tensor: Tensor) -> np.ndarray:
+        layers = [tensor.layer if row.is_stacked else None for row in tensor.rows]
+        own = [_merged(leaves, row.path, layer, adapters) for row, layer in zip(tensor.rows, layers, strict=True)]
+        return np.asarray(names.as_stored(own, tensor.rows, size))
+
     placed = dict[str, str]()
     for number, group in enumerate(groups, start=1):
         one = len(groups) == 1
         file = files.ONE_FILE if one else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        _write(folder / file, group, leaves, options, DTYPES[dtype])
+        write_file(folder / file, {one.name: one.shape for one in group}, map(stored, group), dtype)
         placed |= {tensor.name: file for tensor in group}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
     write_whole(folder / files.INDEX_FILE, json.dumps(index, indent=2) + "\n")
@@ -147,23 +160,43 @@ def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> tuple[list[list[Ten
     return groups, total
 
 
-def _write(path: Path, group: Sequence[Tensor], leaves: Mapping[str, Any], options: DecoderOptions, dtype: str) -> None:
-    size, wanted = names.sizes(options), files.READABLE[dtype]
+def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable[np.ndarray], dtype: str) -> None:
+    """Writes a safetensors file.
+
+    Args:
+      path: of the file, which is replaced.
+      shapes: name -> shape of each tensor.
+      arrays: the tensors in this order; the next one is taken when the one before it is written.
+      dtype: a key of `DTYPES`; values are rounded to it.
+    """
+    stated = DTYPES[dtype]
+    wanted = files.READABLE[stated]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     end = 0
-    for tensor in group:
-        begin, end = end, end + int(np.prod(tensor.shape)) * wanted.itemsize
-        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, shape in shapes.items():
+        begin, end = end, end + int(np.prod(shape)) * wanted.itemsize
+        header[name] = {"dtype": stated, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNED)
     with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in group:
-            own = [_on_host(leaves[row.path], tensor.layer if row.is_stacked else None) for row in tensor.rows]
-            file.write(np.ascontiguousarray(names.as_stored(own, tensor.rows, size).astype(wanted)).tobytes())
+        for array in arrays:
+            file.write(np.ascontiguousarray(array.astype(wanted)).tobytes())
 
 
-def _on_host(leaf: jax.Array, layer: int | None) -> np.ndarray:
+def on_host(leaf: jax.Array, layer: int | None) -> np.ndarray:
+    """Returns an array, or one layer of it; `layer` is None for a leaf that is not stacked."""
+    return np.asarray(_layer(leaf, layer))
+
+
+def _layer(leaf: jax.Array, layer: int | None) -> jax.Array:
     # With the layer as an operand, one program serves all layers.
-    one = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, np.int32(layer), keepdims=False)
-    return np.asarray(one)
+    return leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, np.int32(layer), keepdims=False)
+
+
+def _merged(leaves: Mapping[str, Any], path: str, layer: int | None, adapters: lora.LoraOptions) -> np.ndarray:
+    """Returns a weight, or one layer of it, with what its adapter adds."""
+    if f"{path}{A}" not in leaves:
+        return on_host(leaves[path], layer)
+    own = {f"weight{end}": _layer(leaves[f"{path}{end}"], layer) for end in ("", A, B)}
+    return np.asarray(lora.merged(own, adapters)["weight"])

@@ -27,6 +27,11 @@ def assembled(directory, shape):
 def logits_of(directory, shape):
     """Returns our logits and the expected ones, float32 [2, 24, vocabulary]; rows are repeated to fill the mesh."""
     assembly, params, (ids, expected) = assembled(directory, shape)
+    return computed(assembly, params, ids)[..., : expected.shape[-1]], expected
+
+
+def computed(assembly, params, ids):
+    """Returns the logits of ids, float32 [2, 24, padded vocabulary]."""
     num_rows, length = assembly.batch["tokens"].shape
     rows = np.resize(ids, (num_rows, length))
     batch = {
@@ -37,5 +42,4 @@ def logits_of(directory, shape):
         "segment_ids": np.ones(rows.shape, np.int32),
     }
     placed = {name: jax.device_put(batch[name], entry.sharding) for name, entry in assembly.batch.items()}
-    logits = np.asarray(assembly.logits(params, placed))
-    return logits[: len(ids), :, : expected.shape[-1]], expected
+    return np.asarray(assembly.logits(params, placed))[: len(ids)]

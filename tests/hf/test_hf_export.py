@@ -1,6 +1,7 @@
 """An import is exported byte by byte; a run of our own gets a config.json that is read back as the same model."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from meshtrain.hf.config import described, differences
 from meshtrain.hf.stating import as_json, family_of
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.lora import LoraOptions
 from meshtrain.words.errors import UserError
 from tests.hf.models import FIXTURES, NAMES
 
@@ -32,7 +34,7 @@ def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
     config = Config(model=opened.model.options, batch_size=2, sequence_length=24)
     assembly = assemble(config, ONE | {"fsdp": 2}, jax.devices())
     params = reading.read(opened, assembly.kept_state.params)
-    export.write_weights(tmp_path, opened.model.family, opened.model.options, params, opened.model.dtype)
+    export.write_weights(tmp_path, opened.model.family, opened.model.options, params, opened.model.dtype, LoraOptions())
     written, problems = files.tensors(tmp_path)
     assert problems == []
     assert len({one.file for one in written.values()}) > 1
@@ -108,7 +110,12 @@ def test_the_tokenizer_of_the_data_goes_out_with_its_template(data, size, names,
 
 
 def test_a_folder_goes_in_and_out(tmp_path, capsys):
-    came = FIXTURES / "llama-bf16-sharded"
+    """With the files of a tokenizer, which are copied as they are."""
+    came = shutil.copytree(FIXTURES / "llama-bf16-sharded", tmp_path / "came")
+    beside = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in beside:
+        shutil.copy(CHAT / name, came)
+    (came / "generation_config.json").write_text('{"top_k": 3}')
     hugging_face.main(["import", str(came), f"--to={tmp_path / 'run'}"])
     hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"])
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" bytes of bfloat16 in {tmp_path / 'out'}, a llama")
@@ -119,7 +126,9 @@ def test_a_folder_goes_in_and_out(tmp_path, capsys):
     given, stated = (json.loads((one / "config.json").read_text()) for one in (came, tmp_path / "out"))
     assert given.items() <= stated.items()
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", files.ONE_FILE, files.INDEX_FILE}
+    assert names == {"config.json", "generation_config.json", files.ONE_FILE, files.INDEX_FILE, *beside}
+    for name in (*beside, "generation_config.json"):
+        assert (came / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     half = tmp_path / "half"
     hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={half}", "--dtype=float16"])
     assert np.asarray(files.opened(folder.opened(half).stored)["model.norm.weight"]).dtype == jnp.float16

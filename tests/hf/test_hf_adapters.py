@@ -1,0 +1,191 @@
+"""Runs with adapters leave as a model or as a folder of the package peft, and both compute what the run computes."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain import hugging_face, training
+from meshtrain.config.of_folder import of_folder
+from meshtrain.data.sources import DataOptions
+from meshtrain.hf import adapters, export, files, folder, names, reading
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.mesh import MeshOptions
+from meshtrain.models.lora import LoraOptions
+from meshtrain.observe.trackers import ObserveOptions
+from meshtrain.optim.learning_rate import LearningRateOptions
+from meshtrain.words.errors import UserError
+from tests.hf.models import FIXTURES, NAMES, computed, logits_of
+
+LORA = LoraOptions(rank=3, alpha=4.5)
+NUM_SUMMED = {"query": 1, "key": 1, "value": 1, "output": 2, "gate": 1, "up": 1, "down": 1}  # dims of a matrix
+TARGETS = {f"all of {name}": (name, set(NUM_SUMMED)) for name in NAMES}
+TARGETS["a part of GPT-2's joint matrix"] = ("gpt2", {"query", "value", "down"})
+
+
+def params_of(opened, targets):
+    """The weights of a folder, with random adapters beside the matrices of these names."""
+    options, generator = opened.model.options, np.random.default_rng(0)
+    here, size, tree = jax.sharding.SingleDeviceSharding(jax.devices()[0]), names.sizes(opened.model.options), {}
+    for weight in opened.table:
+        *groups, name = weight.path.split("/")
+        group = tree
+        for one in groups:
+            group = group.setdefault(one, {})
+        shape = (*([options.num_layers] * weight.is_stacked), *(size[letter] for letter in weight.layout.split()))
+        group[name] = jax.ShapeDtypeStruct(shape, np.float32, sharding=here)
+    params = reading.read(opened, tree)
+    for group in (params["layers"]["attention"], params["layers"]["mlp"]):
+        for name in targets & set(group):
+            layers, *shape = group[name].shape
+            inputs, outputs = shape[: NUM_SUMMED[name]], shape[NUM_SUMMED[name] :]
+            group[f"{name}_lora_a"] = jax.numpy.asarray(generator.normal(size=(layers, *inputs, 3)), np.float32)
+            group[f"{name}_lora_b"] = jax.numpy.asarray(generator.normal(size=(layers, 3, *outputs)), np.float32)
+    return params
+
+
+def read(directory):
+    found, problems = files.tensors(directory)
+    assert problems == []
+    return {name: np.asarray(tensor, np.float32) for name, tensor in files.opened(found).items()}
+
+
+def scale_of(stated, module):
+    """alpha / r of a module, as peft finds them: a pattern is a name's last parts."""
+    [name] = [name for name in stated["target_modules"] if module.endswith(f".{name}")]
+    ranks, alphas = stated["rank_pattern"], stated["alpha_pattern"]
+    return (alphas[name] / ranks[name], ranks[name]) if name in ranks else (stated["lora_alpha"] / stated["r"], 3)
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_merged_matrices_are_those_of_the_folder_plus_the_products_of_the_peft_folder(case, tmp_path):
+    """Both are written from one run, with different code; peft's formula joins them."""
+    name, targets = TARGETS[case]
+    opened = folder.opened(FIXTURES / name)
+    family, options, params = opened.model.family, opened.model.options, params_of(opened, targets)
+    for one in ("merged", "peft"):
+        (tmp_path / one).mkdir()
+    export.write_weights(tmp_path / "merged", family, options, params, "float32", LORA)
+    num_bytes = adapters.write(tmp_path / "peft", family, options, LORA, params, "float32", None)
+    base, found, factors = (read(path) for path in (FIXTURES / name, tmp_path / "merged", tmp_path / "peft"))
+    stated = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert num_bytes == sum(tensor.nbytes for tensor in factors.values())
+    assert base.keys() == found.keys()
+    changed = 0
+    for key, weight in base.items():
+        module = f"base_model.model.{key.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" not in factors:
+            np.testing.assert_array_equal(found[key], weight, err_msg=key)
+            continue
+        scale, rank = scale_of(stated, module)
+        a, b = factors.pop(f"{module}.lora_A.weight"), factors.pop(f"{module}.lora_B.weight")
+        assert len(a) == b.shape[1] == rank
+        added = scale * (b @ a).T if stated["fan_in_fan_out"] else scale * (b @ a)
+        assert np.linalg.norm(added) > np.linalg.norm(weight)
+        np.testing.assert_allclose(found[key], weight + added, rtol=0, atol=1e-5 * np.abs(added).max(), err_msg=key)
+        changed += 1
+    assert not factors, "each factor belongs to a tensor of the model"
+    assert changed == options.num_layers * len(stated["target_modules"])
+
+
+def test_names_are_those_of_peft(tmp_path):
+    """As peft 0.21 writes them; scripts/hf_transformers reads both folders with it."""
+    wanted = {
+        "llama": (
+            ["self_attn.q_proj", "self_attn.v_proj"],
+            "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight",
+            {},
+            False,
+        ),
+        "gpt2": (
+            ["attn.c_attn"],
+            "base_model.model.transformer.h.1.attn.c_attn.lora_B.weight",
+            {"attn.c_attn": 6},
+            True,
+        ),
+    }
+    for name, (modules, last, ranks, is_transposed) in wanted.items():
+        opened, out = folder.opened(FIXTURES / name), tmp_path / name
+        out.mkdir()
+        params = params_of(opened, {"query", "value"})
+        lora = LoraOptions(rank=3, alpha=6.0)
+        adapters.write(out, opened.model.family, opened.model.options, lora, params, "bfloat16", "base")
+        stated = json.loads((out / "adapter_config.json").read_text())
+        assert stated["target_modules"] == modules
+        assert (stated["r"], stated["lora_alpha"], stated["base_model_name_or_path"]) == (3, 6, "base")
+        assert (stated["rank_pattern"], stated["fan_in_fan_out"]) == (ranks, is_transposed)
+        found, _ = files.tensors(out)
+        assert list(found)[-1] == last
+        assert {one.dtype for one in found.values()} == {"BF16"}
+
+
+def trained(name, directory, **changes):
+    """Runs two steps from a folder's weights, with adapters. Returns the run's result."""
+    config = dataclasses.replace(
+        of_folder(FIXTURES / name),
+        init_from=str(FIXTURES / name),
+        lora=LoraOptions(rank=4),
+        num_steps=2,
+        batch_size=2,
+        sequence_length=24,
+        eval_every=0,
+        sample_tokens=0,
+        data=DataOptions(source="synthetic", num_threads=0),
+        learning_rate=LearningRateOptions(name="constant", peak=0.1, warmup_steps=0),
+        observe=ObserveOptions(progress=False, tensorboard=False),
+        **changes,
+    )
+    return training.train(config, directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("gpt2", MeshOptions()), pytest.param("llama-tied-headdim", MeshOptions(pipeline=2), marks=pytest.mark.slow)],
+)
+def test_after_training_the_merged_export_computes_what_the_run_does_and_not_the_base(name, mesh, tmp_path, capsys):
+    """GPT-2 has transposed matrices and ties its head to the table; the other one has stages."""
+    result = trained(name, tmp_path / "run", mesh=mesh)
+    merged, peft = tmp_path / "merged", tmp_path / "peft"
+    assert hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={merged}", "--dtype=float32"]) == 0
+    assert hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={peft}", "--adapters"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.endswith(f"adapters of a {folder.opened(merged).model.family}; beneath: {FIXTURES / name}")
+    shutil.copy(FIXTURES / name / "expected.npz", merged)
+    got, of_base = logits_of(merged, dict.fromkeys(AXES, 1))
+    with np.load(merged / "expected.npz") as file:
+        own = computed(result.assembly, result.state.params, file["input_ids"])[..., : got.shape[-1]]
+    largest = np.abs(own).max()
+    np.testing.assert_allclose(got, own, rtol=0, atol=1e-5 * largest)
+    assert np.abs(own - of_base).max() > 0.1 * largest
+    assert {path.name for path in peft.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert json.loads((peft / "adapter_config.json").read_text())["base_model_name_or_path"] == str(FIXTURES / name)
+
+
+REFUSED = {
+    "another action": (["import", str(FIXTURES / "llama"), "--to=new"], {}, "--adapters: got hf import; allowed: with"),
+    "no adapters": (
+        ["export", "--to=new"],
+        {},
+        "--adapters: got a run without adapters, lora.rank=0; allowed: one with",
+    ),
+    "more than adapters": (
+        ["export", "--to=new"],
+        {"optimizer.trainable": "norm", "lora.rank": "2"},
+        "--adapters: got a run with optimizer.trainable=norm, whose weights stand in no adapter; allowed: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_adapters_are_refused_with_one_line_where_there_are_none(name, tmp_path, monkeypatch):
+    words, overrides, start = REFUSED[name]
+    monkeypatch.chdir(tmp_path)
+    given = [f"--config.{key}={value}" for key, value in overrides.items()]
+    with pytest.raises(UserError) as error:
+        hugging_face.main([*words, "--adapters", f"--workdir={FIXTURES / 'llama'}", *given])
+    [line] = error.value.problems
+    assert line.startswith(start)
+    assert not (tmp_path / "new").exists()
