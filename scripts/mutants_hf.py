@@ -35,4 +35,20 @@ HF: tuple[Mutant, ...] = (
         "tensors of a file may share bytes",
         ("hf/test_hf_files.py::test_a_crafted_header_is_one_line_for_each_problem[overlap]",),
     ),
+    Mutant(
+        "adapters left out",
+        "hf/export.py",
+        'if f"{path}{A}" not in leaves:',
+        "if True:",
+        "an export has the matrices without their adapters",
+        ("hf/test_hf_adapters.py::test_merged_matrices_are_the_base_plus_the_products_of_peft[all of llama]",),
+    ),
+    Mutant(
+        "values for keys",
+        "hf/adapters.py",
+        "of_b[part * outputs : (part + 1) * outputs, ranks]",
+        "of_b[index * outputs : (index + 1) * outputs, ranks]",
+        "the adapter of GPT-2's values is written for its keys where these have none",
+        ("hf/test_hf_adapters.py::test_merged_matrices_are_the_base_plus_the_products_of_peft[some of gpt2]",),
+    ),
 )
