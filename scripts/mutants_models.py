@@ -40,6 +40,22 @@ MODELS: tuple[Mutant, ...] = (
         ("models/test_models_decoder.py::test_documents_do_not_see_each_other[llama]",),
     ),
     Mutant(
+        "blocks of a window",
+        "models/blockwise.py",
+        "self.window + 1) // self.keys",
+        "self.window) // self.keys + 1",
+        "a block of queries leaves out the first block of keys that its window reaches",
+        ("models/test_models_blockwise.py::test_the_blocks_that_are_computed_are_those_with_something_visible",),
+    ),
+    Mutant(
+        "the softmax's sum",
+        "models/blockwise.py",
+        "(of_weights - _cut(inner, i, blocks.queries, 2)[..., None])",
+        "of_weights",
+        "attention in blocks has the gradient of unnormalized weights",
+        ("models/test_models_blockwise.py::test_it_computes_attention_and_its_gradients[documents]",),
+    ),
+    Mutant(
         "a window counts the tokens before",
         "models/attention.py",
         "(window - 1, 0)",

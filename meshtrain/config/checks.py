@@ -139,7 +139,7 @@ def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length:
     if options.attention == "cudnn" and options.attention_cap:
         found.append(
             f"model.attention: got cudnn with model.attention_cap = {options.attention_cap}, which its kernel cannot "
-            "do; allowed: auto, xla, splash; nearest: model.attention=auto"
+            "do; allowed: auto, xla, blockwise, splash; nearest: model.attention=auto"
         )
     if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
         found.append(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
-from meshtrain.models import splash
+from meshtrain.models import blockwise, splash
 from meshtrain.models.layers import Norm, adapted, capped, normal, rotate, weight
 from meshtrain.models.remat import HEADS
 
@@ -122,18 +122,15 @@ class Attention(nn.Module):
         # Their shapes are computed before JAX may query devices. No kernel takes a single query.
         how, masked = "xla", documents is not None
         if slots is None and not self.is_initializing():
-            # A multiple of splash's blocks exactly where both lengths are.
-            length = math.gcd(x.shape[1], source.shape[1])
-            how = chosen(
-                self.implementation, self.head_dim, length, self.dtype, masked, self.placement.platform, self.cap > 0
-            )
+            lengths, platform = (x.shape[1], source.shape[1]), self.placement.platform
+            how = chosen(self.implementation, self.head_dim, lengths, self.dtype, masked, platform, self.cap > 0)
         segments = None if documents is None or of_keys is None else (documents, of_keys)
         if slots is not None:
             segments = (jnp.ones_like(slots.filled[:, :1]), slots.filled)
         heads = self._attend(q, k, v, segments, self.causal and slots is None, how, is_global)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
-        # Splash names its results itself. A second name would save the same array twice.
-        heads = heads if how == "splash" else checkpoint_name(heads, HEADS)
+        # These name their results themselves. A second name would save the same array twice.
+        heads = heads if how in ("splash", "blockwise") else checkpoint_name(heads, HEADS)
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
@@ -186,10 +183,13 @@ class Attention(nn.Module):
             return _by_jax(q, k, v, segments, causal=causal, how=how, window=here, **of_scores).astype(self.dtype)
         # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
         # shards in a manual region. Each axis made manual here splits sequences or heads: no array is replicated, and
-        # no gradient has to be summed over devices.
-        if how == "splash":
+        # no gradient has to be summed over devices. A loop over blocks runs there as well: the partitioner need not see
+        # its slices.
+        if how == "blockwise":
+            kernel: Any = functools.partial(blockwise.attend, causal=causal, name=HEADS, **of_scores)
+        elif how == "splash":
             interpret = self.placement.platform != "tpu"
-            kernel: Any = functools.partial(splash.attend, causal=causal, name=HEADS, interpret=interpret, **of_scores)
+            kernel = functools.partial(splash.attend, causal=causal, name=HEADS, interpret=interpret, **of_scores)
         else:
             kernel = functools.partial(_by_jax, causal=causal, how=how, **of_scores)
         local, everywhere = (functools.partial(kernel, window=size) for size in (window, 0))
@@ -233,21 +233,22 @@ class Attention(nn.Module):
 def chosen(
     asked: str,
     head_dim: int,
-    sequence_length: int,
+    lengths: tuple[int, int],
     dtype: DTypeLike,
     masks_documents: bool,
     platform: str,
     caps_scores: bool = False,
 ) -> str:
-    """Returns the implementation that computes attention: `xla`, `cudnn` or `splash`.
+    """Returns the implementation that computes attention: `xla`, `blockwise`, `cudnn` or `splash`.
 
-    `auto` means cuDNN's kernel on GPUs and splash on TPUs where they support the shapes. Neither stores the [T, T]
-    matrix of probabilities. With documents cuDNN's kernel would need a [T, T] mask, so `auto` means `xla` there.
+    `auto` means cuDNN's kernel on GPUs and splash on TPUs where they support the shapes. With documents cuDNN's kernel
+    would need a [T, S] mask. Without a kernel it means `blockwise` for long sequences, `xla` for short ones. Only `xla`
+    stores the [T, S] matrix of scores.
 
     Args:
       asked: one of the choices of `model.attention`; any but `auto` is returned as it is.
       head_dim: H.
-      sequence_length: T; with a memory of another length, the greatest common divisor of the two.
+      lengths: (T, S).
       dtype: of queries, keys and values.
       masks_documents: whether a token attends to its own document only.
       platform: as JAX names it, such as `tpu`, `gpu` or `cuda`.
@@ -255,12 +256,15 @@ def chosen(
     """
     if asked != "auto":
         return asked
-    if platform == "tpu" and splash.fits(head_dim, sequence_length, dtype):
+    # A multiple of splash's blocks exactly where both lengths are.
+    if platform == "tpu" and splash.fits(head_dim, math.gcd(*lengths), dtype):
         return "splash"
     # Every GPU with a cuDNN kernel supports head dims up to 128. GPUs from Hopper on support up to 256.
     fits_cudnn = jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
     fits_cudnn = fits_cudnn and not masks_documents and not caps_scores
-    return "cudnn" if platform in ("gpu", "cuda") and fits_cudnn else "xla"
+    if platform in ("gpu", "cuda") and fits_cudnn:
+        return "cudnn"
+    return "blockwise" if math.prod(lengths) >= blockwise.FROM**2 else "xla"
 
 
 def _by_jax(

@@ -105,8 +105,9 @@ class DecoderOptions:
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     attention: str = option(
         "auto",
-        "implementation of attention: xla, cudnn (GPU), splash (TPU; interpreted elsewhere, slowly), auto",
-        choices=("auto", "xla", "cudnn", "splash"),
+        "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), splash (TPU; interpreted "
+        "elsewhere, slowly), auto",
+        choices=("auto", "xla", "blockwise", "cudnn", "splash"),
     )
     within_documents: bool = option(True, "tokens of a packed sequence attend to their own document only")
 

@@ -69,8 +69,9 @@ class Seq2SeqOptions:
     )  # fmt: skip
     attention: str = option(
         "auto",
-        "implementation of attention: xla, cudnn (GPU), splash (TPU; interpreted elsewhere, slowly), auto",
-        choices=("auto", "xla", "cudnn", "splash"),
+        "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), splash (TPU; interpreted "
+        "elsewhere, slowly), auto",
+        choices=("auto", "xla", "blockwise", "cudnn", "splash"),
     )
 
     @property

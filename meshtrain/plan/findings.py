@@ -165,15 +165,16 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
         ]
     if compiled.attention == "splash" and cluster.platform != "tpu":
         return [Finding("attention is a TPU's kernel, which is interpreted here, slowly", "model.attention=auto")]
-    if compiled.attention != "xla" or cluster.platform == "cpu" or config.sequence_length < 2048:
-        return []
-    if not isinstance(model, DecoderOptions):
+    if cluster.platform == "cpu" or not isinstance(model, DecoderOptions):
         return []  # other tasks have no options of attention to advise on
-    reason, change = "no fused kernel takes these heads or dtypes", "16-bit precision, heads of 64 or 128"
-    if cluster.platform == "tpu":
-        reason, change = "JAX's kernel was not asked for, or is not for these shapes", f"model.attention=auto, {SPLASH}"
-    elif model.within_documents:
-        reason = "documents are masked"
-        change = "model.within_documents=false where neighbouring documents may see each other"
-    keeps = f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head"
-    return [Finding(f"{keeps}: {reason}", change)]
+    if compiled.attention == "xla" and config.sequence_length >= 2048:
+        keeps = f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head"
+        return [Finding(f"{keeps}: model.attention={model.attention}", "model.attention=auto")]
+    if compiled.attention != "blockwise":
+        return []
+    change = SPLASH
+    if cluster.platform != "tpu":
+        change = "16-bit precision, heads of at most 128"
+        if model.within_documents:
+            change = "model.within_documents=false where neighbouring documents may see each other, and a 16-bit policy"
+    return [Finding("attention is a loop in plain JAX, slower than a kernel", f"model.attention=auto, {change}")]

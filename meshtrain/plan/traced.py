@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
+from meshtrain.models import blockwise
 from meshtrain.plan.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLASH, Window, places_on_data, splash_flops
 
 FLOATS = (jnp.bfloat16, jnp.float32)
@@ -56,13 +57,15 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
 
 
 def attention_kernel(jaxpr: core.Jaxpr) -> str:
-    """Returns which kernel computes attention in a traced step: `cudnn`, `splash`, or `xla` without a kernel."""
+    """Returns what computes attention in a traced step: `cudnn`, `splash`, `blockwise`, or `xla` without any."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in ATTENTION:
             return "cudnn"
         if name == "pallas_call" and SPLASH.match(equation.params["name"]):
             return "splash"
+        if name in ("jit", "pjit") and equation.params["name"] == blockwise.TRACED_NAME:
+            return "blockwise"
         if inside := next((kernel for kernel in map(attention_kernel, _inner(equation)) if kernel != "xla"), ""):
             return inside
     return "xla"

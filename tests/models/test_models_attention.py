@@ -136,45 +136,49 @@ def gradients(implementation, placement=None, policy="none", model=MODEL):
     return jax.jit(both)(params)
 
 
-def test_a_model_learns_the_same_from_the_kernel_on_a_mesh():
+@pytest.mark.parametrize("implementation", ["splash", "blockwise"])
+def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation):
     mesh = make_mesh({"data": 2, "pipeline": 1, "fsdp": 2, "tensor": 2}, jax.devices())
     placement = Placement(default_rules(LayoutOptions()), mesh)
-    loss, got = gradients("splash", placement, "save_attention")
+    loss, got = gradients(implementation, placement, "save_attention")
     expected_loss, expected = gradients("xla")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-5 * np.abs(b).max()), got, expected)
 
 
 @pytest.mark.slow
-def test_layers_with_a_window_and_without_take_the_kernel_of_their_own():
+@pytest.mark.parametrize("implementation", ["splash", "blockwise"])
+def test_layers_with_a_window_and_without_take_the_kernel_of_their_own(implementation):
     """With scores that are scaled and capped."""
     model = dataclasses.replace(MODEL, num_layers=2, global_every=2, attention_cap=2.0, attention_scalar=5)
     mesh = make_mesh({"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 2}, jax.devices())
     placement = Placement(default_rules(LayoutOptions()), mesh)
-    loss, got = gradients("splash", placement, "save_attention", model)
+    loss, got = gradients(implementation, placement, "save_attention", model)
     expected_loss, expected = gradients("xla", model=model)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-5 * np.abs(b).max()), got, expected)
 
 
 @pytest.mark.parametrize(
-    ("platform", "masked", "head_dim", "length", "dtype", "name"),
+    ("platform", "masked", "head_dim", "lengths", "dtype", "name"),
     [
-        ("tpu", True, 128, 8192, jnp.bfloat16, "splash"),
-        ("tpu", False, 64, 128, jnp.bfloat16, "splash"),
-        ("tpu", False, 128, 8192, jnp.float32, "xla"),
-        ("tpu", False, 128, 8200, jnp.bfloat16, "xla"),
-        ("tpu", False, 80, 8192, jnp.bfloat16, "xla"),
-        ("gpu", False, 128, 8192, jnp.bfloat16, "cudnn"),
-        ("cuda", False, 64, 8200, jnp.float16, "cudnn"),
-        ("gpu", True, 128, 8192, jnp.bfloat16, "xla"),
-        ("gpu", False, 256, 8192, jnp.bfloat16, "xla"),
-        ("gpu", False, 128, 8192, jnp.float32, "xla"),
-        ("cpu", False, 128, 8192, jnp.bfloat16, "xla"),
+        ("tpu", True, 128, (8192, 8192), jnp.bfloat16, "splash"),
+        ("tpu", False, 64, (128, 1280), jnp.bfloat16, "splash"),
+        ("tpu", False, 128, (8192, 8192), jnp.float32, "blockwise"),
+        ("tpu", False, 128, (8200, 8200), jnp.bfloat16, "blockwise"),
+        ("tpu", False, 80, (8192, 8192), jnp.bfloat16, "blockwise"),
+        ("gpu", False, 128, (8192, 8192), jnp.bfloat16, "cudnn"),
+        ("cuda", False, 64, (8200, 8200), jnp.float16, "cudnn"),
+        ("gpu", True, 128, (8192, 8192), jnp.bfloat16, "blockwise"),
+        ("gpu", False, 256, (8192, 8192), jnp.bfloat16, "blockwise"),
+        ("gpu", False, 128, (8192, 8192), jnp.float32, "blockwise"),
+        ("cpu", False, 128, (8192, 8192), jnp.bfloat16, "blockwise"),
+        ("cpu", True, 128, (1024, 1024), jnp.float32, "blockwise"),
+        ("cpu", True, 128, (1023, 1024), jnp.float32, "xla"),
     ],
 )
-def test_auto_is_the_kernel_that_fits(platform, masked, head_dim, length, dtype, name):
-    capped = chosen("auto", head_dim, length, dtype, masked, platform, caps_scores=True)
-    assert capped == ("xla" if name == "cudnn" else name), "cuDNN's kernel has no cap"
-    assert chosen("auto", head_dim, length, dtype, masked, platform) == name
-    assert chosen("splash", head_dim, length, dtype, masked, platform) == "splash"
+def test_auto_is_the_kernel_that_fits(platform, masked, head_dim, lengths, dtype, name):
+    capped = chosen("auto", head_dim, lengths, dtype, masked, platform, caps_scores=True)
+    assert capped == ("blockwise" if name == "cudnn" else name), "cuDNN's kernel has no cap"
+    assert chosen("auto", head_dim, lengths, dtype, masked, platform) == name
+    assert chosen("splash", head_dim, lengths, dtype, masked, platform) == "splash"

@@ -41,7 +41,7 @@ LLAMA = DecoderOptions(
 GPT = dataclasses.replace(
     LLAMA, tied_embeddings=True, positions="learned", norm="layernorm", biases=True, activation="gelu"
 )
-QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True, window=10)
+QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True, window=10, attention="blockwise")
 
 CONFIG = Config(
     num_steps=NUM_STEPS,

@@ -9,7 +9,7 @@ import pytest
 from flax.core import meta
 from jax.extend import core
 
-from meshtrain.models import splash
+from meshtrain.models import blockwise, splash
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -47,6 +47,7 @@ def by_jax(implementation):
 KERNELS = {
     "cudnn": by_jax("cudnn"),
     "splash": functools.partial(splash.attend, documents=None, name="heads", interpret=True),
+    "blockwise": functools.partial(blockwise.attend, documents=None, name="heads"),
     "xla": by_jax("xla"),
 }
 

@@ -1,0 +1,306 @@
+"""Attention in plain JAX, one block of queries and one of keys at a time: memory grows linearly with the sequence.
+
+The softmax is computed online (Milakov and Gimelshein 2018), the backward pass recomputes the probabilities of a block
+from the logarithms of the softmax's sums (FlashAttention-2, Dao 2023).
+
+b: sequences in a microbatch, T: tokens a sequence, S: tokens of the memory (T in self-attention), N: query heads,
+G: key and value heads, R: query heads of each of them (N / G), H: head dim, t, s: queries and keys of a block.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+# Scores of a block take b N 512 512 numbers; larger blocks compute more of the diagonal than is visible.
+LARGEST_BLOCK = 512
+# Tokens from which on `auto` takes it. Scores of shorter sequences are small, and some loops cost more to compile.
+FROM = 1024
+# Blocks are multiples of what the units for matrix products take.
+GRANULE = 16
+LOWEST = -1e30  # below every score, and finite: the difference of two of them is 0
+# Dims of the operands of a product: (contracted, batch).
+OF_SCORES = (((4,), (3,)), ((0, 2), (0, 2)))  # [b, t, G, R, H] x [b, s, G, H] -> [b, G, t, R, s]
+OF_SUMS = (((4,), (1,)), ((0, 1), (0, 2)))  # [b, G, t, R, s] x [b, s, G, H] -> [b, G, t, R, H]
+OF_KEYS = (((2, 3), (1, 3)), ((0, 1), (0, 2)))  # [b, G, t, R, s] x [b, t, G, R, H] -> [b, G, s, H]
+
+# Of the function below: it tells the planner which implementation was traced.
+TRACED_NAME = "blockwise_forward"
+
+Documents = tuple[jax.Array, jax.Array] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Which pairs of a block of queries and a block of keys are computed, and how.
+
+    Attributes:
+      num_queries: blocks of queries.
+      num_keys: blocks of keys.
+      queries: queries a block, t.
+      keys: keys a block, s.
+      causal: whether a query attends to the keys up to its own place only.
+      window: how many keys a causal query attends to; 0: all before it.
+      scale: what products of queries and keys are multiplied by.
+      cap: scores become cap tanh(score / cap); 0: they stay.
+      name: of the residuals for `jax.checkpoint` policies.
+    """
+
+    num_queries: int
+    num_keys: int
+    queries: int
+    keys: int
+    causal: bool
+    window: int
+    scale: float
+    cap: float
+    name: str
+
+    def first(self, i: Any) -> Any:
+        """Returns the first block of keys that the block `i` of queries reads; `i` is a number or a traced one."""
+        if not self.window:
+            return 0 * i
+        largest = max if isinstance(i, int) else jnp.maximum
+        return largest(0, (i * self.queries - self.window + 1) // self.keys)
+
+    def last(self, i: Any) -> Any:
+        """Returns the last block of keys that the block `i` of queries reads, likewise."""
+        if not self.causal:
+            return 0 * i + self.num_keys - 1
+        return ((i + 1) * self.queries - 1) // self.keys
+
+    @property
+    def num_pairs(self) -> int:
+        """How many pairs of blocks are computed."""
+        return sum(self.last(i) - self.first(i) + 1 for i in range(self.num_queries))
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    documents: Documents,
+    *,
+    name: str,
+    causal: bool = True,
+    window: int = 0,
+    scale: float | None = None,
+    cap: float = 0.0,
+    largest_block: int = LARGEST_BLOCK,
+) -> jax.Array:
+    """Returns heads [b, T, N, H]; scores, softmax and sums are float32.
+
+    A query that sees no key at all gets zeros; implementations that write all scores give it the mean of all values.
+
+    Args:
+      q: [b, T, N, H].
+      k: [b, S, G, H]; G divides N.
+      v: as `k`.
+      documents: int32 [b, T] and [b, S], the documents of queries and of keys, at least 0; a query attends to its own
+        document only. None: each sequence is one document.
+      name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
+      causal: whether a query attends to the keys up to its own place only; then S is T.
+      window: how many keys a causal query attends to, that of its own place among them; 0: all before it. Blocks of
+        keys outside of it are not computed.
+      scale: what products of queries and keys are multiplied by; None: H^-0.5.
+      cap: scores become cap tanh(score / cap); 0: they stay.
+      largest_block: tokens of a block at most.
+    """
+    (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
+    assert not causal or length == num_tokens, "a causal query and its key have the same place"
+    assert causal or not window, "a window is counted back from the query"
+    if dtype == jnp.float16:
+        # Only GPUs have a product of float16 with a float32 result.
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    (num_queries, queries), (num_keys, keys) = (_blocks(size, largest_block) for size in (length, num_tokens))
+    if documents is None and not causal and num_keys * keys > num_tokens:
+        documents = (jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32))
+    if documents is not None:
+        # A document of its own hides the padding. A causal mask does too, because padding comes after every query.
+        documents = (_longer(documents[0], num_queries * queries, -1), _longer(documents[1], num_keys * keys, -2))
+    q = q.reshape(num_sequences, length, num_groups, num_heads // num_groups, head_dim)
+    q, k, v = _longer(q, num_queries * queries, 0), _longer(k, num_keys * keys, 0), _longer(v, num_keys * keys, 0)
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    blocks = Blocks(num_queries, num_keys, queries, keys, causal, window, scale, cap, name)
+    heads: jax.Array = _attend(blocks, q, k, v, documents)
+    return heads[:, :length].reshape(num_sequences, length, num_heads, head_dim).astype(dtype)
+
+
+def _blocks(length: int, largest: int) -> tuple[int, int]:
+    """Returns (number of blocks, tokens of each), together at least `length` tokens and little more."""
+    number = math.ceil(length / largest)
+    size = math.ceil(length / number / GRANULE) * GRANULE
+    return math.ceil(length / size), size
+
+
+def _longer(x: jax.Array, length: int, filler: int) -> jax.Array:
+    """Returns `x` with its second dim padded to `length`."""
+    widths = [(0, length - x.shape[1] if dim == 1 else 0) for dim in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=filler) if length > x.shape[1] else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents) -> jax.Array:
+    """Returns heads [b, T, G, R, H] for q [b, T, G, R, H], k and v [b, S, G, H], all in whole blocks."""
+    return _named(blocks, blockwise_forward(blocks, q, k, v, documents))[0]
+
+
+def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents) -> tuple[jax.Array, Any]:
+    heads, log_sums = _named(blocks, blockwise_forward(blocks, q, k, v, documents))
+    return heads, (q, k, v, documents, heads, log_sums)
+
+
+def _named(blocks: Blocks, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    heads, log_sums = (checkpoint_name(x, blocks.name) for x in results)
+    return heads, log_sums
+
+
+def _backward(blocks: Blocks, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    return (*blockwise_backward(blocks, *residuals, cotangent), None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def blockwise_forward(
+    blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents
+) -> tuple[jax.Array, jax.Array]:
+    """Returns heads [b, T, G, R, H] and the logarithms of the softmax's sums, float32 [b, G, T, R].
+
+    Args:
+      blocks: which of them are computed.
+      q: [b, T, G, R, H].
+      k: [b, S, G, H].
+      v: as `k`.
+      documents: see `attend`.
+    """
+
+    def add(carry: Any, nothing: None) -> tuple[Any, None]:
+        (i, j), (sums, most, total) = carry
+        scores, _, visible = _scores(blocks, q, k, documents, i, j)
+        most_before, total_before = _cut(most, i, blocks.queries, 2), _cut(total, i, blocks.queries, 2)
+        most_now = jnp.maximum(most_before, jnp.max(scores, axis=-1))
+        shrink = jnp.exp(most_before - most_now)
+        weights = _where(visible, jnp.exp(scores - most_now[..., None]))
+        added = _product(weights.astype(v.dtype), _cut(v, j, blocks.keys), OF_SUMS)
+        sums_now = _cut(sums, i, blocks.queries, 2) * shrink[..., None] + added
+        total_now = total_before * shrink + jnp.sum(weights, axis=-1)
+        parts = (sums_now, most_now, total_now)
+        pasted = [_paste(x, part, i, blocks.queries) for x, part in zip((sums, most, total), parts, strict=True)]
+        return (_next(blocks, i, j), tuple(pasted)), None
+
+    num_sequences, length, num_groups, per_group, head_dim = q.shape
+    shape = (num_sequences, num_groups, length, per_group)
+    empty = (jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, LOWEST), jnp.zeros(shape, jnp.float32))
+    (_, (sums, most, total)), _ = jax.lax.scan(add, (_start(blocks), empty), None, length=blocks.num_pairs)
+    total = jnp.where(total == 0, 1, total)  # of a query that sees no key
+    heads = (sums / total[..., None]).swapaxes(1, 2).astype(q.dtype)
+    return heads, most + jnp.log(total)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def blockwise_backward(
+    blocks: Blocks,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    documents: Documents,
+    heads: jax.Array,
+    log_sums: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the cotangents of q, k and v, for that of the heads.
+
+    Args:
+      blocks: which of them are computed.
+      q: [b, T, G, R, H].
+      k: [b, S, G, H].
+      v: as `k`.
+      documents: see `attend`.
+      heads: [b, T, G, R, H].
+      log_sums: float32 [b, G, T, R].
+      cotangent: of the heads.
+    """
+    # Of a row of probabilities p with cotangents c: the softmax's backward is p (c - sum(p c)); that sum is this one.
+    inner = jnp.sum(heads.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+
+    def add(carry: Any, nothing: None) -> tuple[Any, None]:
+        (i, j), (dq, dk, dv) = carry
+        scores, slope, visible = _scores(blocks, q, k, documents, i, j)
+        weights = _where(visible, jnp.exp(scores - _cut(log_sums, i, blocks.queries, 2)[..., None]))
+        of_heads = _cut(cotangent, i, blocks.queries)
+        of_weights = _product(of_heads, _cut(v, j, blocks.keys), OF_SCORES)
+        of_scores = weights * (of_weights - _cut(inner, i, blocks.queries, 2)[..., None]) * slope
+        of_scores = of_scores.astype(q.dtype)
+        parts = (
+            (dq, _product(of_scores, _cut(k, j, blocks.keys), OF_SUMS), i, blocks.queries),
+            (dk, _product(of_scores, _cut(q, i, blocks.queries), OF_KEYS), j, blocks.keys),
+            (dv, _product(weights.astype(q.dtype), of_heads, OF_KEYS), j, blocks.keys),
+        )
+        pasted = [_paste(x, _cut(x, at, size, 2) + part, at, size) for x, part, at, size in parts]
+        return (_next(blocks, i, j), tuple(pasted)), None
+
+    empty = [jnp.zeros(x.swapaxes(1, 2).shape, jnp.float32) for x in (q, k, v)]
+    (_, found), _ = jax.lax.scan(add, (_start(blocks), tuple(empty)), None, length=blocks.num_pairs)
+    dq, dk, dv = (x.swapaxes(1, 2).astype(q.dtype) for x in found)
+    return dq, dk, dv
+
+
+def _start(blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+    return jnp.int32(0), jnp.int32(blocks.first(0))
+
+
+def _next(blocks: Blocks, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the pair of blocks after (i, j): the next block of keys, or the first one of the next queries."""
+    is_last = j == blocks.last(i)
+    return jnp.where(is_last, i + 1, i), jnp.where(is_last, blocks.first(i + 1), j + 1)
+
+
+def _scores(
+    blocks: Blocks, q: jax.Array, k: jax.Array, documents: Documents, i: jax.Array, j: jax.Array
+) -> tuple[jax.Array, jax.Array | float, jax.Array | None]:
+    """Returns scores float32 [b, G, t, R, s], their derivative by the product of query and key, and what is visible.
+
+    Scores that are not visible are `LOWEST`. What is visible is bool [b or 1, 1, t, 1, s]; None: everything.
+    """
+    scores = blocks.scale * _product(_cut(q, i, blocks.queries), _cut(k, j, blocks.keys), OF_SCORES)
+    slope: jax.Array | float = blocks.scale
+    if blocks.cap:
+        bounded = jnp.tanh(scores / blocks.cap)
+        scores, slope = blocks.cap * bounded, blocks.scale * (1 - bounded**2)
+    visible: jax.Array | None = None
+    if blocks.causal:
+        of_queries = i * blocks.queries + jnp.arange(blocks.queries)
+        distance = of_queries[:, None] - (j * blocks.keys + jnp.arange(blocks.keys))
+        visible = (distance >= 0) & (distance < blocks.window) if blocks.window else distance >= 0
+        visible = visible[None, None, :, None]
+    if documents is not None:
+        mine, theirs = _cut(documents[0], i, blocks.queries), _cut(documents[1], j, blocks.keys)
+        same = (mine[:, :, None] == theirs[:, None, :])[:, None, :, None]
+        visible = same if visible is None else visible & same
+    return scores if visible is None else jnp.where(visible, scores, LOWEST), slope, visible
+
+
+def _where(visible: jax.Array | None, weights: jax.Array) -> jax.Array:
+    # Where a query sees no key of a block, all scores are equal, and the exponential of their difference is 1.
+    return weights if visible is None else jnp.where(visible, weights, 0)
+
+
+def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+    product: jax.Array = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+    return product
+
+
+def _cut(x: jax.Array, index: jax.Array, size: int, dim: int = 1) -> jax.Array:
+    part: jax.Array = jax.lax.dynamic_slice_in_dim(x, index * size, size, dim)
+    return part
+
+
+def _paste(x: jax.Array, part: jax.Array, index: jax.Array, size: int) -> jax.Array:
+    whole: jax.Array = jax.lax.dynamic_update_slice_in_dim(x, part, index * size, 2)
+    return whole
