@@ -6,14 +6,16 @@ python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 --scal
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 
 import jax
 
-from meshtrain.config.config import Config, configure
+from meshtrain.config.config import Config, built, configure
 from meshtrain.launch.links import read, refuse_other_platform
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.mesh import mesh_shape
 from meshtrain.observe.line_charts import picture
 from meshtrain.observe.progress import phase
 from meshtrain.plan import (
@@ -31,6 +33,7 @@ from meshtrain.plan import (
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.waiting import waiting_for
 from meshtrain.words import flags
+from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError, run
 from meshtrain.words.files import write_whole
 from meshtrain.words.paths import refuse_target
@@ -89,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     if given.search:
         # The search replaces the mesh, so it need not fit the cluster.
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
-    config = configure(given, problems(given), reads_data=False)
+    config = configure(given, [*problems(given), *wrong_size(given)], reads_data=False)
     measured = calibration.measured_seconds(given.calibrate)
     links = read(given.links) if given.links else None
     # A cached program has no compiler warnings, which the report needs.
@@ -147,6 +150,27 @@ def problems(given: argparse.Namespace) -> list[str]:
         except UserError as error:
             found += error.problems
     return found
+
+
+def wrong_size(given: argparse.Namespace) -> list[str]:
+    """Returns the line about a mesh that does not fit the cluster; the configuration is then checked on one device.
+
+    Otherwise what does not divide over that mesh would be reported, with sizes that are as far from the cluster's.
+    """
+    if given.scaling:  # which replaces the mesh
+        return []
+    try:
+        num_devices = math.prod(topology.parse(given.cluster)[1])
+        file = {} if given.config is None else load(given.config, list(flags.schema(Config())))
+        wanted = built(file, given.overrides)[0].mesh
+    except UserError:
+        return []  # reported with the others
+    try:
+        mesh_shape(wanted, num_devices, simulated=False)
+    except UserError as error:
+        given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
+        return list(error.problems)
+    return []
 
 
 def scaling_problems(given: argparse.Namespace) -> list[str]:

@@ -178,6 +178,15 @@ def test_wrong_input_is_one_line_a_problem(words, said):
     assert all("\n" not in line for line in error.value.problems)
 
 
+def test_a_mesh_that_does_not_fit_the_cluster_is_said_in_place_of_what_does_not_divide_over_it():
+    words = ["--cluster=cpu:8", "--config.mesh.fsdp=2048", "--config.lora.rank=16", "--config.optimizer.name=adamx"]
+    with pytest.raises(UserError) as error:
+        program.main(words)
+    of_mesh, of_optimizer = error.value.problems
+    assert of_mesh.endswith("2048 devices; allowed: at most the 8 there are; nearest: mesh.fsdp=8")
+    assert of_optimizer.startswith("optimizer.name: got 'adamx'")
+
+
 def test_links_of_another_platform_are_refused_before_anything_compiles(tmp_path, monkeypatch):
     monkeypatch.setattr(program.jax.config, "update", lambda *_: None)
     device = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
