@@ -6,7 +6,7 @@ HF: tuple[Mutant, ...] = (
     Mutant(
         "strange keys ignored",
         "hf/config.py",
-        "if value is None or key in understood or key in _HARMLESS:",
+        "if value is None or key in understood or key in HARMLESS:",
         "if key not in only and key != 'architectures':",
         "a key of config.json that is not understood is ignored",
         ("hf/test_hf_config.py::test_what_the_decoder_has_nothing_for_is_refused_by_name_and_value[quantized]",),

@@ -3,6 +3,25 @@
 from scripts.mutant import Mutant
 
 MODELS: tuple[Mutant, ...] = (
+    Mutant(
+        "turns one early",
+        "models/decoder.py",
+        "is_global = (layer + 1) % o.global_every == 0 if o.alternates else None",
+        "is_global = layer % o.global_every == 0 if o.alternates else None",
+        "of layers in turns the first has no window, instead of the last",
+        (
+            "models/test_models_decoder.py::test_every_second_layer_sees_all_of_the_document",
+            "hf/test_hf_reading.py::test_logits_are_those_of_transformers[gemma3]",
+        ),
+    ),
+    Mutant(
+        "a window for all tokens that follow",
+        "models/decoder.py",
+        "return ByKind(local, Slots(filled, own)) if options.alternates else local",
+        "return ByKind(local, local) if options.alternates else local",
+        "with a cache, layers without a window have one",
+        ("models/test_models_decode.py::test_cached_logits_are_those_of_the_whole_sequence",),
+    ),
     # models
     Mutant(
         "adapters without alpha",

@@ -65,6 +65,13 @@ _QK_NORM = (
     Weight("layers/attention/query_norm/scale", "model.layers.{}.self_attn.q_norm.weight", "H", "H"),
     Weight("layers/attention/key_norm/scale", "model.layers.{}.self_attn.k_norm.weight", "H", "H"),
 )
+# The name of the norm before the mlp is that of another one where there are four norms.
+_GEMMA2 = (
+    *(row for row in _LLAMA if row.path != "layers/mlp_norm/scale"),
+    Weight("layers/attention_post_norm/scale", "model.layers.{}.post_attention_layernorm.weight", "D", "D"),
+    Weight("layers/mlp_norm/scale", "model.layers.{}.pre_feedforward_layernorm.weight", "D", "D"),
+    Weight("layers/mlp_post_norm/scale", "model.layers.{}.post_feedforward_layernorm.weight", "D", "D"),
+)
 _GPT2 = (
     Weight("embedding/table", "transformer.wte.weight", "V D", "V D"),
     Weight("embedding/positions", "transformer.wpe.weight", "P D", "P D"),
@@ -89,7 +96,15 @@ _GPT2 = (
 )
 _HEAD = Weight("head/kernel", "lm_head.weight", "D V", "V D")
 
-_TABLES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA + _QKV_BIASES, "qwen3": _LLAMA + _QK_NORM, "gpt2": _GPT2}
+_TABLES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA + _QKV_BIASES,
+    "qwen3": _LLAMA + _QK_NORM,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2 + _QK_NORM,
+    "gpt2": _GPT2,
+}
 # Constants that old files store beside the weights: causal masks, rotary frequencies. The model computes them.
 _CONSTANTS = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"

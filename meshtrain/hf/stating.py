@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshtrain.hf.config import FAMILIES
+from meshtrain.hf.families import FAMILIES
+from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOWED
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.words.errors import UserError
 
 _GPT2 = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "biases": True}
 _LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "biases": False}
+_GEMMA = {**_LLAMA, "activation": "geglu", "centered_scales": True, "post_norms": True, "scaled_embeddings": True}
+# What Gemma alone has; in other families these options have their defaults.
+_OF_GEMMA = ("centered_scales", "post_norms", "scaled_embeddings", "attention_scalar", "attention_cap", "logit_cap")
 
 
 def family_of(options: DecoderOptions) -> str:
@@ -18,17 +22,25 @@ def family_of(options: DecoderOptions) -> str:
       UserError: none has all of them.
     """
     chosen = {name: getattr(options, name) for name in _GPT2}
+    local = ("global_every", "rope_local_base") if options.window else ()
+    of_gemma = {name: getattr(options, name) for name in (*_OF_GEMMA, *local) if getattr(options, name)}
     own = [name for name in ("window", "qkv_biases", "qk_norm") if getattr(options, name)]
-    if chosen == _GPT2 and not own:
+    if chosen == _GPT2 and not own and not of_gemma:
         return "gpt2"
+    if _GEMMA.items() <= {**chosen, **of_gemma}.items() and not options.qkv_biases:
+        if not options.qk_norm and "rope_local_base" not in of_gemma:
+            return "gemma2"
+        # Its scaling of rotary positions is that of layers without a window.
+        if options.qk_norm and (not local or options.rope_factor == 1.0 or options.rope_local_base):
+            return GEMMA3
     by_own = {(): "llama", ("window",): "mistral", ("qkv_biases",): "qwen2", ("qk_norm",): "qwen3"}
     by_own |= {("window", "qkv_biases"): "qwen2", ("window", "qk_norm"): "qwen3"}
-    if chosen == _LLAMA and tuple(own) in by_own:
+    if chosen == _LLAMA and tuple(own) in by_own and not of_gemma:
         return by_own[tuple(own)]
-    got = ", ".join(f"model.{name}={getattr(options, name)}" for name in (*chosen, *own))
+    got = ", ".join(f"model.{name}={getattr(options, name)}" for name in (*chosen, *own, *of_gemma))
     raise UserError(
         f"model: got {got}, which no model of Hugging Face has together; allowed: those of Llama, Mistral, Qwen 2, "
-        "Qwen 3 or GPT-2; nearest: the options that `python -m meshtrain hf config` prints for one"
+        "Qwen 3, Gemma 2, Gemma 3 or GPT-2; nearest: the options that `python -m meshtrain hf config` prints for one"
     )
 
 
@@ -52,13 +64,15 @@ def as_json(
     stated |= values | {rows.activation[0]: rows.activation[1][0]}
     if rows.is_rotary:
         stated |= {"head_dim": options.width_of_head, "max_position_embeddings": length, **_rope(options)}
-        stated |= _window(options, family)
+        stated |= _gemma(options, family) if options.post_norms else _window(options, family)
         stated |= {"attention_bias": False} if family in ("llama", "qwen3") else {}
         stated |= {"mlp_bias": False} if family == "llama" else {}
     else:
         stated["n_positions"] = options.max_positions or length
     stated |= {"bos_token_id": None, "eos_token_id": end_id if end_id >= 0 else None}
     stated |= {"initializer_range": options.init_std, "use_cache": True}
+    if family == GEMMA3:
+        stated |= _ropes_in_turns(options, stated)
     return stated | _both_ropes(original, stated) | {"dtype": dtype, "torch_dtype": dtype}
 
 
@@ -74,6 +88,29 @@ def _rope(options: DecoderOptions) -> dict[str, Any]:
             "original_max_position_embeddings": options.rope_original_length,
         }
     return {"rope_parameters": (scaling or {"rope_type": "default"}) | theta, "rope_scaling": scaling, **theta}
+
+
+def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns rotary positions of layers with a window and of those without, in both spellings."""
+    has_own = options.window > 0 and options.rope_local_base > 0
+    base = options.rope_local_base if has_own else options.rope_base
+    local = {"rope_type": "default", "rope_theta": base}
+    return {"rope_parameters": {FULL: stated["rope_parameters"], WINDOWED: local}, LOCAL_BASE: base}
+
+
+def _gemma(options: DecoderOptions, family: str) -> dict[str, Any]:
+    """Returns what Gemma alone has; a cap of 0 is null, and without a window all layers are full."""
+    every = options.global_every if options.window else 1
+    kinds = [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, options.num_layers + 1)]
+    stated: dict[str, Any] = {
+        "query_pre_attn_scalar": options.attention_scalar or options.width_of_head,
+        "attn_logit_softcapping": options.attention_cap or None,
+        "final_logit_softcapping": options.logit_cap or None,
+        "sliding_window": options.window or None,
+        "layer_types": kinds,
+        "attention_bias": False,
+    }
+    return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
 
 
 def _window(options: DecoderOptions, family: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The small models of tests/hf/fixtures, and what this program computes with them."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -19,7 +20,9 @@ def assembled(directory, shape):
     with np.load(directory / "expected.npz") as file:
         ids, expected = file["input_ids"], file["logits"]
     num_rows = max(len(ids), shape["data"] * shape["fsdp"])
-    config = Config(model=opened.model.options, batch_size=num_rows, sequence_length=ids.shape[1])
+    # A pipeline of three splits the rows, too.
+    options = dataclasses.replace(opened.model.options, vocab_multiple=128 * shape["pipeline"])
+    config = Config(model=options, batch_size=num_rows, sequence_length=ids.shape[1])
     assembly = assemble(config, shape, jax.devices())
     return assembly, reading.read(opened, assembly.state.params), (ids, expected)
 

@@ -128,7 +128,7 @@ REFUSED = {
     "family": (
         "llama",
         {"model_type": "lama"},
-        ["model_type: got 'lama'; allowed: llama, mistral, qwen2, qwen3, gpt2; did"],
+        ["model_type: got 'lama'; allowed: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2; did"],
     ),
     "no family": ("llama", {"model_type": 3}, ["model_type: got '3'"]),
     "later layers": (
@@ -142,6 +142,54 @@ REFUSED = {
         ["layer_types: got ['full_attention', 'sliding_attention']"],
     ),
     "a window of no size": ("qwen2", {"layer_types": ["sliding_attention"] * 2}, ["layer_types: got"]),
+    "turns of no kind": (
+        "gemma3",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        ["layer_types: got ['full_attention', 'sliding_attention', 'full_attention']; allowed: 3 layers, of which"],
+    ),
+    "too few layers": ("gemma2", {"layer_types": ["sliding_attention"]}, ["layer_types: got ['sliding_attention']"]),
+    "a turn of no length": (
+        "gemma3",
+        {"_sliding_window_pattern": 0, "layer_types": None},
+        ["_sliding_window_pattern: got 0; allowed: one whole number, at least 1"],
+    ),
+    "two patterns": (
+        "gemma3",
+        {"sliding_window_pattern": 2, "layer_types": None},
+        ["sliding_window_pattern: got 2; allowed: one"],
+    ),
+    "turns without a window": ("gemma2", {"sliding_window": None}, ["sliding_window: got nothing"]),
+    "another size": ("gemma2", {"sliding_window_size": 8}, ["sliding_window_size: got 8; allowed: 6, as"]),
+    "a cap that is not there": ("gemma2", {"final_logit_softcapping": None}, ["final_logit_softcapping: got nothing"]),
+    "both ways": (
+        "gemma3",
+        {"use_bidirectional_attention": True, "hidden_act": "silu"},
+        ["use_bidirectional_attention: got True; allowed: False", "hidden_act: got 'silu'"],
+    ),
+    "one base for both": (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ["rope_parameters: got {'rope_type': 'default', 'rope_theta': 10000.0}; allowed: an object with full_att"],
+    ),
+    "no base of windows": (
+        "gemma3",
+        {"rope_parameters": None, "rope_theta": 1e6},
+        ["rope_local_base_freq: got nothing"],
+    ),
+    "two bases of windows, and linear": (
+        "gemma3",
+        {
+            "rope_local_base_freq": 1e4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e2, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e1},
+            },
+        },
+        [
+            "rope_parameters.full_attention.rope_type: got 'linear'; allowed: default, llama3",
+            "rope_parameters.sliding_attention.rope_theta: got 50.0, and rope_local_base_freq says 10000.0",
+        ],
+    ),
     "no width": ("llama", {"hidden_size": None}, ["hidden_size: got nothing; allowed: int"]),
     "a text": (
         "llama",
@@ -192,6 +240,32 @@ def test_the_window_is_that_of_transformers(name, tmp_path):
     merged = {key: value for key, value in (given(model) | changes).items() if value is not None}
     values = {key: None if value == "null" else value for key, value in merged.items()}
     assert of(tmp_path, values).options.window == window
+
+
+TURNS = {
+    "gemma2 by default": ("gemma2", {"layer_types": None}, (6, 2)),
+    "gemma3 by default": ("gemma3", {"layer_types": None, "_sliding_window_pattern": None}, (6, 6)),
+    "gemma3 by its older key": (
+        "gemma3",
+        {"layer_types": None, "_sliding_window_pattern": None, "sliding_window_pattern": 2},
+        (6, 2),
+    ),
+    "windows in all layers": ("gemma3", {"layer_types": ["sliding_attention"] * 3}, (6, 0)),
+    "windows in none": ("gemma2", {"layer_types": ["full_attention"] * 2, "sliding_window": None}, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_layers_with_a_window_and_without_take_turns(name, tmp_path):
+    model, changes, expected = TURNS[name]
+    values = {key: value for key, value in (given(model) | changes).items() if value is not None}
+    found = of(tmp_path, values).options
+    assert (found.window, found.global_every) == expected
+
+
+def test_a_cap_of_null_is_none(tmp_path):
+    assert given("gemma2")["attn_logit_softcapping"] == 5.0
+    assert of(tmp_path, given("gemma2") | {"attn_logit_softcapping": None}).options.attention_cap == 0.0
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])

@@ -42,6 +42,11 @@ GPT = dataclasses.replace(
     LLAMA, tied_embeddings=True, positions="learned", norm="layernorm", biases=True, activation="gelu"
 )
 QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True, window=10, attention="blockwise")
+GEMMA = dataclasses.replace(
+    LLAMA, num_layers=4, num_kv_heads=4, centered_scales=True, post_norms=True, activation="geglu", qk_norm=True,
+    tied_embeddings=True, scaled_embeddings=True, window=10, global_every=3, rope_local_base=50.0, attention_scalar=9,
+    attention_cap=5.0, logit_cap=3.0,
+)  # fmt: skip
 
 CONFIG = Config(
     num_steps=NUM_STEPS,

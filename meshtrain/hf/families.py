@@ -1,0 +1,140 @@
+"""Tables of what a config.json of each family says: keys that are options, and keys that change nothing.
+
+What an absent key means is what the configuration classes of the package transformers say (Wolf et al. 2020). A key
+that always stands in published files has to be there.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Family(NamedTuple):
+    """How one `model_type` describes a decoder.
+
+    Attributes:
+      architecture: the class that has the head of a language model.
+      fields: key -> option of the decoder.
+      fixed: options that no key states.
+      absent: key -> what it means if it is missing. Other keys of `fields` have to be there.
+      length: the key with the most positions.
+      activation: the key with the mlp's function, and the functions that the decoder has.
+      is_rotary: whether keys describe rotary positions.
+      off: keys of `fields` that have to be there, and whose null is the option's default.
+      only: more keys that are legal with these values alone.
+    """
+
+    architecture: str
+    fields: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    absent: Mapping[str, Any]
+    length: str
+    activation: tuple[str, tuple[str, ...]]
+    is_rotary: bool = True
+    off: tuple[str, ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = {}
+
+
+_LLAMA_FIELDS = {
+    "hidden_size": "embed_dim",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_GPT2_FIELDS = {
+    "n_embd": "embed_dim",
+    "n_inner": "mlp_dim",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_positions": "max_positions",
+    "vocab_size": "vocab_size",
+    "layer_norm_epsilon": "norm_epsilon",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_GEMMA_FIELDS = {
+    **_LLAMA_FIELDS,
+    "query_pre_attn_scalar": "attention_scalar",
+    "attn_logit_softcapping": "attention_cap",
+    "final_logit_softcapping": "logit_cap",
+}
+_GEMMA: Mapping[str, Any] = {
+    "activation": "geglu",
+    "centered_scales": True,
+    "post_norms": True,
+    "scaled_embeddings": True,
+}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_TANH = ("gelu_pytorch_tanh",)
+_LIKE_GEMMA = ("max_position_embeddings", ("hidden_activation", _TANH))
+# Published files have the older key beside the newer one.
+_GEMMA_ONLY = {"hidden_act": _TANH, "use_bidirectional_attention": (False,)}
+_SWIGLU = ("hidden_act", ("silu",))
+_UNTIED: Mapping[str, Any] = {"head_dim": None, "tie_word_embeddings": False}
+_LIKE_LLAMA = ("max_position_embeddings", _SWIGLU)
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        _LLAMA_FIELDS,
+        {},
+        {**_UNTIED, "num_key_value_heads": None, "rope_theta": 10000.0},
+        *_LIKE_LLAMA,
+    ),
+    "mistral": Family("MistralForCausalLM", _LLAMA_FIELDS, {}, {**_UNTIED, "sliding_window": 4096}, *_LIKE_LLAMA),
+    "qwen2": Family("Qwen2ForCausalLM", _LLAMA_FIELDS, {"qkv_biases": True}, _UNTIED, *_LIKE_LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", _LLAMA_FIELDS, {"qk_norm": True}, {"tie_word_embeddings": False}, *_LIKE_LLAMA),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA_FIELDS,
+        _GEMMA,
+        {"tie_word_embeddings": True},
+        *_LIKE_GEMMA,
+        off=_CAPS,
+        only=_GEMMA_ONLY,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA_FIELDS,
+        {**_GEMMA, "qk_norm": True},
+        {"tie_word_embeddings": True, **dict.fromkeys(_CAPS)},
+        *_LIKE_GEMMA,
+        only=_GEMMA_ONLY,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        _GPT2_FIELDS,
+        {"norm": "layernorm", "activation": "gelu", "positions": "learned", "biases": True},
+        {"n_inner": None, "tie_word_embeddings": True},
+        "n_positions",
+        ("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
+        is_rotary=False,
+    ),
+}
+# Legal in every family with these values alone; the decoder has nothing for another one.
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "use_mrope": (False,),
+    "pruned_heads": ({},),
+}
+# Keys without influence on the logits of a given text: names, ids, dropout, initialization, generation, outputs.
+_HARMLESS_TEXT = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path attention_dropout attn_pdrop
+    bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id
+    finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder label2id
+    max_position_embeddings model_type n_ctx output_attentions output_hidden_states output_scores pad_token_id prefix
+    pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn resid_pdrop return_dict
+    return_dict_in_generate sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
+    transformers_version unk_token_id use_bfloat16 use_cache
+"""
+HARMLESS = frozenset(_HARMLESS_TEXT.split())

@@ -1,0 +1,186 @@
+"""Rotary positions and windows of a config.json: of all layers alike, or in turns (Gemma 2 and 3).
+
+The rules are those of the configuration classes of the package transformers (Wolf et al. 2020).
+"""
+
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.hf.families import FAMILIES, Family
+from meshtrain.hf.values import PUBLISHED, refusal, shown, typed
+from meshtrain.models.decoder import DecoderOptions
+
+_ROPE_KEYS = {"rope_type": "", "rope_theta": "rope_base"}
+_LLAMA3_KEYS = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low",
+    "high_freq_factor": "rope_high",
+    "original_max_position_embeddings": "rope_original_length",
+}
+_WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
+    "mistral": ("sliding_window",),
+    "qwen2": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "qwen3": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    "gemma2": ("sliding_window", "sliding_window_size", "layer_types"),
+    "gemma3_text": ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types"),
+}
+WINDOWED, FULL = "sliding_attention", "full_attention"
+GEMMA3 = "gemma3_text"
+LOCAL_BASE = "rope_local_base_freq"
+# Every how many layers one has no window, where no key says it.
+_TURNS = {"gemma2": 2, GEMMA3: 6}
+
+
+def keys(kind: str) -> set[str]:
+    """Returns the keys that `rotary` and `windows` read, of a family."""
+    found = {*(_WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ())}
+    found |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
+    return found | ({LOCAL_BASE} if kind == GEMMA3 else set())
+
+
+def rotary(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the options of rotary positions, and one line for each problem with them.
+
+    In files of Gemma 3 `rope_parameters` has an object for layers with a window and one for those without; in older
+    files `rope_local_base_freq` is for those with a window.
+
+    Args:
+      given: the JSON object.
+      kind: a key of `FAMILIES`.
+    """
+    family = FAMILIES[kind]
+    if kind != GEMMA3:
+        return _rope(given, family)
+    parameters = given.get("rope_parameters")
+    halves = {WINDOWED: None, FULL: None} if parameters is None else parameters
+    if not isinstance(halves, dict) or halves.keys() != {WINDOWED, FULL}:
+        return {}, [refusal("rope_parameters", parameters, f"an object with {FULL} and {WINDOWED}")]
+    fields, found = _rope({**given, "rope_parameters": halves[FULL]}, family)
+    found = [line.replace("rope_parameters.", f"rope_parameters.{FULL}.") for line in found]
+    base = given[LOCAL_BASE] if LOCAL_BASE in given else None
+    local, wrong = _rope({"rope_parameters": halves[WINDOWED], "rope_theta": base}, family)
+    if "rope_factor" in local:
+        wrong.append(refusal("rope_parameters.rope_type", "llama3", "default"))
+    for line in wrong:
+        inside = line.replace("rope_parameters.", f"rope_parameters.{WINDOWED}.")
+        inside = inside.replace("rope_theta or rope_scaling say", f"{LOCAL_BASE} says")
+        found.append(f"{LOCAL_BASE}{line.removeprefix('rope_theta')}" if line.startswith("rope_theta") else inside)
+    return fields | ({"rope_local_base": local["rope_base"]} if "rope_base" in local else {}), found
+
+
+def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """Returns the options of rotary positions, and one line for each problem with them.
+
+    Newer files have `rope_parameters`, older ones `rope_theta` and `rope_scaling`; some have both, with equal values.
+    """
+    if not family.is_rotary:
+        return {}, []
+    found, sides = list[str](), list[dict[str, Any]]()
+    for key in ("rope_scaling", "rope_parameters"):
+        inner = given[key] if key in given and given[key] is not None else {}
+        if not isinstance(inner, dict):
+            found.append(refusal(key, inner, "a JSON object"))
+            inner = {}
+        renamed = {"rope_type" if name == "type" else name: value for name, value in inner.items()}
+        sides.append({name: value for name, value in renamed.items() if value is not None})
+    older, newer = sides
+    if given.get("rope_theta") is not None:
+        older["rope_theta"] = given["rope_theta"]
+    for name in older.keys() & newer.keys():
+        if older[name] != newer[name]:
+            found.append(
+                f"rope_parameters.{name}: got {shown(newer[name])}, and rope_theta or rope_scaling say "
+                f"{shown(older[name])}; allowed: the same; {PUBLISHED}"
+            )
+    stated = {"rope_type": "default"} | ({"rope_theta": 10000.0} if "rope_theta" in family.absent else {})
+    stated |= older | newer
+    where = "rope_parameters" if newer else "rope_scaling"
+    if stated["rope_type"] not in ("default", "llama3"):
+        return {}, [*found, refusal(f"{where}.rope_type", stated["rope_type"], "default, llama3")]
+    wanted = _ROPE_KEYS | (_LLAMA3_KEYS if stated["rope_type"] == "llama3" else {})
+    fields, kinds = dict[str, Any](), typing.get_type_hints(DecoderOptions)
+    for name, option in wanted.items():
+        if not option:
+            continue
+        try:
+            fields[option] = typed(stated[name] if name in stated else None, kinds[option])
+        except ValueError as error:
+            found.append(f"{'' if name == 'rope_theta' and not newer else f'{where}.'}{name}: {error}")
+    for name in stated.keys() - wanted.keys():
+        if (name, stated[name]) != ("partial_rotary_factor", 1.0):
+            found.append(refusal(f"{where}.{name}", stated[name], f"{', '.join(wanted)} with {stated['rope_type']}"))
+    return fields, found
+
+
+def windows(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the options of windows, and one line for each problem with them.
+
+    Args:
+      given: the JSON object.
+      kind: a key of `FAMILIES`.
+    """
+    if kind not in _WINDOW_KEYS:
+        return {}, []
+    return _in_turns(given, kind) if kind in _TURNS else _alike(given, kind)
+
+
+def _in_turns(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns `window` and `global_every`, the length of a turn: by `layer_types`, otherwise by a pattern's length."""
+    values = {key: given[key] if key in given else None for key in _WINDOW_KEYS[kind]}
+    num_layers, window, types = given.get("num_hidden_layers"), values["sliding_window"], values["layer_types"]
+    patterns = {key: value for key, value in values.items() if key.endswith("_pattern") and value is not None}
+    key, every = next(iter(patterns.items()), ("", _TURNS[kind]))
+    if types is not None:
+        every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else 0
+    elif any(value != every for value in patterns.values()) or type(every) is not int or every < 1:
+        return {}, [refusal(key, every, f"one whole number, at least 1, in each of {', '.join(patterns)}")]
+    if not isinstance(num_layers, int):
+        return {}, []  # another line names it
+    turns = [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, num_layers + 1)]
+    if types is not None and types != turns:
+        return {}, [refusal("layer_types", types, f"{num_layers} layers, of which every nth is {FULL}")]
+    if set(turns) == {FULL}:
+        return {}, []
+    size = values["sliding_window_size"] if "sliding_window_size" in values else None
+    if size is not None and size != window:
+        return {}, [refusal("sliding_window_size", size, f"{window}, as sliding_window says")]
+    try:
+        return {"window": typed(window, int), "global_every": every}, []
+    except ValueError as error:
+        return {}, [f"sliding_window: {error}"]
+
+
+def _alike(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the option `window`, and one line if some layers have a window and others have none."""
+    values = {key: given[key] if key in given else None for key in _WINDOW_KEYS[kind]}
+    window = values["sliding_window"]
+    if "sliding_window" not in given and "sliding_window" in FAMILIES[kind].absent:
+        window = FAMILIES[kind].absent["sliding_window"]
+    found, layers = list[str](), {WINDOWED}
+    if kind != "mistral":
+        if values["use_sliding_window"] not in (None, False, True):
+            found.append(refusal("use_sliding_window", values["use_sliding_window"], "true, false"))
+        window = window if values["use_sliding_window"] else None
+        layers = _windowed_layers(values, given, window)
+    if layers == {FULL} or (window is None and layers == {WINDOWED} and values.get("layer_types") is None):
+        return {}, found
+    if layers != {WINDOWED} or window is None:
+        key = "layer_types" if values["layer_types"] is not None else "max_window_layers"
+        return {}, [*found, refusal(key, values[key], "a window in all layers or in none")]
+    try:
+        return {"window": typed(window, int)}, found
+    except ValueError as error:
+        return {}, [*found, f"sliding_window: {error}"]
+
+
+def _windowed_layers(values: Mapping[str, Any], given: Mapping[str, Any], window: Any) -> set[str]:
+    """Returns the kinds of layers: those of `layer_types`, otherwise a window from layer `max_window_layers` on."""
+    types = values["layer_types"]
+    if types is not None:
+        is_list = isinstance(types, list) and all(isinstance(one, str) for one in types)
+        return set(types) if is_list else {"", str(types)}  # of two kinds: no list that the decoder has
+    first, num_layers = values["max_window_layers"], given.get("num_hidden_layers")
+    if window is None or not isinstance(first, int) or not isinstance(num_layers, int) or first >= num_layers:
+        return {FULL}
+    return {WINDOWED} if first <= 0 else {WINDOWED, FULL}

@@ -1,0 +1,33 @@
+"""Values of a config.json in the types of options, and the lines that refuse others."""
+
+from typing import Any
+
+from meshtrain.words import flags
+
+NO_WAY = "nearest: none, this model cannot be imported"
+PUBLISHED = "nearest: the config.json that was published with the weights"
+
+
+def typed(value: Any, kind: type) -> Any:
+    """Returns a value of JSON as this type.
+
+    Raises:
+      ValueError: it has another one; the text is the rest of a line.
+    """
+    if value is None:
+        raise ValueError(f"got nothing; allowed: {kind.__name__}; {PUBLISHED}")
+    try:
+        return flags.typed(value, kind)
+    except ValueError as error:
+        raise ValueError(str(error) if "nearest: " in str(error) else f"{error}; {PUBLISHED}") from error
+
+
+def refusal(key: str, value: Any, allowed: str) -> str:
+    """Returns the line about a key with a value for which the decoder has nothing."""
+    return f"{key}: got {shown(value)}; allowed: {allowed}; {NO_WAY}"
+
+
+def shown(value: Any) -> str:
+    """Returns a value as text of at most 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
