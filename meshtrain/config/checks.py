@@ -15,10 +15,11 @@ from meshtrain.layout import fit, zero
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules, default_rules
+from meshtrain.layout.trees import select
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.seq2seq import Seq2SeqOptions
-from meshtrain.optim import trainable
+from meshtrain.optim import moments, trainable
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions, compute_name
@@ -316,6 +317,9 @@ def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: An
       rules: the table, with the storage axes of the ZeRO level.
     """
     mask, found = trained(config, params)
+    if config.optimizer.moments == moments.EIGHT_BITS and not moments.check_block(config.optimizer.moment_block, ""):
+        chosen, of_chosen = (select(tree, mask)[0] for tree in (params, axes))
+        found += moments.problems(config.optimizer.moment_block, chosen, of_chosen, rules.parameters, mesh_shape)
     return found + fit.problems(
         params,
         axes,

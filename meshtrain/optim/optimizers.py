@@ -1,4 +1,4 @@
-"""Optimizers: a direction by name, decoupled weight decay, the learning rate; and the logical axes of their states.
+"""Optimizers: a direction by name, decoupled weight decay, the learning rate.
 
 Adam, SGD and Lion are elementwise. Adafactor and Muon reduce over whole weights (not over stacked layers). Run them
 under jit, where the partitioner inserts the collectives. In a manual region they would reduce over local shards only.
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from meshtrain.layout.partition import Names, is_names
-from meshtrain.optim import trainable
+from meshtrain.layout.partition import Names
+from meshtrain.optim import moments, trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, map_axes, matrix_dims
@@ -65,6 +65,17 @@ class OptimizerOptions:
         minimum=0.0,
         only_for={"name": ("sgd", "muon")},
     )
+    moments: str = option(
+        "float32",
+        "how moments are stored: float32 (4 bytes each), bfloat16 (2) or 8bit (1, matrices and tables alone)",
+        choices=moments.KINDS,
+        only_for={"name": ("adamw", "adam", "sgd", "lion", "muon")},
+    )
+    moment_block: int = option(
+        256,
+        "elements of a matrix that share a scale, with 8-bit moments; a power of two",
+        only_for={"moments": ("8bit",), "name": ("adamw", "adam", "sgd", "lion", "muon")},
+    )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
     trainable: str = option(
         "",
@@ -80,6 +91,7 @@ def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
         for name in ("beta1", "beta2", "momentum")
         if getattr(options, name) >= 1
     ]
+    above += moments.check_block(options.moment_block, f"{path}.moment_block")
     return above + trainable.check(options.trainable, f"{path}.trainable")
 
 
@@ -103,7 +115,8 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
       logical_axes: a tree like the parameters that it will update, with a tuple of logical axes for each weight.
 
     Returns:
-      A transformation whose `update` needs the parameters. Its moments are float32.
+      A transformation whose `update` needs the parameters. Its moments are stored as `options.moments` says; those of
+      adafactor are float32.
 
     Raises:
       UserError: options out of bounds, one line each.
@@ -112,8 +125,11 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
     if lines:
         raise UserError(*lines)
     weight_decay = 0.0 if options.name == "adam" else options.weight_decay
+    direction = _direction(options, logical_axes)
+    if options.name != "adafactor":
+        direction = moments.stored(direction, options.moments, options.moment_block, logical_axes)
     return optax.chain(
-        _direction(options, logical_axes),
+        direction,
         optax.add_decayed_weights(weight_decay, decays(logical_axes)),
         optax.scale_by_learning_rate(schedule),
     )
@@ -160,36 +176,3 @@ def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
         scale_by_muon(beta=momentum, mu_dtype=jnp.float32, weight_dimension_numbers=dimensions),
         optax.stateless(scale_all),
     )
-
-
-def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Names]:
-    """Returns the logical axes of each array in an optimizer's state.
-
-    An array belongs to the parameter whose path is a suffix of its own path. A dim of the parameter's size has the
-    parameter's logical axis (moments); any other dim has None (the means of a factored moment have dims of size 1).
-    An array of no parameter (counts, constants), or of another rank than its parameter, has None for every dim.
-
-    Args:
-      transformation: any optax optimizer.
-      abstract_params: the parameters that it updates, or their `jax.ShapeDtypeStruct`s.
-      logical_axes: like the parameters, with a tuple of logical axes for each.
-
-    Returns:
-      A tuple as long as the array's rank for each array, in the order of
-      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. It is a list because logical axes are
-      tuples, and so are the containers of an optimizer's state.
-    """
-    shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
-    axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
-    assert shapes.keys() == axes.keys(), "parameters and logical axes differ in structure"
-    state = jax.eval_shape(transformation.init, abstract_params)
-    of_arrays = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        ends = (tuple(path[start:]) for start in range(len(path) + 1))
-        owner = next((end for end in ends if end in shapes), None)
-        if owner is None or len(shapes[owner]) != leaf.ndim:
-            of_arrays.append((None,) * leaf.ndim)
-        else:
-            dims = zip(leaf.shape, shapes[owner], axes[owner], strict=True)
-            of_arrays.append(tuple(name if size == full else None for size, full, name in dims))
-    return of_arrays

@@ -26,7 +26,8 @@ from meshtrain.layout.stored import stored
 from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.layout.zero import rules_of_level
 from meshtrain.models.task import Task
-from meshtrain.optim.optimizers import optimizer, state_axes
+from meshtrain.optim.optimizers import optimizer
+from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.step.placed import abstract_params
 from meshtrain.step.precision import as_stored, cast, compute_dtype, compute_name

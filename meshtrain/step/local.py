@@ -21,8 +21,8 @@ from meshtrain.layout.groups import GROUPS
 from meshtrain.layout.partition import Names, is_names
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, Metrics, Sums, mean
-from meshtrain.optim.optimizers import state_axes
 from meshtrain.optim.outer import Outer
+from meshtrain.optim.states import state_axes
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.loss_scale import Scaling

@@ -1,4 +1,4 @@
-"""Dtypes of parameters, activations, reductions and logits. Moments, gradient sums, norms and losses are float32."""
+"""Dtypes of parameters, activations, reductions and logits. Gradient sums, norms and losses are float32."""
 
 import dataclasses
 from typing import Any

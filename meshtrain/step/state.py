@@ -11,7 +11,7 @@ import optax
 from meshtrain.layout.partition import Names, is_names
 from meshtrain.layout.trees import select
 from meshtrain.models.task import Params
-from meshtrain.optim.optimizers import state_axes
+from meshtrain.optim.states import state_axes
 from meshtrain.step.guard import Skipped, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
 from meshtrain.step.precision import cast

@@ -85,6 +85,8 @@ def without_effect(*overrides, **shape):
         (["data.text_field=body"], "data.source=python", ["data.source=text", "data.path=x.jsonl"]),
         (["data.packing=first_fit", "data.source=synthetic"], "data.source=synthetic", ["data.source=python"]),
         (["optimizer.momentum=0.9"], "optimizer.name=adamw", ["optimizer.name=sgd"]),
+        (["optimizer.moment_block=64"], "optimizer.moments=float32", ["optimizer.moments=8bit"]),
+        (["optimizer.moments=8bit", "optimizer.name=adafactor"], "optimizer.name=adafactor", ["optimizer.name=lion"]),
         (
             ["learning_rate.peak=1.0", "learning_rate.name=noam"],
             "learning_rate.name=noam",
@@ -128,7 +130,8 @@ def changed(options):
     for field in dataclasses.fields(options):
         if isinstance(field.default, (int, float)):
             value = field.default
-            yield field.name, dataclasses.replace(options, **{field.name: value + 3 if value == 0 else value / 2})
+            half = value // 2 if type(value) is int else value / 2
+            yield field.name, dataclasses.replace(options, **{field.name: value + 3 if value == 0 else half})
 
 
 @pytest.mark.parametrize("name", RATES)

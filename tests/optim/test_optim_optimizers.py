@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshtrain.layout.partition import is_names
 from meshtrain.optim.masks import num_stacked
-from meshtrain.optim.optimizers import NAMES, OptimizerOptions, check, optimizer, state_axes
+from meshtrain.optim.optimizers import NAMES, OptimizerOptions, check, optimizer
+from meshtrain.optim.states import state_axes
 from meshtrain.words.errors import UserError
 
 NUM_LAYERS = 2

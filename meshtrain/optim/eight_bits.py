@@ -1,0 +1,127 @@
+"""Blocks of a weight's elements as 8-bit codes with one scale a block: dynamic quantization (Dettmers et al. 2022).
+
+With y = |x| / scale, scale the largest |x| of the block, the code n = 2^i + f with 0 <= f < 2^i stands for
+
+    y = 10^(i - top) (0.1 + 0.9 (f + 1) / 2^i),  and n = 0 for y = 0,
+
+so that each decade has twice as many levels as the one below. Signed numbers have top = 6 and int8 codes from -127 to
+127; numbers that are never negative have top = 7 and uint8 codes to 255.
+
+A block is a tile: it has an extent along each dim of one weight, never along the dims that stack layers. It is chosen
+from shape and logical axes alone, so that the blocks of a weight are the same on every mesh. The extents leave each dim
+a number of blocks with about the same power of two, because a mesh splits dims by powers of two. A dim of heads' widths
+is not split, and is used up first.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.layout.partition import Names
+from meshtrain.optim.masks import matrix_dims, num_stacked
+
+SMALLEST_BLOCK = 32  # elements; below, a float32 scale would take more than an eighth of the codes' bytes
+LARGEST_BLOCK = 4096
+NOT_SPLIT = "head_dim"
+
+
+def extents(shape: Sequence[int], axes: Names, block: int) -> tuple[int, ...] | None:
+    """Returns the extent of a block along each dim of a weight; None for a weight that is not stored in 8 bits.
+
+    Only matrices and tables are, and only where their dims have enough factors of two for `SMALLEST_BLOCK` elements.
+
+    >>> extents((32, 4096, 14336), ("layers", "embed", "mlp"), 256)
+    (1, 16, 16)
+    >>> extents((32, 4096, 32, 128), ("layers", "embed", "heads", "head_dim"), 256)
+    (1, 2, 1, 128)
+
+    Args:
+      shape: of the weight.
+      axes: its logical axes.
+      block: the number of elements of a block, a power of two; it has fewer where the dims have fewer factors of two.
+    """
+    if matrix_dims(axes) is None:
+        return None
+    found = [1] * len(shape)
+
+    def twos_left(dim: int) -> tuple[float, int]:
+        left = shape[dim] // found[dim]
+        twos = (left & -left).bit_length() - 1
+        return (math.inf if axes[dim] == NOT_SPLIT and twos else twos), dim
+
+    while math.prod(found) < block:
+        twos, dim = max(twos_left(dim) for dim in range(num_stacked(axes), len(shape)))
+        if twos == 0:
+            break
+        found[dim] *= 2
+    return tuple(found) if math.prod(found) >= SMALLEST_BLOCK else None
+
+
+def num_blocks(shape: Sequence[int], extent: Sequence[int]) -> tuple[int, ...]:
+    """Returns the number of blocks along each dim: the shape of the scales."""
+    return tuple(size // part for size, part in zip(shape, extent, strict=True))
+
+
+def encoded(x: jax.Array, random: jax.Array, extent: Sequence[int], *, is_signed: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes of an array, int8 or uint8 of its shape, and the scales of its blocks, float32.
+
+    Rounding is stochastic: a number between two levels becomes the upper one with the probability that makes the mean
+    right. Otherwise a second moment, which changes by 1 - beta2 of itself at most, would keep its level forever. A
+    number of an unsigned array that is above zero becomes at least the lowest level above zero, because updates divide
+    by its root.
+
+    Args:
+      x: float32; no element is negative unless `is_signed`.
+      random: uint16 of the same shape, random bits.
+      extent: of a block, a divisor of the size for each dim.
+      is_signed: whether elements may be negative.
+    """
+    top = 6 if is_signed else 7
+    blocks, between = (_in_blocks(array, extent) for array in (jnp.abs(x), random))
+    scales = jnp.max(blocks, axis=_inner(x.ndim), keepdims=True)
+    tiny = jnp.finfo(jnp.float32).tiny
+    levels = _level(jnp.where(scales > tiny, blocks / jnp.maximum(scales, tiny), 0.0), top)
+    codes = jnp.floor(levels + between.astype(jnp.float32) * 2.0**-16)
+    codes = jnp.clip(codes, 0 if is_signed else jnp.sign(levels), 2 ** (top + 1) - 1).reshape(x.shape)
+    scales = scales.reshape(num_blocks(x.shape, extent))
+    return (jnp.sign(x) * codes).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8), scales
+
+
+def decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns the float32 numbers that the result of `encoded` stands for."""
+    extent = num_blocks(codes.shape, scales.shape)
+    top = 6 if codes.dtype == jnp.int8 else 7
+    blocks = _in_blocks(codes, extent)
+    share = _share(jnp.abs(blocks.astype(jnp.int32)), top) * jnp.sign(blocks).astype(jnp.float32)
+    of_blocks = scales.reshape([size for count in scales.shape for size in (count, 1)])
+    return (share * of_blocks).reshape(codes.shape)
+
+
+def _level(y: jax.Array, top: int) -> jax.Array:
+    """Returns the code of numbers from 0 to 1 as a real number, linear between the levels."""
+    # Below the lowest level the line goes to zero.
+    found = y * 10.0**top
+    for i in range(1, top + 1):
+        in_decade = 2.0**i - 1 + (y * 10.0 ** (top - i) - 0.1) / 0.9 * 2.0**i
+        found = jnp.where(y > 10.0 ** (i - 1 - top), in_decade, found)
+    return found
+
+
+def _share(code: jax.Array, top: int) -> jax.Array:
+    """Returns the number from 0 to 1 that a code stands for."""
+    found = code.astype(jnp.float32) * 10.0**-top
+    for i in range(1, top + 1):
+        in_decade = 10.0 ** (i - top) * (0.1 + 0.9 * (code - (2**i - 1)).astype(jnp.float32) / 2.0**i)
+        found = jnp.where(code >= 2**i, in_decade, found)
+    return found
+
+
+def _in_blocks(x: jax.Array, extent: Sequence[int]) -> jax.Array:
+    """Returns [.., size, ..] as [.., size / part, part, ..], for every dim."""
+    return x.reshape([n for size, part in zip(x.shape, extent, strict=True) for n in (size // part, part)])
+
+
+def _inner(ndim: int) -> tuple[int, ...]:
+    return tuple(range(1, 2 * ndim, 2))

@@ -1,0 +1,173 @@
+"""Moments in fewer bytes: any optimizer's, as bfloat16 or as 8-bit codes, decoded before an update and stored after it.
+
+Both round stochastically. A second moment with beta2 = 0.999 changes by a thousandth of itself in a step without
+gradient, which is a quarter of the distance between two bfloat16 numbers: rounded to the nearest, it would never fall
+again after the largest gradient of the run. The random bits depend on the number of updates, the array and the element,
+not on the mesh.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshtrain.layout.partition import Names, is_names, num_parts
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.optim.eight_bits import LARGEST_BLOCK, SMALLEST_BLOCK, decoded, encoded, extents, num_blocks
+from meshtrain.optim.states import owners
+
+FLOAT32, BFLOAT16, EIGHT_BITS = KINDS = ("float32", "bfloat16", "8bit")
+# The field of an optax state whose arrays are never negative.
+SECOND_MOMENT = "nu"
+SEED = 0
+
+
+class StoredMoments(NamedTuple):
+    """The state of an optimizer whose moments are stored in fewer bytes.
+
+    Attributes:
+      num_updates: int32 scalar, updates done; random bits depend on it.
+      inner: the optimizer's own state. Its moments are bfloat16, or int8 and uint8 codes; all else is as it was.
+      scales: like `inner`, with the float32 scales of the blocks in place of each array of codes, and a `MaskedNode`
+        in place of any other.
+    """
+
+    num_updates: jax.Array
+    inner: Any
+    scales: Any
+
+
+def check_block(block: int, path: str) -> list[str]:
+    """Returns one line if a number of elements is no power of two that a block may have."""
+    if SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0:
+        return []
+    near = min(max(1 << max(block.bit_length() - 1, 0), SMALLEST_BLOCK), LARGEST_BLOCK)
+    return [f"{path}: got {block}; allowed: a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}; nearest: {near}"]
+
+
+def problems(
+    block: int, params: Any, logical_axes: Any, column: Mapping[str, tuple[str, ...]], mesh_shape: Mapping[str, int]
+) -> list[str]:
+    """Returns one line for each logical axis along which the mesh does not split weights between blocks.
+
+    Args:
+      block: elements of a block.
+      params: abstract, those that are trained.
+      logical_axes: like the parameters, with a tuple of logical axes for each.
+      column: logical axis -> mesh axes of stored weights.
+      mesh_shape: the size of each mesh axis.
+    """
+    axes, found = dict(leaves_with_paths(logical_axes, is_leaf=is_names)), dict[str, str]()
+    for path, leaf in leaves_with_paths(params):
+        names, shape = axes[path], tuple(leaf.shape)
+        parts = [num_parts(column[name], mesh_shape) if name in column else 1 for name in names]
+        for dim in _between(shape, names, block, parts):
+            smaller = next((size for size in _below(block) if not _between(shape, names, size, parts)), 0)
+            allowed = f"at most {smaller}" if smaller else "none, as the matrix is too small"
+            near = f"optimizer.moment_block={smaller}" if smaller else "optimizer.moments=bfloat16"
+            line = (
+                f"optimizer.moment_block: got {block}, and the mesh splits '{names[dim]}' of {path}, shape {shape}, "
+                f"into {parts[dim]} parts, which is no divisor of its number of blocks; allowed: {allowed}; "
+                f"nearest: {near}"
+            )
+            found.setdefault(str(names[dim]), line)
+    return list(found.values())
+
+
+def _between(shape: Sequence[int], names: Names, block: int, parts: Sequence[int]) -> list[int]:
+    """Returns the dims that the mesh splits evenly, but not between blocks. Uneven dims have lines of their own."""
+    extent = extents(shape, names, block)
+    counts = num_blocks(shape, extent) if extent else ()
+    dims = enumerate(zip(shape, counts, parts, strict=False))
+    return [dim for dim, (size, count, part) in dims if size % part == 0 and count % part]
+
+
+def _below(block: int) -> list[int]:
+    """Returns the legal blocks smaller than one, the largest first."""
+    return [2**power for power in range(12, 4, -1) if SMALLEST_BLOCK <= 2**power < block]
+
+
+def stored(
+    inner: optax.GradientTransformation, kind: str, block: int, logical_axes: Any
+) -> optax.GradientTransformation:
+    """Returns an optimizer that stores the moments of another one in fewer bytes.
+
+    A moment is an array of a weight's shape in the other's state. With "8bit" those of vectors, and of matrices without
+    a block, stay float32; see `eight_bits.extents`.
+
+    Args:
+      inner: an optimizer whose moments are float32 and zero at first.
+      kind: "bfloat16" or "8bit"; with "float32" `inner` itself is returned.
+      block: elements of a block of 8-bit codes.
+      logical_axes: a tree like the parameters, with a tuple of logical axes for each.
+    """
+    if kind == FLOAT32:
+        return inner
+    axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
+
+    def extent_of(owner: Any, leaf: Any) -> tuple[int, ...] | None:
+        return extents(leaf.shape, axes[owner], block) if kind == EIGHT_BITS else None
+
+    def packed(state: Any, params: Any, num_updates: jax.Array) -> StoredMoments:
+        shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), num_updates)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+        arrays, scales = list[Any](), list[Any]()
+        for index, ((path, leaf), owner) in enumerate(zip(leaves, owners(state, params), strict=True)):
+            is_moment = owner is not None and shapes[owner] == leaf.shape
+            extent = extent_of(owner, leaf) if is_moment else None
+            scale: Any = optax.MaskedNode()
+            if extent is not None or (is_moment and kind == BFLOAT16):
+                random = jax.random.bits(jax.random.fold_in(key, index), leaf.shape, jnp.uint16)
+                if extent is None:
+                    leaf = to_bfloat16(leaf, random)
+                else:
+                    leaf, scale = encoded(leaf, random, extent, is_signed=not _is_second(path))
+            arrays.append(leaf)
+            scales.append(scale)
+        return StoredMoments(num_updates, *(jax.tree.unflatten(structure, part) for part in (arrays, scales)))
+
+    def unpacked(state: StoredMoments) -> Any:
+        scales = {tuple(path): scale for path, scale in jax.tree_util.tree_leaves_with_path(state.scales)}
+
+        def one(path: Any, leaf: jax.Array) -> jax.Array:
+            if tuple(path) in scales:
+                return decoded(leaf, scales[tuple(path)])
+            return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+
+        return jax.tree_util.tree_map_with_path(one, state.inner)
+
+    def init(params: Any) -> StoredMoments:
+        state, count = inner.init(params), jnp.zeros((), jnp.int32)
+        shapes = jax.eval_shape(packed, state, params, count)
+        # Moments are zero at first, and so are their codes and scales.
+        kept = jax.tree.map(lambda leaf, like: leaf if leaf.dtype == like.dtype else jnp.zeros(like.shape, like.dtype),
+                            state, shapes.inner)  # fmt: skip
+        return StoredMoments(count, kept, jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes.scales))
+
+    def update(gradients: Any, state: StoredMoments, params: Any = None) -> tuple[Any, StoredMoments]:
+        assert params is not None, "which arrays are moments follows from the parameters: pass them to update"
+        updates, after = inner.update(gradients, unpacked(state), params)
+        return updates, packed(after, params, optax.safe_increment(state.num_updates))
+
+    return optax.GradientTransformation(init, update)
+
+
+def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
+    """Returns float32 numbers as bfloat16, rounded up or down at random so that the mean is right.
+
+    Args:
+      x: float32.
+      random: uint16 of the same shape, random bits.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # The lower half of a float32 is what bfloat16 lacks: adding a random half carries with the right probability.
+    rounded = (bits + random.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
+    exact = jax.lax.bitcast_convert_type(rounded, jnp.float32)
+    return jnp.where(jnp.isfinite(x), exact, x).astype(jnp.bfloat16)
+
+
+def _is_second(path: Sequence[Any]) -> bool:
+    return any(isinstance(key, jax.tree_util.GetAttrKey) and key.name == SECOND_MOMENT for key in path)

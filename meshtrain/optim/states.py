@@ -1,0 +1,65 @@
+"""Which weight each array of an optimizer's state belongs to, and the logical axes that follow from it."""
+
+from typing import Any
+
+import jax
+import optax
+
+from meshtrain.layout.partition import Names, is_names
+
+
+def owners(state: Any, params: Any) -> list[Any]:
+    """Returns the path of the weight that each array of an optimizer's state belongs to, None for an array of none.
+
+    It is the weight whose path is a suffix of the array's own.
+
+    Args:
+      state: of an optimizer.
+      params: the weights that it updates.
+
+    Returns:
+      A tuple of keys or None for each array, in the order of `jax.tree.leaves(state)`.
+    """
+    paths = {tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    found = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        ends = (tuple(path[start:]) for start in range(len(path) + 1))
+        found.append(next((end for end in ends if end in paths), None))
+    return found
+
+
+def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Names]:
+    """Returns the logical axes of each array in an optimizer's state.
+
+    An array belongs to a parameter, see `owners`. A dim of the parameter's size has the parameter's logical axis
+    (moments), and so has a dim that counts blocks of equal size along it (scales of `eight_bits`). Any other dim has
+    None (the means of a factored moment have dims of size 1). An array of no parameter (counts, constants), or of
+    another rank than its parameter, has None for every dim.
+
+    Args:
+      transformation: any optax optimizer.
+      abstract_params: the parameters that it updates, or their `jax.ShapeDtypeStruct`s.
+      logical_axes: like the parameters, with a tuple of logical axes for each.
+
+    Returns:
+      A tuple as long as the array's rank for each array, in the order of
+      `jax.tree.leaves(jax.eval_shape(transformation.init, abstract_params))`. It is a list because logical axes are
+      tuples, and so are the containers of an optimizer's state.
+    """
+    shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params)}
+    axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
+    assert shapes.keys() == axes.keys(), "parameters and logical axes differ in structure"
+    state = jax.eval_shape(transformation.init, abstract_params)
+    of_arrays = []
+    for owner, leaf in zip(owners(state, abstract_params), jax.tree.leaves(state), strict=True):
+        if owner is None or len(shapes[owner]) != leaf.ndim:
+            of_arrays.append((None,) * leaf.ndim)
+        else:
+            dims = zip(leaf.shape, shapes[owner], axes[owner], strict=True)
+            of_arrays.append(tuple(name if size == full or _counts(size, full) else None for size, full, name in dims))
+    return of_arrays
+
+
+def _counts(size: int, full: int) -> bool:
+    """Returns whether a dim of this size may count blocks along a dim of a parameter."""
+    return 1 < size < full and full % size == 0

@@ -1,0 +1,96 @@
+"""Moments in fewer bytes: every mesh saves the same arrays, bytes are as counted, and runs resume elsewhere."""
+
+import jax
+import numpy as np
+import pytest
+
+from meshtrain.assemble import assemble
+from meshtrain.config.between_runs import from_json
+from meshtrain.config.config import resolve
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.plan.guess import state_bytes, weights_of
+from meshtrain.run import start
+from meshtrain.step.held import held
+from meshtrain.store.other_runs import find
+from scripts import rounding_by_kind
+
+SMALL = {
+    "batch_size": 16,
+    "sequence_length": 8,
+    "model": {"num_layers": 4, "embed_dim": 64, "mlp_dim": 128, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 60},
+    "data": {"source": "synthetic"},
+}
+IN_CHUNKS = {"schedule": "interleaved_1f1b", "num_microbatches": 2, "num_chunks": 2}
+MESHES = [
+    ({}, {}),
+    ({"zero": {"level": 1}}, {"data": 4, "tensor": 2}),
+    ({"zero": {"level": 3}}, {"data": 2, "fsdp": 2}),
+    ({"zero": {"level": 2}, "pipeline": IN_CHUNKS}, {"data": 2, "pipeline": 2}),
+]
+EIGHT_BITS = ("optimizer.moments=8bit", "mesh.data=2")
+
+
+def assembled(axes, *changes):
+    sizes, given = dict.fromkeys(AXES, 1) | axes, SMALL
+    for change in changes:
+        given = given | change
+    return assemble(resolve(given), sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+@pytest.mark.parametrize("others", [{}, {"lora": {"rank": 4}}, {"optimizer": {"name": "muon"}}], ids=str)
+def test_checkpoints_of_all_meshes_hold_the_same_arrays(others):
+    options = {"optimizer": {"moments": "8bit", "moment_block": 64} | others.get("optimizer", {})}
+    found = []
+    for changes, axes in MESHES:
+        assembly = assembled(axes, changes, others, options)
+        config, sizes = assembly.config, dict(assembly.mesh.shape)
+        assert held(assembly.state, assembly.replicas).total == state_bytes(config, sizes, weights_of(config))
+        found.append([(path, x.shape, x.dtype) for path, x in leaves_with_paths(assembly.kept_state)])
+    assert all(arrays == found[0] for arrays in found)
+    dtypes = {path: dtype for path, _, dtype in found[0]}
+    codes = [path for path in dtypes if dtypes[path] in (np.int8, np.uint8)]
+    assert codes
+    assert {path.replace("/inner/", "/scales/") for path in codes} <= set(dtypes)
+
+
+@pytest.mark.parametrize(("changes", "axes"), MESHES[1:], ids=str)
+def test_moments_take_a_half_and_a_quarter_on_each_device(changes, axes):
+    whole, half, quarter = (
+        held(assembly.state, assembly.replicas).moments
+        for assembly in (
+            assembled(axes, changes, {"optimizer": {"moments": kind}}) for kind in rounding_by_kind.MOMENTS
+        )
+    )
+    assert half == pytest.approx(whole / 2, rel=0.01)
+    # Norms are a large part of this small model, and a scale is four bytes for each 256 of a block.
+    assert quarter == pytest.approx(whole * (1 + 4 / 256) / 4, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_same_bits_on_another_mesh(stopped):
+    directory = stopped(*EIGHT_BITS)
+
+    def on_mesh(**sizes):
+        shape = dict.fromkeys(AXES, 1) | sizes
+        config = from_json((directory / "config.json").read_text())
+        assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
+        with find(directory) as checkpoints:
+            state, step, _ = start.starting_state(assembly, checkpoints)
+        assert step == 5
+        return assembly.to_kept(state).opt_state
+
+    saved, other = on_mesh(data=2), on_mesh(fsdp=2, tensor=2)
+    assert any(leaf.dtype == np.int8 and np.any(leaf) for leaf in jax.tree.leaves(saved))
+    jax.tree.map(np.testing.assert_array_equal, saved, other)
+
+
+@pytest.mark.slow
+def test_three_steps_of_the_table_of_roundings(capsys):
+    small = {"num_layers": 1, "embed_dim": 32, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2}
+    words = ["--steps=3", "--kinds=float32,8bit"]
+    assert rounding_by_kind.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
+    plain, eight = capsys.readouterr().out.splitlines()[2:]
+    assert plain.startswith("| float32 | 0.999 | ")
+    assert eight.startswith("| 8bit | 0.999 | ")
+    assert plain.split("|")[3:5] != eight.split("|")[3:5], "one of them is rounded"
