@@ -107,52 +107,56 @@ def stored(
         return inner
     axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
 
-    def extent_of(owner: Any, leaf: Any) -> tuple[int, ...] | None:
-        return extents(leaf.shape, axes[owner], block) if kind == EIGHT_BITS else None
-
     def packed(state: Any, params: Any, num_updates: jax.Array) -> StoredMoments:
         shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), num_updates)
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         arrays, scales = list[Any](), list[Any]()
         for index, ((path, leaf), owner) in enumerate(zip(leaves, owners(state, params), strict=True)):
-            is_moment = owner is not None and shapes[owner] == leaf.shape
-            extent = extent_of(owner, leaf) if is_moment else None
-            scale: Any = optax.MaskedNode()
-            if extent is not None or (is_moment and kind == BFLOAT16):
-                random = jax.random.bits(jax.random.fold_in(key, index), leaf.shape, jnp.uint16)
-                if extent is None:
-                    leaf = to_bfloat16(leaf, random)
-                else:
-                    leaf, scale = encoded(leaf, random, extent, is_signed=not _is_second(path))
-            arrays.append(leaf)
+            array, scale = leaf, optax.MaskedNode()
+            if owner is not None and shapes[owner] == leaf.shape:
+                extent = extents(leaf.shape, axes[owner], block) if kind == EIGHT_BITS else None
+                of_leaf = jax.random.fold_in(key, index)
+                if extent is not None:
+                    array, scale = encoded(leaf, _random(of_leaf, leaf), extent, is_signed=not _is_second(path))
+                elif kind == BFLOAT16:
+                    array = to_bfloat16(leaf, _random(of_leaf, leaf))
+            arrays.append(array)
             scales.append(scale)
         return StoredMoments(num_updates, *(jax.tree.unflatten(structure, part) for part in (arrays, scales)))
 
-    def unpacked(state: StoredMoments) -> Any:
-        scales = {tuple(path): scale for path, scale in jax.tree_util.tree_leaves_with_path(state.scales)}
-
-        def one(path: Any, leaf: jax.Array) -> jax.Array:
-            if tuple(path) in scales:
-                return decoded(leaf, scales[tuple(path)])
-            return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
-
-        return jax.tree_util.tree_map_with_path(one, state.inner)
-
     def init(params: Any) -> StoredMoments:
         state, count = inner.init(params), jnp.zeros((), jnp.int32)
-        shapes = jax.eval_shape(packed, state, params, count)
+        like = jax.eval_shape(packed, state, params, count)
         # Moments are zero at first, and so are their codes and scales.
-        kept = jax.tree.map(lambda leaf, like: leaf if leaf.dtype == like.dtype else jnp.zeros(like.shape, like.dtype),
-                            state, shapes.inner)  # fmt: skip
-        return StoredMoments(count, kept, jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes.scales))
+        kept = jax.tree.map(
+            lambda x, of: x if x.dtype == of.dtype else jnp.zeros(of.shape, of.dtype), state, like.inner
+        )
+        return StoredMoments(count, kept, jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), like.scales))
 
     def update(gradients: Any, state: StoredMoments, params: Any = None) -> tuple[Any, StoredMoments]:
         assert params is not None, "which arrays are moments follows from the parameters: pass them to update"
-        updates, after = inner.update(gradients, unpacked(state), params)
+        updates, after = inner.update(gradients, _unpacked(state), params)
         return updates, packed(after, params, optax.safe_increment(state.num_updates))
 
     return optax.GradientTransformation(init, update)
+
+
+def _unpacked(state: StoredMoments) -> Any:
+    """Returns the optimizer's own state, with float32 moments."""
+    scales = {tuple(path): scale for path, scale in jax.tree_util.tree_leaves_with_path(state.scales)}
+
+    def one(path: Any, leaf: jax.Array) -> jax.Array:
+        if tuple(path) in scales:
+            return decoded(leaf, scales[tuple(path)])
+        return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+
+    return jax.tree_util.tree_map_with_path(one, state.inner)
+
+
+def _random(key: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns 16 random bits for each element; those of an element depend on its index in row-major order alone."""
+    return jax.random.bits(key, like.shape, jnp.uint16)
 
 
 def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
