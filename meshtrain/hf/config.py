@@ -20,7 +20,7 @@ from meshtrain.words.paths import expanded, what_is_at
 
 CONFIG_FILE = "config.json"
 # Options that the weights do not depend on; a user may choose them.
-_FREE = ("vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents")
+_FREE = ("vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.partition import Names, axes_of_dims, num_parts, spec, spec_of_dims
 from meshtrain.layout.rules import Rules
+from meshtrain.layout.stored import stored
+from meshtrain.layout.zero import MAX_LEVEL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,17 @@ class Placement:
         if self.rules is None or self.mesh is None:
             return PartitionSpec()
         return spec(f"weight {tuple(names)}", shape, names, self.rules.gathered, _sizes_here(self.mesh))
+
+    def stored_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
+        """Returns the spec of a stored weight by the rules, without the axes that are manual here.
+
+        Raises:
+          UserError: see `partition.problems`.
+        """
+        if self.rules is None or self.mesh is None:
+            return PartitionSpec()
+        level = MAX_LEVEL if DATA in self.rules.storage_axes else 0
+        return stored(shape, names, self.rules, _sizes_here(self.mesh), level).parameter
 
     @property
     def platform(self) -> str:

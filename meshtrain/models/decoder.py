@@ -17,10 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
-from meshtrain.models import losses
+from meshtrain.models import head, losses
 from meshtrain.models.attention import CACHE, NEW, Attention, Slots
 from meshtrain.models.cache import latest
-from meshtrain.models.layers import Mlp, Norm, capped, dropout, normal, rotary_angles, weight
+from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import RESIDUAL, RematOptions, checkpoint_policy
 from meshtrain.models.task import Batch
@@ -103,6 +103,7 @@ class DecoderOptions:
     )
     logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: they stay", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
+    loss_chunk: int = option(0, head.CHUNK_TEXT, minimum=0)
     attention: str = option(
         "auto",
         "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), splash (TPU; interpreted "
@@ -248,19 +249,28 @@ class Head(nn.Module):
     output_dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array, table: jax.Array | None, axis: losses.Axis) -> jax.Array:
-        """Returns logits from the embedding `table` [v, D] (tied), or from the head's own kernel if `table` is None."""
+    def __call__(
+        self, x: jax.Array, table: jax.Array | None, axis: losses.Axis, loss: head.Loss = head.logits
+    ) -> jax.Array:
+        """Returns the logits, or what `loss` computes of them.
+
+        Args:
+          x: [b, T, D].
+          table: the embedding table [v, D] (tied), or None for the head's own kernel.
+          axis: the manual mesh axis over which the columns are sharded, or None.
+          loss: (product, its activations, its weight) -> the result.
+        """
         o, place = self.options, self.placement
         x = Norm(o.norm, o.norm_epsilon, o.biases, place, o.centered_scales, name="norm")(x)
-        # In this order the cotangents are summed over the manual axis while the sequence is still sharded.
-        x = place.activation(losses.copy_to_shards(x, axis), ("batch", "sequence", "embed"))
+        # Before the sequence is gathered, so that cotangents are summed over the manual axis while it is sharded.
+        x = losses.copy_to_shards(x, axis)
+        product = head.Product(place, head.KERNEL if table is None else head.TABLE, self.output_dtype, o.logit_cap)
         if table is None:
-            shape = (o.embed_dim, self.num_columns)
-            kernel = weight(self, "kernel", shape, ("embed", "vocab"), normal(o.init_std), place, self.dtype)
+            shape, init = (o.embed_dim, self.num_columns), normal(o.init_std)
+            stored = weight(self, "kernel", shape, head.KERNEL, init, Placement.nowhere(), self.dtype)
         else:
-            kernel = place.weight(table.astype(self.dtype), ("vocab", "embed")).T
-        logits = capped(jnp.matmul(x, kernel, preferred_element_type=self.output_dtype), o.logit_cap)
-        return place.activation(logits, ("batch", "sequence", "vocab"))
+            stored = table.astype(self.dtype)
+        return loss(product, x, stored)
 
 
 def layer_stack(

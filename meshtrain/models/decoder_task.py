@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
-from meshtrain.models import abstract, losses
+from meshtrain.models import abstract, head, losses
 from meshtrain.models import cache as caches
 from meshtrain.models.attention import CACHE, NEW, Slots
 from meshtrain.models.decode import Cache, Decode
@@ -134,13 +134,15 @@ class Decoder:
 
         return jax.tree.map_with_path(cast_one, layers)
 
-    def columns(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
-        """Returns logits [b, T, v] in the output dtype, padding included."""
+    def columns(
+        self, params: Params, x: jax.Array, axis: losses.Axis = None, loss: head.Loss = head.logits
+    ) -> jax.Array:
+        """Returns logits [b, T, v] in the output dtype, padding included, or what `loss` computes of them."""
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
-        head = Head(self.options, num_columns, self.placement, self.dtype, self.output_dtype)
-        logits: Any = head.apply({"params": params["head"]}, x, table, axis)
-        return logits
+        module = Head(self.options, num_columns, self.placement, self.dtype, self.output_dtype)
+        result: Any = module.apply({"params": params["head"]}, x, table, axis, loss)
+        return result
 
     def logits(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
         """Returns float32 logits [b, T, v], padding at minus infinity."""
@@ -148,9 +150,9 @@ class Decoder:
 
     def last(self, params: Params, x: jax.Array, batch: Batch, axis: losses.Axis = None) -> Loss:
         """Returns the loss of the activations after the last layer."""
-        columns = self.columns(params, x, axis)
-        total = losses.cross_entropy(columns, batch["targets"], batch["weights"], self.options.vocab_size, axis)
-        return total, jnp.sum(batch["weights"]), {}
+        cross_entropy = head.CrossEntropy(self.options.vocab_size, self.options.loss_chunk, axis)
+        loss = functools.partial(cross_entropy, targets=batch["targets"], weights=batch["weights"])
+        return self.columns(params, x, axis, loss), jnp.sum(batch["weights"]), {}
 
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, no metrics)."""
@@ -237,13 +239,13 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     x = jnp.zeros((1, 1, options.embed_dim))
     embedding = Embedding(options, rows, num_positions, nowhere, jnp.float32)
     layers = layer_stack(options, options.num_layers, nowhere, jnp.float32, False, "none")
-    head = Head(options, rows, nowhere, jnp.float32, jnp.float32)
+    head_module = Head(options, rows, nowhere, jnp.float32, jnp.float32)
     table = jnp.zeros((rows, options.embed_dim)) if options.tied_embeddings else None
     arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None, None)
     return {
         "embedding": embedding.init(keys[0], batch, sequence, False, None)["params"],
         "layers": layers.init(keys[1], x, *arguments)["params"],
-        "head": head.init(keys[2], x, table, None)["params"],
+        "head": head_module.init(keys[2], x, table, None)["params"],
     }
 
 

@@ -2,7 +2,8 @@
 
 b: sequences in a microbatch, T: tokens a sequence, v: columns of the vocabulary on this shard (all if `axis` is None).
 
-`axis` is a *manual* mesh axis (inside `jax.shard_map`), or None. The partitioner inserts collectives over other axes.
+`axis` is a *manual* mesh axis (inside `jax.shard_map`), several of them, or None. The partitioner inserts collectives
+over other axes.
 Inside the region, differentiating through a psum gives gradients that are too large by the size of the axis. So each
 backward pass here is written by hand. `copy_to_shards` and `sum_over_shards` are the operators f and g of Megatron-LM
 (Shoeybi et al. 2019, section 3).
@@ -14,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Axis = str | None
+Axis = str | tuple[str, ...] | None
 
 
-def psum_float32(x: jax.Array, axis: str) -> jax.Array:
+def psum_float32(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
     """Sums over a manual axis in float32 (the CPU compiler aborts on bfloat16); returns the dtype of `x`."""
     return jax.lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
 
@@ -74,12 +75,13 @@ def cross_entropy(
       vocab_size: columns from here on are padding and get no probability.
       axis: the manual mesh axis over which the columns are sharded, or None.
     """
-    return _cross_entropy_forward(logits, targets, weights, vocab_size, axis)[0]
+    return forward(logits, targets, weights, vocab_size, axis)[0]
 
 
-def _cross_entropy_forward(
+def forward(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, vocab_size: int, axis: Axis
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the loss of `cross_entropy` and what `gradient` needs; for the arguments see there."""
     masked, is_target = _masked(logits, targets, vocab_size, axis)
     maximum = jnp.max(masked, axis=-1)
     if axis is not None:
@@ -96,15 +98,28 @@ def _cross_entropy_forward(
 def _cross_entropy_backward(
     vocab_size: int, axis: Axis, residuals: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, np.ndarray, jax.Array]:
+    _, targets, weights, _ = residuals
+    of_logits = gradient(residuals, cotangent, vocab_size, axis)
+    # Targets are integers, whose tangent type is float0. Weights are data: their gradient is never read.
+    return of_logits, np.zeros(targets.shape, jax.dtypes.float0), jnp.zeros_like(weights)
+
+
+cross_entropy.defvjp(forward, _cross_entropy_backward)
+
+
+def gradient(residuals: tuple[jax.Array, ...], cotangent: jax.Array, vocab_size: int, axis: Axis) -> jax.Array:
+    """Returns the gradient of the logits, [b, T, v] in their dtype.
+
+    Args:
+      residuals: from `forward`.
+      cotangent: of the loss, a float32 scalar.
+      vocab_size: see `cross_entropy`.
+      axis: see `cross_entropy`.
+    """
     logits, targets, weights, log_normalizer = residuals
     masked, is_target = _masked(logits, targets, vocab_size, axis)
     probabilities = jnp.exp(masked - log_normalizer[..., None])
-    gradient = (probabilities - is_target) * (weights * cotangent)[..., None]
-    # Targets are integers, whose tangent type is float0. Weights are data: their gradient is never read.
-    return gradient.astype(logits.dtype), np.zeros(targets.shape, jax.dtypes.float0), jnp.zeros_like(weights)
-
-
-cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+    return ((probabilities - is_target) * (weights * cotangent)[..., None]).astype(logits.dtype)
 
 
 def without_padding(logits: jax.Array, vocab_size: int, axis: Axis = None) -> jax.Array:

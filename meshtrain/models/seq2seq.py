@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
+from meshtrain.models import head
 from meshtrain.models.attention import Attention, Memory, Slots
 from meshtrain.models.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE, ROTARY
 from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
@@ -67,6 +68,7 @@ class Seq2SeqOptions:
         0.0, "standard deviation of initial weights; 0 means embed_dim^-0.5, at which embeddings have a variance of 1",
         minimum=0.0,
     )  # fmt: skip
+    loss_chunk: int = option(0, head.CHUNK_TEXT, minimum=0)
     attention: str = option(
         "auto",
         "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), splash (TPU; interpreted "
@@ -229,16 +231,16 @@ class Head(nn.Module):
     output_dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x: jax.Array, table: jax.Array | None) -> jax.Array:
-        """Returns logits from the embedding `table` [V, D] (tied), or from the head's own kernel if `table` is None."""
-        o, place = self.options, self.placement
+    def __call__(self, x: jax.Array, table: jax.Array | None, loss: head.Loss = head.logits) -> jax.Array:
+        """Returns the logits, or what `loss` computes of them; for the arguments see `decoder.Head`."""
+        o = self.options
+        product = head.Product(self.placement, head.KERNEL if table is None else head.TABLE, self.output_dtype)
         if table is None:
-            shape = (o.embed_dim, o.padded_vocab_size)
-            kernel = weight(self, "kernel", shape, ("embed", "vocab"), normal(o.weight_std), place, self.dtype)
+            shape, init = (o.embed_dim, o.padded_vocab_size), normal(o.weight_std)
+            stored = weight(self, "kernel", shape, head.KERNEL, init, Placement.nowhere(), self.dtype)
         else:
-            kernel = place.weight(table.astype(self.dtype), ("vocab", "embed")).T
-        logits = jnp.matmul(x, kernel, preferred_element_type=self.output_dtype)
-        return place.activation(logits, ("batch", "sequence", "vocab"))
+            stored = table.astype(self.dtype)
+        return loss(product, x, stored)
 
 
 def sinusoids(positions: jax.Array, embed_dim: int) -> jax.Array:

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models import abstract, losses
+from meshtrain.models import abstract, head, losses
 from meshtrain.models import cache as caches
 from meshtrain.models.attention import CACHE, NEW, Memory, Slots
 from meshtrain.models.decode import Cache, Decode
@@ -158,12 +158,12 @@ class Seq2Seq:
         y: Any = End(self.options, place).apply(params_of(params, "end"), x)
         return y
 
-    def columns(self, params: Params, x: jax.Array) -> jax.Array:
-        """Returns logits [b, T, V] in the output dtype, padding included."""
+    def columns(self, params: Params, x: jax.Array, loss: head.Loss = head.logits) -> jax.Array:
+        """Returns logits [b, T, V] in the output dtype, padding included, or what `loss` computes of them."""
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
-        head = Head(self.options, self.placement, self.dtype, self.output_dtype)
-        logits: Any = head.apply(params_of(params, "head"), x, table)
-        return logits
+        module = Head(self.options, self.placement, self.dtype, self.output_dtype)
+        result: Any = module.apply(params_of(params, "head"), x, table, loss)
+        return result
 
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, metrics).
@@ -172,11 +172,16 @@ class Seq2Seq:
         """
         keys = sequence_keys(rng, batch)
         memory = self.encode(params, batch, keys, train, remat)
-        columns = self.columns(params, self.decode(params, memory, batch, keys, train, remat))
+        x = self.decode(params, memory, batch, keys, train, remat)
         targets, weights, vocab_size = batch["targets"], batch["weights"], self.options.vocab_size
+        if train:
+            cross_entropy = head.CrossEntropy(vocab_size, self.options.loss_chunk)
+            loss = functools.partial(cross_entropy, targets=targets, weights=weights)
+            return self.columns(params, x, loss), jnp.sum(weights), {}
+        columns = self.columns(params, x)
         total = losses.cross_entropy(columns, targets, weights, vocab_size)
-        metrics = {} if train else {"exact_match": exact_match(losses.without_padding(columns, vocab_size), batch)}
-        return total, jnp.sum(weights), metrics
+        found = exact_match(losses.without_padding(columns, vocab_size), batch)
+        return total, jnp.sum(weights), {"exact_match": found}
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""

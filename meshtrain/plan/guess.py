@@ -25,12 +25,15 @@ from meshtrain.layout.rules import default_rules
 from meshtrain.layout.stored import stored
 from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.layout.zero import rules_of_level
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.head import num_chunks
+from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import Task
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.step.placed import abstract_params
-from meshtrain.step.precision import as_stored, cast, compute_dtype, compute_name
+from meshtrain.step.precision import as_stored, cast, compute_dtype, compute_name, output_dtype
 
 LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
 KEPT_SEEN = 1.6
@@ -143,7 +146,12 @@ def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) ->
         kept = layers * layer
     else:
         kept = layers * residual + layer
-    logits = units * task.vocab_size * LOGIT_BYTES / (tensor * shape["pipeline"])
+    columns = task.vocab_size / (tensor * shape["pipeline"])
+    logits = units * columns * LOGIT_BYTES
+    if isinstance(config.model, DecoderOptions | Seq2SeqOptions) and columns:
+        chunks = num_chunks(int(units), math.ceil(columns), output_dtype(config.precision), config.model.loss_chunk)
+        of_weight = FLOAT32_BYTES * task.width * columns if chunks > 1 else 0
+        logits = logits / chunks + of_weight
     return state_bytes(config, shape, weights) + kept + logits
 
 

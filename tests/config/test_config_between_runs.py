@@ -20,7 +20,9 @@ def nested(key, value):
     return {groups[0]: {last: value}} if groups else {last: value}
 
 
-@pytest.mark.parametrize("key", ["accumulation_steps", "data.path", "model.attention", "mesh.tensor", "num_steps"])
+@pytest.mark.parametrize(
+    "key", ["accumulation_steps", "data.path", "model.attention", "model.loss_chunk", "mesh.tensor", "num_steps"]
+)
 def test_what_changes_no_number_is_no_difference(key):
     assert difference(nested(key, 1), nested(key, 2)) == []
 

@@ -38,10 +38,11 @@ LLAMA = DecoderOptions(
     vocab_multiple=128,
     dropout_rate=0.1,
 )
+# With chunks of the loss that divide no device's tokens; the reference has no chunks.
 GPT = dataclasses.replace(
-    LLAMA, tied_embeddings=True, positions="learned", norm="layernorm", biases=True, activation="gelu"
+    LLAMA, loss_chunk=23, tied_embeddings=True, positions="learned", norm="layernorm", biases=True, activation="gelu"
 )
-QWEN = dataclasses.replace(LLAMA, qkv_biases=True, qk_norm=True, window=10, attention="blockwise")
+QWEN = dataclasses.replace(LLAMA, loss_chunk=23, qkv_biases=True, qk_norm=True, window=10, attention="blockwise")
 GEMMA = dataclasses.replace(
     LLAMA, num_layers=4, num_kv_heads=4, centered_scales=True, post_norms=True, activation="geglu", qk_norm=True,
     tied_embeddings=True, scaled_embeddings=True, window=10, global_every=3, rope_local_base=50.0, attention_scalar=9,
@@ -135,7 +136,8 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
 @functools.cache
 def reference_functions(model: DecoderOptions) -> tuple[Any, Any]:
     """(initial weights with their logical axes, gradients of the mean loss), jitted once a model for all optimizers."""
-    task = decoder(model, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)
+    whole = dataclasses.replace(model, loss_chunk=BATCH_SIZE * SEQUENCE_LENGTH)
+    task = decoder(whole, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)
 
     def mean_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
         loss, weight, _ = task.loss(params, batch, rng, True)
