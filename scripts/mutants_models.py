@@ -123,6 +123,22 @@ MODELS: tuple[Mutant, ...] = (
         ("models/test_models_exact_match.py::test_exact_match_counts_pairs_with_a_target",),
     ),
     Mutant(
+        "cotangents of columns apart",
+        "models/head.py",
+        "        return jax.lax.psum(gradient, self.vocab)\n",
+        "        return gradient\n",
+        "the gradient of what enters the head lacks the columns of other devices",
+        ("models/test_models_head.py::test_a_mesh_changes_no_number_and_reduces_the_weight_once[fsdp4-tensor2]",),
+    ),
+    Mutant(
+        "small gradients of chunks",
+        "models/head.py",
+        "FLOAT16_SCALE = 2.0**12",
+        "FLOAT16_SCALE = 1.0",
+        "in float16 small gradients of the loss over chunks are lost before the loss scale lifts them",
+        ("models/test_models_head.py::test_float16_keeps_gradients_that_the_loss_scale_lifts",),
+    ),
+    Mutant(
         "cotangent of the copy",
         "models/losses.py",
         "return (cotangent if axis is None else psum_float32(cotangent, axis),)",

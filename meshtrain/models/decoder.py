@@ -103,7 +103,9 @@ class DecoderOptions:
     )
     logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: they stay", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
-    loss_chunk: int = option(0, head.CHUNK_TEXT, minimum=0)
+    loss_chunk: int = option(
+        0, "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB", minimum=0
+    )
     attention: str = option(
         "auto",
         "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), splash (TPU; interpreted "

@@ -42,7 +42,6 @@ Loss = Callable[["Product", jax.Array, jax.Array], jax.Array]
 # Bytes of the logits of a chunk. With bfloat16 and 128 k columns it is 2,048 tokens: enough that the products take
 # several times as long as adding to the gradient of the weight.
 CHUNK_BYTES = 512 * 2**20
-CHUNK_TEXT = "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB"
 # Of the gradient of logits in float16, whose smallest number is 6e-8. The cotangent of the loss, which holds the loss
 # scale, is not known in the forward pass.
 FLOAT16_SCALE = 2.0**12

@@ -68,7 +68,9 @@ class Seq2SeqOptions:
         0.0, "standard deviation of initial weights; 0 means embed_dim^-0.5, at which embeddings have a variance of 1",
         minimum=0.0,
     )  # fmt: skip
-    loss_chunk: int = option(0, head.CHUNK_TEXT, minimum=0)
+    loss_chunk: int = option(
+        0, "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB", minimum=0
+    )
     attention: str = option(
         "auto",
         "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), splash (TPU; interpreted "

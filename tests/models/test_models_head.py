@@ -111,7 +111,8 @@ MESHES = [
 @pytest.mark.parametrize("sizes, names, dtype, how", MESHES)
 def test_a_mesh_changes_no_number_and_reduces_the_weight_once(sizes, names, dtype, how):
     compiled, given = on_mesh(sizes, names, dtype, **how)
-    bound = 1e-6 if dtype == jnp.float32 else 5e-3
+    # Parts of sums over shards are rounded to the dtype.
+    bound = 1e-6 if dtype == jnp.float32 else 1e-2
     assert max(jax.tree.leaves(jax.tree.map(gap, compiled(*given), expected(names, dtype)))) < bound
     text = compiled.as_text()
     entry = text[text.index("ENTRY") :]
