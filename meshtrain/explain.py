@@ -13,6 +13,7 @@ import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config import effects
+from meshtrain.config.attention import implementation
 from meshtrain.config.config import check, parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
@@ -39,6 +40,7 @@ def text(assembly: Assembly) -> str:
         *trained_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
         f"batch        {batch_text(assembly)}",
+        *attention_text(assembly),
         "",
         mesh_text(shape),
         "",
@@ -61,6 +63,12 @@ def batch_text(assembly: Assembly) -> str:
         return f"{config.batch_size} sequences of {num_source_tokens} source and {config.sequence_length} target tokens"
     held = (f"{name} {list(leaf.shape[1:])} {leaf.dtype.name}" for name, leaf in assembly.batch.items())
     return f"{config.batch_size} examples of {', '.join(held)}; {assembly.task.num_units:,} {assembly.task.unit}"
+
+
+def attention_text(assembly: Assembly) -> list[str]:
+    """Returns one line with the implementation of attention and why it is that one; none if the task is no decoder."""
+    found = implementation(assembly.config, assembly.mesh.devices.flat[0].platform)
+    return [] if found is None else [f"attention    {found[0]}: {found[1]}"]
 
 
 def trained_text(assembly: Assembly) -> list[str]:

@@ -75,6 +75,14 @@ MODELS: tuple[Mutant, ...] = (
         ("models/test_models_blockwise.py::test_it_computes_attention_and_its_gradients[documents]",),
     ),
     Mutant(
+        "keys without their group",
+        "models/triton.py",
+        "found.reshape(num_sequences, length, num_groups, -1, head_dim)\n    return jnp.sum(parts, axis=3, ",
+        "found.reshape(num_sequences, length, -1, num_groups, head_dim)\n    return jnp.sum(parts, axis=2, ",
+        "the kernel's gradients of keys are added over the wrong query heads",
+        ("models/test_models_triton.py::test_the_kernel_computes_attention_and_its_gradients[documents]",),
+    ),
+    Mutant(
         "a window counts the tokens before",
         "models/attention.py",
         "(window - 1, 0)",

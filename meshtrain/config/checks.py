@@ -137,11 +137,12 @@ def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length:
             f"sequence_length: got {sequence_length}; allowed: at most model.max_positions = {options.max_positions} "
             f"with learned positions; nearest: {options.max_positions}"
         )
-    if options.attention == "cudnn" and options.attention_cap:
-        found.append(
-            f"model.attention: got cudnn with model.attention_cap = {options.attention_cap}, which its kernel cannot "
-            "do; allowed: auto, xla, blockwise, splash; nearest: model.attention=auto"
-        )
+    for kernel, name in (("cudnn", "attention_cap"), ("triton", "attention_cap"), ("triton", "window")):
+        if options.attention == kernel and (value := getattr(options, name)):
+            found.append(
+                f"model.attention: got {kernel} with model.{name} = {value}, which its kernel cannot do; allowed: "
+                "auto, xla, blockwise, splash; nearest: model.attention=auto"
+            )
     if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
         found.append(
             f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "

@@ -5,7 +5,6 @@ N: query heads, G: key and value heads, H: head dim, C: slots of a cache.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
-from meshtrain.models import blockwise, splash
+from meshtrain.models import blockwise, splash, triton
+from meshtrain.models.implementation import GPU, Case, chosen
 from meshtrain.models.layers import Norm, adapted, capped, normal, rotate, weight
 from meshtrain.models.remat import HEADS
 
@@ -122,15 +122,20 @@ class Attention(nn.Module):
         # Their shapes are computed before JAX may query devices. No kernel takes a single query.
         how, masked = "xla", documents is not None
         if slots is None and not self.is_initializing():
-            lengths, platform = (x.shape[1], source.shape[1]), self.placement.platform
-            how = chosen(self.implementation, self.head_dim, lengths, self.dtype, masked, platform, self.cap > 0)
+            lengths = (x.shape[1], source.shape[1])
+            window = self.window if self.window < lengths[1] else 0
+            case = Case(
+                self.head_dim, lengths, self.dtype, self.placement.platform, masked, window, self.cap > 0,
+                memory is not None,
+            )  # fmt: skip
+            how, _ = chosen(self.implementation, case)
         segments = None if documents is None or of_keys is None else (documents, of_keys)
         if slots is not None:
             segments = (jnp.ones_like(slots.filled[:, :1]), slots.filled)
         heads = self._attend(q, k, v, segments, self.causal and slots is None, how, is_global)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
         # These name their results themselves. A second name would save the same array twice.
-        heads = heads if how in ("splash", "blockwise") else checkpoint_name(heads, HEADS)
+        heads = heads if how in ("splash", "triton", "blockwise") else checkpoint_name(heads, HEADS)
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
@@ -190,6 +195,9 @@ class Attention(nn.Module):
         elif how == "splash":
             interpret = self.placement.platform != "tpu"
             kernel = functools.partial(splash.attend, causal=causal, name=HEADS, interpret=interpret, **of_scores)
+        elif how == "triton":
+            interpret = self.placement.platform not in GPU
+            kernel = functools.partial(triton.attend, causal=causal, name=HEADS, interpret=interpret, **of_scores)
         else:
             kernel = functools.partial(_by_jax, causal=causal, how=how, **of_scores)
         local, everywhere = (functools.partial(kernel, window=size) for size in (window, 0))
@@ -228,43 +236,6 @@ class Attention(nn.Module):
         norm = Norm("rmsnorm", self.qk_epsilon, False, self.placement, self.centered_scales, name=name)
         result: jax.Array = norm(heads)
         return result
-
-
-def chosen(
-    asked: str,
-    head_dim: int,
-    lengths: tuple[int, int],
-    dtype: DTypeLike,
-    masks_documents: bool,
-    platform: str,
-    caps_scores: bool = False,
-) -> str:
-    """Returns the implementation that computes attention: `xla`, `blockwise`, `cudnn` or `splash`.
-
-    `auto` means cuDNN's kernel on GPUs and splash on TPUs where they support the shapes. With documents cuDNN's kernel
-    would need a [T, S] mask. Without a kernel it means `blockwise` for long sequences, `xla` for short ones. Only `xla`
-    stores the [T, S] matrix of scores.
-
-    Args:
-      asked: one of the choices of `model.attention`; any but `auto` is returned as it is.
-      head_dim: H.
-      lengths: (T, S).
-      dtype: of queries, keys and values.
-      masks_documents: whether a token attends to its own document only.
-      platform: as JAX names it, such as `tpu`, `gpu` or `cuda`.
-      caps_scores: whether scores are capped, which cuDNN's kernel cannot do.
-    """
-    if asked != "auto":
-        return asked
-    # A multiple of splash's blocks exactly where both lengths are.
-    if platform == "tpu" and splash.fits(head_dim, math.gcd(*lengths), dtype):
-        return "splash"
-    # Every GPU with a cuDNN kernel supports head dims up to 128. GPUs from Hopper on support up to 256.
-    fits_cudnn = jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
-    fits_cudnn = fits_cudnn and not masks_documents and not caps_scores
-    if platform in ("gpu", "cuda") and fits_cudnn:
-        return "cudnn"
-    return "blockwise" if math.prod(lengths) >= blockwise.FROM**2 else "xla"
 
 
 def _by_jax(

@@ -108,9 +108,9 @@ class DecoderOptions:
     )
     attention: str = option(
         "auto",
-        "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), splash (TPU; interpreted "
-        "elsewhere, slowly), auto",
-        choices=("auto", "xla", "blockwise", "cudnn", "splash"),
+        "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), triton (GPU; takes documents), "
+        "splash (TPU; both are interpreted elsewhere, slowly), auto",
+        choices=("auto", "xla", "blockwise", "cudnn", "triton", "splash"),
     )
     within_documents: bool = option(True, "tokens of a packed sequence attend to their own document only")
 

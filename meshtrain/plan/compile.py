@@ -32,7 +32,7 @@ class Compiled:
       outer_text: the program that joins groups that train apart; None without groups, or if there is no `text`.
       statistics: the compiler's account of memory; None if it gave up. The peak is the larger of the two programs'.
       options: the compiler options it was compiled with.
-      attention: what was traced to compute attention, `cudnn`, `splash`, `blockwise`, or `xla`.
+      attention: what was traced to compute attention, a choice of `model.attention`.
       traced_flops: of matrix products on one device before any compiler, attention kernels in full.
       messages: lines that the compiler wrote to standard error.
       refusal: the compiler's message if there is no program; otherwise an empty text.

@@ -3,11 +3,10 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from meshtrain.config.attention import implementation
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.layout.axes import DATA
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.plan.collectives import Traffic, sent_along
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
@@ -24,6 +23,7 @@ MUCH_IDLE = 0.15
 REMATERIALIZED = re.compile(r"Involuntary full rematerialization.*?(?:for HLO operation: %?([\w.\-]+))?", re.IGNORECASE)
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 OFFLOAD = "pinned_host"
+APART = "model.within_documents=false where neighbouring documents may see each other"
 SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"
 
 
@@ -155,7 +155,6 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
 
 def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
     config = compiled.assembly.config
-    model: Any = config.model
     if compiled.attention == "cudnn" and cluster.platform == "cuda":
         return [
             Finding(
@@ -165,16 +164,16 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
         ]
     if compiled.attention == "splash" and cluster.platform != "tpu":
         return [Finding("attention is a TPU's kernel, which is interpreted here, slowly", "model.attention=auto")]
-    if cluster.platform == "cpu" or not isinstance(model, DecoderOptions):
+    chosen = implementation(config, cluster.platform)
+    if cluster.platform == "cpu" or chosen is None:
         return []  # other tasks have no options of attention to advise on
     if compiled.attention == "xla" and config.sequence_length >= 2048:
         keeps = f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head"
-        return [Finding(f"{keeps}: model.attention={model.attention}", "model.attention=auto")]
+        return [Finding(f"{keeps}: {chosen[1]}", "model.attention=auto")]
+    if compiled.attention == "triton":
+        slower = f"attention is a kernel about half as fast as cuDNN's: {chosen[1]}"
+        return [Finding(slower, APART if config.model.within_documents else "heads of at most 128")]
     if compiled.attention != "blockwise":
         return []
-    change = SPLASH
-    if cluster.platform != "tpu":
-        change = "16-bit precision, heads of at most 128"
-        if model.within_documents:
-            change = "model.within_documents=false where neighbouring documents may see each other, and a 16-bit policy"
-    return [Finding("attention is a loop in plain JAX, slower than a kernel", f"model.attention=auto, {change}")]
+    change = SPLASH if cluster.platform == "tpu" else "a 16-bit policy; no window or cap with documents"
+    return [Finding(f"attention is a loop in plain JAX, slower than a kernel: {chosen[1]}", change)]

@@ -20,6 +20,14 @@ TARGET = re.compile(r'custom_call_target="([^"]*)"')
 # All Pallas kernels have one target on TPUs; the instruction, or the operation that made it, has the kernel's name.
 PALLAS_TARGET = "tpu_custom_call"
 SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+# JAX's kernel for GPUs, and the scope that `models/triton.py` gives it; the first dim of its grid that is not batch or
+# heads has a place for each block of queries (forward), or of keys (backward).
+TRITON_TARGET, TRITON, TRITON_CAUSAL = (
+    "__gpu$xla.gpu.triton",
+    re.compile(r"\bmha_(forward|backward)\b"),
+    "triton_causal",
+)
+TRITON_BLOCKS = {"forward": re.compile(r"\bgrid_x = (\d+)"), "backward": re.compile(r"\bgrid_z = (\d+)")}
 OPERATION = re.compile(r'op_name="([^"]*)"')
 BLOCK = re.compile(r"\bblock_q(?:_dq|_dkv)?\W+(\d+)")
 LHS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
@@ -33,6 +41,8 @@ BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 # JAX's kernel for TPUs has two backward passes, of which each computes q k, and the gradient of the probabilities.
 SPLASH_PRODUCTS = {"fwd": FORWARD_PRODUCTS, "dq": 3, "dkv": 4}
+# That for GPUs has both in one kernel.
+TRITON_PRODUCTS = {"forward": FORWARD_PRODUCTS, "backward": 3 + 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +104,23 @@ def is_product(line: Instruction) -> bool:
 def is_attention(line: Instruction) -> bool:
     """Returns whether a custom call is an attention kernel."""
     target = TARGET.search(line.rest)
-    return _splash(line) is not None or (target is not None and bool(CUDNN_ATTENTION.search(target[1])))
+    if target is None:
+        return False
+    return bool(CUDNN_ATTENTION.search(target[1])) or is_triton(line) or _splash(line) is not None
+
+
+def is_triton(line: Instruction) -> bool:
+    """Returns whether a custom call is JAX's attention kernel for GPUs."""
+    return _triton(line) is not None
+
+
+def _triton(line: Instruction) -> str | None:
+    """Returns the pass of JAX's kernel for GPUs that a custom call is: forward or backward; None for something else."""
+    target, operation = TARGET.search(line.rest), OPERATION.search(line.rest)
+    if target is None or operation is None or target[1] != TRITON_TARGET:
+        return None
+    found = TRITON.search(operation[1])
+    return found[1] if found else None
 
 
 def _splash(line: Instruction) -> str | None:
@@ -207,6 +233,8 @@ def attention_flops(line: Instruction, shapes: Mapping[str, str]) -> tuple[float
     Raises:
       ValueError: the call does not say the kernel's dims.
     """
+    if part := _triton(line):
+        return _triton_flops(line, shapes, part)
     part = _splash(line)
     return _cudnn_flops(line) if part is None else _splash_flops(line, shapes, part)
 
@@ -242,6 +270,27 @@ def splash_flops(part: str, query: Sequence[int], key: Sequence[int]) -> float:
       key: dims [.., kv heads, T, H].
     """
     return 2.0 * SPLASH_PRODUCTS[part] * math.prod(query) * key[-2]
+
+
+def _triton_flops(line: Instruction, shapes: Mapping[str, str], part: str) -> tuple[float, float]:
+    """Returns `attention_flops` of JAX's kernel for GPUs; a causal one computes blocks on the diagonal whole."""
+    num_blocks, operation = TRITON_BLOCKS[part].search(line.rest), OPERATION.search(line.rest)
+    if num_blocks is None or operation is None or not all(name in shapes for name in line.operands[:2]):
+        raise ValueError(f"%{line.name}: an attention kernel whose dims are not known")
+    full = triton_flops(part, *(dims(shapes[name]) for name in line.operands[:2]))
+    number = int(num_blocks[1])
+    return full * (number + 1) / (2 * number) if TRITON_CAUSAL in operation[1] else full, full
+
+
+def triton_flops(part: str, query: Sequence[int], key: Sequence[int]) -> float:
+    """Returns the FLOPs of one pass of JAX's kernel for GPUs, nothing skipped.
+
+    Args:
+      part: a key of `TRITON_PRODUCTS`.
+      query: dims [batch, T, heads, H].
+      key: likewise, its heads repeated.
+    """
+    return 2.0 * TRITON_PRODUCTS[part] * math.prod(query) * key[1]
 
 
 def _cudnn_flops(line: Instruction) -> tuple[float, float]:

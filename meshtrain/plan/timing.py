@@ -17,7 +17,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.launch.hardware import Accelerator
 from meshtrain.launch.links import Link, Links, link_for
 from meshtrain.plan.collectives import Collective, collectives
-from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, library_flops
+from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, is_triton, library_flops
 from meshtrain.plan.hlo import Instruction, Program, trip_count
 from meshtrain.plan.shapes import dtypes, num_bytes
 from meshtrain.plan.topology import Cluster
@@ -34,6 +34,7 @@ class Assumptions:
     Attributes:
       product_efficiency: share of the peak that matrix products reach.
       attention_efficiency: the same for attention kernels.
+      triton_efficiency: the same for JAX's kernel for GPUs, which uses none of what is new in Hopper.
       memory_efficiency: share of the memory's speed that everything else reaches.
       link_efficiency: share of a link's speed that transfers reach.
       latency_seconds: of a collective, for each doubling of its group.
@@ -43,6 +44,7 @@ class Assumptions:
 
     product_efficiency: float = 0.75
     attention_efficiency: float = 0.6
+    triton_efficiency: float = 0.3
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
     latency_seconds: float = 5e-6
@@ -54,7 +56,7 @@ class Assumptions:
         """Returns one line of text for each assumption, without the links."""
         return [
             f"matrix products at {self.product_efficiency:.0%} of the peak, attention kernels at "
-            f"{self.attention_efficiency:.0%}",
+            f"{self.attention_efficiency:.0%}, JAX's own for GPUs (triton) at {self.triton_efficiency:.0%}",
             f"everything else at {self.memory_efficiency:.0%} of the memory's speed, each array read and written once",
             f"transfers at {self.link_efficiency:.0%} of the slowest link of a ring, and "
             f"{self.latency_seconds * 1e6:.0f} us for each doubling of the group",
@@ -251,7 +253,9 @@ class Streams:
     def _product_seconds(self, line: Instruction, shapes: Mapping[str, str]) -> float:
         peak = self.accelerator.bfloat16_flops_per_second
         if line.opcode == "custom-call" and is_attention(line):
-            return attention_flops(line, shapes)[0] / (peak * self.assumptions.attention_efficiency)
+            assumed = self.assumptions
+            share = assumed.triton_efficiency if is_triton(line) else assumed.attention_efficiency
+            return attention_flops(line, shapes)[0] / (peak * share)
         counts = {"dot": dot_flops, "convolution": convolution_flops}
         if line.opcode in counts:
             flops = counts[line.opcode](line, shapes)

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from meshtrain.models import blockwise
-from meshtrain.plan.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLASH, Window, places_on_data, splash_flops
+from meshtrain.plan.flops import (
+    BACKWARD_PRODUCTS,
+    FORWARD_PRODUCTS,
+    SPLASH,
+    TRITON,
+    Window,
+    places_on_data,
+    splash_flops,
+    triton_flops,
+)
 
 FLOATS = (jnp.bfloat16, jnp.float32)
 ATTENTION = {
@@ -47,6 +56,8 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
             total += ATTENTION[name] * _attention(equation) / share
         elif name == "pallas_call" and (kernel := SPLASH.match(equation.params["name"])):
             total += splash_flops(kernel[1], *_query_and_key(equation)) / share
+        elif name == "pallas_call" and (kernel := TRITON.match(equation.params["name"])):
+            total += triton_flops(kernel[1], *_first_two(equation)) / share
         else:
             inside = automatic
             if name == "shard_map":
@@ -57,13 +68,15 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
 
 
 def attention_kernel(jaxpr: core.Jaxpr) -> str:
-    """Returns what computes attention in a traced step: `cudnn`, `splash`, `blockwise`, or `xla` without any."""
+    """Returns what computes attention in a traced step: one of `model.attention`, `xla` without any other."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in ATTENTION:
             return "cudnn"
         if name == "pallas_call" and SPLASH.match(equation.params["name"]):
             return "splash"
+        if name == "pallas_call" and TRITON.match(equation.params["name"]):
+            return "triton"
         if name in ("jit", "pjit") and equation.params["name"] == blockwise.TRACED_NAME:
             return "blockwise"
         if inside := next((kernel for kernel in map(attention_kernel, _inner(equation)) if kernel != "xla"), ""):
@@ -113,8 +126,13 @@ def _convolution(equation: Any) -> float:
     return 2.0 * outer * right[numbers.rhs_spec[1]] * places / given["batch_group_count"]
 
 
+def _first_two(equation: Any) -> list[tuple[int, ...]]:
+    """Returns the dims of an operation's first two arrays."""
+    return [variable.aval.shape for variable in equation.invars[:2]]
+
+
 def _attention(equation: Any) -> float:
-    query, key = (variable.aval.shape for variable in equation.invars[:2])
+    query, key = _first_two(equation)
     return 2.0 * math.prod(query) * key[1]
 
 

@@ -114,8 +114,9 @@ MISTAKES = [
     (
         ["model.attention=cudnn", "model.attention_cap=50", "precision.policy=bfloat16"],
         "model.attention",
-        "auto, xla, splash",
+        "auto, xla, blockwise, splash",
     ),
+    (["model.attention=triton", "model.window=50"], "model.attention", "nearest: model.attention=auto"),
     (["model.attention=cudnn"], "model.attention", "nearest: model.attention=xla"),
     (["model.vocab_size=256"], "model.vocab_size", "nearest: 257"),
     (["mesh.tensor=8", "mesh.pipeline=35", "model.num_layers=35", "model.num_heads=8", "model.num_kv_heads=8"],

@@ -13,10 +13,11 @@ from jax.extend import core
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, default_rules
-from meshtrain.models import splash
-from meshtrain.models.attention import chosen, same_document
+from meshtrain.models import splash, triton
+from meshtrain.models.attention import same_document
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
+from meshtrain.models.implementation import Case, chosen
 from meshtrain.models.remat import HEADS, RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
 
@@ -136,12 +137,15 @@ def gradients(implementation, placement=None, policy="none", model=MODEL):
     return jax.jit(both)(params)
 
 
-@pytest.mark.parametrize("implementation", ["splash", "blockwise"])
-def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation):
+@pytest.mark.parametrize(
+    ("implementation", "window"), [("splash", 40), ("blockwise", 40), pytest.param("triton", 0, marks=pytest.mark.slow)]
+)
+def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation, window):
+    model = dataclasses.replace(MODEL, window=window)
     mesh = make_mesh({"data": 2, "pipeline": 1, "fsdp": 2, "tensor": 2}, jax.devices())
     placement = Placement(default_rules(LayoutOptions()), mesh)
-    loss, got = gradients(implementation, placement, "save_attention")
-    expected_loss, expected = gradients("xla")
+    loss, got = gradients(implementation, placement, "save_attention", model)
+    expected_loss, expected = gradients("xla", model=model)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-5 * np.abs(b).max()), got, expected)
 
@@ -159,26 +163,39 @@ def test_layers_with_a_window_and_without_take_the_kernel_of_their_own(implement
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-5 * np.abs(b).max()), got, expected)
 
 
+LONG = (8192, 8192)
+
+
 @pytest.mark.parametrize(
-    ("platform", "masked", "head_dim", "lengths", "dtype", "name"),
+    ("case", "name", "why"),
     [
-        ("tpu", True, 128, (8192, 8192), jnp.bfloat16, "splash"),
-        ("tpu", False, 64, (128, 1280), jnp.bfloat16, "splash"),
-        ("tpu", False, 128, (8192, 8192), jnp.float32, "blockwise"),
-        ("tpu", False, 128, (8200, 8200), jnp.bfloat16, "blockwise"),
-        ("tpu", False, 80, (8192, 8192), jnp.bfloat16, "blockwise"),
-        ("gpu", False, 128, (8192, 8192), jnp.bfloat16, "cudnn"),
-        ("cuda", False, 64, (8200, 8200), jnp.float16, "cudnn"),
-        ("gpu", True, 128, (8192, 8192), jnp.bfloat16, "blockwise"),
-        ("gpu", False, 256, (8192, 8192), jnp.bfloat16, "blockwise"),
-        ("gpu", False, 128, (8192, 8192), jnp.float32, "blockwise"),
-        ("cpu", False, 128, (8192, 8192), jnp.bfloat16, "blockwise"),
-        ("cpu", True, 128, (1024, 1024), jnp.float32, "blockwise"),
-        ("cpu", True, 128, (1023, 1024), jnp.float32, "xla"),
+        (Case(128, LONG, jnp.bfloat16, "tpu", True), "splash", "takes it"),
+        (Case(64, (128, 1280), jnp.bfloat16, "tpu", has_memory=True), "splash", "takes it"),
+        (Case(128, LONG, jnp.float32, "tpu"), "blockwise", "takes bfloat16"),
+        (Case(128, (8200, 8200), jnp.bfloat16, "tpu"), "blockwise", "multiples of 128"),
+        (Case(80, (512, 512), jnp.bfloat16, "tpu"), "xla", "small below 1,024"),
+        (Case(128, LONG, jnp.bfloat16, "gpu"), "cudnn", "takes it"),
+        (Case(64, (8200, 8200), jnp.float16, "cuda", window=100), "cudnn", "takes it"),
+        (Case(128, LONG, jnp.bfloat16, "gpu", True), "triton", "cuDNN's kernel takes no documents, JAX's"),
+        (Case(256, (128, 128), jnp.bfloat16, "gpu"), "triton", "no heads of 256"),
+        (Case(128, (127, 127), jnp.bfloat16, "gpu", True), "xla", "no sequences of 127 tokens"),
+        (Case(128, LONG, jnp.float32, "gpu", True), "blockwise", "no float32 and no documents"),
+        (Case(512, LONG, jnp.bfloat16, "gpu"), "blockwise", "no heads of 512"),
+        (Case(128, LONG, jnp.bfloat16, "gpu", True, window=100), "blockwise", "JAX's Pallas kernel no window"),
+        (Case(128, LONG, jnp.bfloat16, "gpu", caps_scores=True), "blockwise", "no capped scores"),
+        (Case(128, LONG, jnp.bfloat16, "gpu", True, has_memory=True), "blockwise", "no memory"),
+        (Case(128, (1024, 1024), jnp.bfloat16, "cpu"), "blockwise", "no kernel for cpu"),
+        (Case(128, (1023, 1024), jnp.bfloat16, "cpu", True), "xla", "small below 1,024"),
     ],
 )
-def test_auto_is_the_kernel_that_fits(platform, masked, head_dim, lengths, dtype, name):
-    capped = chosen("auto", head_dim, lengths, dtype, masked, platform, caps_scores=True)
-    assert capped == ("blockwise" if name == "cudnn" else name), "cuDNN's kernel has no cap"
-    assert chosen("auto", head_dim, lengths, dtype, masked, platform) == name
-    assert chosen("splash", head_dim, lengths, dtype, masked, platform) == "splash"
+def test_auto_is_the_kernel_that_fits(case, name, why):
+    found, reason = chosen("auto", case)
+    assert found == name
+    assert why in reason
+    assert chosen("splash", case) == ("splash", "model.attention=splash")
+
+
+def test_auto_does_without_a_kernel_that_this_version_of_jax_has_not(monkeypatch):
+    monkeypatch.setattr(triton, "is_there", lambda: False)
+    name, why = chosen("auto", Case(128, LONG, jnp.bfloat16, "gpu", True))
+    assert (name, why.rpartition("kernel ")[2]) == ("blockwise", "no call from this version of JAX")

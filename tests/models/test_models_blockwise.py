@@ -144,6 +144,8 @@ def test_the_forward_pass_runs_again_where_the_policy_says_so(policy, num_forwar
     assert num_runs(traced.jaxpr) == num_forward
 
 
-def num_runs(jaxpr):
-    here = sum(equation.params.get("name") == blockwise.TRACED_NAME for equation in jaxpr.eqns)
-    return here + sum(num_runs(inner) for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
+def num_runs(jaxpr, name=blockwise.TRACED_NAME):
+    """How often a traced function has a jitted function, or a kernel, of that name with results that are used."""
+    here = sum(equation.params.get("name") == name and bool(equation.outvars) for equation in jaxpr.eqns)
+    inside = (inner for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
+    return here + sum(num_runs(inner, name) for inner in inside)

@@ -9,13 +9,17 @@ import pytest
 from flax.core import meta
 from jax.extend import core
 
-from meshtrain.models import blockwise, splash
+from meshtrain.config.attention import implementation
+from meshtrain.config.config import Config
+from meshtrain.layout.placement import Placement
+from meshtrain.models import blockwise, splash, triton
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan.attention import as_on_target, private, replaced
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.traced import ATTENTION, attention_kernel
+from meshtrain.step.precision import PrecisionOptions
 
 NAMES = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
 
@@ -48,6 +52,7 @@ KERNELS = {
     "cudnn": by_jax("cudnn"),
     "splash": functools.partial(splash.attend, documents=None, name="heads", interpret=True),
     "blockwise": functools.partial(blockwise.attend, documents=None, name="heads"),
+    "triton": functools.partial(triton.attend, documents=None, name="heads", interpret=True),
     "xla": by_jax("xla"),
 }
 
@@ -83,3 +88,26 @@ def test_the_kernel_is_read_off_the_traced_step(name):
     with as_on_target(Cluster("h100:1x8", "cuda", (), 1, None, (9, 0))):
         traced = jax.make_jaxpr(jax.grad(lambda q: jax.jit(loop)(q).astype(jnp.float32).sum()))(head)
     assert attention_kernel(traced.jaxpr) == name
+
+
+@pytest.mark.parametrize(
+    ("length", "cluster", "changed"),
+    [
+        (128, "cuda", {}),
+        (128, "cuda", {"within_documents": False}),
+        (1024, "cuda", {"window": 100}),
+        (1024, "cpu", {}),
+        (128, "cpu", {"window": 1000}),
+    ],
+    ids=str,
+)
+def test_what_explain_says_of_attention_is_what_is_traced(monkeypatch, length, cluster, changed):
+    model = DecoderOptions(1, 256, 64, 4, 4, vocab_size=16, **changed)
+    config = Config(sequence_length=length, model=model, precision=PrecisionOptions("bfloat16"))
+    monkeypatch.setattr(Placement, "platform", cluster)
+    task = decoder(model, batch_size=1, sequence_length=length, dtype=jnp.bfloat16)
+    params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+    batch = {**task.batch, SEQUENCE_INDEX: jax.ShapeDtypeStruct((1,), jnp.int32)}
+    with as_on_target(Cluster("h100:1x8", "cuda", (), 1, None, (9, 0))):
+        traced = jax.make_jaxpr(task.logits)(params, batch)
+    assert attention_kernel(traced.jaxpr) == implementation(config, cluster)[0]

@@ -275,6 +275,32 @@ def test_a_tpu_s_kernel_skips_blocks_outside_of_a_window():
     assert work.attention == work.attention_full * (1 + 2 + 2 + 2) / 16
 
 
+TRITON = """\
+%call.1 = (bf16[2,256,4,16]{3,2,1,0}, f32[2,4,256]{2,1,0}) custom-call(%q, %k, %k, %ids), \
+custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/triton_causal/mha_forward/pallas_call"}, \
+backend_config={debug = false, grid_x = 2 : i32, grid_y = 2 : i32, grid_z = 4 : i32}"""
+TRITON_ARGUMENTS = (
+    "%q = bf16[2,256,4,16]{3,2,1,0} parameter(0)",
+    "%k = bf16[2,256,4,16]{3,2,1,0} parameter(1)",
+    "%ids = s32[2,256]{1,0} parameter(2)",
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "products", "share"),
+    [
+        (TRITON, 2, 3 / 4),
+        (TRITON.replace("triton_causal", "triton_full"), 2, 1),
+        (TRITON.replace("triton_causal/mha_forward", "transpose(triton_causal)/jit(mha_backward)"), 7, 5 / 8),
+        (TRITON.replace("mha_forward", "mha_preprocess_backward"), 0, 1),
+    ],
+)
+def test_jax_s_kernel_for_gpus_is_counted_by_its_grid(line, products, share):
+    work = flops.matmul_flops(hlo.read(recorded.entry(*TRITON_ARGUMENTS, line)))
+    assert work.attention_full == products * 2 * 2 * 4 * 256 * 256 * 16
+    assert work.attention == share * work.attention_full
+
+
 def test_a_library_s_product_is_counted_and_an_unknown_one_refused():
     line = (
         '%gemm = (bf16[8,4]{1,0}, s8[64]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", '

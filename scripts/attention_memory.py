@@ -1,0 +1,80 @@
+"""A table for docs/benchmarks.md: what attention keeps for lengths of a sequence, by the GPU compiler, without a GPU.
+
+One H100, one packed sequence in bfloat16, 32 query heads on 8 key and value heads of 128, forward and backward alone.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.models import blockwise, triton
+from meshtrain.models.attention import same_document
+from meshtrain.plan.topology import Cluster, open_cluster
+from meshtrain.words.errors import run
+from meshtrain.words.tables import format_bytes
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+LENGTHS = (8192, 32768, 131072)
+
+
+def written_out(q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns `model.attention=xla` with documents."""
+    return jax.nn.dot_product_attention(q, k, v, mask=same_document(*documents), is_causal=True, implementation="xla")
+
+
+WAYS: dict[str, Callable[..., jax.Array]] = {
+    "xla": written_out,
+    "blockwise": functools.partial(blockwise.attend, name="heads"),
+    "triton": functools.partial(triton.attend, name="heads", interpret=False),
+}
+
+
+def compiled(way: str, length: int, cluster: Cluster, head_dim: int = HEAD_DIM) -> jax.stages.Compiled:
+    """Returns forward and backward of attention, compiled for the first device of a cluster.
+
+    Args:
+      way: a key of `WAYS`.
+      length: tokens.
+      cluster: of GPUs.
+      head_dim: width of a head.
+    """
+    place = jax.sharding.SingleDeviceSharding(cluster.devices[0])
+
+    def given(num_heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, length, num_heads, head_dim), jnp.bfloat16, sharding=place)
+
+    def both(
+        q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array, cotangent: jax.Array
+    ) -> tuple[object, ...]:
+        heads, backward = jax.vjp(lambda q, k, v: WAYS[way](q, k, v, (documents, documents)), q, k, v)
+        return heads, *backward(cotangent)
+
+    documents = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=place)
+    traced = jax.jit(both).trace(
+        given(NUM_HEADS), given(NUM_KV_HEADS), given(NUM_KV_HEADS), documents, given(NUM_HEADS)
+    )
+    return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
+def temporary_bytes(program: jax.stages.Compiled) -> int:
+    """Returns the bytes of everything that is neither argument nor result."""
+    statistics = program.memory_analysis()
+    assert statistics is not None
+    return int(statistics.temp_size_in_bytes)
+
+
+def main() -> int:
+    """Prints the table; returns the exit code."""
+    cluster = open_cluster("h100:1x1")
+    print(f"| tokens | {' | '.join(f'`{way}`' for way in WAYS)} |")
+    print("|---" * (1 + len(WAYS)) + "|")
+    for length in LENGTHS:
+        sizes = [format_bytes(temporary_bytes(compiled(way, length, cluster))) for way in WAYS]
+        print(f"| {length:,} | {' | '.join(sizes)} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
