@@ -5,7 +5,8 @@
 #
 # Reads PYTHON, the interpreter to build on (python3). The folder is .venv; .venv-plan with the compilers for planning
 # (extras plan-*), because with them installed every `import jax` looks for accelerators and prints that none is there;
-# .venv-eval with the evaluation harness (extra eval), whose packages take 760 MB and ask for older versions of others.
+# .venv-eval with the evaluation harness (extra eval), whose packages take 760 MB and ask for older versions of others;
+# .venv-transformers with PyTorch and the packages that read our exports (extra transformers).
 # Where PYTHON is another version than python3, the name ends in -<version>, so that versions live side by side.
 # shellcheck shell=bash
 
@@ -97,6 +98,7 @@ prepare_environment() {
   environment=$root/.venv
   [[ " $* " == *" plan-"* ]] && environment+=-plan
   [[ " $* " == *" eval "* ]] && environment+=-eval
+  [[ " $* " == *" transformers "* ]] && environment+=-transformers
   if [[ -n ${PYTHON:-} && $version != "$(version_of python3)" ]]; then
     environment+=-$version
   fi

@@ -129,7 +129,7 @@ def trained(name, directory, **changes):
         init_from=str(FIXTURES / name),
         lora=LoraOptions(rank=4),
         num_steps=2,
-        batch_size=2,
+        batch_size=4,
         sequence_length=24,
         eval_every=0,
         sample_tokens=0,

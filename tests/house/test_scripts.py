@@ -267,6 +267,14 @@ def test_the_harness_is_installed_apart_from_everything_else(machine):
     assert machine.run("test", "x")[2][0] == f"venv {machine.root}/.venv"
 
 
+def test_what_reads_exports_is_installed_apart_from_everything_else(machine):
+    assert machine.run("hf_transformers", "--only=llama")[2] == [
+        f"venv {machine.root}/.venv-transformers",
+        f"pip {machine.root}[transformers]",
+        "run -m scripts.hf_by_transformers --only=llama",
+    ]
+
+
 def test_the_pages_are_tested_in_a_browser_by_one_worker(machine):
     code, _, calls = machine.run("test", "--browser", "-x")
     assert code == 0
