@@ -8,21 +8,29 @@ import numpy as np
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.config.folded import without_pipeline
+from meshtrain.data.sources import DataOptions
 from meshtrain.hf import folder, reading
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+DATA = DataOptions(source="synthetic")  # whose vocabulary is the model's
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
 
 
-def assembled(directory, shape):
-    """Returns the assembly on a mesh, the weights, and (ids int32 [2, 24], logits float32 [2, 24, vocabulary])."""
+def assembled(directory, shape, *, folds_pipeline=False):
+    """Returns the assembly on a mesh, the weights, and (ids int32 [2, 24], logits float32 [2, 24, vocabulary]).
+
+    A pipeline may be folded into other axes, as generation does it.
+    """
     opened = folder.opened(directory)
     with np.load(directory / "expected.npz") as file:
         ids, expected = file["input_ids"], file["logits"]
     num_rows = max(len(ids), shape["data"] * shape["fsdp"])
     # A pipeline of three splits the rows, too.
     options = dataclasses.replace(opened.model.options, vocab_multiple=128 * shape["pipeline"])
-    config = Config(model=options, batch_size=num_rows, sequence_length=ids.shape[1])
+    config = Config(model=options, batch_size=num_rows, sequence_length=ids.shape[1], data=DATA)
+    if folds_pipeline:
+        config, shape, _ = without_pipeline(config, shape)
     assembly = assemble(config, shape, jax.devices())
     return assembly, reading.read(opened, assembly.state.params), (ids, expected)
 

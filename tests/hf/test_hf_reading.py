@@ -1,20 +1,18 @@
 """Models of each family give the logits that the package transformers computed, on one device, on meshes, by cache."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from meshtrain.hf import folder, reading
+from meshtrain.layout.partition import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
 
 ONE = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
 SHARDED, IN_STAGES = ONE | {"fsdp": 4, "tensor": 2}, ONE | {"data": 2, "pipeline": 2, "tensor": 2}
 STAGES = {"gemma3": ONE | {"pipeline": 3, "tensor": 2}}  # it has three layers
 TOLERANCE = 1e-4  # absolute; leaving out a feature moves logits by 0.2 to 15, which teeth.json lists
-
-
-def quick_ones(*quick):
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in NAMES]
 
 
 def check(name, shape):
@@ -39,20 +37,43 @@ def test_logits_in_a_pipeline_are_the_same(name):
     check(name, STAGES[name] if name in STAGES else IN_STAGES)
 
 
-@pytest.mark.parametrize("name", quick_ones("llama3-rope-scaled"))
-def test_logits_of_one_token_after_the_other_are_the_same(name):
-    """With keys and values from a cache; the first tokens are the prompt."""
-    assembly, params, (ids, expected) = assembled(FIXTURES / name, ONE)
-    decode, given, length = assembly.task.decode, 12, ids.shape[1]
-    entries = decode.cache(len(ids), given, length - given)
-    cache = {key: np.zeros(entry.shape, entry.dtype) for key, entry in entries.items()}
-    lengths = np.full(len(ids), given, np.int32)
-    logits, cache = jax.jit(decode.prefill)(params, ids[:, :given], lengths, cache)
-    step, found = jax.jit(decode.step), [logits]
-    for position in range(given, length):
-        logits, cache = step(params, ids[:, position], cache)
-        found.append(logits)
-    got = np.stack(found, axis=1)[..., : expected.shape[-1]]
+CACHED = [(name, shape) for shape in ("one device", "sharded") for name in NAMES]
+CACHED += [(name, "in stages") for name in ("gpt2", "mistral-window", "qwen3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(*case, marks=() if case == ("llama3-rope-scaled", "one device") else pytest.mark.slow)
+        for case in CACHED
+    ],
+)
+def test_logits_of_one_token_after_the_other_are_the_same(name, shape):
+    """With keys and values from a cache; the first tokens are the prompt. A pipeline is folded into other axes."""
+    axes = {"one device": ONE, "sharded": SHARDED, "in stages": IN_STAGES}[shape]
+    assembly, params, (ids, expected) = assembled(FIXTURES / name, axes, folds_pipeline=True)
+    decode, given, (num_rows, length) = assembly.task.decode, 12, assembly.batch["tokens"].shape
+    entries = decode.cache(num_rows, given, length - given)
+
+    def logits_of_ids(params, ids):
+        cache = {
+            key: jax.lax.with_sharding_constraint(
+                jnp.zeros(entry.shape, entry.dtype),
+                activation_sharding(entry.shape, entry.axes, assembly.rules, assembly.mesh, path="cache"),
+            )
+            for key, entry in entries.items()
+        }
+        first, cache = decode.prefill(params, ids[:, :given], jnp.full(num_rows, given), cache)
+
+        def step(cache, tokens):
+            logits, cache = decode.step(params, tokens, cache)
+            return cache, logits
+
+        _, others = jax.lax.scan(step, cache, ids[:, given:].T)
+        return jnp.concatenate([first[:, None], others.transpose(1, 0, 2)], axis=1)
+
+    found = jax.jit(logits_of_ids)(params, np.resize(ids, (num_rows, length)))
+    got = np.asarray(found)[: len(ids), :, : expected.shape[-1]]
     np.testing.assert_allclose(got, expected[:, given - 1 :], rtol=0, atol=TOLERANCE)
 
 
