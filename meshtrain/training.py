@@ -9,6 +9,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_collections
 
 from meshtrain import loop
@@ -22,6 +23,7 @@ from meshtrain.launch.watchdog import Watchdog
 from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.rules import Rules
+from meshtrain.layout.trees import select
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.own_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
@@ -163,7 +165,7 @@ def run_steps(
         with show("compile") as say:
             train_step, outer_step = compiling.result()
             device.record(run, assembly, train_step, writes=is_main)
-            say(f"{assembly.task.num_parameters:,} parameters")
+            say(parameters_text(assembly))
     with (
         closing(Trackers(config.observe, run, start_step, is_main=is_main)) as trackers,
         closing(Progress(config.num_steps, start_step, is_main=is_main, show_bar=config.observe.progress)) as progress,
@@ -190,6 +192,13 @@ def run_steps(
         with watchdog.patient():
             trackers.close()  # one may send what is left over the network
         return last
+
+
+def parameters_text(assembly: Assembly) -> str:
+    """Returns the number of parameters in words, and how many of them are trained if some are frozen."""
+    trained, frozen = (jax.tree.leaves(part) for part in select(assembly.state.params, assembly.replicas.trained))
+    beside = f", {sum(leaf.size for leaf in trained):,} of them trained" if frozen else ""
+    return f"{assembly.task.num_parameters:,} parameters{beside}"
 
 
 def timetable(config: Config) -> loop.Timetable:

@@ -31,6 +31,8 @@ def test_a_run_with_adapters_starts_from_a_base_run_and_resumes_on_another_mesh(
     assert list(again.losses) == [1, 2]
     base = by_path(straight.result.state.params)
     two = by_path(again.result.state.params)
+    num_trained = sum(weight.size for path, weight in two.items() if is_adapter(path))
+    assert f"{again.result.assembly.task.num_parameters:,} parameters, {num_trained:,} of them trained" in again.output
     assert {path for path in two if not is_adapter(path)} == set(base)
     for path, weight in two.items():
         if is_adapter(path):
