@@ -1,14 +1,15 @@
 """The cheapest changes that would make a step fit. Each is compiled before it is suggested."""
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.layout.axes import DATA, batch_axes, model_axes, storage_axes
 from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.plan.compile import compile_step, program_of
-from meshtrain.plan.memory import memory
+from meshtrain.plan.memory import Memory, memory
 from meshtrain.plan.planner import Plan, shape_on
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.waiting import waiting_for
@@ -18,6 +19,7 @@ from meshtrain.words.tables import format_bytes
 
 NUM_NAMED = 3
 MAX_COMPILED = 11
+FROZEN_DTYPE, FROZEN = "precision.frozen_dtype", "bfloat16"  # in which frozen weights take half of the bytes
 SPLITS_SUMS = 2  # the ZeRO level from which on sums of gradients are split
 
 Change = dict[str, Any]
@@ -43,22 +45,46 @@ def arguments(change: Change) -> str:
     )
 
 
-def candidates(config: Config, shape: dict[str, int]) -> Iterator[Change]:
+def times_as_many(config: Config, shape: Mapping[str, int], held: Memory | None) -> int:
+    """Returns by what to multiply the number of microbatches: 2, or more where half of the temporaries is too much.
+
+    It is the smallest divisor of a microbatch's sequences on a device with which the temporaries fit, if these shrink
+    as microbatches do.
+
+    Args:
+      config: of the step that does not fit.
+      shape: its mesh.
+      held: its memory; None: not known.
+    """
+    if held is None or held.compiler is None or held.margin_bytes is None:
+        return 2
+    temporary = held.compiler.temporary_bytes
+    room = held.margin_bytes + temporary
+    sequences = config.batch_size // (math.prod(shape[axis] for axis in batch_axes()) * num_microbatches(config, shape))
+    divisors = [number for number in range(2, sequences + 1) if sequences % number == 0]
+    return next((by for by in divisors if (temporary + held.uncertainty_bytes) / by <= room), max(divisors, default=2))
+
+
+def candidates(config: Config, shape: dict[str, int], held: Memory | None = None) -> Iterator[Change]:
     """Yields changes that save memory, the cheapest in time first; the caller refuses those that are not legal.
 
     Args:
       config: of the step that does not fit.
       shape: its mesh.
+      held: its memory; None: not known.
     """
-    level = config.zero.effective_level
+    level, times = config.zero.effective_level, times_as_many(config, shape, held)
+    has_frozen, dtypes = bool(config.lora.rank or config.optimizer.trainable), config.precision
+    if has_frozen and dtypes.frozen_dtype == "auto" and dtypes.param_dtype != FROZEN:
+        yield {FROZEN_DTYPE: FROZEN}
     if shape["tensor"] > 1 and not config.layout.sequence_parallel:
         yield {"layout.sequence_parallel": True}
     if shape[DATA] > 1 and level == 0:
         yield with_level(config, 1)
     if shape["pipeline"] > 1:
-        yield {"pipeline.num_microbatches": 2 * config.pipeline.num_microbatches}
+        yield {"pipeline.num_microbatches": times * config.pipeline.num_microbatches}
     else:
-        yield {"accumulation_steps": 2 * config.accumulation_steps}
+        yield {"accumulation_steps": times * config.accumulation_steps}
     if config.remat.policy != "full" and shape["pipeline"] == 1:
         yield {"remat.policy": "full"}
     if shape[DATA] > 1:
@@ -73,11 +99,13 @@ def candidates(config: Config, shape: dict[str, int]) -> Iterator[Change]:
                 yield {f"mesh.{axis}": shape[axis] // 2, f"mesh.{other}": 2 * shape[other]}
 
 
-def tried(config: Config, shape: dict[str, int]) -> Iterator[Change]:
-    """Yields each change alone, then all that keep the mesh combined."""
+def tried(config: Config, shape: dict[str, int], held: Memory | None = None) -> Iterator[Change]:
+    """Yields each change alone if it may be enough, then all that keep the mesh combined; see `candidates`."""
     together: Change = {}
-    for change in candidates(config, shape):
-        yield change
+    for change in candidates(config, shape, held):
+        needed = -(held.margin_bytes or 0) if held is not None else 0
+        if held is None or change != {FROZEN_DTYPE: FROZEN} or held.parameters_bytes // 2 > needed:
+            yield change
         if not any(key.startswith("mesh.") for key in change):
             together |= change
     if len(together) > 1:
@@ -93,7 +121,9 @@ def cheapest(plan: Plan) -> list[tuple[Change, int]]:
     config, cluster = plan.compiled.assembly.config, plan.cluster
     shape = dict(plan.compiled.assembly.mesh.shape)
     found: list[tuple[Change, int]] = []
-    legal = [change for change in tried(config, shape) if not _refused(with_change(config, change), cluster)]
+    legal = [
+        change for change in tried(config, shape, plan.memory) if not _refused(with_change(config, change), cluster)
+    ]
     for change in legal[:MAX_COMPILED]:
         spare = _spare(with_change(config, change), cluster, arguments(change))
         if spare is not None:

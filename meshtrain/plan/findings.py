@@ -59,7 +59,7 @@ def findings(
       executor_bytes: what the pipeline's executor sends over its axis, by its own formula; None without one.
       added_share: FLOPs that the compiler added, as a share of those traced.
     """
-    found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages)]
+    found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages, compiled.assembly.config.remat.policy)]
     idle = idle_share(compiled.assembly)
     for axis, least in minimum.items():
         # A pipeline's idle rows send along the axes inside a stage as well; replicas reduce once, after all rows.
@@ -109,7 +109,8 @@ def _memory(compiled: Compiled, cluster: Cluster, memory: Memory) -> list[Findin
     return found
 
 
-def _messages(messages: Sequence[str]) -> list[Finding]:
+def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
+    recomputed = "" if remat == "full" else "remat.policy=full, "
     found: dict[str, Finding] = {}
     for line in messages:
         if "nvoluntary full rematerialization" in line:
@@ -121,7 +122,7 @@ def _messages(messages: Sequence[str]) -> list[Finding]:
             found["budget"] = Finding(
                 f"the compiler's memory budget is {budget[1]}, and it got no lower than {budget[2]}: it has traded "
                 "time for memory",
-                "smaller microbatches (accumulation_steps), remat.policy=full, or more devices for the weights",
+                f"smaller microbatches (accumulation_steps), {recomputed}or more devices for the weights",
             )
     return list(found.values())
 

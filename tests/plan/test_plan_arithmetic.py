@@ -182,8 +182,10 @@ def test_the_compilers_warnings_are_findings():
         "rematerialization; only reduced to 74.55GiB (80052486992 bytes), down from 75.45GiB originally",
         "I0000 nothing of interest",
     ]
-    found = findings._messages(lines)
+    found = findings._messages(lines, "none")
     assert len(found) == 2
+    assert "remat.policy=full" in found[1].change
+    assert "remat.policy=full" not in findings._messages(lines, "full")[1].change, "it is set"
     assert "involuntary full rematerialization" in found[0].what
     assert "60.68GiB" in found[1].what
     assert "74.55GiB" in found[1].what

@@ -11,11 +11,14 @@ import pytest
 from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.layout.zero import ZeroOptions
+from meshtrain.models.lora import LoraOptions
 from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import calibration, changes, collectives, page, report
 from meshtrain.plan.findings import Finding
+from meshtrain.plan.memory import Memory
 from meshtrain.plan.timing import Assumptions, Timing
+from meshtrain.step.held import Statistics
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.words.errors import UserError
 from tests.quick import with_places
@@ -273,6 +276,25 @@ def test_changes_that_keep_the_mesh_come_first_and_then_together(small):
         {"mesh.data": 1, "mesh.pipeline": 2},
     ]
     assert tried[8:] == [{key: value for change in tried[:5] for key, value in change.items()}]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("capacity", "temporary", "times"), [(73, 50, 2), (73, 3338, 128), (73, 9000, 256), (30, 50, 256), (None, 50, 2)]
+)
+def test_microbatches_are_as_many_as_the_temporaries_need(capacity, temporary, times, small):
+    """With 33 GiB of arguments and 256 sequences on each device."""
+    stats = Statistics(33 * GIB, temporary * GIB, 0, 0, (33 + temporary) * GIB, 0)
+    most = capacity and capacity * GIB
+    held = Memory(33 * GIB, 0, 0, 0, 0, stats, 0, 0, None, most, temporary * GIB // 10, (), (), fits=False)
+    shape = {"data": 1, "pipeline": 1, "fsdp": 8, "tensor": 1}
+    config = small(shape, batch_size=2048, lora=LoraOptions(rank=4))
+    found = list(changes.tried(config, shape, held))
+    assert {"accumulation_steps": times} in found
+    assert {"accumulation_steps": times, "precision.frozen_dtype": "bfloat16"}.items() <= found[-1].items()
+    assert ({"precision.frozen_dtype": "bfloat16"} in found) == ((capacity, temporary) in [(None, 50), (73, 50)])
 
 
 def test_levels_above_the_one_in_use_are_tried(small):
