@@ -68,6 +68,27 @@ class Placement:
         spec_of_weight = self.weight_spec(w.shape, names)
         return self._constrained(w, spec_of_weight) if self.gathers_weights else w
 
+    def cotangent(self, x: jax.Array, names: Names) -> jax.Array:
+        """Returns `x` unchanged; its cotangent is constrained to the sharding that an activation with `names` has.
+
+        The result of a row-parallel product may be scattered along the sequence. Both products of its backward pass
+        read the whole cotangent, and without this constraint the partitioner gathers it for each of them. `names` has a
+        logical axis or None for each dim.
+
+        Raises:
+          UserError: see `partition.problems`, during the backward pass.
+        """
+        if self.mesh is None or not _is_split_here(self.mesh):
+            return x
+
+        @jax.custom_vjp
+        def identity(x: jax.Array) -> jax.Array:
+            return x
+
+        identity.defvjp(lambda x: (x, None), lambda _, cotangent: (self.activation(cotangent, names),))
+        unchanged: jax.Array = identity(x)
+        return unchanged
+
     def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
         """Returns the spec of an activation by the rules, without the axes that are manual here.
 

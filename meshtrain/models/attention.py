@@ -141,6 +141,7 @@ class Attention(nn.Module):
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
         result = jax.lax.dot_general(heads, output, (((2, 3), (0, 1)), ((), ())))
         result = adapted(self, "output", heads, result, axes, self.placement, self.dtype)
+        result = self.placement.cotangent(result, ("batch", "sequence", "embed"))
         if self.bias:
             zeros = nn.initializers.zeros_init()
             result = result + weight(self, "output_bias", (embed_dim,), ("norm",), zeros, self.placement, self.dtype)

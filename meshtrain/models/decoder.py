@@ -20,7 +20,7 @@ from meshtrain.layout.placement import Placement
 from meshtrain.models import head, losses
 from meshtrain.models.attention import CACHE, NEW, Attention, Slots
 from meshtrain.models.cache import latest
-from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
+from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import RESIDUAL, RematOptions, checkpoint_policy
 from meshtrain.models.task import Batch
@@ -227,11 +227,11 @@ class Layer(nn.Module):
         )  # fmt: skip
         mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
         x = checkpoint_name(x, RESIDUAL)
-        normed = place.activation(norm(name="attention_norm")(x), ("batch", "sequence", "embed"))
+        normed = gather_sequence(norm(name="attention_norm")(x), place)
         added = self._residual(attention(normed, own_angles, documents, slots=own_slots, is_global=is_global))
         added = norm(name="attention_post_norm")(added) if o.post_norms else added
         x = x + dropout(added, rate, keys, ATTENTION_SITE)
-        normed = place.activation(norm(name="mlp_norm")(x), ("batch", "sequence", "embed"))
+        normed = gather_sequence(norm(name="mlp_norm")(x), place)
         added = self._residual(mlp(normed))
         added = norm(name="mlp_post_norm")(added) if o.post_norms else added
         x = x + dropout(added, rate, keys, MLP_SITE)
@@ -264,8 +264,9 @@ class Head(nn.Module):
         """
         o, place = self.options, self.placement
         x = Norm(o.norm, o.norm_epsilon, o.biases, place, o.centered_scales, name="norm")(x)
-        # Before the sequence is gathered, so that cotangents are summed over the manual axis while it is sharded.
-        x = losses.copy_to_shards(x, axis)
+        # Before the sequence is gathered: cotangents are summed over the manual axis while it is sharded, and the gather
+        # moves the compute dtype, not the norm's float32.
+        x = place.activation(losses.copy_to_shards(x, axis), ("batch", "residual_sequence", "embed"))
         product = head.Product(place, head.KERNEL if table is None else head.TABLE, self.output_dtype, o.logit_cap)
         if table is None:
             shape, init = (o.embed_dim, self.num_columns), normal(o.init_std)

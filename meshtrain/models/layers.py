@@ -107,6 +107,17 @@ def _gelu(x: jax.Array) -> jax.Array:
 GATES: Mapping[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": _gelu}
 
 
+def gather_sequence(x: jax.Array, placement: Placement) -> jax.Array:
+    """Returns `x`, [b, T, D], gathered along the sequence, which sequence parallelism shards between products.
+
+    The first constraint keeps `x` sharded until the gather: otherwise the partitioner may gather what `x` was cast
+    from, which has more bytes.
+    """
+    return placement.activation(
+        placement.activation(x, ("batch", "residual_sequence", "embed")), ("batch", "sequence", "embed")
+    )
+
+
 class Norm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim, in float32.
 
@@ -173,6 +184,7 @@ class Mlp(nn.Module):
             hidden = _gelu(hidden)
         hidden = place.activation(hidden, ("batch", "sequence", "mlp"))
         result = adapted(self, "down", hidden, hidden @ down, ("mlp", "embed"), place, dtype)
+        result = place.cotangent(result, ("batch", "sequence", "embed"))
         if self.bias:
             result = result + weight(self, "down_bias", (embed_dim,), ("norm",), zeros, place, dtype)
         return result

@@ -1,6 +1,7 @@
 """Look-ups in an embedding table whose rows are sharded: each shard looks up its own rows, and the results are summed.
 
 This is a manual region because the partitioner's own gather aborts the compiler on some meshes inside a pipeline.
+Where the residual stream is sharded along the sequence over the same axes, the sum is a reduce-scatter.
 
 b: sequences in a microbatch, T: tokens a sequence, D: embed dim, v: rows of the table (one stage's part in a pipeline).
 """
@@ -12,14 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import Placement, axes_in
 
-TABLE, ROWS = ("vocab", "embed"), ("batch", "sequence")
+TABLE, ROWS, RESIDUAL = ("vocab", "embed"), ("batch", "sequence"), ("batch", "residual_sequence", "embed")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Array:
     """Returns table[rows], [b, T, D], with zeros for rows below 0 or from v on.
+
+    The result is sharded along the sequence as the residual stream is, if the table's rows are split over those axes.
 
     Args:
       table: [v, D], gathered over the axes that split it for storage only.
@@ -28,16 +32,25 @@ def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Arra
     """
     vocabulary, batch = _specs(table, rows, placement)
     axes = axes_in(vocabulary)
+    scattered = _scattered(table, rows, placement)
+    summed = tuple(axis for axis in axes if axis not in scattered)
+    # The CPU compiler aborts on a bfloat16 psum. The sum is exact in any dtype: all terms but one are 0.
+    wire_dtype = jnp.float32 if placement.platform == "cpu" else table.dtype
 
     def look_up_local(table: jax.Array, rows: jax.Array) -> jax.Array:
         local = rows - _index(axes) * table.shape[0]
         here = (local >= 0) & (local < table.shape[0])
         x = jnp.take(table, jnp.where(here, local, 0), axis=0, mode="clip")
         x = jnp.where(here[..., None], x, 0)
-        # In float32, because the CPU compiler aborts on a bfloat16 psum. The sum is exact: all terms but one are 0.
-        return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
+        if scattered:
+            x = jax.lax.psum_scatter(x.astype(wire_dtype), scattered, scatter_dimension=1, tiled=True)
+        if summed:
+            x = jax.lax.psum(x.astype(wire_dtype), summed)
+        return x.astype(table.dtype)
 
-    return placement.on_shards(look_up_local, (vocabulary, batch), batch)(table, rows)
+    of_sequences, of_tokens = axes_of_dims(batch, len(ROWS))
+    result = spec_of_dims([of_sequences, of_tokens or scattered])
+    return placement.on_shards(look_up_local, (vocabulary, batch), result)(table, rows)
 
 
 def _forward(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -69,6 +82,15 @@ look_up.defvjp(_forward, _backward)
 
 def _specs(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[PartitionSpec, PartitionSpec]:
     return placement.weight_spec(table.shape, TABLE), placement.activation_spec(rows.shape, ROWS)
+
+
+def _scattered(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[str, ...]:
+    """Returns the mesh axes over which the sum of a look-up is scattered along the sequence."""
+    vocabulary, batch = _specs(table, rows, placement)
+    of_residual = placement.activation_spec((*rows.shape, table.shape[1]), RESIDUAL)
+    _, of_tokens, _ = axes_of_dims(of_residual, len(RESIDUAL))
+    _, already = axes_of_dims(batch, len(ROWS))
+    return of_tokens if not already and set(of_tokens) <= set(axes_in(vocabulary)) else ()
 
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:

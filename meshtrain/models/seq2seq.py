@@ -20,7 +20,7 @@ from meshtrain.layout.placement import Placement
 from meshtrain.models import head
 from meshtrain.models.attention import Attention, Memory, Slots
 from meshtrain.models.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE, ROTARY
-from meshtrain.models.layers import Mlp, Norm, dropout, normal, rotary_angles, weight
+from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import RESIDUAL
 from meshtrain.words.options import option
@@ -201,7 +201,7 @@ class Layer(nn.Module):
         o, place = self.options, self.placement
         norm = Norm(o.norm, o.norm_epsilon, o.biases, place, name=f"{name}_norm")
         y = norm(x) if o.norm_placement == "pre" else x
-        y = self._residual(function(place.activation(y, ("batch", "sequence", "embed"))))
+        y = self._residual(function(gather_sequence(y, place)))
         x = x + dropout(y, o.dropout_rate if self.train else 0.0, keys, site)
         return self._residual(norm(x) if o.norm_placement == "post" else x)
 
@@ -221,7 +221,7 @@ class End(nn.Module):
         o = self.options
         if o.norm_placement == "pre":
             x = Norm(o.norm, o.norm_epsilon, o.biases, self.placement, name="norm")(x)
-        return self.placement.activation(x, ("batch", "sequence", "embed"))
+        return gather_sequence(x, self.placement)
 
 
 class Head(nn.Module):

@@ -114,7 +114,5 @@ def outer_program_of(compiled: Compiled) -> Program | None:
 
 def _places_for_others(file: str, function: str) -> bool:
     """Returns whether a function adds constraints or runs loops for its caller, which is the source to report."""
-    return file in (placement.__file__, loops.__file__) or (file, function) == (
-        layers.__file__,
-        layers.weight.__qualname__,
-    )
+    of_layers = (layers.weight.__qualname__, layers.gather_sequence.__qualname__)
+    return file in (placement.__file__, loops.__file__) or (file == layers.__file__ and function in of_layers)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.config.attention import implementation
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
-from meshtrain.layout.axes import DATA
 from meshtrain.plan.collectives import Traffic, sent_along
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
@@ -55,17 +54,14 @@ def findings(
       cluster: the target.
       memory: of a device.
       rows: the traffic of a device.
-      minimum: axis -> least bytes.
+      minimum: axis -> least bytes, with what a pipeline's idle rows send.
       executor_bytes: what the pipeline's executor sends over its axis, by its own formula; None without one.
       added_share: FLOPs that the compiler added, as a share of those traced.
     """
     found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages, compiled.assembly.config.remat.policy)]
     idle = idle_share(compiled.assembly)
     for axis, least in minimum.items():
-        # A pipeline's idle rows send along the axes inside a stage as well; replicas reduce once, after all rows.
-        reduces_once = axis == DATA and DATA not in compiled.assembly.rules.storage_axes
-        bound = least if reduces_once else least / (1 - idle)
-        found += _traffic(axis, bound, executor_bytes if axis == "pipeline" else None, rows)
+        found += _traffic(axis, least, executor_bytes if axis == "pipeline" else None, rows)
     found += _attention(compiled, cluster)
     if added_share is not None and added_share > ADDED:
         found.append(

@@ -9,8 +9,9 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
               level 3 is like fsdp
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers, and one scatter of the gradients.
               Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product
-    tensor    2 (n - 1) / n of A, M times: 4 a layer (5 where the forward is computed again), one for the
-              look-up and one for the head
+    tensor    2 (n - 1) / n of A, M times: 4 a layer, one for the look-up and one for the head; 5 a layer where the
+              backward pass repeats one of them (Korthikanti et al. 2022): the sum after attention (remat.policy
+              save_attention, full or offload), or, with sequence parallelism, the gathers of both norms (dots)
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
 
 The last two are of a transformer, and need a task that states its width (and for tensor its number of layers).
@@ -18,7 +19,7 @@ The last two are of a transformer, and need a task that states its width (and fo
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +39,8 @@ from meshtrain.step.precision import compute_dtype, param_dtype
 TENSOR = "tensor"
 FLOAT32_BYTES = 4
 REDUCTIONS_A_LAYER = 4
-RECOMPUTED_REDUCTIONS = 1  # of two in a layer's forward: nothing waits for the sum at its end
+REPEATED_REDUCTIONS = 1  # of two in a layer's forward pass: nothing waits for the sum at its end
+SUMS_AGAIN, GATHERS_AGAIN = ("save_attention", "full", "offload"), ("dots",)  # policies that repeat one
 LOOKUP_AND_HEAD = 2
 GATHERS, SCATTERS = 2, 1  # of a stored weight and of its gradient, for each microbatch
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
@@ -179,11 +181,42 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
         elif axis == DATA:
             least[axis] = replicated
         elif axis == TENSOR and assembly.task.width and assembly.task.num_layers:
-            least[axis] = 2 * share * _reductions(assembly, size) * size.num_microbatches * size.activation_bytes
+            reductions = _reductions_of_layers(assembly, size) + LOOKUP_AND_HEAD
+            least[axis] = 2 * share * reductions * size.num_microbatches * size.activation_bytes
         elif axis == PIPELINE and assembly.task.width:
             chunks = assembly.program.schedule.num_chunks if assembly.program else 1
             least[axis] = 2.0 * size.num_microbatches * chunks * size.residual_bytes
     return least
+
+
+def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float]:
+    """Returns what a pipeline's idle rows send: (joined) axis -> bytes; empty without a pipeline.
+
+    On an idle row the layers of a stage send as on any other. All else, such as look-up, head and reduced gradients, is
+    sent as often as `wire_bytes_minimum` has it. So only axes along which layers send in each row have an entry.
+
+    Args:
+      assembly: the assembly.
+      sent: bytes on the wire for each entry of `wire_bytes_minimum`.
+    """
+    if assembly.program is None:
+        return {}
+    size, storing, idle = sizes(assembly), assembly.rules.storage_axes, idle_share(assembly)
+    params = assembly.state.params["layers"]
+    trained = select(assembly.state.params, assembly.replicas.trained)[0]["layers"]
+    itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
+    of_weights = GATHERS * _missing(params, storing) + SCATTERS * _missing(trained, storing)
+    reductions = _reductions_of_layers(assembly, size)
+    found: dict[str, float] = {}
+    for axis, least in wire_bytes_minimum(assembly).items():
+        if axis == TENSOR:
+            by_others = least * LOOKUP_AND_HEAD / (reductions + LOOKUP_AND_HEAD)
+        elif set(axis.split("+")) & set(storing):
+            by_others = least - size.num_microbatches * of_weights * itemsize
+        else:
+            continue
+        found[axis] = idle * max(0.0, sent[axis] - by_others)
+    return found
 
 
 def outer_wire_bytes_minimum(assembly: Assembly) -> float:
@@ -196,11 +229,14 @@ def outer_wire_bytes_minimum(assembly: Assembly) -> float:
     return 2 * (num_replicas - 1) / num_replicas * elements * FLOAT32_BYTES
 
 
-def _reductions(assembly: Assembly, size: Sizes) -> float:
-    """Returns how often one microbatch's activations are summed over tensor on a stage."""
-    recomputes = assembly.program is not None or assembly.config.remat.policy == "full"
-    of_layer = REDUCTIONS_A_LAYER + (RECOMPUTED_REDUCTIONS if recomputes else 0)
-    return of_layer * size.layers_of_stage + LOOKUP_AND_HEAD
+def _reductions_of_layers(assembly: Assembly, size: Sizes) -> float:
+    """Returns how often one microbatch's activations are summed over tensor by the layers of a stage."""
+    remat, splits_sequence = assembly.config.remat, assembly.config.layout.sequence_parallel
+    repeats = remat.policy in SUMS_AGAIN or (splits_sequence and remat.policy in GATHERS_AGAIN)
+    if assembly.program is not None:
+        repeats = True
+    repeated = REPEATED_REDUCTIONS / remat.every if repeats else 0
+    return (REDUCTIONS_A_LAYER + repeated) * size.layers_of_stage
 
 
 def _replicated_bytes(level: int, size: Sizes) -> float:

@@ -8,12 +8,13 @@ from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.mesh import mesh_shape
 from meshtrain.plan import findings, paying
-from meshtrain.plan.collectives import LayerGradients, Traffic, collectives, layer_gradients, traffic
+from meshtrain.plan.collectives import LayerGradients, Traffic, collectives, layer_gradients, sent_along, traffic
 from meshtrain.plan.compile import Compiled, compile_step, outer_program_of, program_of
 from meshtrain.plan.flops import Work, matmul_flops
 from meshtrain.plan.memory import Memory, memory
 from meshtrain.plan.minimum import (
     executor_bytes,
+    idle_bytes,
     layer_gradient_bytes,
     model_flops,
     outer_wire_bytes_minimum,
@@ -53,6 +54,7 @@ class Plan:
       traffic: a row for each axis and kind of collective.
       outer: the program that joins groups that train apart; None without groups.
       minimum: axis, or axes joined by `+` -> least bytes on the wire.
+      idle_bytes: axis -> what a pipeline's idle rows send; no entry for axes along which they send nothing.
       executor_bytes: what the pipeline's executor sends by its own formula; None without one or if unknown.
       layer_gradients: of stacked layers over data; None if they are not reduced once a step (one replica, ZeRO levels 2
         and 3, compression), or there is no program.
@@ -68,6 +70,7 @@ class Plan:
     traffic: tuple[Traffic, ...]
     outer: Outer | None
     minimum: Mapping[str, float]
+    idle_bytes: Mapping[str, float]
     executor_bytes: float | None
     layer_gradients: LayerGradients | None
     work: Work | None
@@ -147,13 +150,15 @@ def plan(
     modelled = None
     if program and cluster.accelerator:
         modelled = timing(assembly, cluster, program, assumptions, measured_seconds)
+    least = wire_bytes_minimum(assembly)
     made = Plan(
         cluster=cluster,
         compiled=compiled,
         memory=held,
         traffic=rows,
         outer=_outer(compiled, cluster, assumptions),
-        minimum=wire_bytes_minimum(assembly),
+        minimum=least,
+        idle_bytes=idle_bytes(assembly, {axis: sent_along(rows, axis) for axis in least}),
         executor_bytes=executor_bytes(assembly),
         layer_gradients=layer_gradients(sent, DATA, layer_gradient_bytes(assembly)) if program else None,
         work=matmul_flops(program) if program else None,
@@ -161,7 +166,10 @@ def plan(
         timing=modelled,
         findings=(),
     )
-    found = findings.findings(compiled, cluster, held, rows, made.minimum, made.executor_bytes, made.added_share)
+    bounds = {
+        axis: bound + made.idle_bytes[axis] if axis in made.idle_bytes else bound for axis, bound in least.items()
+    }
+    found = findings.findings(compiled, cluster, held, rows, bounds, made.executor_bytes, made.added_share)
     compute_seconds = modelled.compute_seconds if modelled else 0.0
     advice = paying.advice(assembly, cluster, assumptions, compute_seconds)
     found += [findings.Finding(what, change) for what, change in advice]

@@ -109,6 +109,13 @@ def _communication(plan: Plan) -> str:
         formula = f"; the executor's formula: {_bytes(plan.executor_bytes)}" if axis == "pipeline" else ""
         bounds.append((axis, _bytes(sent), _bytes(least), f"{sent / least:.3f}{formula}" if least else "-"))
     parts = [table, aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")]
+    if working := working_ratios(plan):
+        parts.append(
+            "sent on rows that work / least: "
+            + ", ".join(f"{axis} {ratio:.3f}" for axis, ratio in working.items())
+            + "\nidle rows send "
+            + ", ".join(f"{idle / sent_along(plan, axis):.1%} of {axis}" for axis, idle in plan.idle_bytes.items())
+        )
     if layers := plan.layer_gradients:
         hidden = f"{layers.overlapped_fraction:.0%} hidden by the backward loop"
         parts.append(f"gradients of stacked layers: {_bytes(layers.wire_bytes)} over data, {hidden}")
@@ -150,6 +157,15 @@ def _outer(plan: Plan) -> str:
         seconds = f"{low:.3g} to {high:.3g} s {when}, which is not in the step below"
         parts.append(aligned([("outer step", seconds, "modelled")], ("time", "an outer step", "")))
     return "\n\n".join(parts)
+
+
+def working_ratios(plan: Plan) -> dict[str, float]:
+    """Returns axis -> what a pipeline's rows that work send, over the least; no entry where idle rows send nothing."""
+    return {
+        axis: (sent_along(plan, axis) - idle) / plan.minimum[axis]
+        for axis, idle in plan.idle_bytes.items()
+        if plan.minimum[axis] and sent_along(plan, axis)
+    }
 
 
 def sent_along(plan: Plan, axis: str) -> float:
@@ -248,6 +264,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.traffic],
         "outer": _outer_json(plan),
         "wire_bytes_minimum": dict(plan.minimum),
+        "wire_bytes_idle_rows": dict(plan.idle_bytes),
         "wire_bytes_executor": plan.executor_bytes,
         "layer_gradients": plan.layer_gradients and dataclasses.asdict(plan.layer_gradients),
         "flops": {

@@ -8,7 +8,7 @@ so the bubble is in the time.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -291,13 +291,23 @@ def moved_bytes(line: Instruction, body: list[Instruction], shapes: Mapping[str,
     reads = 0.0
     for one in body:
         if one.opcode == "parameter" and one.name in users:
+            found = list(_users(one, users))
             # Not as the index of a slice, which is a few bytes.
-            slices = [user for user in users[one.name] if user.opcode in SLICES and user.operands[0] == one.name]
-            narrow = len(slices) + sum(_updates(user, one) for user in users[one.name]) == len(users[one.name])
+            slices = [user for value, user in found if user.opcode in SLICES and user.operands[0] == value.name]
+            narrow = len(slices) + sum(_updates(user, value) for value, user in found) == len(found)
             sliced = sum(num_bytes(user.shape) for user in slices)
             reads += sliced if narrow else num_bytes(one.shape)
     results = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
     return reads + sum(_written(one, inside) for one in results)
+
+
+def _users(line: Instruction, users: Mapping[str, list[Instruction]]) -> Iterator[tuple[Instruction, Instruction]]:
+    """Yields (value, its user) for an array: of itself, and of what a bitcast, which moves nothing, makes of it."""
+    for user in users[line.name]:
+        if user.opcode == "bitcast" and user.name in users:
+            yield from _users(user, users)
+        else:
+            yield line, user
 
 
 def _updates(user: Instruction, line: Instruction) -> bool:

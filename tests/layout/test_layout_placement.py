@@ -167,3 +167,15 @@ def test_a_users_rule_reaches_activations():
     x = jnp.zeros((8, 8))
     found = compiled_sharding(lambda x: placement.activation(x * 2, ("frames", None)), x, (), mesh)
     assert lives_in(found, ("tensor",), x, mesh), found
+
+
+def test_a_cotangent_is_held_and_its_value_is_not():
+    mesh = mesh_of(data=2, tensor=4)
+    placement = Placement(PARALLEL, mesh)
+    x, names = jnp.zeros((8, 8, 8)), ("batch", "sequence", "embed")
+    along_sequence = ("data", "tensor")
+    held = lambda x: placement.cotangent(x, names) * 1.0  # noqa: E731
+    value = compiled_sharding(held, x, along_sequence, mesh)
+    cotangent = compiled_sharding(lambda cotangent: jax.vjp(held, x)[1](cotangent)[0], x, along_sequence, mesh)
+    assert lives_in(value, along_sequence, x, mesh), value
+    assert lives_in(cotangent, ("data",), x, mesh), cotangent

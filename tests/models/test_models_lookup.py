@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.layout.mesh import make_mesh
@@ -12,6 +13,7 @@ from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.models.lookup import look_up
 
 NUM_ROWS, WIDTH = 32, 8
+SCATTERED = default_rules(LayoutOptions(sequence_parallel=True))
 
 
 def example():
@@ -29,10 +31,19 @@ def loss_of(find):
     return lambda table, rows, factors: jnp.sum(jnp.sin(find(table, rows)) * factors)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tensor": 4}, {"data": 2, "tensor": 2, "fsdp": 2}, {"data": 4, "pipeline": 2}])
-def test_split_table_gives_the_same_rows_and_gradient(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "sequence_parallel"),
+    [
+        ({}, False),
+        ({"tensor": 4}, False),
+        ({"data": 2, "tensor": 2, "fsdp": 2}, False),
+        ({"data": 4, "pipeline": 2}, False),
+        ({"pipeline": 2, "tensor": 4}, True),
+    ],
+)
+def test_split_table_gives_the_same_rows_and_gradient(sizes, sequence_parallel):
     mesh = make_mesh({"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 1} | sizes, jax.devices())
-    placement = Placement(default_rules(LayoutOptions()), mesh)
+    placement = Placement(SCATTERED if sequence_parallel else default_rules(LayoutOptions()), mesh)
     table, rows, factors = example()
     found = jax.jit(jax.value_and_grad(loss_of(lambda table, rows: look_up(table, rows, placement))))
     where = [
@@ -72,3 +83,29 @@ def test_gradient_of_a_bfloat16_table_is_summed_in_float32():
     rows = jnp.ones((1, 4096), jnp.int32)
     gradient = jax.grad(lambda table: jnp.sum(look_up(table, rows, Placement.nowhere())).astype(jnp.float32))(table)
     assert gradient[:, 0].tolist() == [0, 4096, 0, 0]
+
+
+def summed_in(rules, platform, monkeypatch):
+    """Returns (primitive, dtype) of each sum over devices in a look-up of bfloat16 rows on such a platform."""
+    monkeypatch.setattr(Placement, "platform", platform)
+    mesh = make_mesh({"data": 2, "pipeline": 1, "fsdp": 1, "tensor": 4}, jax.devices())
+    table, rows, _ = example()
+    traced = jax.make_jaxpr(lambda table: look_up(table, rows, Placement(rules, mesh)))(table.astype(jnp.bfloat16))
+    found = []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("psum", "psum_invariant", "reduce_scatter"):
+                found.append((equation.primitive.name, equation.invars[0].aval.dtype.name))
+            for inner in jaxprs_in_params(equation.params):
+                walk(inner)
+
+    walk(traced.jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("platform, dtype", [("cuda", "bfloat16"), ("cpu", "float32")])
+def test_the_sum_crosses_devices_in_the_dtype_of_the_table(platform, dtype, monkeypatch):
+    """Scattered where the residual stream is sharded along the sequence; on CPUs in float32, see `look_up`."""
+    assert summed_in(default_rules(LayoutOptions()), platform, monkeypatch) == [("psum", dtype)]
+    assert summed_in(SCATTERED, platform, monkeypatch) == [("reduce_scatter", dtype)]

@@ -1,5 +1,7 @@
 """What tests count in a compiled program."""
 
+import collections
+
 from meshtrain.plan.shapes import dims
 
 
@@ -16,3 +18,22 @@ def copies_in_loops(program, shapes):
         if runs > 1 and (shape.partition("[")[0], dims(shape)) in shapes:
             found.append(line.name)
     return found
+
+
+def gathered_twice(program):
+    """Returns the operands that one computation gathers more than once, seen through what moves or casts them."""
+    found = []
+    for name, body in program.computations.items():
+        lines, counts = {line.name: line for line in body}, collections.Counter()
+        for line in body:
+            if program.num_runs[name] and line.opcode in ("all-gather", "all-gather-start"):
+                counts.update({_origin(operand, lines) for operand in line.operands})
+        found += [operand for operand, count in counts.items() if count > 1]
+    return found
+
+
+def _origin(name, lines):
+    moves = ("bitcast", "copy", "convert", "transpose", "copy-done", "copy-start")
+    while name in lines and lines[name].operands and (lines[name].opcode in moves or "copy_fusion" in name):
+        name = lines[name].operands[0]
+    return name

@@ -11,6 +11,7 @@ from meshtrain.launch import hardware
 from meshtrain.launch.links import Link, Links
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
@@ -129,9 +130,20 @@ def test_what_is_sent_along_joined_axes_counts_each_of_them():
     assert [sent_along(rows, axes) for axes in ("data", "data+fsdp", "tensor")] == [1.0, 7.0, 0.0]
 
 
-@pytest.mark.parametrize(("policy", "reductions"), [("none", 4), ("full", 5)])
-def test_the_least_of_tensor_is_four_or_five_reductions_a_layer(small, policy, reductions):
-    found = minimum.wire_bytes_minimum(assembled(small({"tensor": 4, "data": 2}, remat=RematOptions(policy))))
+@pytest.mark.parametrize(
+    ("remat", "sequence_parallel", "reductions"),
+    [
+        (RematOptions("none"), True, 4),
+        (RematOptions("dots"), False, 4),  # without sequence parallelism a norm's output needs no gather
+        (RematOptions("dots"), True, 5),
+        (RematOptions("full"), False, 5),
+        (RematOptions("full", every=2), False, 4.5),
+    ],
+    ids=str,
+)
+def test_the_least_of_tensor_is_four_or_five_reductions_a_layer(small, remat, sequence_parallel, reductions):
+    layout = LayoutOptions(sequence_parallel)
+    found = minimum.wire_bytes_minimum(assembled(small({"tensor": 4, "data": 2}, remat=remat, layout=layout)))
     activations = 16 / 2 * 32 * 64 * 4
     assert found["tensor"] == 2 * 3 / 4 * (reductions * 2 + 2) * activations
 
@@ -142,6 +154,18 @@ def test_the_least_of_the_pipeline_is_an_activation_each_way(small):
     assert minimum.wire_bytes_minimum(assembly) == {"pipeline": 2 * 2 * activations}
     # 1f1b, two stages, two microbatches: three rows each way, each with a permute.
     assert minimum.executor_bytes(assembly) > 6 * activations
+
+
+def test_idle_rows_send_what_layers_send(small):
+    """1f1b on two stages: each idles in one of three rows a way. Look-up and head are sent twice in any case."""
+    assembly = assembled(small({"pipeline": 2, "tensor": 2, "fsdp": 2}))
+    least = minimum.wire_bytes_minimum(assembly)
+    outer = 2 * 256 * 64 / 8  # table and head, on one device
+    assert minimum.idle_share(assembly) == pytest.approx(1 / 3)
+    by_others = {"fsdp": 2 * 3 * 4 * outer, "tensor": 2 * 1 / 2 * 2 * 2 * (16 / 2 / 2 * 32 * 64 * 4)}
+    idle = minimum.idle_bytes(assembly, {axis: 1.5 * bytes for axis, bytes in least.items()})
+    assert idle == {axis: pytest.approx((1.5 * least[axis] - by_others[axis]) / 3) for axis in ("fsdp", "tensor")}
+    assert minimum.idle_bytes(assembled(small({"data": 8})), {"data": 1.0}) == {}
 
 
 def test_model_flops_count_attention_half_or_whole(small):
@@ -269,3 +293,25 @@ def test_a_slice_of_a_large_array_moves_the_slice():
     seconds = streams(text)[0]
     speed = H100.memory_bytes_per_second * timing.Assumptions().memory_efficiency
     assert seconds == pytest.approx(2 * 4096 / speed)
+
+
+def test_a_slice_behind_a_bitcast_moves_the_slice():
+    """As a fusion of GPUs reads one layer of a stack; what is read otherwise as well is read whole."""
+    lines = (
+        "%p = f32[4,256,256]{2,1,0} parameter(0)",
+        "%i = s32[] parameter(1)",
+        "%bitcast = f32[4,65536]{1,0} bitcast(%p)",
+        "%slice = f32[1,65536]{1,0} dynamic-slice(%bitcast, %i, %i), dynamic_slice_sizes={1,65536}",
+    )
+    line = "%fusion = f32[1,65536]{1,0} fusion(%p, %i), kind=kLoop, calls=%fused"
+
+    def moved(*body):
+        fused = "%fused (p: f32[]) -> f32[] {\n" + "".join(f"  {one}\n" for one in body) + "}\n"
+        program = hlo.read(recorded.entry(*lines[:2], line, before=fused))
+        [fusion] = [one for one, _, _ in program.instructions("fusion")]
+        return timing.moved_bytes(fusion, program.computations["fused"], {})
+
+    layer = 4 * 65536
+    assert moved(*lines, "ROOT %copy = f32[1,65536]{1,0} negate(%slice)") == 2 * layer + 4  # the index
+    whole = "%sum = f32[4]{0} reduce(%bitcast, %i), dimensions={1}, to_apply=%add"
+    assert moved(*lines, whole, "ROOT %t = (f32[1,65536]{1,0}, f32[4]{0}) tuple(%slice, %sum)") > 4 * layer

@@ -119,6 +119,18 @@ def test_axes_of_size_one_are_left_out(plan, small):
     assert named == {"data", "tensor"}
 
 
+def test_idle_rows_are_reported_apart(plan, small):
+    made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
+    assert list(made.idle_bytes) == ["tensor"]  # data reduces once, and the executor's formula has the pipeline's rows
+    sent, idle, least = report.sent_along(made, "tensor"), made.idle_bytes["tensor"], made.minimum["tensor"]
+    assert 0 < idle < sent / 3
+    shown = report.text(made).splitlines()
+    assert f"sent on rows that work / least: tensor {(sent - idle) / least:.3f}" in shown
+    assert f"idle rows send {idle / sent:.1%} of tensor" in shown
+    assert report.to_json(made)["wire_bytes_idle_rows"] == made.idle_bytes
+    assert "idle rows send" not in report.text(plan("cpu:8", small({"data": 8})))
+
+
 def test_a_mesh_that_does_not_fit_the_cluster_is_one_line(small):
     with pytest.raises(UserError, match="mesh: got"):
         program.planner.shape_on(small({"data": 16}), program.topology.open_cluster("cpu:8"))
