@@ -145,6 +145,14 @@ AROUND: tuple[Mutant, ...] = (
         ("plan/test_plan_arithmetic.py::test_the_least_of_the_pipeline_is_an_activation_each_way",),
     ),
     Mutant(
+        "idle rows send all alike",
+        "plan/minimum.py",
+        "found[axis] = idle * max(0.0, sent[axis] - by_others)",
+        "found[axis] = idle * sent[axis]",
+        "idle rows are said to send look-ups and heads, too",
+        ("plan/test_plan_arithmetic.py::test_idle_rows_send_what_layers_send",),
+    ),
+    Mutant(
         "level 3 sends nothing",
         "plan/minimum.py",
         "storing = [axis for axis in larger if axis in assembly.rules.storage_axes]",

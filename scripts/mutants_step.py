@@ -96,6 +96,15 @@ STEP: tuple[Mutant, ...] = (
         was_unnoticed=True,
     ),
     Mutant(
+        "cotangents gathered twice",
+        "layout/placement.py",
+        "lambda _, cotangent: (self.activation(cotangent, names),)",
+        "lambda _, cotangent: (cotangent,)",
+        "the cotangent of a row-parallel product is gathered for each of the two products that read it",
+        ("models/test_models_gathers.py::test_no_operand_is_gathered_twice",),
+        was_unnoticed=True,
+    ),
+    Mutant(
         "weights not gathered",
         "layout/rules.py",
         "tuple(axis for axis in rule.parameters if axis not in self.storage_axes)",
