@@ -10,7 +10,7 @@ from meshtrain.layout.mesh import describe
 from meshtrain.plan import collectives
 from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.planner import Plan
-from meshtrain.plan.timing import link_lines
+from meshtrain.plan.timing import Timing, link_lines
 from meshtrain.words.tables import aligned, format_bytes
 
 VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to say"}
@@ -281,17 +281,20 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "mfu_high": plan.mfu and plan.mfu[1],
             "calibration_factor": timing and timing.factor,
             "assumptions": timing and dataclasses.asdict(timing.assumptions),
-            "links": timing
-            and [
-                {"axis": axes, "kind": kind, "link": link and dataclasses.asdict(link)}
-                for (axes, kind), link in timing.links.items()
-            ],
+            "links": timing and _links_json(timing),
         },
         "compiler_options": dict(plan.compiled.options),
         "attention": plan.compiled.attention,
         "compile_seconds": plan.compiled.seconds,
         "findings": [dataclasses.asdict(finding) for finding in plan.findings],
     }
+
+
+def _links_json(timing: Timing) -> list[dict[str, Any]]:
+    return [
+        {"axis": axes, "kind": kind, "link": link and dataclasses.asdict(link)}
+        for (axes, kind), link in timing.links.items()
+    ]
 
 
 def _outer_json(plan: Plan) -> dict[str, Any] | None:
