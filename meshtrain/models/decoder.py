@@ -264,8 +264,8 @@ class Head(nn.Module):
         """
         o, place = self.options, self.placement
         x = Norm(o.norm, o.norm_epsilon, o.biases, place, o.centered_scales, name="norm")(x)
-        # Before the sequence is gathered: cotangents are summed over the manual axis while it is sharded, and the gather
-        # moves the compute dtype, not the norm's float32.
+        # Before the sequence is gathered: cotangents are summed over the manual axis while it is sharded, and the
+        # gather moves the compute dtype, not the norm's float32.
         x = place.activation(losses.copy_to_shards(x, axis), ("batch", "residual_sequence", "embed"))
         product = head.Product(place, head.KERNEL if table is None else head.TABLE, self.output_dtype, o.logit_cap)
         if table is None:
