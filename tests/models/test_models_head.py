@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.layout import zero
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, default_rules
-from meshtrain.models import head
+from meshtrain.models import head, losses
 
 B, T, D, V = 8, 26, 16, 128
 VOCAB_SIZE = 100
@@ -34,12 +34,12 @@ def arrays(names, dtype=jnp.float32):
     return x, weight, targets, jnp.asarray(generator.random((B, T)), jnp.float32)
 
 
-def value_and_gradients(product, chunk, *, of=(0, 1)):
+def value_and_gradients(product, chunk, *, of=(0, 1), axis=None):
     """(x, weight, targets, weights) -> SEED times the loss, and its gradients."""
 
     def loss(x, weight, targets, weights):
-        x = product.placement.activation(x, RESIDUAL)
-        return SEED * head.CrossEntropy(VOCAB_SIZE, chunk)(product, x, weight, targets, weights)
+        x = losses.copy_to_shards(product.placement.activation(x, RESIDUAL), axis)
+        return SEED * head.CrossEntropy(VOCAB_SIZE, chunk, axis)(product, x, weight, targets, weights)
 
     return jax.value_and_grad(loss, argnums=of)
 
@@ -64,6 +64,11 @@ def on_mesh(sizes, names, dtype=jnp.float32, *, sequence_parallel=False, level=0
     between = NamedSharding(mesh, place.activation_spec(x.shape, RESIDUAL))
     given = (jax.device_put(x, between), jax.device_put(weight, stored), *rest)
     function = value_and_gradients(head.Product(place, names, dtype), CHUNK)
+    if "pipeline" in sizes:  # the manual region of the executor
+        function = value_and_gradients(head.Product(place, names, dtype), CHUNK, axis="pipeline")
+        whole, split = PartitionSpec(), PartitionSpec(*("pipeline" if name == "vocab" else None for name in names))
+        given_specs, returned = (whole, split, whole, whole), (whole, (whole, split))
+        function = place.on_shards(function, given_specs, returned, axes=frozenset({"pipeline"}))
     return jax.jit(function, out_shardings=(None, (between, stored))).lower(*given).compile(), given
 
 
@@ -100,6 +105,7 @@ def test_float16_keeps_gradients_that_the_loss_scale_lifts():
 
 
 MESHES = [
+    pytest.param({"pipeline": 2, "fsdp": 2, "tensor": 2}, head.KERNEL, jnp.float32, {}, id="pipeline2-fsdp2-tensor2"),
     pytest.param({"fsdp": 4, "tensor": 2}, head.KERNEL, jnp.float32, {}, id="fsdp4-tensor2"),
     pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, head.TABLE, jnp.float32, {"level": 3}, id="zero3-table"),
     pytest.param(
