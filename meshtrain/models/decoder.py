@@ -130,6 +130,11 @@ class DecoderOptions:
         return self.window > 0 and self.global_every > 0
 
     @property
+    def num_global(self) -> int:
+        """How many layers have no window in a model where others have one."""
+        return self.num_layers // self.global_every if self.alternates else 0
+
+    @property
     def score_scale(self) -> float | None:
         """What scores of attention are multiplied by; None: H^-0.5."""
         return self.attention_scalar**-0.5 if self.attention_scalar else None
@@ -228,7 +233,9 @@ class Layer(nn.Module):
         mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
         x = checkpoint_name(x, RESIDUAL)
         normed = gather_sequence(norm(name="attention_norm")(x), place)
-        added = self._residual(attention(normed, own_angles, documents, slots=own_slots, is_global=is_global))
+        # The planner reads in this name how many layers take which branch.
+        attend = jax.named_scope(f"global_{o.num_global}_of_{o.num_layers}")(attention) if o.alternates else attention
+        added = self._residual(attend(normed, own_angles, documents, slots=own_slots, is_global=is_global))
         added = norm(name="attention_post_norm")(added) if o.post_norms else added
         x = x + dropout(added, rate, keys, ATTENTION_SITE)
         normed = gather_sequence(norm(name="mlp_norm")(x), place)

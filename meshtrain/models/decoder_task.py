@@ -282,6 +282,6 @@ def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> 
     num_keys: float = sequence_length
     if 0 < options.window < sequence_length:
         num_keys = options.window * (2 * sequence_length - options.window) / sequence_length
-    num_global = options.num_layers // options.global_every if options.alternates else 0
+    num_global = options.num_global
     in_all_layers = num_global * sequence_length + (options.num_layers - num_global) * num_keys
     return 12.0 * in_all_layers * options.num_heads * options.width_of_head

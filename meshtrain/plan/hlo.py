@@ -20,6 +20,9 @@ CALLED = re.compile(
 )
 # Metadata of TPU kernels is written on lines of its own.
 CONTINUED = re.compile(r"\n(?=\"|\}\})")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# The name under which `models.decoder` selects a kernel for some layers (the second branch) and one for the others.
+SOME_LAYERS = re.compile(r"global_(\d+)_of_(\d+)")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -123,6 +126,22 @@ def read(text: str, is_helper: IsHelper = lambda file, function: False) -> Progr
     return Program(computations, _num_runs(computations, entry), _sources(sections, is_helper))
 
 
+def branch_shares(line: Instruction) -> dict[str, float]:
+    """Returns computation -> the share of the layers that take this branch of a conditional.
+
+    A conditional whose name does not say it runs each of its branches, as far as is known. Empty: no conditional.
+    """
+    if line.opcode != "conditional":
+        return {}
+    found, said = BRANCHES.search(line.rest), SOME_LAYERS.search(line.rest)
+    names = found[1] if found else f"%{line.attribute('false_computation')}, %{line.attribute('true_computation')}"
+    branches = NAME.findall(names)
+    if said is None or len(branches) != 2:
+        return dict.fromkeys(branches, 1.0)
+    share = int(said[1]) / int(said[2])
+    return {branches[0]: 1 - share, branches[1]: share}
+
+
 def _num_runs(computations: dict[str, list[Instruction]], entry: str) -> Mapping[str, int]:
     num_runs: collections.Counter[str] = collections.Counter({entry: 1})
     # A computation is written before those that call it.
@@ -133,6 +152,9 @@ def _num_runs(computations: dict[str, list[Instruction]], entry: str) -> Mapping
             if "=%" not in line.rest and "={%" not in line.rest:
                 continue
             times = num_runs[name] * (trip_count(computations, name, line) if line.opcode == "while" else 1)
+            if shares := branch_shares(line):
+                num_runs.update({branch: round(times * share) for branch, share in shares.items()})
+                continue
             for group in CALLED.findall(line.rest):
                 num_runs.update({called.strip(" %"): times for called in group.split(",")})
     return num_runs

@@ -18,7 +18,7 @@ from meshtrain.launch.hardware import Accelerator
 from meshtrain.launch.links import Link, Links, link_for
 from meshtrain.plan.collectives import Collective, collectives
 from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, is_triton, library_flops
-from meshtrain.plan.hlo import Instruction, Program, trip_count
+from meshtrain.plan.hlo import Instruction, Program, branch_shares, trip_count
 from meshtrain.plan.shapes import dtypes, num_bytes
 from meshtrain.plan.topology import Cluster
 
@@ -229,12 +229,14 @@ class Streams:
 
     def _called(self, caller: str, line: Instruction) -> tuple[float, float, float]:
         times = trip_count(self.program.computations, caller, line) if line.opcode == "while" else 1
-        names = [line.attribute(key) for key in ("body", "to_apply", "calls")]
+        shares = branch_shares(line) or {
+            name: 1.0 for key in ("body", "to_apply", "calls") if (name := line.attribute(key))
+        }
         total, computed, sent = (0.0, 0.0, 0.0)
-        for name in names:
-            if name and name in self.program.computations:
+        for name, share in shares.items():
+            if name in self.program.computations:
                 inner = self.computation(name)
-                total, computed, sent = total + inner[0], computed + inner[1], sent + inner[2]
+                total, computed, sent = total + share * inner[0], computed + share * inner[1], sent + share * inner[2]
         return times * total, times * computed, times * sent
 
     def _work(self, line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from meshtrain.plan.flops import (
     splash_flops,
     triton_flops,
 )
+from meshtrain.plan.hlo import SOME_LAYERS
 
 FLOATS = (jnp.bfloat16, jnp.float32)
 ATTENTION = {
@@ -63,7 +64,11 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
             if name == "shard_map":
                 inside = automatic - frozenset(equation.params["newly_manual_axes"])
             times = equation.params["length"] if name == "scan" else _turns(equation) if name == "while" else 1
-            total += times * sum(_flops(inner, mesh_shape, inside) for inner in _inner(equation))
+            flops = [_flops(inner, mesh_shape, inside) for inner in _inner(equation)]
+            if name == "cond" and (said := SOME_LAYERS.search(str(equation.source_info.name_stack))):
+                taken = int(said[1]) / int(said[2])
+                flops = [(1 - taken) * flops[0], taken * flops[1]]
+            total += times * sum(flops)
     return total
 
 

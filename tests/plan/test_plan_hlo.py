@@ -1,10 +1,17 @@
 """The reader of compiled programs: each trap that a reader of such text falls into, on text as a compiler wrote it."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import meta
 
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_task import decoder
+from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan import flops, groups, hlo, shapes
 from meshtrain.plan.collectives import collectives, traffic
+from meshtrain.plan.traced import traced_flops
 from tests.plan import counted, recorded
 
 MESH = {"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}
@@ -346,3 +353,37 @@ def test_transfers_are_counted_with_their_loops():
     line = "  %collective-permute = f32[8,16]{1,0} collective-permute(%x), source_target_pairs={{0,1}}\n  ROOT %t ="
     program = hlo.read(recorded.GPU_LOOPS.replace("  ROOT %t =", line, 1))
     assert counted.num_transfers(program, "collective-permute") == 15
+
+
+def test_a_branch_counts_for_the_layers_that_take_it():
+    """One of four layers has three products, the others one; and twice as many more in the backward pass."""
+
+    def loss(x, w, layers):
+        def layer(x, index):
+            branches = (lambda x: x @ w @ w @ w), (lambda x: x @ w)
+            return jax.named_scope("global_1_of_4")(jax.lax.cond)((index + 1) % 4 == 0, *branches, x), None
+
+        return jax.lax.scan(layer, x, layers)[0].sum()
+
+    size = 16
+    given = (*(jax.ShapeDtypeStruct((size, size), jnp.float32),) * 2, jax.ShapeDtypeStruct((4,), jnp.int32))
+    step = jax.value_and_grad(loss, argnums=1)
+    program = hlo.read(jax.jit(step).lower(*given).compile().as_text())
+    assert flops.matmul_flops(program).total == 3 * (3 * 1 + 3) * 2 * size**3
+    assert traced_flops(jax.make_jaxpr(step)(*given).jaxpr, {}) == 3 * (3 * 1 + 3) * 2 * size**3
+
+
+def test_the_decoder_names_its_branches():
+    def traced(every):
+        options = DecoderOptions(
+            num_layers=3, num_heads=2, num_kv_heads=2, embed_dim=16, mlp_dim=16, vocab_size=9, vocab_multiple=16,
+            window=100, global_every=every, attention="splash",
+        )  # fmt: skip
+        task = decoder(options, batch_size=1, sequence_length=128)
+        params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+        batch = {**task.batch, SEQUENCE_INDEX: jax.ShapeDtypeStruct((1,), jnp.int32)}
+        batch = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in batch.items()}
+        return traced_flops(jax.make_jaxpr(task.logits)(params, batch).jaxpr, {})
+
+    # The kernel counts in full with a window, too.
+    assert traced(2) == pytest.approx(traced(0), rel=1e-12)
