@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from meshtrain.layout.placement import Placement
 from meshtrain.models import head
 from meshtrain.models.attention import Attention, Memory, Slots
-from meshtrain.models.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE, ROTARY
+from meshtrain.models.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
+from meshtrain.models.decoder_options import ROTARY
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import RESIDUAL

@@ -1,0 +1,116 @@
+"""The options of the decoder; what the modules of `decoder.py` compute with them stands in docs/model.md."""
+
+import dataclasses
+import math
+
+from meshtrain.words.options import option
+
+ROTARY = {"positions": ("rotary",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderOptions:
+    """The shape of the model."""
+
+    num_layers: int = option(4, "transformer layers", minimum=1, maximum=100_000)
+    embed_dim: int = option(128, "width of the residual stream", minimum=1, dim="embed")
+    mlp_dim: int = option(512, "inner width of the mlp", minimum=1, dim="mlp")
+    num_heads: int = option(4, "query heads", minimum=1, dim="heads")
+    num_kv_heads: int = option(
+        4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1, dim="kv_heads"
+    )
+    head_dim: int = option(0, "width of a head; 0 means embed_dim / num_heads", minimum=0)
+    vocab_size: int = option(
+        0, "tokens in the vocabulary, without padding; 0: as many as the data's tokenizer has (bytes: 257)", minimum=0
+    )
+    vocab_multiple: int = option(
+        128, "the vocabulary is padded to a multiple of this; padding gets no probability", minimum=1, dim="vocab"
+    )
+    dropout_rate: float = option(
+        0.0, "dropout probability, on embeddings and on the outputs of attention and mlp", minimum=0.0
+    )
+    positions: str = option("rotary", "encoding of positions", choices=("rotary", "learned"))
+    max_positions: int = option(
+        0, "rows of learned positions; 0 means sequence_length", minimum=0, only_for={"positions": ("learned",)}
+    )
+    rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0, only_for=ROTARY)
+    rope_factor: float = option(1.0, "Llama-3 rope scaling factor; 1 means none", minimum=1.0, only_for=ROTARY)
+    rope_low: float = option(1.0, "Llama-3 rope scaling: low frequency factor", only_for=ROTARY)
+    rope_high: float = option(4.0, "Llama-3 rope scaling: high frequency factor", only_for=ROTARY)
+    rope_original_length: int = option(
+        8192, "Llama-3 rope scaling: sequence length before scaling, in tokens", minimum=1, only_for=ROTARY
+    )
+    norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
+    norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
+    centered_scales: bool = option(False, "norms multiply by 1 + scale, as in Gemma; scales start at 0")
+    post_norms: bool = option(
+        False, "norms of what attention and mlp add to the residual stream as well, as in Gemma 2 and 3"
+    )
+    activation: str = option(
+        "swiglu",
+        "activation function of the mlp: gelu, or gated with silu (swiglu) or gelu (geglu)",
+        choices=("swiglu", "gelu", "geglu"),
+    )
+    tied_embeddings: bool = option(False, "the head uses the embedding table")
+    scaled_embeddings: bool = option(False, "embeddings of tokens are multiplied by sqrt(embed_dim), as in Gemma")
+    biases: bool = option(False, "biases in projections, mlp and LayerNorm")
+    qkv_biases: bool = option(
+        False, "biases on queries, keys and values alone, as in Qwen 2", only_for={"biases": (False,)}
+    )
+    qk_norm: bool = option(False, "RMSNorm of each head's queries and keys before rotary positions, as in Qwen 3")
+    window: int = option(
+        0, "how many tokens a token attends to, itself among them, as in Mistral; 0: all before it", minimum=0
+    )
+    global_every: int = option(
+        0,
+        "layers without the window: every second (2, as in Gemma 2), every sixth (6, as in Gemma 3), ...; 0: none",
+        minimum=0,
+    )
+    rope_local_base: float = option(
+        0.0, "rotary base of layers with a window, without scaling, as in Gemma 3; 0: that of all layers",
+        minimum=0.0, only_for=ROTARY,
+    )  # fmt: skip
+    attention_scalar: int = option(
+        0, "scores of attention are divided by its square root, as in Gemma 2 and 3; 0: by that of the head dim",
+        minimum=0,
+    )  # fmt: skip
+    attention_cap: float = option(
+        0.0, "scores of attention become cap tanh(score / cap), as in Gemma 2; 0: they stay", minimum=0.0
+    )
+    logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: they stay", minimum=0.0)
+    init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
+    loss_chunk: int = option(
+        0, "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB", minimum=0
+    )
+    attention: str = option(
+        "auto",
+        "implementation of attention: xla, blockwise (linear memory), cudnn (GPU), triton (GPU; takes documents), "
+        "splash (TPU; both are interpreted elsewhere, slowly), auto",
+        choices=("auto", "xla", "blockwise", "cudnn", "triton", "splash"),
+    )
+    within_documents: bool = option(True, "tokens of a packed sequence attend to their own document only")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def width_of_head(self) -> int:
+        """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def alternates(self) -> bool:
+        """Whether some layers have a window and others may have none."""
+        return self.window > 0 and self.global_every > 0
+
+    @property
+    def num_global(self) -> int:
+        """How many layers have no window in a model where others have one."""
+        return self.num_layers // self.global_every if self.alternates else 0
+
+    @property
+    def score_scale(self) -> float | None:
+        """What scores of attention are multiplied by; None: H^-0.5."""
+        return self.attention_scalar**-0.5 if self.attention_scalar else None
