@@ -168,7 +168,7 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
         keeps = f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head"
         return [Finding(f"{keeps}: {chosen[1]}", "model.attention=auto")]
     if compiled.attention == "triton":
-        slower = f"attention is a kernel about half as fast as cuDNN's: {chosen[1]}"
+        slower = f"attention is a kernel that is assumed to be half as fast as cuDNN's: {chosen[1]}"
         return [Finding(slower, APART if config.model.within_documents else "heads of at most 128")]
     if compiled.attention != "blockwise":
         return []
