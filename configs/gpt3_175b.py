@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 1536
     config.sequence_length = 2048
     config.eval_every = 1000
-    config.remat.policy = "full"
+    config.remat.policy = "selective"
     config.model.num_layers = 96
     config.model.embed_dim = 12288
     config.model.mlp_dim = 49152

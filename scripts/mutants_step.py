@@ -148,9 +148,25 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "idle rows add gradients",
         "pipeline/stages.py",
-        "after = before + jnp.where(active, part, 0)",
-        "after = before + part",
+        "after = before + jnp.where(active, part, 0)[None]",
+        "after = before + part[None]",
         "what idle stages compute is added to the gradients",
+        ("pipeline/test_pipeline_executor.py::test_garbage_on_idle_stages_changes_no_bit[1f1b-1-inf]",),
+    ),
+    Mutant(
+        "weights wait with the activations",
+        "pipeline/pullback.py",
+        "self._kept = list(dict.fromkeys(var for var, is_kept in chosen if is_kept))",
+        "self._kept = list(dict.fromkeys(var for var, _ in chosen))",
+        "a pipeline keeps weights, masks and angles for each microbatch in flight",
+        ("pipeline/test_pipeline_pullback.py::test_each_policy_keeps_what_it_names[options0]",),
+    ),
+    Mutant(
+        "residuals of one layer for all",
+        "pipeline/executor.py",
+        "place, cell.active), cotangent, place - 1, slot - 1), None",
+        "place, cell.active), cotangent, place - 1, slot), None",
+        "each layer of a chunk runs backward from the residuals of its last layer",
         ("pipeline/test_pipeline_executor.py::test_sums_and_gradients_are_those_of_one_device[1f1b]",),
     ),
     Mutant(

@@ -38,8 +38,14 @@ def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
         *sources(config, TOKENS, "packed tokens"),
         *model(config.model, config.precision, config.sequence_length),
         *vocabulary(config.model, config.data),
-        *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"]),
+        *remat.check(
+            config.remat, config.model.num_layers, mesh_shape["pipeline"], num_chunks=_num_chunks(config, mesh_shape)
+        ),
     ]
+
+
+def _num_chunks(config: Config, mesh_shape: Mapping[str, int]) -> int:
+    return config.pipeline.num_chunks if mesh_shape["pipeline"] > 1 else 1
 
 
 def seq2seq(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:

@@ -18,7 +18,7 @@ from meshtrain.layout.placement import Placement
 from meshtrain.models import blockwise, splash, triton
 from meshtrain.models.implementation import GPU, Case, chosen
 from meshtrain.models.layers import Norm, adapted, capped, normal, rotate, weight
-from meshtrain.models.remat import HEADS
+from meshtrain.models.remat import HEADS, QKV
 
 
 class Memory(NamedTuple):
@@ -134,8 +134,10 @@ class Attention(nn.Module):
             segments = (jnp.ones_like(slots.filled[:, :1]), slots.filled)
         heads = self._attend(q, k, v, segments, self.causal and slots is None, how, is_global)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
-        # These name their results themselves. A second name would save the same array twice.
-        heads = heads if how in ("splash", "triton", "blockwise") else checkpoint_name(heads, HEADS)
+        # Policies save the results of these. A second name would save the same array twice. They see no kernel of
+        # cuDNN's inside of a branch.
+        is_saved = how in ("splash", "triton", "blockwise") or (how == "cudnn" and is_global is None)
+        heads = heads if is_saved else checkpoint_name(heads, HEADS)
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
@@ -228,7 +230,7 @@ class Attention(nn.Module):
         if self.bias or self.qkv_biases:
             zeros = nn.initializers.zeros_init()
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)
-        return self.placement.activation(heads, ("batch", "sequence", axis, "head_dim"))
+        return checkpoint_name(self.placement.activation(heads, ("batch", "sequence", axis, "head_dim")), QKV)
 
     def _normed(self, name: str, heads: jax.Array) -> jax.Array:
         """Returns [b, T, heads, H], each head normalized, or as it is without these norms."""

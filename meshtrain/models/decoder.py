@@ -22,7 +22,7 @@ from meshtrain.models.cache import latest
 from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
-from meshtrain.models.remat import RESIDUAL, RematOptions, checkpoint_policy
+from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_policy
 from meshtrain.models.task import Batch
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
@@ -124,11 +124,11 @@ class Layer(nn.Module):
         # The planner reads in this name how many layers take which branch.
         attend = jax.named_scope(f"global_{o.num_global}_of_{o.num_layers}")(attention) if o.alternates else attention
         added = self._residual(attend(normed, own_angles, documents, slots=own_slots, is_global=is_global))
-        added = norm(name="attention_post_norm")(added) if o.post_norms else added
-        x = x + dropout(added, rate, keys, ATTENTION_SITE)
+        added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
+        x = checkpoint_name(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)
         normed = gather_sequence(norm(name="mlp_norm")(x), place)
         added = self._residual(mlp(normed))
-        added = norm(name="mlp_post_norm")(added) if o.post_norms else added
+        added = norm(name="mlp_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
         x = x + dropout(added, rate, keys, MLP_SITE)
         return self._residual(x), None
 

@@ -57,14 +57,12 @@ def decoder(
       sequence_length: T, tokens.
       dtype: of activations, and of weights when they are multiplied with them; parameters are float32.
       output_dtype: of the head's logits; None: `dtype`.
-      remat: what the backward pass recomputes. A pipeline recomputes each stage from its input anyway, so `full` is
-        the same as `none` there.
+      remat: what the backward pass recomputes, in a pipeline too.
       placement: the shardings of activations and of gathered weights; None: one device, without shardings.
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, placement or Placement.nowhere())
-    inner = NOTHING_AGAIN if remat.policy == "full" else remat
     num_parameters = count_parameters(options, num_positions)
     return Task(
         init=initializer(options, num_positions),
@@ -74,10 +72,11 @@ def decoder(
         stages=Stages(
             options.num_layers,
             model.first,
-            functools.partial(model.repeated, remat=inner),
+            functools.partial(model.repeated, remat=remat),
             model.last,
             model.logits,
             model.cast,
+            num_together=1 if remat.policy == "none" else remat.every,
         ),
         decode=model.decode(sequence_length),
         flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import ADAPTER_HEAD_DIM, ADAPTER_MLP
+from meshtrain.models.remat import UP
 from meshtrain.optim.masks import matrix_dims, num_stacked
 from meshtrain.optim.trainable import ADAPTER_ENDS
 
@@ -174,9 +176,10 @@ class Mlp(nn.Module):
         hidden = adapted(self, "up", x, x @ up, ("embed", "mlp"), place, dtype)
         if self.bias:
             hidden = hidden + weight(self, "up_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
+        hidden = checkpoint_name(hidden, UP)
         if self.activation in GATES:
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
-            opened = adapted(self, "gate", x, x @ gate, ("embed", "mlp"), place, dtype)
+            opened = checkpoint_name(adapted(self, "gate", x, x @ gate, ("embed", "mlp"), place, dtype), UP)
             hidden = GATES[self.activation](opened) * hidden
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)

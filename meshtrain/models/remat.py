@@ -12,6 +12,10 @@ from meshtrain.words.options import option
 
 # Checkpoint names: a layer's input, and the output of attention before its output projection.
 RESIDUAL, HEADS = "residual", "heads"
+# Queries, keys and values as they are projected; the residual stream after each attention, and what is normalized
+# before it is added to the stream; the mlp before its activation function.
+QKV, MIDDLE, UP = "qkv", "middle", "up"
+_SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP})
 
 # The primitive of cuDNN's attention. Its results are the heads and the softmax's statistics for its backward pass.
 _FUSED_ATTENTION = "dot_product_attention_fwd"
@@ -24,8 +28,9 @@ class RematOptions:
     policy: str = option(
         "none",
         "what the backward pass recomputes in a layer: none, full (all but its input), save_attention (all but input "
-        "and attention), dots (all but matmuls with weights), offload (as full, with the input in host memory)",
-        choices=("none", "full", "save_attention", "dots", "offload"),
+        "and attention), selective (norms, activation functions, softmax: no product with weights), dots (all but "
+        "matmuls with weights), offload (as full, with the input in host memory)",
+        choices=("none", "full", "save_attention", "selective", "dots", "offload"),
     )
     every: int = option(
         1, "recompute in one of this many layers and save everything in the others; 1: in each", minimum=1
@@ -39,7 +44,8 @@ def checkpoint_policy(name: str, placement: Placement) -> Callable[..., Any] | N
     saving them would hold the whole weights of all layers on each device.
 
     Args:
-      name: one of the choices of `RematOptions.policy`; `full` saves only a layer's input.
+      name: one of the choices of `RematOptions.policy`; `full` saves only a layer's input, `selective` what the
+        products with weights and the attention kernel start from (Korthikanti et al. 2022).
       placement: distinguishes the gathers of weights from activations, see `Placement.is_gather`.
     """
     if not placement.gathers_weights:
@@ -58,6 +64,8 @@ def _activations(name: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     if name == "save_attention":
         return _is_attention
+    if name == "selective":
+        return _is_selected
     if name == "dots":
         return policies.dots_with_no_batch_dims_saveable
     if name == "offload":
@@ -74,6 +82,11 @@ def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name.startswith(_FUSED_ATTENTION) or (primitive.name == "name" and params["name"] == HEADS)
 
 
+def _is_selected(primitive: Any, *shapes: Any, **params: Any) -> bool:
+    is_named = primitive.name == "name" and params["name"] in _SELECTED
+    return is_named or _is_attention(primitive, *shapes, **params)
+
+
 def _only(chosen: Callable[..., bool]) -> Callable[..., bool]:
     return lambda primitive, *_, **params: chosen(primitive, params)
 
@@ -82,23 +95,28 @@ def _all_but(chosen: Callable[..., bool]) -> Callable[..., bool]:
     return lambda primitive, *_, **params: not chosen(primitive, params)
 
 
-def check(options: RematOptions, num_layers: int, num_stages: int, name: str = "model.num_layers") -> list[str]:
-    """Returns one line for each reason why `remat.every` does not fit the model or the mesh.
+def check(
+    options: RematOptions, num_layers: int, num_stages: int, name: str = "model.num_layers", num_chunks: int = 1
+) -> list[str]:
+    """Returns one line for each reason why the options do not fit the model or the mesh.
 
     Args:
       options: each field within its own bounds.
       num_layers: layers of the whole model.
       num_stages: stages of the pipeline, 1 for none.
       name: the option that holds the number of layers.
+      num_chunks: of each stage.
     """
-    if options.every == 1:
-        return []
-    if num_stages > 1:
-        return [
-            f"remat.every: got {options.every} with mesh.pipeline = {num_stages}; allowed: 1, since the backward pass "
-            "of a stage computes all of its layers again; nearest: remat.every=1"
-        ]
-    if num_layers % options.every:
-        near = nearest_divisor(num_layers, options.every)
-        return [f"remat.every: got {options.every}; allowed: a divisor of {name} = {num_layers}; nearest: {near}"]
-    return []
+    found = list[str]()
+    if options.policy == "offload" and num_stages > 1:
+        found.append(
+            f"remat.policy: got offload with mesh.pipeline = {num_stages}, whose rows pass residuals on in device "
+            "memory; allowed: none, full, save_attention, selective, dots; nearest: full"
+        )
+    parts = num_stages * num_chunks
+    together = num_layers // parts if num_layers % parts == 0 else num_layers
+    if options.every > 1 and together % options.every:
+        near = nearest_divisor(together, options.every)
+        of = f"{name} = {num_layers}" if parts == 1 else f"the {together} layers of a chunk"
+        found.append(f"remat.every: got {options.every}; allowed: a divisor of {of}; nearest: {near}")
+    return found

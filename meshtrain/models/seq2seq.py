@@ -23,7 +23,7 @@ from meshtrain.models.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
 from meshtrain.models.decoder_options import ROTARY
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
-from meshtrain.models.remat import RESIDUAL
+from meshtrain.models.remat import MIDDLE, RESIDUAL
 from meshtrain.words.options import option
 
 CROSS_SITE = MLP_SITE + 1
@@ -203,7 +203,7 @@ class Layer(nn.Module):
         norm = Norm(o.norm, o.norm_epsilon, o.biases, place, name=f"{name}_norm")
         y = norm(x) if o.norm_placement == "pre" else x
         y = self._residual(function(gather_sequence(y, place)))
-        x = x + dropout(y, o.dropout_rate if self.train else 0.0, keys, site)
+        x = checkpoint_name(x + dropout(y, o.dropout_rate if self.train else 0.0, keys, site), MIDDLE)
         return self._residual(norm(x) if o.norm_placement == "post" else x)
 
     def _residual(self, x: jax.Array) -> jax.Array:

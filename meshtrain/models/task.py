@@ -75,6 +75,9 @@ class Stages:
       logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`, or None.
       cast: layers -> layers in the dtypes in which they compute. It runs once a step, and the copy takes memory during
         the step. None: `repeated` casts them, for each microbatch again.
+      num_together: how many layers a pipeline gives to one call of `repeated` in training, a divisor of the layers in a
+        chunk. The residuals that `jax.vjp` saves of a call wait for the backward row, except for those that do not
+        depend on activations: `jax.checkpoint` inside of `repeated` decides what is computed again.
     """
 
     num_layers: int
@@ -83,6 +86,7 @@ class Stages:
     last: Callable[..., Loss]
     logits: Callable[..., jax.Array] | None = None
     cast: Callable[[Params], Params] | None = None
+    num_together: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

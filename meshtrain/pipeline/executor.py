@@ -1,12 +1,13 @@
 """Runs a proven schedule as one SPMD program: in each row of the table every stage runs its own column's cell.
 
 Stages that idle in a row compute too, on whatever the dump slots hold; `jnp.where` drops their results (a product with
-0 would keep infinities). A backward row recomputes its stage from the saved input with `jax.vjp`, so only stage inputs
-live longer than a row. Embedding and head are computed by all stages together (vocabulary parallelism for pipelines,
-Yeung et al. 2024). Activations may be any pytree of arrays; "an activation" below is such a tree.
+0 would keep infinities). A forward row keeps the residuals of its layers, as the model's `jax.checkpoint` policy has
+them, in a slot from which the backward row reads them (`pullback.py`). Embedding and head are computed by all stages
+together (vocabulary parallelism for pipelines, Yeung et al. 2024). Activations may be any pytree of arrays; "an
+activation" below is such a tree.
 
 M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage,
-R: rows, K: layers in a chunk.
+R: rows, K: layers in a chunk, U: layers in a unit (`Stages.num_together`).
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +21,7 @@ from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
-from meshtrain.pipeline.pullback import Pullback, floating, layer_vjp, with_float0
-from meshtrain.pipeline.residuals import inspect
+from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 
 
@@ -29,6 +29,8 @@ class Carry(NamedTuple):
     """The arrays of one stage that live from row to row."""
 
     inputs: Any  # stage inputs, each leaf [slots + 1, b, ...] such as [slots + 1, b, T, D]; the last is the dump slot
+    kept: list[jax.Array]  # residuals of units, each [(slots + 1) K / U, ...]; the last K / U are the dump slot
+    outputs: Any  # outputs of the last layer that wait for the head, like inputs
     cotangents: Any  # cotangents of floating leaves that wait for their backward row, [slots + 1, b, ...] likewise
     leaving: Any  # the latest cotangent of the first layer's input, floating leaves; zeros on stages other than 0
     sums: Loss  # loss, weight, metrics of the head; the same on every stage
@@ -44,6 +46,8 @@ class Cell(NamedTuple):
     chunk: Any
     active: Any
     input_slot: Any
+    kept_slot: Any
+    output_slot: Any
     embed_slot: Any
     receive_slot: Any
     cotangent_slot: Any
@@ -60,6 +64,8 @@ def tables(program: Program) -> Cell:
         chunk=program.chunk,
         active=program.active.astype(np.int32),
         input_slot=program.input_slot,
+        kept_slot=program.kept_slot,
+        output_slot=program.output_slot,
         embed_slot=program.embed_slot,
         receive_slot=program.receive_slot,
         cotangent_slot=program.cotangent_slot,
@@ -92,7 +98,7 @@ def gradients(
       seed: float32 scalar, the cotangent of the loss: gradients are multiplied by it.
 
     Raises:
-      UserError: see `stages.run_layers`.
+      UserError: see `stages.run_layers` and `pullback.SplitLayer`.
     """
 
     def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:
@@ -102,7 +108,8 @@ def gradients(
             carry, row = run_segment(rows, segment, carry, row)
         carry = rows.embed_backward(carry, jnp.int32(program.last_microbatch))
         layer_sums = jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), carry.layer_sums)
-        return with_layer_sums(carry.sums, layer_sums), {"layers": carry.layers, **carry.outer}
+        layers = ring.from_units(carry.layers, rows.num_chunks)
+        return with_layer_sums(carry.sums, layer_sums), {"layers": layers, **carry.outer}
 
     compute, key_data = replicas.data_parallel(on_stage, MANUAL), jax.random.key_data(rng)
     (loss, weight, metrics), reduced = compute(params, batch, key_data, jnp.float32(seed))
@@ -143,7 +150,7 @@ class Rows:
         """Stores what is the same in every row; `params` and `batch` are this stage's shards."""
         self.stages, self.program, self.replicas = stages, program, replicas
         self.batch, self.rng, self.seed = batch, rng, seed
-        self.layers, self.outer = ring.split_layers(stages, params)
+        layers, self.outer = ring.split_layers(stages, params)
         mask = jax.tree.map(lambda _: True, params) if replicas.trained is None else replicas.trained
         self.layer_mask = mask["layers"]
         self.trained_outer, self.frozen_outer = select(self.outer, {name: mask[name] for name in self.outer})
@@ -151,7 +158,12 @@ class Rows:
         self.stored_outer = {name: replicas.trained_stored[name] for name in self.outer}
         self.num_stages, self.num_chunks = program.schedule.num_stages, program.schedule.num_chunks
         self.stage = jax.lax.axis_index(PIPELINE)
-        self.indices = jnp.arange(stages.num_layers // (self.num_stages * self.num_chunks))
+        self.num_units = stages.num_layers // (self.num_stages * self.num_chunks * stages.num_together)
+        self.units = ring.in_units(layers, self.num_chunks, stages.num_together)
+        self.first_input = self.embed(self.outer, jnp.int32(program.first_microbatch))
+        zero = jnp.int32(0)
+        weights = ring.unit_at(self.units, zero)
+        self.unit = SplitLayer(self.run_layers, weights, self.first_input, (zero, zero), self.layer_mask)
 
     def cell(self, row: jax.Array) -> Cell:
         """Returns this stage's cell of a row. The tables are one constant of the compiled program."""
@@ -163,18 +175,18 @@ class Rows:
 
     def start(self) -> Carry:
         """Returns the first carry: empty buffers, except for the embedded first microbatch in slot 0, and zero sums."""
-        first_cell = Cell(*(jnp.zeros((), jnp.int32) for _ in Cell._fields))
-        x = self.embed(self.outer, jnp.int32(self.program.first_microbatch))
+        x, program = self.first_input, self.program
         cotangent = ring.zeros_like(floating(x))
-        layer = lambda weights, x: self.run_layers(weights, x, first_cell, 0)  # noqa: E731
-        num_slots, num_cotangent_slots = self.program.num_slots + 1, self.program.num_cotangent_slots + 1
+        buffer = lambda tree, size: jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)  # noqa: E731
         return Carry(
-            inputs=jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype).at[0].set(x), x),
-            cotangents=jax.tree.map(lambda x: jnp.zeros((num_cotangent_slots, *x.shape), x.dtype), cotangent),
+            inputs=jax.tree.map(lambda zeros, x: zeros.at[0].set(x), buffer(x, program.num_slots + 1), x),
+            kept=buffer(self.unit.kept, (program.num_kept_slots + 1) * self.num_units),
+            outputs=buffer(x, program.num_output_slots + 1),
+            cotangents=buffer(cotangent, program.num_cotangent_slots + 1),
             leaving=cotangent,
             sums=ring.zeros_like(jax.eval_shape(self.head, self.outer, x, jnp.int32(0))),
-            layer_sums=ring.zeros_like(inspect(layer, self.layer(first_cell, 0), x, self.layer_mask)),
-            layers=self.replicas.zeros(select(self.layers, self.layer_mask)[0], self.stored_layers),
+            layer_sums=ring.zeros_like(self.unit.sums),
+            layers=self.replicas.zeros(select(self.units, self.layer_mask)[0], self.stored_layers),
             outer=self.replicas.zeros(self.trained_outer, self.stored_outer),
         )
 
@@ -186,79 +198,74 @@ class Rows:
         """Returns the loss of a microbatch from the activations after the last layer, on every stage."""
         return self.stages.last(outer, y, ring.microbatch(self.batch, m), PIPELINE)
 
-    def layer(self, cell: Cell, index: jax.Array | int) -> Params:
-        """Returns the weights of one layer of the cell's chunk, each leaf [1, ...]."""
-        return ring.layer_at(self.layers, ring.place(cell.chunk, index, self.num_chunks))
-
-    def run_layers(self, weights: Params, x: Any, cell: Cell, index: jax.Array | int) -> tuple[Any, LayerSums]:
-        """Returns the activations after some layers of the cell's chunk, and their sums.
+    def run_layers(self, weights: Params, x: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any, LayerSums]:
+        """Returns the activations after a unit of layers, and their sums.
 
         Args:
-          weights: of the layers, each leaf [number of layers, ...].
+          weights: of the layers, each leaf [U, ...].
           x: the activations that enter them.
-          cell: the stage's entries of the row.
-          index: of the first of these layers in the chunk.
+          given: the microbatch, and the index in the whole model of the first of these layers, int32 scalars.
         """
-        start = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks) + index
-        batch = ring.microbatch(self.batch, cell.microbatch)
-        return ring.run_layers(self.stages, weights, x, batch, self.rng, start, True)
+        m, start = given
+        return ring.run_layers(self.stages, weights, x, ring.microbatch(self.batch, m), self.rng, start, True)
 
-    def recompute(self, x: Any, cell: Cell) -> tuple[Any, LayerSums, Pullback]:
-        """Returns the activations after the cell's chunk, its sums, and the layers' pullbacks, stacked [K, ...]."""
-
-        def one(x: Any, index: jax.Array) -> tuple[Any, tuple[LayerSums, Pullback]]:
-            layer = lambda weights, x: self.run_layers(weights, x, cell, index)  # noqa: E731
-            y, sums, pullback = layer_vjp(layer, self.layer(cell, index), x, self.layer_mask)
-            return y, (sums, pullback)
-
-        y, (sums, pullbacks) = jax.lax.scan(one, x, self.indices)
-        return y, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums), pullbacks
+    def given(self, cell: Cell, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns `given` of `run_layers` for one of this stage's units."""
+        first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
+        return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together
 
     def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
-        """Runs an F row: reads a stage input, which stays in its slot, and sends the output to the next stage."""
+        """Runs an F row: reads a stage input, keeps the layers' residuals, sends the output to the next stage."""
 
-        def one(x: Any, index: jax.Array) -> tuple[Any, None]:
-            return self.run_layers(self.layer(cell, index), x, cell, index)[0], None
+        def one(state: Any, _: None) -> tuple[Any, LayerSums]:
+            x, kept, place, slot = state
+            y, sums, residuals = self.unit.forward(ring.unit_at(self.units, place), x, self.given(cell, place))
+            return (y, _write(kept, residuals, slot), place + 1, slot + 1), sums
 
         x = _read(carry.inputs, cell.input_slot)
-        # A single chunk is contiguous: one call runs all its layers and compiles faster. Sums are added in B rows.
-        if self.num_chunks == 1:
-            y, _ = self.run_layers(self.layers, x, cell, 0)
-        else:
-            y, _ = jax.lax.scan(one, x, self.indices)
-        inputs = _write(carry.inputs, ring.to_next(y, self.num_stages), cell.receive_slot)
-        return self.embed_next(row, carry._replace(inputs=inputs), cell)
+        start = x, carry.kept, cell.chunk * self.num_units, cell.kept_slot * self.num_units
+        (y, kept, _, _), sums = jax.lax.scan(one, start, None, length=self.num_units)
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        carry = carry._replace(
+            inputs=_write(carry.inputs, ring.to_next(y, self.num_stages), cell.receive_slot),
+            kept=kept,
+            outputs=_write(carry.outputs, y, cell.output_slot),
+            layer_sums=ring.add_if(cell.active, carry.layer_sums, sums),
+        )
+        return self.embed_next(row, carry, cell)
 
     def backward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
-        """Runs a B row: recomputes the stage, runs its backward pass, sends the cotangent of its input back."""
+        """Runs a B row: the stage's backward pass, from what it kept; sends the cotangent of its input back."""
         if row.embed_backward:
             carry = self.embed_backward(carry, cell.embed_backward_microbatch)
-        y, sums, pullbacks = self.recompute(_read(carry.inputs, cell.input_slot), cell)
-        carry = carry._replace(layer_sums=ring.add_if(cell.active, carry.layer_sums, sums))
         cotangent = _read(carry.cotangents, cell.cotangent_slot)
         if row.head:
-            carry, cotangent = self.head_backward(carry, cell, y, cotangent)
-        carry, x_cotangent = self.layers_backward(carry, cell, pullbacks, cotangent)
+            carry, cotangent = self.head_backward(carry, cell, _read(carry.outputs, cell.output_slot), cotangent)
+        carry, x_cotangent = self.layers_backward(carry, cell, cotangent)
         is_first = (self.stage == 0) & (cell.chunk == 0) & cell.active
         leaving = ring.where(is_first, x_cotangent, carry.leaving)
         arrived = ring.to_previous(x_cotangent, self.num_stages)
         cotangents = _write(carry.cotangents, arrived, cell.receive_cotangent_slot)
         return self.embed_next(row, carry._replace(cotangents=cotangents, leaving=leaving), cell)
 
-    def layers_backward(self, carry: Carry, cell: Cell, pullbacks: Pullback, cotangent: Any) -> tuple[Carry, Any]:
+    def layers_backward(self, carry: Carry, cell: Cell, cotangent: Any) -> tuple[Carry, Any]:
         """Adds the gradients of a chunk's layers, last layer first; returns the cotangent of the chunk's input.
 
-        Each layer's gradient is added at once. Those of a whole chunk would take as much memory as the accumulators.
+        Each unit's gradient is added at once. Those of a whole chunk would take as much memory as the accumulators.
         """
 
-        def one(state: tuple[Params, Any], layer: tuple[Any, Any]) -> tuple[tuple[Params, Any], None]:
-            (total, cotangent), (index, pullback) = state, layer
-            part, cotangent = pullback(self.layer(cell, index), cotangent, self.seed)
+        def one(state: Any, _: None) -> tuple[Any, None]:
+            total, cotangent, place, slot = state
+            weights, given = ring.unit_at(self.units, place), self.given(cell, place)
+            part, cotangent = self.unit.backward(_read(carry.kept, slot), weights, given, cotangent, self.seed)
             part = self.replicas.part(part, self.stored_layers)
-            place = ring.place(cell.chunk, index, self.num_chunks)
-            return (ring.add_at(total, part, place, cell.active), cotangent), None
+            return (ring.add_at(total, part, place, cell.active), cotangent, place - 1, slot - 1), None
 
-        (total, cotangent), _ = jax.lax.scan(one, (carry.layers, cotangent), (self.indices, pullbacks), reverse=True)
+        # Both indices are carried. Of indices computed in the loop's body each kernel would compute its own copy.
+        last = self.num_units - 1
+        places = cell.chunk * self.num_units + last, cell.kept_slot * self.num_units + last
+        start = carry.layers, cotangent, *places
+        (total, cotangent, _, _), _ = jax.lax.scan(one, start, None, length=self.num_units)
         return carry._replace(layers=total), cotangent
 
     def head_backward(self, carry: Carry, cell: Cell, y: Any, cotangent: Any) -> tuple[Carry, Any]:

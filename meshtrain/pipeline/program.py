@@ -1,10 +1,11 @@
 """Compiles a proven schedule: assigns buffer slots to rows and merges rows into loops with a common body. No JAX.
 
 How a program runs. In an F row every stage reads a stage input and sends its output to stage s + 1. In a B row it reads
-the same input and the cotangent of its output, and sends the cotangent of its input to stage s - 1. Both directions
-close to a ring. Arrays that arrive are written into a slot at the end of the row. One buffer of each stage holds stage
-inputs: an input keeps its slot from its arrival to its backward row. A second buffer holds cotangents until their
-backward row. A row reads before it writes, so an arriving array may reuse a slot that the same row reads last.
+what the F row kept of the same microbatch and the cotangent of its output, and sends the cotangent of its input to
+stage s - 1. Both directions close to a ring. Arrays that arrive are written into a slot at the end of the row. Each
+stage has four buffers: stage inputs from their arrival to their F row, residuals from their F row to their B row,
+outputs of the last layer, which wait for the head, likewise, and cotangents from their arrival to their B row. A row
+reads before it writes, so an arriving array may reuse a slot that the same row reads last.
 
 All stages compute embedding and head together. The embedding of a microbatch runs at the end of an earlier row, its
 backward pass at the start of a later row, so neither waits for the layers of its own row. Both prefer rows with a head,
@@ -29,18 +30,22 @@ from meshtrain.words.errors import UserError
 class Program:
     """Numpy tables that give, for each row and stage, the work and the slots of its arrays.
 
-    Each buffer has one slot more than it needs, the dump slot, with index `num_slots` or `num_cotangent_slots`. Arrays
-    without a reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0.
+    Each buffer has one slot more than it needs, the dump slot, whose index is the number of the others. Arrays without
+    a reader are written there. Idle cells read and write dump slots, with microbatch and chunk 0.
 
     Attributes:
       schedule: the proven table that this program runs.
       num_slots: slots for stage inputs on each stage, without the dump slot.
+      num_kept_slots: slots for residuals of a chunk on each stage, without the dump slot.
+      num_output_slots: slots for outputs of the last layer on each stage, without the dump slot.
       num_cotangent_slots: slots for waiting cotangents on each stage, without the dump slot.
       kinds: F or B for each row.
       microbatch: [R, S] int32.
       chunk: [R, S] int32.
       active: [R, S] bool; False where the stage idles, so that its results are masked.
-      input_slot: [R, S] int32; the slot of the stage input, in F rows and again in B rows.
+      input_slot: [R, S] int32; the slot of the stage input in an F row.
+      kept_slot: [R, S] int32; the slot of the chunk's residuals, written in F rows and read in B rows.
+      output_slot: [R, S] int32; the slot of the last stage's output in its last chunk, likewise.
       embed_slot: [R, S] int32; the slot for the microbatch that is embedded at the end of a row (stage 0, else dump).
       receive_slot: [R, S] int32; the slot for the activation that arrives at the end of an F row.
       cotangent_slot: [R, S] int32; the slot of the output's cotangent in a B row (dump for the last stage in its last
@@ -56,12 +61,16 @@ class Program:
 
     schedule: Schedule
     num_slots: int
+    num_kept_slots: int
+    num_output_slots: int
     num_cotangent_slots: int
     kinds: tuple[str, ...]
     microbatch: np.ndarray
     chunk: np.ndarray
     active: np.ndarray
     input_slot: np.ndarray
+    kept_slot: np.ndarray
+    output_slot: np.ndarray
     embed_slot: np.ndarray
     receive_slot: np.ndarray
     cotangent_slot: np.ndarray
@@ -117,13 +126,15 @@ def executable(schedule: Schedule) -> Program:
     # Time reversed: a backward pass of the embedding comes after its row where an embedding comes before it.
     returned, last_microbatch = _prefetched(_microbatches_at(rows, "B", *first)[::-1], heads[::-1])
     slots = {name: np.full(shape, -1, np.int32) for name in _SLOT_TABLES}
-    num_slots, num_cotangent_slots = _assign_slots(schedule, rows, slots, [first_microbatch, *embedded])
+    sizes = _assign_slots(schedule, rows, slots, [first_microbatch, *embedded])
     for name, table in slots.items():
-        table[table < 0] = num_cotangent_slots if "cotangent" in name else num_slots
+        table[table < 0] = sizes[_SLOT_TABLES[name]]
     return Program(
         schedule=schedule,
-        num_slots=num_slots,
-        num_cotangent_slots=num_cotangent_slots,
+        num_slots=sizes[_INPUTS],
+        num_kept_slots=sizes[_KEPT],
+        num_output_slots=sizes[_OUTPUTS],
+        num_cotangent_slots=sizes[_COTANGENTS],
         kinds=tuple(next(action.kind for action in row if action) for row in rows),
         active=np.array([[action is not None for action in row] for row in rows]),
         embed_microbatch=embedded,
@@ -136,7 +147,17 @@ def executable(schedule: Schedule) -> Program:
     )
 
 
-_SLOT_TABLES = ("input_slot", "embed_slot", "receive_slot", "cotangent_slot", "receive_cotangent_slot")
+_INPUTS, _KEPT, _OUTPUTS, _COTANGENTS = _BUFFERS = ("inputs", "kept", "outputs", "cotangents")
+# The buffer that the slots of each table belong to.
+_SLOT_TABLES = {
+    "input_slot": _INPUTS,
+    "embed_slot": _INPUTS,
+    "receive_slot": _INPUTS,
+    "kept_slot": _KEPT,
+    "output_slot": _OUTPUTS,
+    "cotangent_slot": _COTANGENTS,
+    "receive_cotangent_slot": _COTANGENTS,
+}
 
 
 def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.ndarray:
@@ -185,25 +206,27 @@ class _Slots:
 
 def _assign_slots(
     schedule: Schedule, rows: list[Row], tables: dict[str, np.ndarray], embedded: list[int]
-) -> tuple[int, int]:
-    """Fills the slot tables and returns the sizes of both buffers. Entries without a slot stay -1.
+) -> dict[str, int]:
+    """Fills the slot tables and returns the sizes of the buffers. Entries without a slot stay -1.
 
     `embedded` is the microbatch that is embedded before the first row, then at the end of each row, -1 for none.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
-    inputs, cotangents = [_Slots() for _ in range(stages)], [_Slots() for _ in range(stages)]
+    buffers = {name: [_Slots() for _ in range(stages)] for name in _BUFFERS}
+    inputs, kept, outputs, cotangents = buffers.values()
     inputs[0].take(Action("F", embedded[0]))
     for row, cells in enumerate(rows):
         busy = [(stage, action) for stage, action in enumerate(cells) if action]
         for stage, action in busy:
-            key = (action.microbatch, action.chunk)
             is_last = (stage, action.chunk) == (stages - 1, chunks - 1)
             if action.kind == "F":
-                tables["input_slot"][row, stage] = inputs[stage].of[key]
-            else:
                 tables["input_slot"][row, stage] = inputs[stage].leave(action)
-                if not is_last:
-                    tables["cotangent_slot"][row, stage] = cotangents[stage].leave(action)
+            elif not is_last:
+                tables["cotangent_slot"][row, stage] = cotangents[stage].leave(action)
+            for name, buffer in (("kept_slot", kept), ("output_slot", outputs)):
+                if buffer is kept or is_last:
+                    slots = buffer[stage]
+                    tables[name][row, stage] = slots.take(action) if action.kind == "F" else slots.leave(action)
         for stage, action in busy:
             virtual = action.chunk * stages + stage + (1 if action.kind == "F" else -1)
             if not 0 <= virtual < stages * chunks:
@@ -215,8 +238,8 @@ def _assign_slots(
                 tables["receive_cotangent_slot"][row, place] = cotangents[place].take(arrived)
         if embedded[row + 1] >= 0:
             tables["embed_slot"][row, 0] = inputs[0].take(Action("F", embedded[row + 1]))
-    assert not any(slots.of for slots in inputs + cotangents), "every slot is free after the last row"
-    return max(slots.size for slots in inputs), max(slots.size for slots in cotangents)
+    assert not any(slots.of for of_stages in buffers.values() for slots in of_stages), "after the last row all are free"
+    return {name: max(slots.size for slots in of_stages) for name, of_stages in buffers.items()}
 
 
 def segments(program: Program) -> tuple[Segment, ...]:

@@ -1,6 +1,9 @@
-"""The backward pass of one layer: `jax.vjp` without the weights among its residuals, so that a scan can stack it.
+"""A layer cut in two: a forward pass that returns its residuals, and a backward pass that starts from them.
 
-K: layers in a chunk.
+The two run in different rows of a schedule, so residuals wait in a buffer. They are those that `jax.vjp` saves under
+the `jax.checkpoint` policies of the model. Residuals that do not depend on the activations (weights, casts of them,
+rotary angles, masks of documents or of dropout, random keys) are not kept: the backward pass computes them again from
+the weights and the microbatch.
 """
 
 from collections.abc import Callable
@@ -9,54 +12,123 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Literal
+from jax.interpreters import partial_eval
 
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import LayerSums, Params
+from meshtrain.pipeline.residuals import depends
+from meshtrain.words.errors import UserError
 
-# (weights, activations) -> (activations, sums), see `Stages.repeated`.
-Layer = Callable[[Params, Any], tuple[Any, LayerSums]]
-# (weights, cotangent of the output's floating leaves, cotangent of the loss) -> (gradients of the trained weights,
-# cotangent of the input's floating leaves).
-Pullback = Callable[[Params, Any, jax.Array], tuple[Params, Any]]
+# (weights, activations, given) -> (activations, sums), see `Stages.repeated`; `given` is any tree of integers.
+Layer = Callable[[Params, Any, Any], tuple[Any, LayerSums]]
 
 
-def layer_vjp(layer: Layer, weights: Params, x: Any, mask: Any = None) -> tuple[Any, LayerSums, Pullback]:
-    """Returns the output of a layer, its sums, and its backward pass.
+class SplitLayer:
+    """A layer, traced once, as a forward pass and a backward pass."""
 
-    The backward pass is a pytree of residuals, so that `jax.lax.scan` can stack it. It takes the weights as an
-    argument: if they were residuals, the scan would stack a copy of them.
+    def __init__(self, layer: Layer, weights: Params, x: Any, given: Any, mask: Any = None) -> None:
+        """Traces the layer for these shapes. Arrays that it closes over are read by both passes.
 
-    Args:
-      layer: (weights, activations) -> (activations, sums).
-      weights: the layer's parameters.
-      x: the activations that enter it.
-      mask: a tree of bool like the weights, true for each that gets a gradient; None: all of them.
-    """
-    trained, frozen = select(weights, mask)
+        Args:
+          layer: (weights, activations, given) -> (activations, sums).
+          weights: the layer's parameters.
+          x: the activations that enter it.
+          given: what else the layer depends on, such as its index.
+          mask: a tree of bool like the weights, true for each that gets a gradient; None: all of them.
 
-    def differentiable(trained: Params, x: Any) -> tuple[tuple[Any, Any], Any]:
-        y, sums = layer(merged(trained, frozen), x)
-        return ((y, None), None) if sums is None else ((y, sums[0]), sums[1])
+        Raises:
+          UserError: a residual that depends on activations is in host memory.
+        """
+        self._pulls = list[Any]()
+        arguments = weights, x, given
+        trace = jax.make_jaxpr(lambda *given: self._differentiated(layer, mask, *given), return_shape=True)
+        closed, (self.output, self.sums, residuals) = trace(*arguments)
+        self._jaxpr, self._consts = closed.jaxpr, closed.consts
+        self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
+        is_x = [index == 1 for index, part in enumerate(arguments) for _ in jax.tree.leaves(part)]
+        depends_on_x = depends(self._jaxpr, is_x, on_constants=False)
+        first = len(self._jaxpr.outvars) - len(residuals)
+        self._residuals = self._jaxpr.outvars[first:]
+        chosen = list(zip(self._residuals, depends_on_x[first:], strict=True))
+        # Two residuals may be the same array.
+        self._kept = list(dict.fromkeys(var for var, is_kept in chosen if is_kept))
+        again = (var for var, is_kept in chosen if not is_kept and not isinstance(var, Literal))
+        self._again = list(dict.fromkeys(again))
+        if any(_aval(var).memory_space == jax.memory.Space.Host for var in self._kept):
+            raise UserError(
+                "stages.repeated: got residuals in host memory in a pipeline; allowed: jax.checkpoint policies that "
+                "save on the device or not at all; nearest: nothing_saveable"
+            )
 
-    (y, loss), pull, metrics = jax.vjp(differentiable, trained, x, has_aux=True)
-    output = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), y)
-    leaves, structure = jax.tree.leaves(pull), jax.tree.structure(pull)
-    places = indices_of_weights(leaves, weights)
+    def _differentiated(self, layer: Layer, mask: Any, weights: Params, x: Any, given: Any) -> Any:
+        """Returns (output, sums, residuals) of a layer. Remembers how its backward pass is made of residuals."""
+        trained, frozen = select(weights, mask)
 
-    def run(residuals: list[jax.Array], weights: Params, cotangent: Any, seed: jax.Array) -> tuple[Params, Any]:
-        own, rest = jax.tree.leaves(weights), iter(residuals)
-        pull = jax.tree.unflatten(structure, [next(rest) if place is None else own[place] for place in places])
-        gradients, x_cotangent = pull((with_float0(cotangent, output), None if loss is None else seed))
+        def differentiable(trained: Params, x: Any) -> tuple[tuple[Any, Any], Any]:
+            y, sums = layer(merged(trained, frozen), x, given)
+            return ((y, None), None) if sums is None else ((y, sums[0]), sums[1])
+
+        (y, loss), pull, metrics = jax.vjp(differentiable, trained, x, has_aux=True)
+        leaves, structure = jax.tree.flatten(pull)
+        # A buffer holds the numbers of a random key.
+        implementations = [jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in leaves]
+        self._pulls = [structure, implementations]
+        numbers = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in leaves]
+        return y, None if loss is None else (loss, metrics), numbers
+
+    @property
+    def kept(self) -> list[jax.ShapeDtypeStruct]:
+        """What `forward` returns for `backward`, abstract arrays of numbers in any dtypes."""
+        return [jax.ShapeDtypeStruct(_aval(var).shape, _aval(var).dtype) for var in self._kept]
+
+    def forward(self, weights: Params, x: Any, given: Any) -> tuple[Any, LayerSums, list[jax.Array]]:
+        """Returns the layer's output, its sums, and the residuals that depend on `x`."""
+        num_leaves = len(self._jaxpr.outvars) - len(self._residuals)
+        results = self._evaluated([*self._jaxpr.outvars[:num_leaves], *self._kept], weights, jax.tree.leaves(x), given)
+        y, sums = jax.tree.unflatten(jax.tree.structure((self.output, self.sums)), results[:num_leaves])
+        return y, sums, results[num_leaves:]
+
+    def backward(
+        self, kept: list[jax.Array], weights: Params, given: Any, cotangent: Any, seed: jax.Array
+    ) -> tuple[Params, Any]:
+        """Returns the gradients of the trained weights, and the cotangent of the input's floating leaves.
+
+        Args:
+          kept: from `forward`.
+          weights: as in `forward`.
+          given: as in `forward`.
+          cotangent: of the output's floating leaves.
+          seed: of the loss among the sums, float32 scalar.
+        """
+        # Nothing of what is computed here depends on the activations.
+        x = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._shapes]
+        again = self._evaluated(self._again, weights, x, given)
+        values = dict(zip([*self._kept, *self._again], [*kept, *again], strict=True))
+        numbers = [var.val if isinstance(var, Literal) else values[var] for var in self._residuals]
+        structure, implementations = self._pulls
+        pairs = zip(numbers, implementations, strict=True)
+        leaves = [each if impl is None else jax.random.wrap_key_data(each, impl=impl) for each, impl in pairs]
+        pull = jax.tree.unflatten(structure, leaves)
+        gradients, x_cotangent = pull((with_float0(cotangent, self.output), None if self.sums is None else seed))
         return gradients, floating(x_cotangent)
 
-    residuals = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
-    return y, None if loss is None else (loss, metrics), jax.tree_util.Partial(run, residuals)
+    def _evaluated(self, wanted: list[Any], weights: Params, x: list[jax.Array], given: Any) -> list[jax.Array]:
+        """Returns some of the variables of the traced layer, computed by the equations that they need."""
+        jaxpr = self._jaxpr.replace(outvars=wanted)
+        needed: Jaxpr
+        needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(wanted), instantiate=True)
+        arguments = [*jax.tree.leaves(weights), *x, *jax.tree.leaves(given)]
+        results: list[jax.Array] = jax.core.eval_jaxpr(needed, self._consts, *arguments)
+        return results
 
 
-def indices_of_weights(residuals: list[jax.Array], weights: Params) -> list[int | None]:
-    """Returns for each residual the index of the leaf of the weights that it is, None for another array."""
-    own = jax.tree.leaves(weights)
-    return [next((i for i, one in enumerate(own) if one is residual), None) for residual in residuals]
+def _aval(var: Any) -> Any:
+    return var.aval
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def floating(tree: Any) -> Any:

@@ -1,7 +1,7 @@
 """Operations of one stage on its own shards, inside a manual region over the pipeline axis.
 
 M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage,
-K: layers in a chunk.
+K: layers in a chunk, U: layers in a unit (`Stages.num_together`).
 
 Layers are stored as [K S, ...] where V is 1, else as [V, K S, ...], with the dim of size K S sharded over the stages.
 Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order.
@@ -49,24 +49,29 @@ def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
     return jax.tree.map(lambda leaf: take(leaf, chunk), layers)
 
 
-def place(chunk: jax.Array, index: Any, num_chunks: int) -> tuple[Any, ...]:
-    """Returns the leading indices of one of this stage's layers in storage."""
-    return (index,) if num_chunks == 1 else (chunk, index)
+def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
+    """Returns the layers of this stage as [V K / U, U, ...], U layers a unit: what is computed in one call.
+
+    A unit is a slice of the first dim alone, so that products and sums can read and write it in place.
+
+    Args:
+      layers: each leaf [K, ...], or [V, K, ...] where there are chunks.
+      num_chunks: V.
+      num_in_unit: U, a divisor of K.
+    """
+    num_dims = 1 if num_chunks == 1 else 2
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, num_in_unit, *leaf.shape[num_dims:]), layers)
 
 
-def layer_at(layers: Params, place: tuple[jax.Array, ...]) -> Params:
-    """Returns the weights of one layer, each leaf [1, ...]. Slicing a whole chunk first would copy it."""
-
-    def one(leaf: jax.Array) -> jax.Array:
-        start, sizes = _slice_at(leaf, place)
-        return jax.lax.dynamic_slice(leaf, start, sizes, allow_negative_indices=False).reshape(sizes[len(place) - 1 :])
-
-    return jax.tree.map(one, layers)
+def from_units(units: Params, num_chunks: int) -> Params:
+    """Returns arrays [V K / U, U, ...] as layers are stored, the inverse of `in_units`."""
+    leading = (-1,) if num_chunks == 1 else (num_chunks, -1)
+    return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[2:]), units)
 
 
-def _slice_at(leaf: jax.Array, place: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    trailing = leaf.shape[len(place) :]
-    return (*place, *(0 for _ in trailing)), (*(1 for _ in place), *trailing)
+def unit_at(units: Params, place: jax.Array) -> Params:
+    """Returns the weights of one unit, each leaf [U, ...]."""
+    return jax.tree.map(lambda leaf: take(leaf, place), units)
 
 
 def run_layers(
@@ -108,22 +113,24 @@ def _are_float32_scalars(tree: Any) -> bool:
     return all(getattr(leaf, "shape", None) == () and leaf.dtype == jnp.float32 for leaf in leaves)
 
 
-def add_at(total: Params, part: Params, place: tuple[jax.Array, ...], active: jax.Array) -> Params:
-    """Returns the accumulators of all layers of this stage, with the gradients of one layer added where `active`.
+def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> Params:
+    """Returns the accumulators of all units of this stage, with the gradients of one unit added where `active`.
 
     Args:
-      total: each leaf [K, ...], or [V, K, ...] where there are chunks.
-      part: each leaf [1, ...]; it may hold infinities and NaN where `active` is false.
-      place: index of the layer, or (chunk, index).
+      total: each leaf [V K / U, U, ...].
+      part: each leaf [U, ...]; it may hold infinities and NaN where `active` is false.
+      place: int32 scalar, index of the unit.
       active: bool scalar.
     """
+    # XLA makes one kernel of the addition and the update in place where slice and update have the same shape and read
+    # the same instruction as their index. Without the barrier each may get its own copy of the index's arithmetic.
+    place = jax.lax.optimization_barrier(place)
 
     def add(total: jax.Array, part: jax.Array) -> jax.Array:
-        start, sizes = _slice_at(total, place)
-        before, part = jax.lax.dynamic_slice(total, start, sizes, allow_negative_indices=False), part.reshape(sizes)
         # The part is masked before the addition, so that `total` is read once.
-        after = before + jnp.where(active, part, 0)
-        return jax.lax.dynamic_update_slice(total, after, start, allow_negative_indices=False)
+        before = jax.lax.dynamic_index_in_dim(total, place, 0, keepdims=True, allow_negative_indices=False)
+        after = before + jnp.where(active, part, 0)[None]
+        return jax.lax.dynamic_update_index_in_dim(total, after, place, 0, allow_negative_indices=False)
 
     return jax.tree.map(add, total, part)
 

@@ -19,6 +19,7 @@ from meshtrain.words.numbers import nearest_divisor
 
 MODEST = 1.15  # a guess may be too high by this factor: it is dropped only above this multiple of the capacity
 MICROBATCHES_A_STAGE = (2, 4, 8)
+LESS_KEPT = ("selective", "full")  # remat policies, the fastest first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +113,17 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[
         mesh["layout.sequence_parallel"] = True
     if shape["pipeline"] == 1:
         counts = dict.fromkeys(nearest_divisor(sequences, sequences // each or 1) for each in (1, 2, 4))
-        for parts, policy in itertools.product(counts, ("full", "none")):
+        for parts, policy in itertools.product(counts, ("none", *LESS_KEPT)):
             yield {**mesh, "accumulation_steps": parts, "remat.policy": policy}
         return
     most = (min(sequences, a_stage * shape["pipeline"]) for a_stage in MICROBATCHES_A_STAGE)
     counts = dict.fromkeys(nearest_divisor(sequences, number) for number in most)
-    for parts, schedule in itertools.product(counts, ("1f1b", "interleaved_1f1b")):
+    for parts, schedule, policy in itertools.product(counts, ("1f1b", "interleaved_1f1b"), LESS_KEPT):
         chunks = 2 if schedule == "interleaved_1f1b" else 1
         yield {
             **mesh,
             "accumulation_steps": 1,
+            "remat.policy": policy,
             "pipeline.schedule": schedule,
             "pipeline.num_microbatches": parts,
             "pipeline.num_chunks": chunks,

@@ -85,7 +85,7 @@ def candidates(config: Config, shape: dict[str, int], held: Memory | None = None
         yield {"pipeline.num_microbatches": times * config.pipeline.num_microbatches}
     else:
         yield {"accumulation_steps": times * config.accumulation_steps}
-    if config.remat.policy != "full" and shape["pipeline"] == 1:
+    if config.remat.policy != "full":
         yield {"remat.policy": "full"}
     if shape[DATA] > 1:
         accumulates = num_microbatches(config, shape) > 1  # otherwise there are no sums for level 2 to split

@@ -140,12 +140,13 @@ def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) ->
     residual = units * task.width * itemsize
     tensor, layers = shape["tensor"], task.num_layers / shape["pipeline"]
     layer = KEPT_SEEN * residual / 2 * (10 + 24 / tensor)
-    if shape["pipeline"] > 1:
-        kept = 2 * residual * shape["pipeline"] * config.pipeline.num_chunks + layers * layer
-    elif config.remat.policy == "none":
+    layers *= _microbatches_kept(config, shape)
+    if config.remat.policy == "none":
         kept = layers * layer
     else:
-        kept = layers * residual + layer
+        # Layer input and middle; queries, keys, values, heads and the mlp before its activation (`remat.py`).
+        of_layer = residual / 2 * (4 + 16 / tensor) if config.remat.policy == "selective" else residual
+        kept = layers * of_layer + layer
     columns = task.vocab_size / (tensor * shape["pipeline"])
     logits = units * columns * LOGIT_BYTES
     if isinstance(config.model, DecoderOptions | Seq2SeqOptions) and columns:
@@ -153,6 +154,18 @@ def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) ->
         of_weight = FLOAT32_BYTES * task.width * columns if chunks > 1 else 0
         logits = logits / chunks + of_weight
     return state_bytes(config, shape, weights) + kept + logits
+
+
+def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
+    """Returns how many microbatches of all its layers the busiest stage of a pipeline keeps for their backward pass.
+
+    With rows of one kind, and V chunks, the first of S stages keeps up to V S + S - 1 chunks (`program.py`), V of which
+    are a microbatch's. `gpipe` keeps all M.
+    """
+    stages, chunks, parts = shape["pipeline"], config.pipeline.num_chunks, config.pipeline.num_microbatches
+    if stages == 1:
+        return 1
+    return parts if config.pipeline.schedule == "gpipe" else min(parts, (chunks * stages + stages - 1) / chunks)
 
 
 def guessed_seconds(
@@ -175,7 +188,7 @@ def guessed_seconds(
         return float(math.prod(shape.values()))
     peak = peak_flops_per_second(accelerator.device_kinds[0], compute_name(config.precision))
     parts, task = num_microbatches(config, shape), weights.task
-    recomputes = shape["pipeline"] > 1 or config.remat.policy == "full"
+    recomputes = config.remat.policy == "full"
     flops = task.flops_per_token or 6.0 * weights.num_parameters
     work = task.num_units * flops / math.prod(shape.values()) * (4 / 3 if recomputes else 1)
     chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1

@@ -11,7 +11,7 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
               Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product
     tensor    2 (n - 1) / n of A, M times: 4 a layer, one for the look-up and one for the head; 5 a layer where the
               backward pass repeats one of them (Korthikanti et al. 2022): the sum after attention (remat.policy
-              save_attention, full or offload), or, with sequence parallelism, the gathers of both norms (dots)
+              save_attention, full or offload), or, with sequence parallelism, the gathers of both norms (selective, dots)
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
 
 The last two are of a transformer, and need a task that states its width (and for tensor its number of layers).
@@ -40,7 +40,7 @@ TENSOR = "tensor"
 FLOAT32_BYTES = 4
 REDUCTIONS_A_LAYER = 4
 REPEATED_REDUCTIONS = 1  # of two in a layer's forward pass: nothing waits for the sum at its end
-SUMS_AGAIN, GATHERS_AGAIN = ("save_attention", "full", "offload"), ("dots",)  # policies that repeat one
+SUMS_AGAIN, GATHERS_AGAIN = ("save_attention", "full", "offload"), ("selective", "dots")  # policies
 LOOKUP_AND_HEAD = 2
 GATHERS, SCATTERS = 2, 1  # of a stored weight and of its gradient, for each microbatch
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
@@ -233,8 +233,6 @@ def _reductions_of_layers(assembly: Assembly, size: Sizes) -> float:
     """Returns how often one microbatch's activations are summed over tensor by the layers of a stage."""
     remat, splits_sequence = assembly.config.remat, assembly.config.layout.sequence_parallel
     repeats = remat.policy in SUMS_AGAIN or (splits_sequence and remat.policy in GATHERS_AGAIN)
-    if assembly.program is not None:
-        repeats = True
     repeated = REPEATED_REDUCTIONS / remat.every if repeats else 0
     return (REDUCTIONS_A_LAYER + repeated) * size.layers_of_stage
 

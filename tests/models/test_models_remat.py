@@ -59,15 +59,17 @@ def num_products(options):
 
 
 def test_each_policy_keeps_less_and_computes_more_than_the_one_before():
-    none, dots, attention, full = (RematOptions(name) for name in ("none", "dots", "save_attention", "full"))
+    names = ("none", "selective", "dots", "save_attention", "full")
+    none, selective, dots, attention, full = (RematOptions(name) for name in names)
     kept = [temporary_bytes(options) for options in (none, dots, attention, full)]
     assert kept == sorted(kept, reverse=True)
     # Of each layer: heads before the output projection, as large as its input.
     assert kept[2] - kept[3] == pytest.approx(NUM_LAYERS * INPUT_BYTES, rel=0.3)
     # Of nine products in a layer's forward pass (q, k, v, scores, values, output, gate, up, down) the last is not
     # needed again; heads that are kept save the values' product; policy dots keeps all but scores and values.
-    again = [(num_products(options) - num_products(none)) / NUM_LAYERS for options in (dots, attention, full)]
-    assert again == [2, 7, 8]
+    policies = (selective, dots, attention, full)
+    again = [(num_products(options) - num_products(none)) / NUM_LAYERS for options in policies]
+    assert again == [1, 2, 7, 8]
 
 
 @pytest.mark.parametrize("policy", ["full", pytest.param("save_attention", marks=pytest.mark.slow)])
@@ -117,7 +119,9 @@ def test_no_number_changes(options, axes):
     "options, num_stages, words",
     [
         (RematOptions("full", every=3), 1, ["remat.every: got 3", "a divisor of model.num_layers = 8", "nearest: 4"]),
-        (RematOptions("full", every=2), 2, ["remat.every: got 2 with mesh.pipeline = 2", "nearest: remat.every=1"]),
+        (RematOptions("full", every=4), 4, ["remat.every: got 4", "divisor of the 2 layers of a chunk", "nearest: 2"]),
+        (RematOptions("full", every=2), 4, []),
+        (RematOptions("offload"), 2, ["remat.policy: got offload with mesh.pipeline = 2", "nearest: full"]),
         (RematOptions("full", every=4), 1, []),
         (RematOptions("full"), 4, []),
     ],

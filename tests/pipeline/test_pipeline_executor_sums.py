@@ -23,6 +23,7 @@ from meshtrain.models.task import SEQUENCE_INDEX, Stages, Task, staged_loss, tok
 from meshtrain.pipeline import chunks, executor, forward
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
+from meshtrain.pipeline.pullback import SplitLayer
 from meshtrain.pipeline.schedules import PipelineOptions, build
 from meshtrain.words.errors import UserError
 
@@ -152,26 +153,22 @@ def test_the_auxiliary_loss_is_no_trifle():
     assert all(np.linalg.norm(leaf) > 0 for leaf in jax.tree.leaves(gradients))
 
 
-right_vjp, right_add_if = executor.layer_vjp, ring.add_if
+right_forward, right_backward, right_add_if = SplitLayer.forward, SplitLayer.backward, ring.add_if
+right_run_layers = ring.run_layers
 
 
-def counted_twice(layer, weights, x, mask):
-    y, sums, pullback = right_vjp(layer, weights, x, mask)
-    return y, jax.tree.map(lambda leaf: 2 * leaf, sums), pullback
+def counted_twice(unit, *given):
+    y, sums, residuals = right_forward(unit, *given)
+    return y, jax.tree.map(lambda leaf: 2 * leaf, sums), residuals
 
 
-def without_its_cotangent(layer, weights, x, mask):
-    return right_vjp(lambda weights, x: stopped(layer(weights, x)), weights, x, mask)
-
-
-def stopped(output):
-    y, (loss, metrics) = output
+def without_its_cotangent(*given):
+    y, (loss, metrics) = right_run_layers(*given)
     return y, (jax.lax.stop_gradient(loss), metrics)
 
 
-def not_scaled(layer, weights, x, mask):
-    y, sums, pullback = right_vjp(layer, weights, x, mask)
-    return y, sums, jax.tree_util.Partial(lambda pull, weights, dy, seed: pull(weights, dy, seed / SEED), pullback)
+def not_scaled(unit, kept, weights, given, cotangent, seed):
+    return right_backward(unit, kept, weights, given, cotangent, seed / SEED)
 
 
 def idle_ones_too(condition, total, part):
@@ -180,9 +177,9 @@ def idle_ones_too(condition, total, part):
 
 
 BREAKS = {
-    "counted twice": (executor, "layer_vjp", counted_twice),
-    "no cotangent": (executor, "layer_vjp", without_its_cotangent),
-    "a cotangent without the seed": (executor, "layer_vjp", not_scaled),
+    "counted twice": (SplitLayer, "forward", counted_twice),
+    "no cotangent": (ring, "run_layers", without_its_cotangent),
+    "a cotangent without the seed": (SplitLayer, "backward", not_scaled),
     "idle rows counted": (ring, "add_if", idle_ones_too),
 }
 

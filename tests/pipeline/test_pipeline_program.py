@@ -52,6 +52,8 @@ def check_by_acting_out(program):
     """Runs a program with names for arrays, as the executor does: every stage in every row, idle ones with garbage."""
     stages, chunks = program.schedule.num_stages, program.schedule.num_chunks
     inputs = [["garbage"] * (program.num_slots + 1) for _ in range(stages)]
+    kept = [["garbage"] * (program.num_kept_slots + 1) for _ in range(stages)]
+    outputs = [["garbage"] * (program.num_output_slots + 1) for _ in range(stages)]
     cotangents = [["garbage"] * (program.num_cotangent_slots + 1) for _ in range(stages)]
     inputs[0][0] = f"x{program.first_microbatch} into 0"
     losses, embedded, ran, leaving = [], [], 0, "nothing"
@@ -68,16 +70,19 @@ def check_by_acting_out(program):
         for stage in range(stages):
             m, c = int(program.microbatch[row, stage]), int(program.chunk[row, stage])
             active, virtual = program.active[row, stage], c * stages + stage
-            x = inputs[stage][program.input_slot[row, stage]]
-            if active:
-                ran += 1
-                assert x == f"x{m} into {virtual}"
+            ran += bool(active)
+            slot, output_slot = program.kept_slot[row, stage], program.output_slot[row, stage]
             if kind == "F":
+                assert not active or inputs[stage][program.input_slot[row, stage]] == f"x{m} into {virtual}"
+                kept[stage][slot] = f"residuals of {m} in {virtual}" if active else "garbage"
+                outputs[stage][output_slot] = f"y{m} of {virtual}" if active else "garbage"
                 sent.append(f"x{m} into {virtual + 1}" if active else "garbage")
                 continue
             given = cotangents[stage][program.cotangent_slot[row, stage]]
+            assert not active or kept[stage][slot] == f"residuals of {m} in {virtual}"
             if active and virtual == stages * chunks - 1:
                 assert given == "garbage"
+                assert outputs[stage][output_slot] == f"y{m} of {virtual}"
                 losses.append(int(program.head_microbatch[row]))
                 assert losses[-1] == m
             elif active:
@@ -117,22 +122,29 @@ def test_data_that_wait_for_several_rows_keep_their_slots():
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_memory_does_not_grow_with_microbatches(num_stages):
     few, many = (program_of("1f1b", num_stages, m) for m in (4 * num_stages, 16 * num_stages))
-    assert few.num_slots == many.num_slots == 2 * num_stages - 1
+    assert few.num_kept_slots == many.num_kept_slots == 2 * num_stages - 1
+    assert few.num_slots == many.num_slots == 1
+    assert few.num_output_slots == many.num_output_slots == 1
     assert few.num_cotangent_slots == many.num_cotangent_slots == 1
     few, many = (program_of("interleaved_1f1b", num_stages, m, 2) for m in (4 * num_stages, 16 * num_stages))
+    assert few.num_kept_slots == many.num_kept_slots == 3 * num_stages - 1
     assert few.num_slots == many.num_slots
+    assert few.num_output_slots == many.num_output_slots == 1
     assert few.num_cotangent_slots == many.num_cotangent_slots == 1
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4, 32])
-def test_gpipe_keeps_one_input_a_microbatch(num_microbatches):
-    assert program_of("gpipe", 4, num_microbatches).num_slots == num_microbatches
+def test_gpipe_keeps_the_residuals_of_all_microbatches(num_microbatches):
+    program = program_of("gpipe", 4, num_microbatches)
+    assert program.num_kept_slots == program.num_output_slots == num_microbatches
+    assert program.num_slots <= 2
 
 
 def test_tables_are_numpy_of_the_promised_types():
     program = program_of("1f1b", 4, 8)
     rows = len(program.kinds)
-    for name in ("microbatch", "chunk", "input_slot", "embed_slot", "receive_slot", "cotangent_slot"):
+    slots = [f"{name}_slot" for name in ("input", "kept", "output", "embed", "receive", "cotangent")]
+    for name in ("microbatch", "chunk", *slots):
         table = getattr(program, name)
         assert type(table) is np.ndarray
         assert (table.shape, table.dtype) == ((rows, 4), np.int32)
@@ -145,6 +157,8 @@ def test_idle_cells_touch_only_the_dump_slots():
     program = program_of("1f1b", 4, 8)
     idle = ~program.active
     assert set(program.input_slot[idle]) == {program.num_slots}
+    assert set(program.kept_slot[idle]) == {program.num_kept_slots}
+    assert (program.output_slot[:, :-1] == program.num_output_slots).all()
     assert set(program.cotangent_slot[idle]) == {program.num_cotangent_slots}
     assert (program.embed_slot[:, 1:] == program.num_slots).all()
 

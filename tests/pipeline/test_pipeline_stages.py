@@ -10,7 +10,7 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.config.config import default, resolve
 from meshtrain.models.decoder_task import decoder
-from meshtrain.pipeline import pullback
+from meshtrain.pipeline import executor, pullback
 from meshtrain.pipeline import stages as ring
 
 NUM_STAGES, TENSOR = 2, 2
@@ -57,21 +57,19 @@ def traced(num_chunks, trainable=""):
     return list(equations(step.jaxpr)), sizes
 
 
-def stacked(equation):
-    """Returns the sizes of what a loop stacks, a turn's part of it; a loop of one turn stacks nothing."""
-    if equation.primitive.name != "scan" or equation.params["length"] == 1:
-        return []
-    (body,) = inner(equation)
-    pairs = zip(body.outvars, equation.outvars, strict=True)
-    return [one.aval.size for one, every in pairs if every.aval.ndim > one.aval.ndim]
-
-
 @pytest.mark.parametrize("num_chunks, trainable", [(1, ""), (2, ""), (1, "attention")])
-def test_no_loop_keeps_weights(num_chunks, trainable):
-    found, sizes = traced(num_chunks, trainable)
-    kept = [size for equation, _ in found for size in stacked(equation)]
-    assert kept
-    assert not sizes & set(kept)
+def test_no_weight_waits_for_a_backward_row(num_chunks, trainable, monkeypatch):
+    units = []
+
+    def recorded(*given):
+        units.append(pullback.SplitLayer(*given))
+        return units[-1]
+
+    monkeypatch.setattr(executor, "SplitLayer", recorded)
+    _, sizes = traced.__wrapped__(num_chunks, trainable)
+    (unit,) = units
+    assert unit.kept
+    assert not sizes & {leaf.size for leaf in unit.kept}
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
@@ -86,14 +84,11 @@ def test_weights_are_cast_outside_of_loops(num_chunks):
     assert not [aval for aval, in_loop in narrowed if in_loop and aval.dtype == jnp.float32 and aval.size in sizes]
 
 
-def test_both_are_noticed(monkeypatch):
-    """Without the cast before the rows the cast is in the loop, and what a layer keeps is the weight that was cast."""
+def test_a_cast_in_the_rows_is_noticed(monkeypatch):
     monkeypatch.setattr(
         ring, "split_layers", lambda _, params: (params["layers"], {k: v for k, v in params.items() if k != "layers"})
     )
-    monkeypatch.setattr(pullback, "indices_of_weights", lambda residuals, _: [None] * len(residuals))
     found, sizes = traced.__wrapped__(1)
-    assert sizes & {size for equation, _ in found for size in stacked(equation)}
     assert any(
         in_loop and equation.invars[0].aval.dtype == jnp.float32 and equation.invars[0].aval.size in sizes
         for equation, in_loop in found

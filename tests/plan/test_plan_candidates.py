@@ -10,8 +10,10 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.zero import ZeroOptions
+from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.optim.outer import LocalStepsOptions
+from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import candidates, changes, guess, page, search, topology
 from meshtrain.step.held import held
 
@@ -45,7 +47,8 @@ def test_a_model_that_no_mesh_can_hold_has_no_candidates(small):
 
 def test_wider_searches_change_microbatches_and_remat(small):
     found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
-    assert {one.change["remat.policy"] for one in found if "remat.policy" in one.change} == {"full", "none"}
+    policies = {one.change["remat.policy"] for one in found if "remat.policy" in one.change}
+    assert policies == {"full", "selective", "none"}
     schedules = {one.change["pipeline.schedule"] for one in found if "pipeline.schedule" in one.change}
     assert "1f1b" in schedules
 
@@ -164,3 +167,17 @@ def test_a_search_whose_candidates_are_all_refused_says_why(small):
     assert "batch_size: got 1" in said
     assert said.endswith("none of them fits")
     assert "batch_size: got 1" in page.search_page(result)
+
+
+def test_what_a_pipeline_keeps_is_guessed_by_policy_and_schedule(small):
+    """Of four microbatches and eight layers on two stages: gpipe keeps all four, 1f1b at most three."""
+    shape = dict.fromkeys(AXES, 1) | {"pipeline": 2}
+
+    def kept(policy, schedule="1f1b", num_chunks=1):
+        options = PipelineOptions(schedule=schedule, num_microbatches=4, num_chunks=num_chunks)
+        config = small(shape, remat=RematOptions(policy), pipeline=options)
+        weights = guess.weights_of(config)
+        return guess.guessed_bytes(config, shape, weights) - guess.state_bytes(config, shape, weights)
+
+    assert kept("none") > kept("selective") > kept("full")
+    assert kept("full", "gpipe") > kept("full") > kept("full", "interleaved_1f1b", 2)

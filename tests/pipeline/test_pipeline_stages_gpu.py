@@ -1,0 +1,70 @@
+"""How the GPU compiler adds a layer's gradient to its accumulator: `scripts/test --plan` runs this."""
+
+import re
+
+import jax
+import pytest
+
+from meshtrain.config.config import resolve
+from meshtrain.pipeline import stages as ring
+from meshtrain.plan import hlo
+from meshtrain.plan.compile import compile_step
+from meshtrain.plan.topology import open_cluster
+
+pytestmark = pytest.mark.gpu_compiler
+
+# One layer a chunk. No activation has the size of a weight.
+CONFIG = {
+    "batch_size": 8,
+    "sequence_length": 384,
+    "model": {
+        "num_layers": 8,
+        "embed_dim": 512,
+        "mlp_dim": 2048,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "vocab_size": 512,
+        "within_documents": False,
+    },
+    "mesh": {"pipeline": 4, "tensor": 2},
+    "precision": {"policy": "bfloat16"},
+    "remat": {"policy": "selective"},
+    "pipeline": {"schedule": "interleaved_1f1b", "num_microbatches": 8, "num_chunks": 2},
+    "data": {"source": "synthetic"},
+}
+SHAPE = {"data": 1, "pipeline": 4, "fsdp": 1, "tensor": 2}
+
+
+def kernels_in_loops():
+    """Returns the matrices of one layer of a stage, and (number of layers, matrix) of each float32 result in a loop."""
+    step = compile_step(resolve(CONFIG, reads_data=False), SHAPE, open_cluster("h100:1x8"))
+    leaves = jax.tree.leaves(step.assembly.state.params["layers"])
+    matrices = {leaf.sharding.shard_shape(leaf.shape)[2:] for leaf in leaves if leaf.ndim > 3}
+    program = hlo.read(step.text)
+    fused = {line.attribute("calls") for line, _, _ in program.instructions("fusion")}
+    found = []
+    for line, where, runs in program.instructions("fusion", "copy", "convert", "add", "custom-call", "dynamic-slice"):
+        if runs > 1 and where not in fused:
+            for text in re.findall(r"f32\[([\d,]+)\]", line.shape):
+                dims = tuple(size for size in map(int, text.split(",")) if size > 1)
+                found += [(1, dims)] if dims in matrices else []
+                found += [(dims[0], dims[1:])] if dims[1:] in matrices else []
+    return matrices, found
+
+
+def test_one_kernel_adds_a_gradient_and_no_float32_gradient_of_a_layer_stands_beside_it():
+    matrices, found = kernels_in_loops()
+    assert {dims for num_layers, dims in found if num_layers == 2} == matrices, "the sums are added up in loops"
+    assert not [dims for num_layers, dims in found if num_layers == 1]
+
+
+def test_a_gradient_beside_its_accumulator_is_noticed(monkeypatch):
+    """Where the slice that is added has another shape than the one that is written."""
+
+    def in_two_kernels(total, part, place, active):
+        add = lambda total, part: total.at[place].set(ring.take(total, place) + active * part)  # noqa: E731
+        return jax.tree.map(add, total, part)
+
+    monkeypatch.setattr(ring, "add_at", in_two_kernels)
+    _, found = kernels_in_loops()
+    assert [dims for num_layers, dims in found if num_layers == 1]
