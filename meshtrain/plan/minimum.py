@@ -11,7 +11,8 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
               Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product
     tensor    2 (n - 1) / n of A, M times: 4 a layer, one for the look-up and one for the head; 5 a layer where the
               backward pass repeats one of them (Korthikanti et al. 2022): the sum after attention (remat.policy
-              save_attention, full or offload), or, with sequence parallelism, the gathers of both norms (selective, dots)
+              save_attention, full or offload), or, with sequence parallelism, the gathers of both norms (selective or
+              dots)
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
 
 The last two are of a transformer, and need a task that states its width (and for tensor its number of layers).
