@@ -134,8 +134,7 @@ class Attention(nn.Module):
             segments = (jnp.ones_like(slots.filled[:, :1]), slots.filled)
         heads = self._attend(q, k, v, segments, self.causal and slots is None, how, is_global)
         heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
-        # Policies save the results of these. A second name would save the same array twice. They see no kernel of
-        # cuDNN's inside of a branch.
+        # Policies save the results of these, of cuDNN's kernel outside of branches: a name would save an array twice.
         is_saved = how in ("splash", "triton", "blockwise") or (how == "cudnn" and is_global is None)
         heads = heads if is_saved else checkpoint_name(heads, HEADS)
         embed_dim, outer = x.shape[-1], normal(self.output_std)
