@@ -35,7 +35,7 @@ def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Arra
     scattered = _scattered(table, rows, placement)
     summed = tuple(axis for axis in axes if axis not in scattered)
     # The CPU compiler aborts on a bfloat16 psum. The sum is exact in any dtype: all terms but one are 0.
-    wire_dtype = jnp.float32 if placement.platform == "cpu" else table.dtype
+    wire_dtype = jnp.float32 if axes and placement.platform == "cpu" else table.dtype
 
     def look_up_local(table: jax.Array, rows: jax.Array) -> jax.Array:
         local = rows - _index(axes) * table.shape[0]
