@@ -41,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m meshtrain hf", description="Reads and writes Hugging Face folders.", add_help=False
     )
-    parser.add_argument("action", help="config prints a configuration file, import writes a workdir, export a folder")
+    parser.add_argument(
+        "action", nargs="?", help="config prints a configuration file, import writes a workdir, export a folder"
+    )
     parser.add_argument("directory", nargs="?", help="for config and import: the folder")
     parser.add_argument("--to", metavar="DIR", help="for import: the workdir; for export: the folder; new or empty")
     parser.add_argument("--step", type=int, help="for export: of the checkpoint (default: the newest)")
@@ -58,10 +60,11 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
     """Returns one line for each wrong argument."""
     found, action, given = list[str](), arguments.action, arguments.directory
     if action not in ACTIONS:
-        found.append(f"hf: got '{action}'; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
+        got = "nothing" if action is None else f"'{action}'"
+        found.append(f"hf: got {got}; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
     if action == "export" and given is not None:
         found.append(f"hf export: got '{given}'; allowed: --workdir=W --to=DIR; nearest: --to={given}")
-    if action != "export" and (given is None or not is_described(given)):
+    if action not in ("export", None) and (given is None or not is_described(given)):
         what = "nothing" if given is None else what_is_at(expanded(given))
         got = "a folder without config.json of a model" if what == "a folder" else what
         found.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: download one")
@@ -70,7 +73,7 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
             f"--to: got '{arguments.to}' with config, which prints; allowed: none; nearest: hf import DIR --to=W"
         )
     if action in ("import", "export"):
-        found += _target_problems(arguments.to)
+        found += _target_problems(arguments.to, action)
     if arguments.dtype is not None and (action != "export" or arguments.dtype not in export.DTYPES):
         allowed = f"{', '.join(export.DTYPES)}, with export"
         found.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
@@ -79,13 +82,15 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
     return found
 
 
-def _target_problems(to: str | None) -> list[str]:
+def _target_problems(to: str | None, action: str) -> list[str]:
     if not to:
-        return ["--to: got nothing; allowed: a new folder; nearest: --to=runs/imported"]
+        near = "runs/imported" if action == "import" else "models/exported"
+        return [f"--to: got nothing; allowed: a new folder; nearest: --to={near}"]
     target = expanded(to).absolute()
     what = what_is_at(target)
     if what == "a folder" and any(target.iterdir()):
-        return [f"--to: got '{to}', which is not empty; allowed: a new folder; nearest: --to={to}-imported"]
+        near = f"{to.rstrip('/')}-{action}ed"
+        return [f"--to: got '{to}', which is not empty; allowed: a new folder; nearest: --to={near}"]
     return flags.unwritable(target)
 
 

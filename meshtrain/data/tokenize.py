@@ -85,7 +85,8 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
         bad = [word for word in words if not word.isdecimal() or int(word) >= vocab_size]
         if bad:
             raise UserError(
-                f"got '{bad[0]}'; allowed for synthetic data: numbers from 0 to {vocab_size - 1}; nearest: 0"
+                f"got '{bad[0]}'; allowed without a tokenizer: token ids, numbers from 0 to {vocab_size - 1}; "
+                "nearest: 0"
             )
         return [int(word) for word in words]
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.hf import export, files, names
+from meshtrain.hf.config import ADAPTERS_FILE
 from meshtrain.hf.names import Weight
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models.decoder import DecoderOptions
@@ -23,7 +24,7 @@ from meshtrain.models.layers import A, B
 from meshtrain.models.lora import LoraOptions
 from meshtrain.words.files import write_whole
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the model inside of peft's own two modules
 
 
@@ -56,7 +57,7 @@ def write(
 
     export.write_file(folder / WEIGHTS_FILE, shapes, arrays(), dtype)
     stated = _config(modules, adapters, leaves, base)
-    write_whole(folder / CONFIG_FILE, json.dumps(stated, indent=2) + "\n")
+    write_whole(folder / ADAPTERS_FILE, json.dumps(stated, indent=2) + "\n")
     return sum(rows * columns for rows, columns in shapes.values()) * files.READABLE[export.DTYPES[dtype]].itemsize
 
 

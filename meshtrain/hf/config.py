@@ -19,6 +19,7 @@ from meshtrain.words.errors import UserError, unknown
 from meshtrain.words.paths import expanded, what_is_at
 
 CONFIG_FILE = "config.json"
+ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
 # Options that the weights do not depend on; a user may choose them.
 _FREE = ("vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk")
 
@@ -120,6 +121,11 @@ def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Any:
 def _loaded(path: Path) -> dict[str, Any]:
     """Returns the JSON object of a file."""
     if (what := what_is_at(path)) != "a file":
+        if what_is_at(path.with_name(ADAPTERS_FILE)) == "a file":
+            raise UserError(
+                f"{path.parent}: got adapters of the package peft, without the model beneath them; allowed: a folder "
+                f"with {CONFIG_FILE}; nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
+            )
         raise UserError(f"{path}: got {what}; allowed: a file; {PUBLISHED}")
     try:
         given = json.loads(path.read_text(encoding="utf-8"))

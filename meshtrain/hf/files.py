@@ -62,7 +62,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         files = [ONE_FILE]
     elif what_is_at(folder / INDEX_FILE) != "nothing there":
         placed = _index(folder, problems)
-        files = sorted(set(placed.values()))
+        files = sorted(set(placed.values()) - {""})
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
         if not files:
@@ -77,7 +77,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
                 )
             if name not in placed or placed[name] == file:
                 found[name] = stored
-    for name in placed.keys() - found.keys():
+    for name in {name for name, file in placed.items() if file} - found.keys():
         problems.add(f"{folder / INDEX_FILE}: {name}: not in {placed[name]}; allowed: a tensor of that file; {_AGAIN}")
     for name in found.keys() - placed.keys() if placed else ():
         problems.add(f"{found[name].file}: {name}: not in {INDEX_FILE}; allowed: the names of the index; {_AGAIN}")
@@ -104,7 +104,7 @@ def _no_files(folder: Path) -> str:
 
 
 def _index(folder: Path, problems: Problems) -> dict[str, str]:
-    """Returns name -> file of the index, without the entries that are problems."""
+    """Returns name -> file of the index; '' where the entry is a problem."""
     path = folder / INDEX_FILE
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def _index(folder: Path, problems: Problems) -> dict[str, str]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         problems.add(f"{path}: not an index ({error}); allowed: a JSON object with weight_map, name -> file; {_AGAIN}")
         return {}
-    placed, missing = dict[str, str](), set[str]()
+    placed, missing = dict.fromkeys(listed, ""), set[str]()
     for name, file in listed.items():
         if not isinstance(file, str) or not _is_plain(file):
             problems.add(f"{path}: {name}: got {str(file)[:200]!r}; allowed: a file's name in this folder; {_AGAIN}")

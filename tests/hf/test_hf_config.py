@@ -288,6 +288,14 @@ def test_a_folder_is_told_from_a_workdir(tmp_path):
     assert is_described(tmp_path), "its config.json is missing, and that is the line to print"
 
 
+def test_adapters_without_their_model_are_named(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(
+        UserError, match=r"got adapters of the package peft, without the model beneath them; allowed: a "
+    ):
+        described(tmp_path)
+
+
 def test_options_that_compute_something_else_are_named():
     theirs = described(FIXTURES / "llama").options
     ours = DecoderOptions(**{**vars(theirs), "rope_base": 5.0, "dropout_rate": 0.1, "init_std": 0.5, "head_dim": 0})

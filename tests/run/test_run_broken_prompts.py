@@ -87,7 +87,7 @@ MODELS = {
     ),
     "a prompt of no number": (
         ("data.source=synthetic", "data.path=", "model.vocab_size=50"), ["--prompt=1 two"],
-        ["--prompt: got 'two'; allowed for synthetic data: numbers from 0 to 49; nearest: 0"],
+        ["--prompt: got 'two'; allowed without a tokenizer: token ids, numbers from 0 to 49; nearest: 0"],
     ),
     "a prompt without tokens": (
         ("data.source=synthetic", "data.path=", "model.vocab_size=50"), ["--prompt= "],

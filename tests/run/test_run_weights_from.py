@@ -112,8 +112,14 @@ def test_wrong_words_are_refused_together(tmp_path):
         f"{tmp_path}: got a folder without",
     ]
     assert [line[: len(begin)] for line, begin in zip(error.value.problems, starts, strict=True)] == starts
-    with pytest.raises(UserError, match="--to: got nothing; allowed: a new folder"):
-        hugging_face.main(["import", str(LLAMA)])
+    for words, line in (
+        (["import", str(LLAMA)], "--to: got nothing; allowed: a new folder; nearest: --to=runs/imported"),
+        (["export"], "--to: got nothing; allowed: a new folder; nearest: --to=models/exported"),
+        ([], "hf: got nothing; allowed: config, import, export; nearest: hf config DIR"),
+    ):
+        with pytest.raises(UserError) as error:
+            hugging_face.main(words)
+        assert error.value.problems == (line,)
 
 
 def test_a_folder_has_no_steps():
