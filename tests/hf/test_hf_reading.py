@@ -77,8 +77,24 @@ def test_logits_of_one_token_after_the_other_are_the_same(name, shape):
     np.testing.assert_allclose(got, expected[:, given - 1 :], rtol=0, atol=TOLERANCE)
 
 
+class Bar:
+    """What a bar is told."""
+
+    def __init__(self, **options):
+        self.options, self.counts = options, []
+        self.update = self.counts.append
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
 def test_a_host_makes_one_shard_at_a_time(monkeypatch):
     """Its buffers are as large as a shard, and each is on its devices before the next one is made."""
+    bars = []
+    monkeypatch.setattr(reading, "tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
     opened = folder.opened(FIXTURES / "llama")
     sharding = jax.sharding.NamedSharding(jax.make_mesh((4, 2), ("x", "y")), jax.P(None, "x", "y"))
     shape = (2, 32, 48)
@@ -89,6 +105,8 @@ def test_a_host_makes_one_shard_at_a_time(monkeypatch):
     monkeypatch.setattr(reading, "_problems", lambda *_: [])  # the other leaves are left out
     up = reading.read(opened, tree)["layers"]["mlp"]["up"]
     assert made == [(2, 8, 24)] * 8
+    [bar] = bars
+    assert (bar.options["unit"], bar.options["total"], bar.counts) == ("B", up.nbytes, [up.nbytes // 8] * 8)
     assert up.sharding == sharding
     tensors = reading.files.opened(opened.stored)
     want = np.stack([tensors[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])
