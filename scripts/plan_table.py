@@ -37,7 +37,8 @@ def line(name: str, cluster: str) -> str:
     assert mfu
     # For the pipeline the executor's own formula, since idle rows send too, and the vocabulary is split over stages.
     least = dict(plan.minimum) | ({"pipeline": plan.executor_bytes} if plan.executor_bytes else {})
-    ratios = (f"{axis} {report.sent_along(plan, axis) / bound:.2f}" for axis, bound in least.items() if bound)
+    ratios = {axis: report.sent_along(plan, axis) / bound for axis, bound in least.items() if bound}
+    ratios |= report.working_ratios(plan)
     cells = (
         f"`{name}`",
         f"`{cluster}`",
@@ -45,7 +46,7 @@ def line(name: str, cluster: str) -> str:
         format_bytes(stats.arguments_bytes),
         format_bytes(stats.peak_bytes),
         f"{format_bytes(memory.capacity_bytes or 0)}: {report.VERDICTS[memory.fits]}",
-        ", ".join(ratios),
+        ", ".join(f"{axis} {ratio:.2f}" for axis, ratio in ratios.items()),
         f"{timing.low_seconds:.3g} to {timing.high_seconds:.3g} s",
         f"{mfu[0]:.0%} to {mfu[1]:.0%}",
     )
