@@ -26,6 +26,7 @@ from meshtrain.data.own import Data
 from meshtrain.data.sources import READ_BY_FILE
 from meshtrain.data.tokenize import Tokenizer
 from meshtrain.data.whole_files import open_whole
+from meshtrain.hf.config import is_described
 from meshtrain.launch import peers
 from meshtrain.layout.mesh import describe
 from meshtrain.run.evaluate import first_examples, means, summed
@@ -193,7 +194,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(as_json(found, total, str(arguments.workdir), weights.step))
     else:
-        print(f"step {weights.step} of {arguments.workdir} on {describe(assembly.mesh)}\n")
+        what = "" if is_described(arguments.workdir) else f"step {weights.step} of "  # a folder has no steps
+        print(f"{what}{arguments.workdir} on {describe(assembly.mesh)}\n")
         print(table(found, total, assembly.task.unit))
     return 0
 

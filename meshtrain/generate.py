@@ -30,6 +30,7 @@ from meshtrain.words.paths import is_utf8, target_problems
 
 MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
 MAX_TOKENS, MAX_SAMPLES, MAX_SEED, MAX_STEP = 1_000_000, 100_000, 2**32 - 1, 10**12
+_SHOWN = 60  # characters of a prompt in a title
 DEFAULT_PROMPT, DEFAULT_TOKENS, DEFAULT_TEMPERATURE = "def ", 200, 0.8
 
 
@@ -136,11 +137,16 @@ def write(path: str, lines: Sequence[str]) -> None:
 
 
 def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> list[str]:
-    """Returns what is printed before each text: a title where there are several, and the prompt that it continues."""
+    """Returns what is printed before each text: a title where there are several, and the prompt that it continues.
+
+    The title of an answer has its prompt, shortened.
+    """
     heads = []
     for index, prompt in enumerate(prompts, start=1):
+        line = " ".join(prompt.text.split())
+        asked = "" if continues else f": {line if len(line) <= _SHOWN else f'{line[:_SHOWN]}...'}"
         for sample in range(1, num_samples + 1):
-            title = f"prompt {index} of {len(prompts)}, sample {sample} of {num_samples}"
+            title = f"prompt {index} of {len(prompts)}, sample {sample} of {num_samples}{asked}"
             several = len(prompts) * num_samples > 1
             heads.append((f"--- {title}\n" if several else "") + (prompt.text if continues else ""))
     return heads

@@ -178,6 +178,14 @@ AROUND: tuple[Mutant, ...] = (
         ("plan/test_plan_hlo.py::test_each_syntax_of_replica_groups",),
     ),
     Mutant(
+        "always doubled",
+        "plan/changes.py",
+        "times_as_many(config, shape, held)\n",
+        "2\n",
+        "plan suggests twice as many microbatches, however far the step is from fitting",
+        ("plan/test_plan_cpu.py::test_microbatches_are_as_many_as_the_temporaries_need[73-3338-128]",),
+    ),
+    Mutant(
         "peak of bfloat16",
         "plan/planner.py",
         "peak = peak_flops_per_second(accelerator.device_kinds[0], dtype)",

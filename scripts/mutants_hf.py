@@ -51,4 +51,12 @@ HF: tuple[Mutant, ...] = (
         "the adapter of GPT-2's values is written for its keys where these have none",
         ("hf/test_hf_adapters.py::test_merged_matrices_are_the_base_plus_the_products_of_peft[some of gpt2]",),
     ),
+    Mutant(
+        "template left behind",
+        "config/of_folder.py",
+        "DataOptions(tokenizer=str(folder))",
+        "DataOptions(tokenizer=str(folder / TOKENIZER_FILE))",
+        "the configuration of a Hugging Face folder has its tokenizer without its chat template",
+        ("run/test_run_weights_from.py::test_a_folder_brings_its_tokenizer_and_its_chat_template",),
+    ),
 )

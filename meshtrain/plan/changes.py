@@ -56,10 +56,10 @@ def times_as_many(config: Config, shape: Mapping[str, int], held: Memory | None)
       shape: its mesh.
       held: its memory; None: not known.
     """
-    if held is None or held.compiler is None or held.margin_bytes is None:
+    if held is None or held.compiler is None or held.capacity_bytes is None:
         return 2
     temporary = held.compiler.temporary_bytes
-    room = held.margin_bytes + temporary
+    room = held.capacity_bytes - held.compiler.arguments_bytes
     sequences = config.batch_size // (math.prod(shape[axis] for axis in batch_axes()) * num_microbatches(config, shape))
     divisors = [number for number in range(2, sequences + 1) if sequences % number == 0]
     return next((by for by in divisors if (temporary + held.uncertainty_bytes) / by <= room), max(divisors, default=2))

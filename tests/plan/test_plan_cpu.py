@@ -297,8 +297,8 @@ GIB = 1 << 30
     ("capacity", "temporary", "times"), [(73, 50, 2), (73, 3338, 128), (73, 9000, 256), (30, 50, 256), (None, 50, 2)]
 )
 def test_microbatches_are_as_many_as_the_temporaries_need(capacity, temporary, times, small):
-    """With 33 GiB of arguments and 256 sequences on each device."""
-    stats = Statistics(33 * GIB, temporary * GIB, 0, 0, (33 + temporary) * GIB, 0)
+    """With 33 GiB of arguments, most of which are not alive at the peak, and 256 sequences on each device."""
+    stats = Statistics(33 * GIB, temporary * GIB, 0, 0, (2 + temporary) * GIB, 0)
     most = capacity and capacity * GIB
     held = Memory(33 * GIB, 0, 0, 0, 0, stats, 0, 0, None, most, temporary * GIB // 10, (), (), fits=False)
     shape = {"data": 1, "pipeline": 1, "fsdp": 8, "tensor": 1}

@@ -8,6 +8,7 @@ import pytest
 from meshtrain import generate
 from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
+from meshtrain.generation.prompts import Prompt
 from meshtrain.models.entry import Entry
 from meshtrain.models.task import Task
 from meshtrain.run.opened import open_data
@@ -58,6 +59,15 @@ def test_chat_asks_what_the_template_writes(tuned, tmp_path, capsys):
     capsys.readouterr()
     assert generate.main([*words, "--chat", "--prompt=5"]) == 0
     assert capsys.readouterr().out == answers[0]["text"] + "\n", "the answer alone"
+
+
+def test_each_answer_stands_under_its_question():
+    prompts = [Prompt("f(x,\n  y)", "--prompt"), Prompt("g" * 99, "--prompt")]
+    assert generate._heads(prompts, 1, continues=False) == [
+        "--- prompt 1 of 2, sample 1 of 1: f(x, y)\n",
+        f"--- prompt 2 of 2, sample 1 of 1: {'g' * 60}...\n",
+    ]
+    assert generate._heads(prompts[:1], 1, continues=False) == [""]
 
 
 REFUSED = {

@@ -146,4 +146,6 @@ def test_a_folder_generates_and_is_evaluated_as_a_workdir(capsys):
     assert generate.main([*words, f"--prompt={prompt}", "--num-tokens=1", "--temperature=0"]) == 0
     assert capsys.readouterr().out.split() == [*prompt.split(), str(expected[0, -1].argmax())]
     assert evaluate.main([*words, "--config.num_eval_batches=1"]) == 0
-    assert "loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith(f"{LLAMA} on one device")
+    assert "loss" in said
