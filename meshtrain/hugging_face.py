@@ -63,11 +63,14 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
         got = "nothing" if action is None else f"'{action}'"
         found.append(f"hf: got {got}; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
     if action == "export" and given is not None:
-        found.append(f"hf export: got '{given}'; allowed: --workdir=W --to=DIR; nearest: --to={given}")
+        near = f"--workdir={given}" if arguments.to else f"--to={given}"
+        found.append(f"hf export: got '{given}'; allowed: --workdir=W --to=DIR; nearest: {near}")
     if action not in ("export", None) and (given is None or not is_described(given)):
         what = "nothing" if given is None else what_is_at(expanded(given))
         got = "a folder without config.json of a model" if what == "a folder" else what
-        found.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: download one")
+        is_run = given is not None and what_is_at(expanded(given) / CHECKPOINTS) == "a folder"
+        near = f"`hf export --workdir={given} --to=DIR` makes one" if is_run else "download one"
+        found.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: {near}")
     if action == "config" and arguments.to is not None:
         found.append(
             f"--to: got '{arguments.to}' with config, which prints; allowed: none; nearest: hf import DIR --to=W"

@@ -112,9 +112,14 @@ def test_wrong_words_are_refused_together(tmp_path):
         f"{tmp_path}: got a folder without",
     ]
     assert [line[: len(begin)] for line, begin in zip(error.value.problems, starts, strict=True)] == starts
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    makes = f"`hf export --workdir={tmp_path / 'run'} --to=DIR` makes one"
+    with pytest.raises(UserError, match=f"allowed: a Hugging Face folder; nearest: {makes}"):
+        hugging_face.main(["config", str(tmp_path / "run")])
     for words, line in (
         (["import", str(LLAMA)], "--to: got nothing; allowed: a new folder; nearest: --to=runs/imported"),
         (["export"], "--to: got nothing; allowed: a new folder; nearest: --to=models/exported"),
+        (["export", "W", "--to=new"], "hf export: got 'W'; allowed: --workdir=W --to=DIR; nearest: --workdir=W"),
         ([], "hf: got nothing; allowed: config, import, export; nearest: hf config DIR"),
     ):
         with pytest.raises(UserError) as error:
