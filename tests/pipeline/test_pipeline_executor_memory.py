@@ -30,8 +30,7 @@ def temporary_bytes(schedule, num_microbatches, num_chunks=1, policy="none"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("schedule, num_chunks", [("1f1b", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("schedule, num_chunks, policy", [("1f1b", 1, "none"), ("interleaved_1f1b", 2, "full")])
 def test_memory_is_the_same_at_8_and_128_microbatches(schedule, num_chunks, policy):
     few, many = (temporary_bytes(schedule, number, num_chunks, policy) for number in (8, 128))
     assert many == pytest.approx(few, rel=0.01)

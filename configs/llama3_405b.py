@@ -1,0 +1,56 @@
+"""Llama 3 405B (Grattafiori et al. 2024): data 128 x pipeline 14 x tensor 8.
+
+Purpose: nine chunks of one layer on each of 14 stages, since 2 is the largest power of two that divides 126 layers; ZeRO
+  level 1; 14.7 M tokens a step.
+Parameters: 405,853,388,800 (405.9 B).
+Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Time: not known.
+Hardware: 14,336 H100 of 80 GB.
+Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+  --config.data.source=tokens --config.data.path='TOKENS/*.bin'
+Command: python -m meshtrain train --config=configs/llama3_405b.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration."""
+    config = default()
+    config.mesh.data = 128
+    config.mesh.pipeline = 14
+    config.mesh.tensor = 8
+    config.layout.sequence_parallel = True
+    config.zero.level = 1
+    config.pipeline.schedule = "interleaved_1f1b"
+    config.pipeline.num_microbatches = 14
+    config.pipeline.num_chunks = 9
+    config.num_steps = 1_062_000
+    config.batch_size = 1792
+    config.sequence_length = 8192
+    config.eval_every = 1000
+    # Up to 139 layers wait on a stage: their inputs fit, with `selective` 46 GiB would wait.
+    config.remat.policy = "full"
+    config.model.num_layers = 126
+    config.model.embed_dim = 16384
+    config.model.mlp_dim = 53248
+    config.model.num_heads = 128
+    config.model.num_kv_heads = 8
+    # The vocabulary is split over 14 stages x 8 tensor devices.
+    config.model.vocab_multiple = 112
+    config.model.vocab_size = 128256
+    config.model.rope_base = 500_000.0
+    # A mask for documents would cost the fused attention kernels their advantage in memory.
+    config.model.within_documents = False
+    config.learning_rate.peak = 8e-5
+    config.learning_rate.warmup_steps = 8000
+    config.precision.policy = "bfloat16"
+    config.precision.reduce_dtype = "bfloat16"
+    config.optimizer.beta2 = 0.95
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.clip_norm = 1.0
+    config.data.source = "synthetic"
+    config.checkpoint.every = 1000
+    return config
