@@ -90,7 +90,7 @@ def held_text(bytes_held: Held) -> str:
 
 
 def stages_text(assembly: Assembly) -> list[str]:
-    """Returns a line for the schedule, for each stage, and for what is recomputed; none without a pipeline."""
+    """Returns a line for the schedule, for each stage, and for what waits; none without a pipeline."""
     program, stages = assembly.program, assembly.task.stages
     if program is None or stages is None:
         return []
@@ -103,9 +103,10 @@ def stages_text(assembly: Assembly) -> list[str]:
         held = layers_of_stage(stage, schedule.num_stages, stages.num_layers, schedule.num_chunks)
         ranges = ", ".join(f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}" for part in held)
         lines.append(f"stage {stage:<6} layers {ranges}; {share}")
-    policy = assembly.config.remat.policy
-    inner = "nothing more" if policy in ("none", "full") else f"what '{policy}' says, a third time"
-    lines.append(f"recomputed   each stage once from its input, in its backward row; inside a layer {inner}")
+    layers, policy = stages.num_layers // (schedule.num_stages * schedule.num_chunks), assembly.config.remat.policy
+    most = f"at most {program.num_kept_slots} microbatches x chunks on a stage"
+    each = "1 layer" if layers == 1 else f"{layers} layers"
+    lines.append(f"kept         for backward rows: residuals of {most}, {each} each (remat.policy={policy})")
     return lines
 
 
