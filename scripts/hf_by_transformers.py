@@ -25,7 +25,7 @@ from meshtrain.words import flags
 from meshtrain.words.errors import run
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "hf" / "fixtures"
-ADAPTED = ("gpt2", "llama", "llama-tied-headdim", "qwen3")
+ADAPTED = ("gemma3", "gpt2", "llama", "llama-tied-headdim", "qwen3")
 BOUND = 1e-4
 LENGTH = 24  # tokens of a text
 QUIET = (
