@@ -156,7 +156,11 @@ class Decoder:
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, no metrics)."""
         x = self.first(params, batch, rng, train)
-        y, _ = self.repeated(params["layers"], x, batch, rng, 0, train, remat=remat)
+        # The backward pass gathers from what the gather read. If layers cast their own slices, that would be an output
+        # of the forward loop, and XLA would run the whole loop once more to gather the slices early.
+        is_cast_first = train and remat.policy == "none" and self.placement.gathers_weights
+        layers = self.cast(params["layers"]) if is_cast_first else params["layers"]
+        y, _ = self.repeated(layers, x, batch, rng, 0, train, remat=remat)
         return self.last(params, y, batch)
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
