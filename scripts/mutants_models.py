@@ -139,6 +139,14 @@ MODELS: tuple[Mutant, ...] = (
         ("models/test_models_head.py::test_a_mesh_changes_no_number_and_reduces_the_weight_once[fsdp4-tensor2]",),
     ),
     Mutant(
+        "layers cast their own slices",
+        "models/remat.py",
+        'return placement.gathers_weights and (options.policy == "none" or options.every > 1)',
+        "return False",
+        "weights in their compute dtype are outputs of the forward loop",
+        ("models/test_models_gathered.py::test_the_forward_loop_hands_on_no_weight_in_the_compute_dtype",),
+    ),
+    Mutant(
         "small gradients of chunks",
         "models/head.py",
         "FLOAT16_SCALE = 2.0**12",

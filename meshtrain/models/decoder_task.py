@@ -33,7 +33,7 @@ from meshtrain.models.decoder import (
     slots_of,
 )
 from meshtrain.models.entry import Entry
-from meshtrain.models.remat import RematOptions
+from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
 
 NOTHING_AGAIN = RematOptions("none")
@@ -156,10 +156,7 @@ class Decoder:
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
         """Returns (sum of cross-entropies over targets, number of targets, no metrics)."""
         x = self.first(params, batch, rng, train)
-        # The backward pass gathers from what the gather read. If layers cast their own slices, that would be an output
-        # of the forward loop, and XLA would run the whole loop once more to gather the slices early.
-        is_cast_first = train and remat.policy == "none" and self.placement.gathers_weights
-        layers = self.cast(params["layers"]) if is_cast_first else params["layers"]
+        layers = self.cast(params["layers"]) if train and casts_first(remat, self.placement) else params["layers"]
         y, _ = self.repeated(layers, x, batch, rng, 0, train, remat=remat)
         return self.last(params, y, batch)
 

@@ -60,6 +60,15 @@ def checkpoint_policy(name: str, placement: Placement) -> Callable[..., Any] | N
     )
 
 
+def casts_first(options: RematOptions, placement: Placement) -> bool:
+    """Returns whether all layers are cast to their compute dtypes before the loop over them.
+
+    Layers that save all but gathered weights save what the gather reads. If layers cast their own slices, that is an
+    output of the forward loop, and XLA runs the whole loop a second time to gather the first of the slices early.
+    """
+    return placement.gathers_weights and (options.policy == "none" or options.every > 1)
+
+
 def _activations(name: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     if name == "save_attention":

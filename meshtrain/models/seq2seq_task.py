@@ -30,7 +30,7 @@ from meshtrain.models.decode import Cache, Decode
 from meshtrain.models.decoder import layer_stack, run_layers
 from meshtrain.models.entry import Entry
 from meshtrain.models.exact_match import exact_match
-from meshtrain.models.remat import RematOptions
+from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.seq2seq import (
     SOURCE,
     TARGET,
@@ -153,6 +153,7 @@ class Seq2Seq:
           remat: what the backward pass recomputes.
         """
         layers, place, dtype = params["layers"], self.placement, self.dtype
+        layers = self.cast(layers) if train and casts_first(remat, place) else layers
         indices = jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         x = run_layers(self.options, layers, x, indices, given, place, dtype, train, remat, Layer)
         y: Any = End(self.options, place).apply(params_of(params, "end"), x)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
@@ -11,6 +12,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
+from meshtrain.step.precision import PrecisionOptions
 
 NUM_LAYERS, EMBED, MLP = 8, 128, 512
 # Few tokens and wide weights: what is kept of activations is little beside one layer's weights.
@@ -45,3 +47,25 @@ def test_only_shard_grad_op_keeps_whole_weights(policy, mesh):
     sharded = temporary_bytes(ZeroOptions(level=3 if "data" in mesh else 0), policy, mesh)
     kept = temporary_bytes(ZeroOptions(strategy="shard_grad_op"), policy, mesh)
     assert kept - sharded > 0.8 * WEIGHTS_BYTES
+
+
+def scans(jaxpr):
+    """All scans of a jaxpr, those inside of calls and of other loops included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, ClosedJaxpr | Jaxpr):
+                    yield from scans(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
+
+
+def test_the_forward_loop_hands_on_no_weight_in_the_compute_dtype():
+    """XLA would run it twice, once to gather such an output early for the backward loop."""
+    config = dataclasses.replace(CONFIG, precision=PrecisionOptions("bfloat16"), accumulation_steps=2, batch_size=16)
+    assembly = assemble(config, dict.fromkeys(AXES, 1) | {"fsdp": 8}, jax.devices())
+    jaxpr = assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr
+    forward = [scan for scan in scans(jaxpr) if scan.params["length"] == NUM_LAYERS and not scan.params["reverse"]]
+    shapes = [var.aval.shape for scan in forward for var in scan.outvars]
+    assert (NUM_LAYERS, 8, 8, MLP) in shapes, "the activations of the mlp are saved"
+    assert not {(NUM_LAYERS, EMBED, MLP), (NUM_LAYERS, MLP, EMBED)} & set(shapes)
