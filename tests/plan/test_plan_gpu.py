@@ -295,8 +295,8 @@ def test_sequence_parallelism_needs_a_third_less_room_for_temporaries():
     # Eight sequences, so that activations are what most of it is, and not the sums of gradients.
     whole = llama_on(mesh={"tensor": 8})
     split = planned("h100:1x8", dataclasses.replace(whole, layout=LayoutOptions(sequence_parallel=True)))
-    # Eleven gathers and scatters a layer with `full`, two each for look-up and head. A compiler that gathers for the next
-    # layer early repeats the scatter before that gather: twelve.
+    # Eleven gathers and scatters a layer with `full`, two each for look-up and head. A compiler that gathers for the
+    # next layer early repeats the scatter before that gather: twelve.
     one = 7 / 8 * 8 * 8192 * 4096 * 2
     assert 0.99 * (11 * 32 + 4) * one < report.sent_along(split, "tensor") < 1.01 * (12 * 32 + 4) * one
     assert gathered_twice(compiling.program_of(split.compiled)) == []
