@@ -17,7 +17,13 @@ from meshtrain.plan.waiting import waiting_for
 from meshtrain.words.errors import run
 from meshtrain.words.tables import format_bytes
 
-LARGE = ("llama3_8b=h100:8x8", "llama3_70b=a100:256x8", "gpt3_175b=a100:512x8", "mtnlg_530b=a100:560x8")
+LARGE = (
+    "llama3_8b=h100:8x8",
+    "llama3_70b=a100:256x8",
+    "gpt3_175b=a100:512x8",
+    "llama3_405b=h100:1792x8",
+    "mtnlg_530b=a100:560x8",
+)
 HEADER = (
     "| configuration | cluster | mesh | held | peak | of | sent over the least | step, modelled | MFU, modelled |",
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
