@@ -52,7 +52,7 @@ from meshtrain.step.placed import (
     reshaper,
     shardings,
 )
-from meshtrain.step.precision import as_stored, compute_name, reduce_dtype
+from meshtrain.step.precision import as_stored, compute_name, in_fp8, product_name, reduce_dtype
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
 from meshtrain.step.step import Update, eval_step, late_update, train_step, weight_update, with_sequence_index
 from meshtrain.words.errors import UserError
@@ -129,7 +129,7 @@ def assemble(
     mesh = make_mesh(shape, devices)
     level = config.zero.effective_level
     rules = zero.rules_of_level(rules or default_rules(config.layout), level)
-    placement = Placement(rules, mesh, config.zero.keeps_gathered)
+    placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
     task = (make_task or find(config.task))(config, placement)
     task = dataclasses.replace(task, loss=checked_loss(task.loss))
     entries_of_batch = entries(task, config.batch_size)
@@ -369,12 +369,12 @@ def _compiled(name: str, lowered: Any) -> Any:
 
 
 def throughput_of(assembly: Assembly) -> Throughput:
-    """Returns the quantities of throughput: units in a step, model FLOPs a unit, peak FLOP/s in the compute dtype."""
+    """Returns the quantities of throughput: units in a step, model FLOPs a unit, peak FLOP/s of products."""
     task, device = assembly.task, assembly.mesh.devices.flat[0]
     return Throughput(
         unit=task.unit,
         units_per_step=task.num_units,
         flops_per_unit=task.flops_per_token,
         num_devices=assembly.mesh.size,
-        peak_flops_per_second=peak_flops_per_second(device.device_kind, compute_name(assembly.config.precision)),
+        peak_flops_per_second=peak_flops_per_second(device.device_kind, product_name(assembly.config.precision)),
     )

@@ -22,7 +22,7 @@ from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.optim import moments, trainable
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
-from meshtrain.step.precision import PrecisionOptions, compute_name
+from meshtrain.step.precision import PrecisionOptions, compute_name, in_fp8
 from meshtrain.words.errors import UserError
 from meshtrain.words.numbers import nearest_divisor, nearest_multiple
 
@@ -90,6 +90,11 @@ def convnet(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       mesh_shape: the size of each mesh axis; which of them the task runs on is checked for all tasks alike.
     """
     options, found = config.model, sources(config, IMAGES, "images")
+    if in_fp8(config.precision):
+        found.append(
+            "precision.policy: got fp8 with task=convnet, whose convolutions have no 8-bit form; allowed: float32, "
+            "bfloat16, float16; nearest: precision.policy=bfloat16"
+        )
     if options.filters % options.num_groups:
         found.append(
             f"model.num_groups: got {options.num_groups}; allowed: a divisor of model.filters = {options.filters}; "
@@ -252,6 +257,11 @@ def local_steps(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
         found.append(
             f"zero.level: got {config.zero.effective_level} with local_steps.period = {period}, where each group along "
             "data has weights of its own; allowed: 0, and fsdp to split them; nearest: zero.level=0"
+        )
+    if in_fp8(config.precision):
+        found.append(
+            f"precision.policy: got fp8 with local_steps.period = {period}, where a tensor's maximum would be that "
+            "of all groups; allowed: float32, bfloat16, float16; nearest: precision.policy=bfloat16"
         )
     if config.offload.moments:
         found.append(

@@ -17,6 +17,8 @@ class Accelerator:
       bfloat16_flops_per_second: dense matrix multiplications of bfloat16 inputs; float16 has the same peak on GPUs.
       float32_flops_per_second: dense matrix multiplications of float32 inputs rounded to TF32, which is what XLA does
         on NVIDIA GPUs by default; None if none is published (a TPU multiplies float32 in passes of bfloat16).
+      float8_flops_per_second: dense matrix multiplications of two 8-bit floats; None where there are none or no peak
+        is published.
       memory_bytes: device memory.
       memory_bytes_per_second: reads and writes of device memory together.
       num_links: fast links of one device (NVLink to the switch, ICI to the neighbours in the torus).
@@ -30,6 +32,7 @@ class Accelerator:
     device_kinds: tuple[str, ...]
     bfloat16_flops_per_second: float
     float32_flops_per_second: float | None
+    float8_flops_per_second: float | None
     memory_bytes: int
     memory_bytes_per_second: float
     num_links: int
@@ -48,6 +51,7 @@ ACCELERATORS = (
         device_kinds=("NVIDIA A100-SXM4-80GB",),
         bfloat16_flops_per_second=312e12,
         float32_flops_per_second=156e12,
+        float8_flops_per_second=None,
         memory_bytes=85_100_068_864,
         memory_bytes_per_second=2.039e12,
         num_links=12,
@@ -60,6 +64,7 @@ ACCELERATORS = (
         device_kinds=("NVIDIA H100 80GB HBM3",),
         bfloat16_flops_per_second=989.4e12,
         float32_flops_per_second=494.7e12,
+        float8_flops_per_second=1978.9e12,
         memory_bytes=84_942_979_072,
         memory_bytes_per_second=3.352e12,
         num_links=18,
@@ -72,6 +77,7 @@ ACCELERATORS = (
         device_kinds=("NVIDIA H200", "NVIDIA H200 141GB HBM3e"),
         bfloat16_flops_per_second=989.4e12,
         float32_flops_per_second=494.7e12,
+        float8_flops_per_second=1978.9e12,
         memory_bytes=151_397_597_184,
         memory_bytes_per_second=4.8e12,
         num_links=18,
@@ -84,6 +90,7 @@ ACCELERATORS = (
         device_kinds=("NVIDIA B200",),
         bfloat16_flops_per_second=2250e12,
         float32_flops_per_second=1100e12,
+        float8_flops_per_second=4500e12,
         memory_bytes=191_514_411_008,
         memory_bytes_per_second=7.672e12,
         num_links=18,
@@ -97,6 +104,7 @@ ACCELERATORS = (
         device_kinds=("TPU v4",),
         bfloat16_flops_per_second=275e12,
         float32_flops_per_second=None,
+        float8_flops_per_second=None,
         memory_bytes=32 * 2**30,
         memory_bytes_per_second=1.2e12,
         num_links=6,
@@ -109,6 +117,7 @@ ACCELERATORS = (
         device_kinds=("TPU v5 lite", "TPU v5e"),
         bfloat16_flops_per_second=197e12,
         float32_flops_per_second=None,
+        float8_flops_per_second=None,
         memory_bytes=16 * 2**30,
         memory_bytes_per_second=819e9,
         num_links=4,
@@ -121,6 +130,7 @@ ACCELERATORS = (
         device_kinds=("TPU v5", "TPU v5p"),
         bfloat16_flops_per_second=459e12,
         float32_flops_per_second=None,
+        float8_flops_per_second=None,
         memory_bytes=95 * 2**30,
         memory_bytes_per_second=2.765e12,
         num_links=6,
@@ -133,6 +143,7 @@ ACCELERATORS = (
         device_kinds=("TPU v6 lite", "TPU v6e"),
         bfloat16_flops_per_second=918e12,
         float32_flops_per_second=None,
+        float8_flops_per_second=None,
         memory_bytes=32 * 2**30,
         memory_bytes_per_second=1.64e12,
         num_links=4,
@@ -158,14 +169,16 @@ def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:
 
     Args:
       device_kind: what `jax.Device.device_kind` says.
-      dtype: the dtype of the inputs: "bfloat16", "float16" or "float32". No peak is known for others, nor for float16
-        on a TPU, which does not multiply it natively.
+      dtype: the dtype of the inputs: "bfloat16", "float16", "float32", or "fp8" for two 8-bit floats. No peak is known
+        for others, nor for float16 on a TPU, which does not multiply it natively.
     """
     accelerator = find(device_kind)
     if accelerator is None:
         return None
     if dtype == "float32":
         return accelerator.float32_flops_per_second
+    if dtype == "fp8":
+        return accelerator.float8_flops_per_second
     is_native = dtype == "bfloat16" or (dtype == "float16" and not device_kind.startswith("TPU"))
     return accelerator.bfloat16_flops_per_second if is_native else None
 

@@ -27,25 +27,30 @@ class Placement:
       mesh: the mesh; None exactly where `rules` is None.
       keeps_gathered: whether a weight gathered in the forward pass is a residual of the backward pass. Otherwise the
         backward pass gathers it again, whatever `remat.policy` is.
+      in_fp8: whether the operands of products with the weights of layers are 8-bit floats (`models/fp8.py`).
     """
 
     rules: Rules | None
     mesh: Mesh | None
     keeps_gathered: bool = False
+    in_fp8: bool = False
 
     @classmethod
     def nowhere(cls) -> "Placement":
         """Returns the placement of one device: each function is the identity."""
         return cls(None, None)
 
-    def keeping_whole(self, names: Sequence[str]) -> "Placement":
-        """Returns this placement with rules that keep these logical axes of activations whole."""
+    def of_tokens(self, names: Sequence[str]) -> "Placement":
+        """Returns this placement with these logical axes of activations kept whole, and products in 16 bits.
+
+        It is that of single tokens. Their products wait for weights, which 8-bit operands would make no shorter.
+        """
         if self.rules is None:
-            return self
+            return dataclasses.replace(self, in_fp8=False)
         entries = tuple(
             dataclasses.replace(rule, activations=()) if rule.name in names else rule for rule in self.rules.entries
         )
-        return dataclasses.replace(self, rules=dataclasses.replace(self.rules, entries=entries))
+        return dataclasses.replace(self, rules=dataclasses.replace(self.rules, entries=entries), in_fp8=False)
 
     def activation(self, x: jax.Array, names: Names) -> jax.Array:
         """Returns `x` constrained to its sharding by the rules; `names` has a logical axis or None for each dim.
@@ -141,6 +146,17 @@ class Placement:
         if self.rules is None or primitive.name != "sharding_constraint" or not self.gathers_weights:
             return False
         return not set(axes_in(params["sharding"].spec)) & set(self.rules.storage_axes)
+
+    def largest(self, value: jax.Array) -> jax.Array:
+        """Returns the largest of a number that each shard of the batch has, where axes that split the batch are manual.
+
+        The partitioner takes maxima over all other axes, but a pipeline's: its stages compute different layers.
+        """
+        if self.rules is None or self.mesh is None:
+            return value
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        over = tuple(axis for axis in self.rules.activations["batch"] if axis in manual and self.mesh.shape[axis] > 1)
+        return jax.lax.pmax(value, over) if over else value
 
     def size(self, axes: Sequence[str]) -> int:
         """Returns the product of the sizes of mesh axes."""

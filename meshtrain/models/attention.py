@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
 from meshtrain.models import blockwise, splash, triton
+from meshtrain.models.fp8 import product
 from meshtrain.models.implementation import GPU, Case, chosen
 from meshtrain.models.layers import Norm, adapted, capped, normal, rotate, weight
 from meshtrain.models.remat import HEADS, QKV
@@ -140,7 +141,7 @@ class Attention(nn.Module):
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (self.num_heads, self.head_dim, embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
-        result = jax.lax.dot_general(heads, output, (((2, 3), (0, 1)), ((), ())))
+        result = product(heads, output, self.placement)
         result = adapted(self, "output", heads, result, axes, self.placement, self.dtype)
         result = self.placement.cotangent(result, ("batch", "sequence", "embed"))
         if self.bias:
@@ -224,7 +225,7 @@ class Attention(nn.Module):
         """Returns [b, T, num_heads, H]."""
         shape, axes = (x.shape[-1], num_heads, self.head_dim), ("embed", axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
-        heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))
+        heads = product(x, kernel, self.placement)
         heads = adapted(self, name, x, heads, axes, self.placement, self.dtype)
         if self.bias or self.qkv_biases:
             zeros = nn.initializers.zeros_init()

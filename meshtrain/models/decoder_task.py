@@ -170,7 +170,7 @@ class Decoder:
     def decode(self, sequence_length: int) -> Decode:
         """Returns how tokens are generated one after the other; training has sequences of `sequence_length` tokens."""
         # One token cannot be split over an axis that splits the sequences of training.
-        whole = dataclasses.replace(self, placement=self.placement.keeping_whole(("sequence", "residual_sequence")))
+        whole = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
         return Decode(
             whole.prefill,
             whole.step,

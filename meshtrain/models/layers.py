@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import ADAPTER_HEAD_DIM, ADAPTER_MLP
+from meshtrain.models.fp8 import product
 from meshtrain.models.remat import UP
 from meshtrain.optim.masks import matrix_dims, num_stacked
 from meshtrain.optim.trainable import ADAPTER_ENDS
@@ -173,20 +174,20 @@ class Mlp(nn.Module):
         zeros, place, dtype = nn.initializers.zeros_init(), self.placement, self.dtype
         up = weight(self, "up", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
         down = weight(self, "down", (self.mlp_dim, embed_dim), ("mlp", "embed"), outer, place, dtype)
-        hidden = adapted(self, "up", x, x @ up, ("embed", "mlp"), place, dtype)
+        hidden = adapted(self, "up", x, product(x, up, place), ("embed", "mlp"), place, dtype)
         if self.bias:
             hidden = hidden + weight(self, "up_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
         hidden = checkpoint_name(hidden, UP)
         if self.activation in GATES:
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
-            opened = checkpoint_name(adapted(self, "gate", x, x @ gate, ("embed", "mlp"), place, dtype), UP)
+            opened = checkpoint_name(adapted(self, "gate", x, product(x, gate, place), ("embed", "mlp"), place, dtype), UP)
             hidden = GATES[self.activation](opened) * hidden
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)
         else:
             hidden = _gelu(hidden)
         hidden = place.activation(hidden, ("batch", "sequence", "mlp"))
-        result = adapted(self, "down", hidden, hidden @ down, ("mlp", "embed"), place, dtype)
+        result = adapted(self, "down", hidden, product(hidden, down, place), ("mlp", "embed"), place, dtype)
         result = place.cotangent(result, ("batch", "sequence", "embed"))
         if self.bias:
             result = result + weight(self, "down_bias", (embed_dim,), ("norm",), zeros, place, dtype)

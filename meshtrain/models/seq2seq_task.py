@@ -194,7 +194,7 @@ class Seq2Seq:
     def decoding(self) -> Decode:
         """Returns how targets are generated one token after the other."""
         # One token cannot be split over an axis that splits the sequences of training.
-        whole = dataclasses.replace(self, placement=self.placement.keeping_whole(("sequence", "residual_sequence")))
+        whole = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
         is_learned = self.options.positions == "learned"
         return Decode(
             whole.prefill,

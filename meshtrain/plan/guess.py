@@ -33,7 +33,7 @@ from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.step.placed import abstract_params
-from meshtrain.step.precision import as_stored, cast, compute_dtype, compute_name, output_dtype
+from meshtrain.step.precision import as_stored, cast, compute_dtype, output_dtype, product_name
 
 LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
 KEPT_SEEN = 1.6
@@ -186,7 +186,7 @@ def guessed_seconds(
     """
     if accelerator is None:
         return float(math.prod(shape.values()))
-    peak = peak_flops_per_second(accelerator.device_kinds[0], compute_name(config.precision))
+    peak = peak_flops_per_second(accelerator.device_kinds[0], product_name(config.precision))
     parts, task = num_microbatches(config, shape), weights.task
     recomputes = config.remat.policy == "full"
     flops = task.flops_per_token or 6.0 * weights.num_parameters

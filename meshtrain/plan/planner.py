@@ -22,7 +22,7 @@ from meshtrain.plan.minimum import (
 )
 from meshtrain.plan.timing import Assumptions, Timing, timing
 from meshtrain.plan.topology import Cluster
-from meshtrain.step.precision import compute_name
+from meshtrain.step.precision import product_name
 from meshtrain.words.errors import UserError
 
 
@@ -82,12 +82,12 @@ class Plan:
     def mfu(self) -> tuple[float, float] | None:
         """Modelled model FLOPs utilization, (low, high), with full attention as PaLM counts it.
 
-        The peak is that of the compute dtype, as in the training log; None if none is published.
+        The peak is that of most products' dtype, as in the training log; None if none is published.
         """
         accelerator = self.cluster.accelerator
         if self.timing is None or self.model_flops is None or accelerator is None:
             return None
-        dtype = compute_name(self.compiled.assembly.config.precision)
+        dtype = product_name(self.compiled.assembly.config.precision)
         peak = peak_flops_per_second(accelerator.device_kinds[0], dtype)
         if peak is None:
             return None

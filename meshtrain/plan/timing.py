@@ -269,6 +269,8 @@ class Streams:
         inputs = [shapes[name] for name in line.operands[:2] if name in shapes]
         if all("f32" in dtypes(shape) for shape in inputs) and self.accelerator.float32_flops_per_second:
             peak = self.accelerator.float32_flops_per_second
+        if all(dtype.startswith("f8") for shape in inputs for dtype in dtypes(shape)):
+            peak = self.accelerator.float8_flops_per_second or peak
         return flops / (peak * self.assumptions.product_efficiency)
 
 

@@ -12,6 +12,8 @@ from meshtrain.optim.masks import matrix_dims
 from meshtrain.words.options import option
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+# The policy whose products with the weights of layers have operands of 8 bits; all else is as in `_BESIDE_FP8`.
+FP8, _BESIDE_FP8 = "fp8", "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +22,9 @@ class PrecisionOptions:
 
     policy: str = option(
         "float32",
-        "dtype of activations and of weights where they are multiplied; gradient sums, norms and losses stay float32",
-        choices=tuple(_DTYPES),
+        "dtype of activations and of weights where they are multiplied; gradient sums, norms and losses stay float32; "
+        "fp8: bfloat16, with operands of 8 bits in the layers' products",
+        choices=(*_DTYPES, FP8),
     )
     param_dtype: str = option(
         "auto", "of parameters as they are stored and updated; auto: float32", choices=("auto", "float32", "bfloat16")
@@ -76,7 +79,21 @@ def as_stored(params: Any, logical_axes: Any, trained: Any, options: PrecisionOp
 
 def compute_name(options: PrecisionOptions) -> str:
     """Returns the name of the dtype of activations."""
-    return options.policy if options.compute_dtype == "auto" else options.compute_dtype
+    return _of_policy(options) if options.compute_dtype == "auto" else options.compute_dtype
+
+
+def _of_policy(options: PrecisionOptions) -> str:
+    return _BESIDE_FP8 if options.policy == FP8 else options.policy
+
+
+def product_name(options: PrecisionOptions) -> str:
+    """Returns the name of the dtype of most products, whose peak a step's share is taken of."""
+    return FP8 if in_fp8(options) else compute_name(options)
+
+
+def in_fp8(options: PrecisionOptions) -> bool:
+    """Returns whether the operands of the layers' products with weights are 8-bit floats."""
+    return options.policy == FP8
 
 
 def compute_dtype(options: PrecisionOptions) -> DTypeLike:
@@ -91,7 +108,7 @@ def reduce_dtype(options: PrecisionOptions) -> DTypeLike:
 
 def output_dtype(options: PrecisionOptions) -> DTypeLike:
     """Returns the dtype of the head's logits."""
-    return _DTYPES[options.policy if options.output_dtype == "auto" else options.output_dtype]
+    return _DTYPES[_of_policy(options) if options.output_dtype == "auto" else options.output_dtype]
 
 
 def cast(tree: Any, dtype: DTypeLike) -> Any:

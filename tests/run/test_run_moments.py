@@ -9,6 +9,7 @@ from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import resolve
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.optim import moments
 from meshtrain.plan.guess import state_bytes, weights_of
 from meshtrain.run import start
 from meshtrain.step.held import held
@@ -58,9 +59,7 @@ def test_checkpoints_of_all_meshes_hold_the_same_arrays(others):
 def test_moments_take_a_half_and_a_quarter_on_each_device(changes, axes):
     whole, half, quarter = (
         held(assembly.state, assembly.replicas).moments
-        for assembly in (
-            assembled(axes, changes, {"optimizer": {"moments": kind}}) for kind in rounding_by_kind.MOMENTS
-        )
+        for assembly in (assembled(axes, changes, {"optimizer": {"moments": kind}}) for kind in moments.KINDS)
     )
     assert half == pytest.approx(whole / 2, rel=0.01)
     # Norms are a large part of this small model, and a scale is four bytes for each 256 of a block.
@@ -88,9 +87,12 @@ def test_a_run_goes_on_from_the_same_bits_on_another_mesh(stopped):
 @pytest.mark.slow
 def test_three_steps_of_the_table_of_roundings(capsys):
     small = {"num_layers": 1, "embed_dim": 32, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2}
-    words = ["--steps=3", "--kinds=float32,8bit"]
+    words = ["--steps=3", "--kinds=float32,moments-8bit,fp8"]
     assert rounding_by_kind.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
-    plain, eight = capsys.readouterr().out.splitlines()[2:]
-    assert plain.startswith("| float32 | 0.999 | ")
-    assert eight.startswith("| 8bit | 0.999 | ")
-    assert plain.split("|")[3:5] != eight.split("|")[3:5], "one of them is rounded"
+    plain, eight, products = capsys.readouterr().out.splitlines()[2:]
+    assert plain.startswith("| float32 | 0.95 | ")
+    assert eight.startswith("| moments-8bit | 0.95 | ")
+    assert eight.split("|")[5].endswith("% of float32 ")
+    assert products.startswith("| fp8 | 0.95 | ")
+    losses = {tuple(row.split("|")[3:5]) for row in (plain, eight, products)}
+    assert len(losses) == 3, "one of them is not rounded"
