@@ -1,4 +1,4 @@
-"""Planted faults of the room that moves weights."""
+"""Planted faults of moments in fewer bytes, and of products of 8-bit floats."""
 
 from scripts.mutant import Mutant
 
@@ -26,5 +26,21 @@ OPTIM: tuple[Mutant, ...] = (
         "return False",
         "the scales of 8-bit moments are on every device, and updates gather them",
         ("optim/test_optim_moments.py::test_a_mesh_changes_no_bit_and_sends_nothing[8bit]",),
+    ),
+    Mutant(
+        "scales of one replica",
+        "layout/placement.py",
+        "return jax.lax.pmax(value, over) if over else value",
+        "return value",
+        "each replica has a scale of its own for the same tensor",
+        ("models/test_models_fp8.py::test_a_scale_is_that_of_all_shards[data is manual]",),
+    ),
+    Mutant(
+        "gradients in e4m3",
+        "models/fp8.py",
+        "(BACKWARD, FORWARD), placement)",
+        "(FORWARD, FORWARD), placement)",
+        "cotangents of products have the dtype of their inputs",
+        ("models/test_models_fp8.py::test_each_product_of_a_layer_has_two_8_bit_operands[{}-0]",),
     ),
 )

@@ -180,7 +180,9 @@ class Mlp(nn.Module):
         hidden = checkpoint_name(hidden, UP)
         if self.activation in GATES:
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
-            opened = checkpoint_name(adapted(self, "gate", x, product(x, gate, place), ("embed", "mlp"), place, dtype), UP)
+            opened = checkpoint_name(
+                adapted(self, "gate", x, product(x, gate, place), ("embed", "mlp"), place, dtype), UP
+            )
             hidden = GATES[self.activation](opened) * hidden
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)

@@ -53,6 +53,8 @@ def test_peaks_by_dtype():
     assert hardware.peak_flops_per_second("TPU v5", "float32") is None
     assert hardware.peak_flops_per_second("TPU v5", "float16") is None
     assert hardware.peak_flops_per_second("NVIDIA H200", "float64") is None
+    assert hardware.peak_flops_per_second("NVIDIA H200", "fp8") == 1978.9e12
+    assert hardware.peak_flops_per_second("NVIDIA A100-SXM4-80GB", "fp8") is None
 
 
 def test_every_device_has_one_entry_with_its_source():
@@ -67,6 +69,10 @@ def test_units_agree():
     # A factor of 1000 (GB for bytes) or of 2 in the wrong place would leave these bounds.
     for accelerator in hardware.ACCELERATORS:
         assert 100e12 < accelerator.bfloat16_flops_per_second < 3e15
+        assert accelerator.float8_flops_per_second in (
+            None,
+            pytest.approx(2 * accelerator.bfloat16_flops_per_second, 1e-3),
+        )
         assert 16e9 < accelerator.memory_bytes < 200e9
         assert 100 < accelerator.bfloat16_flops_per_second / accelerator.memory_bytes_per_second < 600
         assert 25e9 <= accelerator.link_bytes_per_second / accelerator.num_links <= 100e9

@@ -15,7 +15,7 @@ from tests.parity import runs
 
 pytestmark = pytest.mark.slow
 
-LOSS_BOUND, NORM_BOUND = 2e-3, 2e-2
+LOSS_BOUND, NORM_BOUND = 1e-3, 0.1
 CONFIG = dataclasses.replace(runs.CONFIG, precision=PrecisionOptions("fp8"))
 
 
@@ -27,7 +27,6 @@ def one_device():
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"pipeline": 2}], ids=str)
 def test_a_mesh_changes_losses_by_less_than_the_bound(axes):
     one, other = one_device(), runs.train(CONFIG, runs.sizes(**axes))
-    print(axes, other.losses / one.losses - 1, other.grad_norms / one.grad_norms - 1)
     np.testing.assert_allclose(other.losses, one.losses, rtol=LOSS_BOUND)
     np.testing.assert_allclose(other.grad_norms, one.grad_norms, rtol=NORM_BOUND)
     assert one.losses[-1] < one.losses[0] - 0.005, "the bounds say nothing of a model that stands still"
