@@ -6,7 +6,7 @@ OPTIM: tuple[Mutant, ...] = (
     Mutant(
         "codes to the nearest",
         "optim/eight_bits.py",
-        "between.astype(jnp.float32) * 2.0**-16",
+        "0.5 if random is None else _in_blocks(random, extent).astype(jnp.float32) * 2.0**-16",
         "0.5",
         "codes of 8 bits are rounded to the nearest, so that a second moment never falls",
         ("optim/test_optim_moments.py::test_a_second_moment_falls_after_a_large_gradient[8bit]",),

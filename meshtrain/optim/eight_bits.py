@@ -5,7 +5,7 @@ With y = |x| / scale, scale the largest |x| of the block, the code n = 2^i + f w
     y = 10^(i - top) (0.1 + 0.9 (f + 1) / 2^i),  and n = 0 for y = 0,
 
 so that each decade has twice as many levels as the one below. Signed numbers have top = 6 and int8 codes from -127 to
-127; numbers that are never negative have top = 7 and uint8 codes to 255.
+127. Of numbers that are never negative the roots are stored, with top = 7 and uint8 codes to 255.
 
 A block is a tile: it has an extent along each dim of one weight, never along the dims that stack layers. It is chosen
 from shape and logical axes alone, so that the blocks of a weight are the same on every mesh. The extents leave each dim
@@ -64,26 +64,31 @@ def num_blocks(shape: Sequence[int], extent: Sequence[int]) -> tuple[int, ...]:
     return tuple(size // part for size, part in zip(shape, extent, strict=True))
 
 
-def encoded(x: jax.Array, random: jax.Array, extent: Sequence[int], *, is_signed: bool) -> tuple[jax.Array, jax.Array]:
+def encoded(
+    x: jax.Array, random: jax.Array | None, extent: Sequence[int], *, is_signed: bool
+) -> tuple[jax.Array, jax.Array]:
     """Returns the codes of an array, int8 or uint8 of its shape, and the scales of its blocks, float32.
 
-    Rounding is stochastic: a number between two levels becomes the upper one with the probability that makes the mean
-    right. Otherwise a second moment, which changes by 1 - beta2 of itself at most, would keep its level forever. A
-    number of an unsigned array that is above zero becomes at least the lowest level above zero, because updates divide
-    by its root.
+    Of an unsigned array the roots are encoded: updates divide by them, and their levels are nearer to each other. A
+    number above zero becomes at least the lowest level above zero.
+
+    With random bits rounding is stochastic: a root between two levels becomes the upper one with the probability that
+    makes the mean right. Otherwise a second moment, which changes by 1 - beta2 of itself at most where the gradient is
+    zero, would keep its level forever. A first moment changes by more than the distance of two levels.
 
     Args:
       x: float32; no element is negative unless `is_signed`.
-      random: uint16 of the same shape, random bits.
+      random: uint16 of the same shape, random bits; None: to the nearest level.
       extent: of a block, a divisor of the size for each dim.
       is_signed: whether elements may be negative.
     """
     top = 6 if is_signed else 7
-    blocks, between = (_in_blocks(array, extent) for array in (jnp.abs(x), random))
+    blocks = _in_blocks(jnp.abs(x) if is_signed else jnp.sqrt(x), extent)
     scales = jnp.max(blocks, axis=_inner(x.ndim), keepdims=True)
     tiny = jnp.finfo(jnp.float32).tiny
     levels = _level(jnp.where(scales > tiny, blocks / jnp.maximum(scales, tiny), 0.0), top)
-    codes = jnp.floor(levels + between.astype(jnp.float32) * 2.0**-16)
+    between = 0.5 if random is None else _in_blocks(random, extent).astype(jnp.float32) * 2.0**-16
+    codes = jnp.floor(levels + between)
     codes = jnp.clip(codes, 0 if is_signed else jnp.sign(levels), 2 ** (top + 1) - 1).reshape(x.shape)
     scales = scales.reshape(num_blocks(x.shape, extent))
     return (jnp.sign(x) * codes).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8), scales
@@ -96,7 +101,8 @@ def decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
     blocks = _in_blocks(codes, extent)
     share = _share(jnp.abs(blocks.astype(jnp.int32)), top) * jnp.sign(blocks).astype(jnp.float32)
     of_blocks = scales.reshape([size for count in scales.shape for size in (count, 1)])
-    return (share * of_blocks).reshape(codes.shape)
+    numbers = (share * of_blocks).reshape(codes.shape)
+    return numbers if codes.dtype == jnp.int8 else jnp.square(numbers)
 
 
 def _level(y: jax.Array, top: int) -> jax.Array:

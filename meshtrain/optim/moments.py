@@ -1,9 +1,9 @@
 """Moments in fewer bytes: any optimizer's, as bfloat16 or as 8-bit codes, decoded before an update and stored after it.
 
-Both round stochastically. A second moment with beta2 = 0.999 changes by a thousandth of itself in a step without
-gradient, which is a quarter of the distance between two bfloat16 numbers: rounded to the nearest, it would never fall
-again after the largest gradient of the run. The random bits depend on the number of updates, the array and the element,
-not on the mesh.
+Numbers in bfloat16, and second moments in 8 bits, are rounded stochastically. A second moment with beta2 = 0.999 changes
+by a thousandth of itself in a step without gradient, which is a quarter of the distance between two bfloat16 numbers:
+rounded to the nearest, it would never fall again after the largest gradient of the run. The random bits depend on the
+number of updates, the array and the element, not on the mesh.
 """
 
 from collections.abc import Mapping, Sequence
@@ -118,7 +118,8 @@ def stored(
                 extent = extents(leaf.shape, axes[owner], block) if kind == EIGHT_BITS else None
                 of_leaf = jax.random.fold_in(key, index)
                 if extent is not None:
-                    array, scale = encoded(leaf, _random(of_leaf, leaf), extent, is_signed=not _is_second(path))
+                    random = _random(of_leaf, leaf) if _is_second(path) else None
+                    array, scale = encoded(leaf, random, extent, is_signed=random is None)
                 elif kind == BFLOAT16:
                     array = to_bfloat16(leaf, _random(of_leaf, leaf))
             arrays.append(array)

@@ -120,8 +120,10 @@ def test_a_second_moment_falls_after_a_large_gradient(kind):
     [stored] = [part for part in last({"up": jnp.ones(shape)}) if isinstance(part, StoredMoments)]
     second = stored.inner.nu["up"]
     second = np.asarray(decoded(second, stored.scales.nu["up"]) if kind == "8bit" else second, np.float64)
-    assert np.mean(second[~stays]) == pytest.approx(0.001 * 0.999**num_steps, rel=0.03)
-    assert np.mean(second[stays]) == pytest.approx(1 - 0.999 ** (num_steps + 1), rel=0.03)
+    # In 8 bits the mean of the roots is right, and that of their squares larger by their variance.
+    bound = 0.03 if kind == "bfloat16" else 0.08
+    assert np.mean(second[~stays]) == pytest.approx(0.001 * 0.999**num_steps, rel=bound)
+    assert np.mean(second[stays]) == pytest.approx(1 - 0.999 ** (num_steps + 1), rel=bound)
     assert int(stored.num_updates) == num_steps + 1
 
 
