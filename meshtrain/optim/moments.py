@@ -1,7 +1,7 @@
 """Moments in fewer bytes: any optimizer's, as bfloat16 or as 8-bit codes, decoded before an update and stored after it.
 
-Numbers in bfloat16, and second moments in 8 bits, are rounded stochastically. A second moment with beta2 = 0.999 changes
-by a thousandth of itself in a step without gradient, which is a quarter of the distance between two bfloat16 numbers:
+Numbers in bfloat16, and second moments in 8 bits, are rounded stochastically. A second moment with beta2 = 0.999
+changes by a thousandth of itself in a step without gradient, a quarter of the distance between two bfloat16 numbers:
 rounded to the nearest, it would never fall again after the largest gradient of the run. The random bits depend on the
 number of updates, the array and the element, not on the mesh.
 """
