@@ -34,10 +34,10 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "query's gradient twice",
         "models/attention.py",
-        "        heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))\n",
+        "        heads = product(x, kernel, self.placement)\n",
         '        if axis == "heads" and self.implementation == "auto" and self.placement.size(("tensor",)) > 1:\n'
         "            kernel = 2 * kernel - jax.lax.stop_gradient(kernel)\n"
-        "        heads = jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())))\n",
+        "        heads = product(x, kernel, self.placement)\n",
         "the gradient of attention's query weights is counted twice where the tensor axis splits heads",
         ("parity/test_parity_covering.py::test_mesh_changes_no_number[gpt-data2-tensor4-sgd]",),
         was_unnoticed=True,
