@@ -7,7 +7,9 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
               `layout/compression.py` says. Of weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
-    fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers, and one scatter of the gradients.
+    fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter of the gradients;
+              one gather of what is not in the stack of layers: the loss applies the head's weight forward and backward
+              at once, and the backward pass of a look-up reads no table.
               Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product
     tensor    2 (n - 1) / n of A, M times: 4 a layer, one for the look-up and one for the head; 5 a layer where the
               backward pass repeats one of them (Korthikanti et al. 2022): the sum after attention (remat.policy
@@ -20,6 +22,7 @@ The last two are of a transformer, and need a task that states its width (and fo
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +46,7 @@ REDUCTIONS_A_LAYER = 4
 REPEATED_REDUCTIONS = 1  # of two in a layer's forward pass: nothing waits for the sum at its end
 SUMS_AGAIN, GATHERS_AGAIN = ("save_attention", "full", "offload"), ("selective", "dots")  # policies
 LOOKUP_AND_HEAD = 2
-GATHERS, SCATTERS = 2, 1  # of a stored weight and of its gradient, for each microbatch
+GATHERS, SCATTERS = 2, 1  # of a layer's stored weight and of its gradient, for each microbatch
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
 
@@ -55,8 +58,9 @@ class Sizes:
       num_microbatches: M.
       activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype; 0: unknown.
       residual_bytes: R, the same between layers, where sequence parallelism splits the sequence over tensor.
-      gather_bytes: what a device sends to gather all weights once over the axes that store them, in the compute dtype.
-      scatter_bytes: the same for a scatter of the gradients of those that are trained.
+      gather_bytes: what a device sends to gather all weights over the axes that store them, in the compute dtype: those
+        of layers twice, the others once.
+      scatter_bytes: the same for one scatter of the gradients of those that are trained.
       reduced_bytes: of the gradients that replicas all-reduce over data, in the dtype in which they cross it.
       scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise. Of
         compressed gradients both are the bytes of an array for which a ring sends as much.
@@ -90,7 +94,7 @@ def sizes(assembly: Assembly) -> Sizes:
         num_microbatches=parts,
         activation_bytes=activations,
         residual_bytes=activations / (shape[TENSOR] if config.layout.sequence_parallel else 1),
-        gather_bytes=_missing(parameters, assembly.rules.storage_axes) * itemsize,
+        gather_bytes=_gathered(assembly) * itemsize,
         scatter_bytes=_missing(trained, assembly.rules.storage_axes) * itemsize,
         reduced_bytes=reduced * reduced_itemsize,
         scattered_bytes=scattered * scattered_itemsize,
@@ -153,6 +157,18 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     return share * (2 * reduced + scattered)
 
 
+def _gathered(assembly: Assembly) -> int:
+    """Returns the elements that a device sends to gather each weight as often as a microbatch uses it.
+
+    Without a stack of layers nothing says which weights belong to layers, and all count as such.
+    """
+    axes = jax.tree.leaves(jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params)
+    missing = [_missing(leaf, assembly.rules.storage_axes) for leaf in jax.tree.leaves(assembly.state.params)]
+    stacked = [bool(set(one.names) & set(STACKED)) for one in axes]
+    times = [GATHERS if of_layer or not any(stacked) else 1 for of_layer in stacked]
+    return sum(map(operator.mul, times, missing))
+
+
 def _missing(tree: Any, storage_axes: Sequence[str]) -> int:
     """Returns the elements of its weights that one device does not store, but the others of its group do."""
     missing = 0
@@ -177,7 +193,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
         share = (shape[axis] - 1) / shape[axis]
         replicated = share * _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
         if storing and axis == storing[0]:
-            each = GATHERS * size.gather_bytes + SCATTERS * size.scatter_bytes
+            each = size.gather_bytes + SCATTERS * size.scatter_bytes
             least["+".join(storing)] = size.num_microbatches * each + replicated
         elif axis == DATA:
             least[axis] = replicated

@@ -80,8 +80,8 @@ def weights(plan):
 
 def test_fsdp_sends_little_more_than_it_has_to():
     plan = planned("h100:1x8", FSDP)
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(plan.compiled.assembly.state.params))
-    assert plan.minimum["fsdp"] == pytest.approx(3 * num_parameters * 2 * 7 / 8, rel=1e-4)
+    layers, table = weights(plan)
+    assert plan.minimum["fsdp"] == pytest.approx((3 * layers + 2 * 2 * table) * 2 * 7 / 8, rel=1e-4)
     assert sent(plan, "fsdp") <= 1.05 * plan.minimum["fsdp"]
     # Activations stay where they are: not even the attention heads change places.
     assert not [row for row in plan.traffic if row.kind == "all-to-all"]
@@ -140,9 +140,9 @@ def test_arguments_are_what_shardings_say(name):
     [
         ({"data": 8}, 1, 1.0),
         ({"data": 8}, 2, 1.0),
-        ({"data": 8}, 3, 0.954),  # the embedding table needs one gather only
+        ({"data": 8}, 3, 1.054),  # logits of so few tokens are made at once, and the head is gathered twice
         # Data and fsdp split two dims of a weight: its gradient is all-reduced where one axis reduce-scatters it.
-        ({"data": 2, "fsdp": 4}, 3, 1.31),
+        ({"data": 2, "fsdp": 4}, 3, 1.447),
     ],
     ids=str,
 )
