@@ -25,7 +25,10 @@ class Accelerator:
       link_bytes_per_second: what one device can send over all of its fast links together, in one direction.
       network_bytes_per_second: what one device's share of its host can send to other hosts (GPU) or other slices (TPU),
         in one direction; None if none is published.
+      product_share: of the peak, that large matrix products in 16 bits reach while the card runs at its full power.
+      num_units: streaming multiprocessors of a GPU, which compute tiles of products; 0 for a TPU.
       source: where the numbers stand.
+      product_source: where `product_share` comes from, or what it is assumed from.
     """
 
     name: str
@@ -38,7 +41,10 @@ class Accelerator:
     num_links: int
     link_bytes_per_second: float
     network_bytes_per_second: float | None
+    product_share: float
+    num_units: int
     source: str
+    product_source: str
 
 
 # NVIDIA's memory_bytes is what the driver reports, from openxla/xla xla/backends/gpu/target_config/specs/*.txtpb: a
@@ -57,7 +63,11 @@ ACCELERATORS = (
         num_links=12,
         link_bytes_per_second=300e9,
         network_bytes_per_second=25e9,
+        product_share=0.80,
+        num_units=108,
         source="NVIDIA A100 data sheet (SXM, 80 GB); network: DGX A100, one 200 Gb/s adapter a GPU",
+        product_source="fitted to the steps of Korthikanti et al. 2022; best shape 268 of 312 TFLOP/s (Bekman, "
+        "Machine Learning Engineering)",
     ),
     Accelerator(
         name="h100",
@@ -70,7 +80,11 @@ ACCELERATORS = (
         num_links=18,
         link_bytes_per_second=450e9,
         network_bytes_per_second=50e9,
+        product_share=0.73,
+        num_units=132,
         source="NVIDIA H100 architecture white paper (SXM5); network: DGX H100, one 400 Gb/s adapter a GPU",
+        product_source="shapes of language models: 720 of 989 TFLOP/s (SemiAnalysis, MI300X vs H100 vs H200, part "
+        "1); best shape 794 (Bekman, Machine Learning Engineering)",
     ),
     Accelerator(
         name="h200",
@@ -83,7 +97,10 @@ ACCELERATORS = (
         num_links=18,
         link_bytes_per_second=450e9,
         network_bytes_per_second=50e9,
+        product_share=0.73,
+        num_units=132,
         source="NVIDIA H200 data sheet (SXM; computes as an H100); network: DGX H200, one 400 Gb/s adapter a GPU",
+        product_source="as the H100 (SemiAnalysis, MI300X vs H100 vs H200, part 1)",
     ),
     Accelerator(
         name="b200",
@@ -96,8 +113,12 @@ ACCELERATORS = (
         num_links=18,
         link_bytes_per_second=900e9,
         network_bytes_per_second=50e9,
+        product_share=0.67,
+        num_units=148,
         source="NVIDIA Blackwell architecture brief (HGX B200, 1000 W); memory: the openxla/xla file above; "
         "network: DGX B200, one 400 Gb/s adapter a GPU",
+        product_source="feed-forward shapes of a 7B: 1,448 to 1,562 of 2,250 TFLOP/s (arXiv:2604.23466); best shape "
+        "1,745 (Bekman, Machine Learning Engineering)",
     ),
     Accelerator(
         name="v4",
@@ -110,7 +131,10 @@ ACCELERATORS = (
         num_links=6,
         link_bytes_per_second=300e9,
         network_bytes_per_second=None,
+        product_share=0.75,
+        num_units=0,
         source="cloud.google.com/tpu/docs/v4; links: six of 50 GB/s, Jouppi et al. 2023 (arXiv:2304.01433), table 4",
+        product_source="assumed",
     ),
     Accelerator(
         name="v5e",
@@ -123,7 +147,10 @@ ACCELERATORS = (
         num_links=4,
         link_bytes_per_second=200e9,
         network_bytes_per_second=3.125e9,
+        product_share=0.75,
+        num_units=0,
         source="cloud.google.com/tpu/docs/v5e; network: 6.4 Tb/s for a pod of 256",
+        product_source="assumed; MaxText's whole steps reach 0.67 (its README, 32B on a v5e-256)",
     ),
     Accelerator(
         name="v5p",
@@ -136,7 +163,10 @@ ACCELERATORS = (
         num_links=6,
         link_bytes_per_second=600e9,
         network_bytes_per_second=6.25e9,
+        product_share=0.75,
+        num_units=0,
         source="cloud.google.com/tpu/docs/v5p; network: 50 Gb/s a chip",
+        product_source="assumed; MaxText's whole steps reach 0.71 (its README, 32B on a v5p-128)",
     ),
     Accelerator(
         name="v6e",
@@ -149,7 +179,10 @@ ACCELERATORS = (
         num_links=4,
         link_bytes_per_second=400e9,
         network_bytes_per_second=12.5e9,
+        product_share=0.75,
+        num_units=0,
         source="cloud.google.com/tpu/docs/v6e; network: 25.6 Tb/s for a pod of 256",
+        product_source="assumed",
     ),
 )
 

@@ -20,6 +20,9 @@ from meshtrain.plan.traced import attention_kernel, traced_flops
 from meshtrain.step.held import Statistics, statistics
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+# Without a GPU nothing tunes the tiles of Triton's products, and for some products XLA then finds none at all.
+NO_TILES = "Couldn't find output tile sizes"
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Compiled:
       text: the scheduled program; None if the compiler gave up for lack of memory.
       outer_text: the program that joins groups that train apart; None without groups, or if there is no `text`.
       statistics: the compiler's account of memory; None if it gave up. The peak is the larger of the two programs'.
-      options: the compiler options it was compiled with.
+      options: the compiler options it was compiled with, `added_options` among them.
+      added_options: those of a second compilation, after the first found no tiles; empty where the first succeeded.
       attention: what was traced to compute attention, a choice of `model.attention`.
       traced_flops: of matrix products on one device before any compiler, attention kernels in full.
       messages: lines that the compiler wrote to standard error.
@@ -44,6 +48,7 @@ class Compiled:
     outer_text: str | None
     statistics: Statistics | None
     options: Mapping[str, Any]
+    added_options: Mapping[str, Any]
     attention: str
     traced_flops: float
     messages: tuple[str, ...]
@@ -68,9 +73,9 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         with captured() as messages:
             traced = assembly.train_step.trace(assembly.state, assembly.batch)
             lowered = traced.lower(lowering_platforms=(cluster.platform,))
-            compiled, outer, refusal = None, None, ""
+            compiled, outer, refusal, added = None, None, "", dict[str, Any]()
             try:
-                compiled = lowered.compile()
+                compiled, added = with_tiles(lowered)
                 if assembly.outer_step is not None:
                     joining = assembly.outer_step.trace(assembly.state)
                     outer = joining.lower(lowering_platforms=(cluster.platform,)).compile()
@@ -86,13 +91,34 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         statistics=_of_both(compiled, outer) if compiled else None,
         options=compiler_options(
             cluster.devices[0].device_kind, assembly.layer_bytes, is_late=config.local_steps.delay > 0
-        ),
+        )
+        | added,
+        added_options=added,
         attention=attention_kernel(traced.jaxpr.jaxpr),
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
         messages=tuple(messages),
         refusal=refusal,
         seconds=time.perf_counter() - start,
     )
+
+
+def with_tiles(lowered: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns (the compiled program, the options that a second compilation added, if it took one).
+
+    Training does not need the second: on a GPU the compiler tunes its tiles.
+
+    Args:
+      lowered: a `jax.stages.Lowered`.
+
+    Raises:
+      JaxRuntimeError: what the compiler refuses for another reason, or twice.
+    """
+    try:
+        return lowered.compile(), {}
+    except JaxRuntimeError as error:
+        if NO_TILES not in str(error):
+            raise
+    return lowered.compile(compiler_options=WITHOUT_TRITON), dict(WITHOUT_TRITON)
 
 
 def _of_both(step: Any, outer: Any) -> Statistics:

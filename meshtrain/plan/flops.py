@@ -31,6 +31,8 @@ TRITON_BLOCKS = {"forward": re.compile(r"\bgrid_x = (\d+)"), "backward": re.comp
 OPERATION = re.compile(r'op_name="([^"]*)"')
 BLOCK = re.compile(r"\bblock_q(?:_dq|_dkv)?\W+(\d+)")
 LHS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+LHS_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
+CONTRACTED_BY_LIBRARY = (LHS_CONTRACTED, LHS_BATCH)
 SLIDING_WINDOW = re.compile(r'"sliding_window_length":\s*"?(\d+)')
 PROBABILITIES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
 WINDOW = re.compile(r"window=\{([^}]*)\}")

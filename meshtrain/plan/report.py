@@ -194,9 +194,9 @@ def _compute(plan: Plan) -> str:
 
 
 def _time(plan: Plan) -> str:
-    if plan.timing is None:
+    timing, accelerator, task = plan.timing, plan.cluster.accelerator, plan.compiled.assembly.task
+    if timing is None or accelerator is None:
         return ""
-    timing, task = plan.timing, plan.compiled.assembly.task
     units = task.num_units
     low, high = timing.low_seconds, timing.high_seconds
     rows = [("step", f"{low:.3g} to {high:.3g} s"), (f"{task.unit}/s", f"{units / high:,.0f} to {units / low:,.0f}")]
@@ -211,7 +211,10 @@ def _time(plan: Plan) -> str:
         rows.append(("bubble", f"{idle:.1%} of the rows idle on a stage; it is in the step"))
     how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "no step measured"
     marked = [(name, value, "modelled") for name, value in rows]
-    lines = [f"assumed: {line}" for line in [*timing.assumptions.lines(), how]] + link_lines(timing.links)
+    ends = timing.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
+    lines = [f"assumed: {line}" for line in [*timing.assumptions.lines(accelerator), ends, how]] + link_lines(
+        timing.links
+    )
     return "\n".join([aligned(marked, ("time", "a step", "")), *(f"  {line}" for line in lines)])
 
 
@@ -219,9 +222,11 @@ def _options(plan: Plan) -> str:
     assembly = plan.compiled.assembly
     is_late = assembly.config.local_steps.delay > 0
     options = options_of(plan.cluster.devices[0].device_kind, assembly.layer_bytes, is_late=is_late)
-    if not options:
-        return ""
     rows = [(option.name, str(option.value), option.reason) for option in options]
+    why = "compiled a second time: with nothing to tune on, the compiler found no tiles for a product of Triton's"
+    rows += [(name, str(value), why) for name, value in plan.compiled.added_options.items()]
+    if not rows:
+        return ""
     return aligned(rows, ("compiler option", "value", "reason"))
 
 
@@ -284,6 +289,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "links": timing and _links_json(timing),
         },
         "compiler_options": dict(plan.compiled.options),
+        "compiler_options_added": dict(plan.compiled.added_options),
         "attention": plan.compiled.attention,
         "compile_seconds": plan.compiled.seconds,
         "findings": [dataclasses.asdict(finding) for finding in plan.findings],

@@ -133,7 +133,13 @@ def _assumed(found: Scaling) -> str:
         measured = "as measured" if link else "as assumed, which nothing measured is like"
         lines.append(f"links of {kind} along {axes}: {measured}")
     lines.append("no step was measured; of congestion in the network and of slow devices the model knows nothing")
-    return "\n".join(f"  assumed: {line}" for line in [*found.assumptions.lines(), *lines])
+    return "\n".join(f"  assumed: {line}" for line in [*_of_model(found), *lines])
+
+
+def _of_model(found: Scaling) -> list[str]:
+    accelerator = found.cluster.accelerator
+    assert accelerator is not None
+    return found.assumptions.lines(accelerator)
 
 
 def to_json(found: Scaling) -> dict[str, Any]:
@@ -147,7 +153,7 @@ def to_json(found: Scaling) -> dict[str, Any]:
         "searched": list(found.searched),
         "num_compiled": found.num_compiled,
         "checks": list(found.checks),
-        "assumptions": found.assumptions.lines(),
+        "assumptions": _of_model(found),
         "links": [
             {"axis": axes, "kind": kind, "is_measured": link is not None} for (axes, kind), link in found.links.items()
         ],

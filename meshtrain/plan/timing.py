@@ -1,14 +1,16 @@
 """How long a step takes, MODELLED: two streams walk through the scheduled program, one computes and one communicates.
 
-Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak,
-everything else at the speed of memory, transfers at the speed of the slowest link of a ring over the group. A transfer
-overlaps the operations after its start, and its done waits for it. The program computes on a pipeline's idle rows too,
-so the bubble is in the time.
+Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak that
+the card and their shape decide (`products.py`), everything else at the speed of memory, transfers at the speed of the
+slowest link of a ring over the group. A transfer overlaps the operations after its start, and its done waits for it.
+The program computes on a pipeline's idle rows too, so the bubble is in the time. The interval is two more walks: one
+with faster products and every asynchronous transfer hidden, one with slower products and no transfer hidden.
 """
 
 import dataclasses
+import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -19,12 +21,13 @@ from meshtrain.launch.links import Link, Links, link_for
 from meshtrain.plan.collectives import Collective, collectives
 from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, is_triton, library_flops
 from meshtrain.plan.hlo import Instruction, Program, branch_shares, trip_count
-from meshtrain.plan.shapes import dtypes, num_bytes
+from meshtrain.plan.moved import moved_bytes
+from meshtrain.plan.products import product_of, shape_share
+from meshtrain.plan.shapes import dtypes
 from meshtrain.plan.topology import Cluster
 
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
         "after-all")  # fmt: skip
-SLICES = ("dynamic-slice", "slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,37 +35,46 @@ class Assumptions:
     """The assumptions of the model, which every report prints.
 
     Attributes:
-      product_efficiency: share of the peak that matrix products reach.
+      product_faster, product_slower: added to and taken from the card's share of the peak, at the ends of the interval.
       attention_efficiency: the same for attention kernels.
       triton_efficiency: the same for JAX's kernel for GPUs, which has the instructions of FlashAttention-2; that one
         reaches 35 % on H100s (Shah et al. 2024).
       memory_efficiency: share of the memory's speed that everything else reaches.
       link_efficiency: share of a link's speed that transfers reach.
       latency_seconds: of a collective, for each doubling of its group.
-      low, high: the interval, as factors of the modelled time.
+      calibrated_margin: share of the time by which the interval reaches beyond a measured step.
       links: measured on the cluster's platform; they replace the two above for the collectives like those measured.
     """
 
-    product_efficiency: float = 0.75
+    product_faster: float = 0.05
+    product_slower: float = 0.1
     attention_efficiency: float = 0.6
     triton_efficiency: float = 0.3
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
     latency_seconds: float = 5e-6
-    low: float = 0.85
-    high: float = 1.35
+    calibrated_margin: float = 0.07
     links: Links | None = None
 
-    def lines(self) -> list[str]:
-        """Returns one line of text for each assumption, without the links."""
+    def lines(self, accelerator: Accelerator) -> list[str]:
+        """Returns one line of text for each assumption but the interval's ends, without the links."""
+        shapes = ", less where tiles do not fill its units" if accelerator.num_units else ""
         return [
-            f"matrix products at {self.product_efficiency:.0%} of the peak, attention kernels at "
-            f"{self.attention_efficiency:.0%}, JAX's own for GPUs (triton) at {self.triton_efficiency:.0%}",
+            f"large matrix products at {accelerator.product_share:.0%} of the peak{shapes}",
+            f"that share of {accelerator.name}: {accelerator.product_source}",
+            f"attention kernels at {self.attention_efficiency:.0%}, JAX's own for GPUs (triton) at "
+            f"{self.triton_efficiency:.0%}",
             f"everything else at {self.memory_efficiency:.0%} of the memory's speed, each array read and written once",
             f"transfers at {self.link_efficiency:.0%} of the slowest link of a ring, and "
             f"{self.latency_seconds * 1e6:.0f} us for each doubling of the group",
-            f"the interval is {self.low:.2f} to {self.high:.2f} times the modelled time",
         ]
+
+    def interval_line(self, accelerator: Accelerator, *, is_calibrated: bool) -> str:
+        """Returns one line of text that says what the ends of the interval are."""
+        if is_calibrated:
+            return f"the interval reaches {self.calibrated_margin:.0%} to both sides of the measured step"
+        fast, slow = accelerator.product_share + self.product_faster, accelerator.product_share - self.product_slower
+        return f"the interval: products at {fast:.0%}, asynchronous transfers all hidden, to {slow:.0%} and none hidden"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +83,7 @@ class Timing:
 
     Attributes:
       step_seconds: of the two streams together, times `factor`.
-      low_seconds, high_seconds: the interval around it.
+      low_seconds, high_seconds: the interval around it: products faster and all transfers hidden, or slower and none.
       compute_seconds: of the computing stream alone, without `factor`.
       wire_seconds: of the communicating stream alone, without `factor`.
       factor: measured over modelled seconds, 1 if nothing was measured.
@@ -182,15 +194,28 @@ def transfer_seconds(
     return {one.name: of(one) for one in found}
 
 
+class Hidden(enum.Enum):
+    """Which asynchronous transfers run beside computations: those the schedule lets, all, or none."""
+
+    SCHEDULED = "scheduled"
+    ALL = "all"
+    NONE = "none"
+
+
 class Streams:
     """Simulates the two streams of a program. The seconds of a computation are computed once and reused."""
 
     def __init__(
-        self, program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
+        self,
+        program: Program,
+        accelerator: Accelerator,
+        transfers: Mapping[str, float],
+        assumptions: Assumptions,
+        hidden: Hidden = Hidden.SCHEDULED,
     ) -> None:
         """Stores the inputs of the model; `transfers` has the seconds of each collective, by its name."""
         self.program, self.accelerator, self.assumptions = program, accelerator, assumptions
-        self.transfers = transfers
+        self.transfers, self.hidden = transfers, hidden
         self.seconds: dict[str, tuple[float, float, float]] = {}
 
     def step(self) -> tuple[float, float, float]:
@@ -214,8 +239,10 @@ class Streams:
                 seconds = self.transfers[line.name]
                 sent += seconds
                 wire_free = max(now, wire_free) + seconds
-                if line.opcode.endswith("-start") and '"is_sync":true' not in line.rest:
-                    ends[line.name] = wire_free
+                is_asynchronous = line.opcode.endswith("-start") and '"is_sync":true' not in line.rest
+                if is_asynchronous and self.hidden is not Hidden.NONE:
+                    # One that is hidden wherever it stands is waited for at the end of its computation only.
+                    ends[line.name] = wire_free if self.hidden is Hidden.SCHEDULED else now
                 else:
                     now = wire_free
             elif line.opcode.endswith("-done"):
@@ -225,7 +252,8 @@ class Streams:
                 now, computed, sent = now + total, computed + inner_computed, sent + inner_sent
             elif line.opcode not in FREE:
                 seconds, inner_sent = self._work(line, shapes)
-                now, computed, sent = now + max(seconds, inner_sent), computed + seconds, sent + inner_sent
+                together = seconds + inner_sent if self.hidden is Hidden.NONE else max(seconds, inner_sent)
+                now, computed, sent = now + together, computed + seconds, sent + inner_sent
         return max(now, wire_free), computed, sent
 
     def _called(self, caller: str, line: Instruction) -> tuple[float, float, float]:
@@ -271,60 +299,9 @@ class Streams:
             peak = self.accelerator.float32_flops_per_second
         if all(dtype.startswith("f8") for shape in inputs for dtype in dtypes(shape)):
             peak = self.accelerator.float8_flops_per_second or peak
-        return flops / (peak * self.assumptions.product_efficiency)
-
-
-def moved_bytes(line: Instruction, body: list[Instruction], shapes: Mapping[str, str]) -> float:
-    """Returns the bytes that an operation reads and writes; of arrays that it slices or updates in place, the slice.
-
-    Args:
-      line: the operation.
-      body: the lines of the fusion, or the operation itself.
-      shapes: of the operands.
-    """
-    inside = {one.name: one for one in body}
-    root = next((one for one in body if one.is_root), body[-1])
-    if len(body) == 1:
-        if line.opcode == "dynamic-update-slice":
-            return 2 * num_bytes(shapes[line.operands[1]])
-        reads = 0.0 if line.opcode in SLICES else sum(num_bytes(shapes[o]) for o in line.operands if o in shapes)
-        return reads + num_bytes(line.shape) * (2 if line.opcode in SLICES else 1)
-    users: dict[str, list[Instruction]] = {}
-    for one in body:
-        for operand in one.operands:
-            users.setdefault(operand, []).append(one)
-    reads = 0.0
-    for one in body:
-        if one.opcode == "parameter" and one.name in users:
-            found = list(_users(one, users))
-            # Not as the index of a slice, which is a few bytes.
-            slices = [user for value, user in found if user.opcode in SLICES and user.operands[0] == value.name]
-            narrow = len(slices) + sum(_updates(user, value) for value, user in found) == len(found)
-            sliced = sum(num_bytes(user.shape) for user in slices)
-            reads += sliced if narrow else num_bytes(one.shape)
-    results = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
-    return reads + sum(_written(one, inside) for one in results)
-
-
-def _users(line: Instruction, users: Mapping[str, list[Instruction]]) -> Iterator[tuple[Instruction, Instruction]]:
-    """Yields (value, its user) for an array: of itself, and of what a bitcast, which moves nothing, makes of it."""
-    for user in users[line.name]:
-        if user.opcode == "bitcast" and user.name in users:
-            yield from _users(user, users)
-        else:
-            yield line, user
-
-
-def _updates(user: Instruction, line: Instruction) -> bool:
-    return user.opcode == "dynamic-update-slice" and user.operands[0] == line.name
-
-
-def _written(line: Instruction, inside: Mapping[str, Instruction]) -> float:
-    while line.opcode in ("bitcast", "copy", "convert") and line.operands and line.operands[0] in inside:
-        line = inside[line.operands[0]]
-    if line.opcode == "dynamic-update-slice" and line.operands[1] in inside:
-        return 2 * num_bytes(inside[line.operands[1]].shape)
-    return num_bytes(line.shape)
+        product = product_of(line, shapes)
+        share = shape_share(product, self.accelerator.num_units) if product else 1.0
+        return flops / (peak * self.accelerator.product_share * share)
 
 
 def timing(
@@ -349,8 +326,30 @@ def timing(
     alone = {name: latency + bandwidth for name, (latency, bandwidth) in each.items()}
     total, computed, sent = Streams(program, cluster.accelerator, alone, assumptions).step()
     factor = measured_seconds / total if measured_seconds else 1.0
-    if measured_seconds:
-        assumptions = dataclasses.replace(assumptions, low=0.93, high=1.07)
-    step = total * factor
-    used = links_of(found, assembly.mesh, assumptions)
-    return Timing(step, step * assumptions.low, step * assumptions.high, computed, sent, factor, assumptions, used)
+    step, used = total * factor, links_of(found, assembly.mesh, assumptions)
+    margin = assumptions.calibrated_margin
+    low, high = (1 - margin) * step, (1 + margin) * step
+    if not measured_seconds:
+        low, high = _ends(program, cluster.accelerator, alone, assumptions)
+    return Timing(step, low, high, computed, sent, factor, assumptions, used)
+
+
+def _ends(
+    program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
+) -> tuple[float, float]:
+    """Returns the seconds of a step with faster products and all transfers hidden, and with slower ones and none.
+
+    Args:
+      program: scheduled.
+      accelerator: that it runs on.
+      transfers: the seconds of each collective, by its name.
+      assumptions: of the model.
+    """
+    fast, slow = (
+        dataclasses.replace(accelerator, product_share=accelerator.product_share + change)
+        for change in (assumptions.product_faster, -assumptions.product_slower)
+    )
+    return (
+        Streams(program, fast, transfers, assumptions, Hidden.ALL).step()[0],
+        Streams(program, slow, transfers, assumptions, Hidden.NONE).step()[0],
+    )

@@ -18,6 +18,7 @@ from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan import findings, hlo, memory, minimum, timing, topology
+from meshtrain.plan import moved as moving
 from meshtrain.plan.collectives import Collective, Traffic, sent_along
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
@@ -229,9 +230,9 @@ def test_the_compilers_warnings_are_findings():
     assert "74.55GiB" in found[1].what
 
 
-def streams(text, transfers=()):
+def streams(text, transfers=(), **given):
     program = hlo.read(text)
-    return timing.Streams(program, H100, dict(transfers), timing.Assumptions()).step()
+    return timing.Streams(program, H100, dict(transfers), timing.Assumptions(), **given).step()
 
 
 PRODUCT = "%dot.{0} = f32[4096,4096]{{1,0}} dot(%w, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
@@ -249,6 +250,28 @@ def test_a_transfer_beside_a_product_costs_nothing_until_it_is_longer():
     assert streams(hidden, long)[0] == pytest.approx(3 * product)
     bare = recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE)
     assert streams(bare, short)[0] == pytest.approx(1.5 * product)
+
+
+def test_the_ends_of_the_interval_hide_all_transfers_or_none():
+    program = hlo.read(recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE, PRODUCT.format(2)))
+    (_, products, _) = timing.Streams(program, H100, {"all-gather-start": 0.0}, timing.Assumptions()).step()
+    wire = products / 4
+    low, high = timing._ends(program, H100, {"all-gather-start": wire}, timing.Assumptions())
+    share = H100.product_share
+    assert low == pytest.approx(products * share / (share + 0.05))
+    assert high == pytest.approx(products * share / (share - 0.1) + wire)
+
+
+def test_what_nothing_can_hide_is_in_the_low_end_as_well():
+    synchronous = START.replace("all-gather-start(%x)", 'all-gather-start(%x), is="{\\"is_sync\\":true}"').replace(
+        '\\"', '"'
+    )
+    bare = recorded.entry(*ARGUMENTS, PRODUCT.format(1), synchronous, DONE)
+    product = streams(bare, {"all-gather-start": 0.0}, hidden=timing.Hidden.ALL)[0]
+    assert streams(bare, {"all-gather-start": product}, hidden=timing.Hidden.ALL)[0] == pytest.approx(2 * product)
+    hidden = recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE)
+    long = {"all-gather-start": 3 * product}
+    assert streams(hidden, long, hidden=timing.Hidden.ALL)[0] >= 3 * product
 
 
 def on_two_hosts(**sizes):
@@ -323,7 +346,7 @@ def test_a_slice_behind_a_bitcast_moves_the_slice():
         fused = "%fused (p: f32[]) -> f32[] {\n" + "".join(f"  {one}\n" for one in body) + "}\n"
         program = hlo.read(recorded.entry(*lines[:2], line, before=fused))
         [fusion] = [one for one, _, _ in program.instructions("fusion")]
-        return timing.moved_bytes(fusion, program.computations["fused"], {})
+        return moving.moved_bytes(fusion, program.computations["fused"], {})
 
     layer = 4 * 65536
     assert moved(*lines, "ROOT %copy = f32[1,65536]{1,0} negate(%slice)") == 2 * layer + 4  # the index

@@ -86,3 +86,35 @@ def test_what_a_compiler_says_is_kept_unless_it_is_its_last_word(what, printed, 
     code = NOISE.replace("WHAT", repr(what))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (printed, errors)
+
+
+class Lowered:
+    """A program whose first compilation the compiler refuses, as XLA words it."""
+
+    def __init__(self, *refusals):
+        self.refusals, self.asked = list(refusals), []
+
+    def compile(self, compiler_options=None):
+        self.asked.append(compiler_options)
+        if self.refusals:
+            raise jax.errors.JaxRuntimeError(self.refusals.pop(0))
+        return "compiled"
+
+
+NO_TILES = "INTERNAL: Couldn't find output tile sizes for fusion %gemm_fusion_dot.7"
+
+
+def test_a_product_without_tiles_is_compiled_once_more_without_triton():
+    added = {"xla_gpu_enable_triton_gemm": False}
+    first, second = Lowered(), Lowered(NO_TILES)
+    assert compiling.with_tiles(first) == ("compiled", {})
+    assert compiling.with_tiles(second) == ("compiled", added)
+    assert (first.asked, second.asked) == ([None], [None, added])
+
+
+@pytest.mark.parametrize("refusals", [["RESOURCE_EXHAUSTED: out of memory"], [NO_TILES, NO_TILES]])
+def test_other_refusals_and_a_second_one_are_raised(refusals):
+    given = Lowered(*refusals)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=refusals[-1].split(":")[0]):
+        compiling.with_tiles(given)
+    assert len(given.asked) == len(refusals)
