@@ -1,0 +1,47 @@
+"""The planner's time against published runs, from stored figures of their compiled programs."""
+
+import json
+
+import pytest
+
+from meshtrain.launch.hardware import ACCELERATORS
+from meshtrain.plan import hlo, timing
+from scripts import published_runs
+from scripts.published_runs import RUNS
+from tests.plan import recorded
+
+STORED = json.loads(published_runs.STORED.read_text(encoding="utf-8"))
+H100 = next(one for one in ACCELERATORS if one.name == "h100")
+# Of a run whose program and card match ours, and of another. The cards of 500 W are none of those that we know.
+MATCHING, OTHER = 0.15, 0.2
+
+
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.is_calibrating])
+def test_a_published_step_is_predicted_by_its_card_and_from_the_other_runs_of_its_card(name):
+    run = RUNS[name]
+    own = published_runs.seconds(STORED[name], run.card, run.card.product_share)
+    left_out = published_runs.predicted(name, STORED)[1]
+    assert abs(own / run.measured_seconds - 1) <= (OTHER if run.differs else MATCHING)
+    assert abs(left_out / run.measured_seconds - 1) <= (OTHER if run.differs else MATCHING)
+
+
+def test_a_run_is_no_part_of_what_predicts_it():
+    changed = STORED | {"gpt_22b": STORED["gpt_22b"] | {"other_bytes": 0, "products": []}}
+    assert published_runs.predicted("gpt_22b", changed)[0] == published_runs.predicted("gpt_22b", STORED)[0]
+    assert published_runs.predicted("gpt_175b_full", changed)[0] != published_runs.predicted("gpt_175b_full", STORED)[0]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_stored_figures_give_the_time_of_the_program(name):
+    stored = STORED[name]
+    made = published_runs.seconds(stored, RUNS[name].card, stored["with_share"])
+    assert made == pytest.approx(stored["modelled_seconds"], rel=5e-3)
+
+
+def test_figures_of_a_program_give_its_time_at_other_shares_too():
+    program = hlo.read(recorded.GPU_LOOPS)
+    stored = published_runs.figures(program, H100, {}, {})
+    whole = timing.Streams(program, H100, {}, timing.Assumptions()).step()[0]
+    assert stored["modelled_seconds"] == whole
+    assert published_runs.seconds(stored, H100, H100.product_share) == pytest.approx(whole)
+    assert published_runs.seconds(stored, H100, 0.05) > whole
