@@ -27,11 +27,12 @@ from scripts.mutants_files import FILES
 from scripts.mutants_hf import HF
 from scripts.mutants_models import MODELS
 from scripts.mutants_optim import OPTIM
+from scripts.mutants_plan import PLAN
 from scripts.mutants_probe import PROBE
 from scripts.mutants_step import STEP
 
 ROOT = pathlib.Path(__file__).parents[1]
-MUTANTS = (*MODELS, *OPTIM, *STEP, *FILES, *AROUND, *PROBE, *HF)
+MUTANTS = (*MODELS, *OPTIM, *STEP, *FILES, *AROUND, *PLAN, *PROBE, *HF)
 ROOMS = (
     "words",
     "config",

@@ -107,7 +107,7 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
     """Returns what the modelled time of a program is made of, for JSON; see `seconds`.
 
     Args:
-      program: scheduled.
+      program: scheduled; its products are of inputs in 16 bits.
       card: that it was compiled for.
       mesh: the size of each axis.
       transfers: the seconds of each collective, by its name.

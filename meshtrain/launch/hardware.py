@@ -66,8 +66,8 @@ ACCELERATORS = (
         product_share=0.80,
         num_units=108,
         source="NVIDIA A100 data sheet (SXM, 80 GB); network: DGX A100, one 200 Gb/s adapter a GPU",
-        product_source="fitted to the steps of Korthikanti et al. 2022; best shape 268 of 312 TFLOP/s (Bekman, "
-        "Machine Learning Engineering)",
+        product_source="between fits to one (0.77) and to all (0.87) steps of Korthikanti et al. 2022; best shape 268 "
+        "of 312 TFLOP/s (Bekman, Machine Learning Engineering)",
     ),
     Accelerator(
         name="h100",

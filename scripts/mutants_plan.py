@@ -1,0 +1,22 @@
+"""Planted faults of the planner's time."""
+
+from scripts.mutant import Mutant
+
+PLAN: tuple[Mutant, ...] = (
+    Mutant(
+        "slow end hides transfers",
+        "plan/timing.py",
+        "if is_asynchronous and self.hidden is not Hidden.NONE:",
+        "if is_asynchronous and self.hidden is not Hidden.ALL:",
+        "the slow end of the interval of a step hides transfers",
+        ("plan/test_plan_arithmetic.py::test_the_ends_of_the_interval_hide_all_transfers_or_none",),
+    ),
+    Mutant(
+        "half a wave is free",
+        "plan/products.py",
+        "num_waves = math.ceil(num_tiles * parts / num_units)",
+        "num_waves = num_tiles * parts / num_units",
+        "a product whose last wave of tiles leaves units idle is as fast as one of whole waves",
+        ("plan/test_plan_products.py::test_zeros_in_tiles_and_empty_places_in_the_last_wave_are_lost",),
+    ),
+)
