@@ -139,8 +139,8 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
             else:
                 other += runs * moved
     sent = collections.Counter[str]()
-    for one in collectives(program, mesh):
-        sent[one.axes] += int(one.wire_bytes * one.count)
+    for each in collectives(program, mesh):
+        sent[each.axes] += int(each.wire_bytes * each.count)
     return {
         "products": [[list(map(list, dims)), moved, runs] for (dims, moved), runs in sorted(products.items())],
         "attention": [[*key, runs] for key, runs in sorted(attention.items())],
