@@ -21,6 +21,7 @@ EXIT_INTERRUPTED = 130
 _LAST_WORDS_SECONDS = 1.0
 _MOST_LINES = 10  # of problems that many inputs share
 _ENOUGH = 1000  # such problems: the rest of the input is not read
+_NUMBERS = re.compile(r"\d+")
 _LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a name
 
 
@@ -82,8 +83,16 @@ class LostPeer(Exception):
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the closest of `allowed`, or an empty string."""
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    """Returns `; did you mean 'x'?` for the closest of `allowed`, or an empty string.
+
+    Of names with numbers, those with the same number come first.
+
+    >>> nearest("fp16", ["float32", "bfloat16", "float16", "fp8"])
+    "; did you mean 'float16'?"
+    """
+    names, numbers = list(allowed), _NUMBERS.findall(name)
+    alike = [one for one in names if numbers and _NUMBERS.findall(one) == numbers]
+    close = [found for some in (alike, names) for found in difflib.get_close_matches(name, some, n=1, cutoff=0.5)]
     return f"; did you mean '{close[0]}'?" if close else ""
 
 

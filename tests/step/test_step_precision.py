@@ -84,7 +84,7 @@ def test_cudnn_goes_by_what_is_computed_in():
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        ({"precision.policy": "floot16"}, ["precision.policy", "did you mean 'float16'?"]),
+        ({"precision.policy": "fp16"}, ["precision.policy", "did you mean 'float16'?"]),
         ({"precision.param_dtype": "float16"}, ["precision.param_dtype", "bfloat16"]),
         ({"precision.policy": "float16", "loss_scale.mode": "none"}, ["loss_scale.mode: got none with float16"]),
         ({"precision.compute_dtype": "float16", "loss_scale.mode": "none"}, ["loss_scale.mode: got none with float16"]),
