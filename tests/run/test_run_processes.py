@@ -1,6 +1,7 @@
 """Several real processes: the same numbers for any number of them, and nothing lost where they are killed."""
 
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -109,12 +110,15 @@ def wait_for_step(process, step):
 
 
 def worker(launcher, index):
-    """The process id of one of a launcher's workers."""
-    children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    for child in children:
-        if f"JAX_PROCESS_ID={index}\0" in pathlib.Path(f"/proc/{child}/environ").read_text():
-            return int(child)
-    raise AssertionError(f"no worker {index} among {children}")
+    """The process id of one of a launcher's workers, once it has started; None: the launcher has ended."""
+    while launcher.poll() is None:
+        children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        for child in children:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                if f"JAX_PROCESS_ID={index}\0" in pathlib.Path(f"/proc/{child}/environ").read_text():
+                    return int(child)
+        time.sleep(0.05)
+    return None
 
 
 def test_any_number_of_processes_gives_the_same_numbers_and_goes_on_with_what_another_has_saved(finished, tmp_path):
@@ -216,8 +220,9 @@ def test_killed_twenty_times_it_ends_with_the_weights_of_a_run_that_was_not(laun
             shown = (line for line in process.stdout if re.search(r"step +\d+/", line))
             collections.deque(itertools.islice(shown, chance.randint(1, 80)), maxlen=0)
             time.sleep(chance.uniform(0, 0.05))
-        if process.poll() is None:
-            os.kill(worker(process, 0), signal.SIGKILL)
+        if alive := worker(process, 0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(alive, signal.SIGKILL)
         process.communicate(timeout=LIMIT_SECONDS)
         steps.append(newest_save(tmp_path / "killed" / "checkpoints"))
         process = launched(tmp_path / "killed", *changes, processes=1, devices=2)
