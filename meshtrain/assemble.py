@@ -31,6 +31,7 @@ from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.layout.stored import stored_tree
 from meshtrain.layout.trees import leaves_with_paths, select
+from meshtrain.models.remat import gathers_early
 from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, checked_loss, entries
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
@@ -74,6 +75,7 @@ class Assembly:
       batch: the abstract global batch, each entry with its sharding.
       names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
       layer_bytes: of the gradients of one layer that a device reduces over data inside the backward loop; 0: none.
+      gathers_early: whether XLA may gather in one layer's turn of a loop for the next layer.
       init: uint32 key data -> state, jitted; each array is created with its sharding.
       train_step: (state, batch) -> (state, metrics), jitted with the devices' compiler options; donates the state.
       outer_step: state -> state, jitted likewise: joins groups that train apart, every `local_steps.period` steps; None
@@ -95,6 +97,7 @@ class Assembly:
     batch: Mapping[str, jax.ShapeDtypeStruct]
     names: list[Names]
     layer_bytes: int
+    gathers_early: bool
     init: Callable[[jax.Array], TrainState]
     train_step: Any
     outer_step: Any
@@ -175,7 +178,8 @@ def assemble(
     step = inner_step(gradients, update, scaling, trained) if outer else train_step(gradients, update, scaling)
     join = outer_step(outer.transformation, groups.mean, trained) if outer and groups else None
     bytes_of_layer = layer_bytes(params, axes, replicas, config.remat.every)
-    options = compiler_options(kind, bytes_of_layer, is_late=config.local_steps.delay > 0)
+    early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
+    options = compiler_options(kind, bytes_of_layer, is_late=config.local_steps.delay > 0, gathers_early=early)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     return Assembly(
         config=config,
@@ -189,6 +193,7 @@ def assemble(
         batch=batch,
         names=names,
         layer_bytes=bytes_of_layer,
+        gathers_early=early,
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
         train_step=jitted(step, out_shardings=(state_shardings, whole)),
         outer_step=join and jitted(join, out_shardings=state_shardings),

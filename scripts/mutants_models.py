@@ -139,6 +139,14 @@ MODELS: tuple[Mutant, ...] = (
         ("models/test_models_head.py::test_a_mesh_changes_no_number_and_reduces_the_weight_once[fsdp4-tensor2]",),
     ),
     Mutant(
+        "gathers early everywhere",
+        "models/remat.py",
+        "return placement.gathers_weights or not splits_sequence or options.policy not in SUMS_AGAIN",
+        "return True",
+        "with sequence parallelism the compiler scatters the output of attention twice where it is computed again",
+        ("models/test_models_remat.py::test_loops_gather_early_unless_that_repeats_the_sum_after_attention[full-axes0-True-False]",),
+    ),
+    Mutant(
         "layers cast their own slices",
         "models/remat.py",
         'return placement.gathers_weights and (options.policy == "none" or options.every > 1)',

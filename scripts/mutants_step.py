@@ -122,6 +122,14 @@ STEP: tuple[Mutant, ...] = (
         ("pipeline/test_pipeline_schedules.py::test_aligned_1f1b_is_this_table",),
     ),
     Mutant(
+        "embeddings masked in most rows",
+        "pipeline/program.py",
+        "    return [cut, count - cut]\n",
+        "    return [count]\n",
+        "a long loop embeds in each row, for the few that need it",
+        ("pipeline/test_pipeline_program.py::test_segments_compile_few_bodies[case7-(Fe)x3 (F)x8 (F Bh)x4 (B)x8 (Bd)x3]",),
+    ),
+    Mutant(
         "another microbatch is prefetched",
         "pipeline/program.py",
         "else previous] = wanted[row]",

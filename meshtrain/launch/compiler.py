@@ -22,6 +22,8 @@ class CompilerOption:
     before: str = ""
 
 
+PIPELINED_GATHER = "xla_gpu_enable_pipelined_all_gather"
+
 # On jaxlib 0.10.2 matrix products overlap at least 90 % of FSDP's traffic with these. jaxlib 0.12.0 does not know the
 # pipelined ones, and its compiler aborts with the estimator.
 GPU_OPTIONS = (
@@ -34,7 +36,7 @@ GPU_OPTIONS = (
         "weighs collectives by size; older GPUs guess by default",
         "0.11",
     ),
-    CompilerOption("xla_gpu_enable_pipelined_all_gather", True, "gathers the next layer's weights early", "0.11"),
+    CompilerOption(PIPELINED_GATHER, True, "gathers the next layer's weights early", "0.11"),
     CompilerOption("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters gradients during the next layer", "0.11"),
     CompilerOption("xla_gpu_enable_pipelined_all_reduce", True, "sums gradients during the next layer", "0.11"),
 )
@@ -82,17 +84,21 @@ def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
     )
 
 
-def options_of(device_kind: str, layer_bytes: int = 0, *, is_late: bool = False) -> tuple[CompilerOption, ...]:
+def options_of(
+    device_kind: str, layer_bytes: int = 0, *, is_late: bool = False, gathers_early: bool = True
+) -> tuple[CompilerOption, ...]:
     """Returns the options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice.
 
     Args:
       device_kind: as JAX names it.
       layer_bytes: see `joining`.
       is_late: whether gradients are applied one step late.
+      gathers_early: whether a loop over layers may gather for the next layer, see `Assembly.gathers_early`.
     """
     table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()
     if device_kind.startswith("NVIDIA"):
         table = GPU_OPTIONS + joining(layer_bytes) + (LATE_GPU_OPTIONS if is_late else ())
+    table = table if gathers_early else tuple(option for option in table if option.name != PIPELINED_GATHER)
     installed = _numbers(importlib.metadata.version("jaxlib"))
     return tuple(option for option in table if not option.before or installed < _numbers(option.before))
 
@@ -101,9 +107,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def compiler_options(device_kind: str, layer_bytes: int = 0, *, is_late: bool = False) -> dict[str, Any]:
+def compiler_options(
+    device_kind: str, layer_bytes: int = 0, *, is_late: bool = False, gathers_early: bool = True
+) -> dict[str, Any]:
     """Returns the argument `compiler_options` of `jax.jit` for the step; see `options_of`."""
-    return {option.name: option.value for option in options_of(device_kind, layer_bytes, is_late=is_late)}
+    options = options_of(device_kind, layer_bytes, is_late=is_late, gathers_early=gathers_early)
+    return {option.name: option.value for option in options}
 
 
 def init_compiler_options(device_kind: str) -> dict[str, Any]:

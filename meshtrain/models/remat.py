@@ -15,6 +15,8 @@ RESIDUAL, HEADS = "residual", "heads"
 # Queries, keys and values as they are projected; the residual stream after each attention, and what is normalized
 # before it is added to the stream; the mlp before its activation function.
 QKV, MIDDLE, UP = "qkv", "middle", "up"
+# Policies whose backward pass computes the output of attention again: with tensor parallelism, its sum over devices.
+SUMS_AGAIN = ("save_attention", "full", "offload")
 _SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP})
 
 # The primitive of cuDNN's attention. Its results are the heads and the softmax's statistics for its backward pass.
@@ -67,6 +69,21 @@ def casts_first(options: RematOptions, placement: Placement) -> bool:
     output of the forward loop, and XLA runs the whole loop a second time to gather the first of the slices early.
     """
     return placement.gathers_weights and (options.policy == "none" or options.every > 1)
+
+
+def gathers_early(options: RematOptions, placement: Placement, *, splits_sequence: bool) -> bool:
+    """Returns whether XLA may gather for the next layer in the loop's turn of one layer.
+
+    That hides gathers of weights. With sequence parallelism it also moves the gather of the second norm to the turn
+    before, in the backward pass. Where the output of attention is computed again, that norm needs it: XLA then computes
+    and scatters it twice, once for the moved gather.
+
+    Args:
+      options: what the backward pass computes again.
+      placement: whether weights are gathered.
+      splits_sequence: whether the sequence is sharded between products.
+    """
+    return placement.gathers_weights or not splits_sequence or options.policy not in SUMS_AGAIN
 
 
 def _activations(name: str) -> Callable[..., Any]:

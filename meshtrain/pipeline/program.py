@@ -246,8 +246,8 @@ def segments(program: Program) -> tuple[Segment, ...]:
     """Returns the rows as loops, so that compile time does not grow with the number of rows.
 
     Rows of one loop have the same kind, and all of them or none have a head: its matrix products run in no other row.
-    Embedding and its backward pass are cheap look-ups: a body has them if one of its rows does, and other rows mask
-    them.
+    A body has the embedding or its backward pass if one of its rows does, and other rows mask them. A loop in which most
+    rows would is cut in two.
 
     Returns:
       Segments whose rows, in order, are exactly the program's rows.
@@ -261,9 +261,10 @@ def segments(program: Program) -> tuple[Segment, ...]:
     for group, repeats in groups:
         inner, offset, length = list[Segment](), start, sum(len(run) * times for run, times in group)
         for run, times in group:
-            body = tuple(_signature(program, offset + i, len(run), times, length, repeats) for i in range(len(run)))
-            inner.append(Segment(body, times))
-            offset += len(run) * times
+            for part in _parts(program, offset, times) if repeats == len(run) == 1 else [times]:
+                body = tuple(_signature(program, offset + i, len(run), part, length, repeats) for i in range(len(run)))
+                inner.append(Segment(body, part))
+                offset += len(run) * part
         start += length * repeats
         result += inner if repeats == 1 else [Segment(tuple(inner), repeats)]
     return tuple(result)
@@ -276,6 +277,24 @@ def _signature(program: Program, first: int, step: int, times: int, outer_step: 
     embed, head, embed_backward = (bool((flag[rows] >= 0).any()) for flag in flags)
     assert {program.kinds[row] for row in rows} == {program.kinds[first]}
     return Signature(program.kinds[first], embed, head, embed_backward)
+
+
+def _parts(program: Program, first: int, count: int) -> list[int]:
+    """Returns the lengths of the loops that run `count` rows of one kind from row `first` on: one or two.
+
+    A masked embedding is not free. It sums activations over the stages in float32, several times what a row hands on.
+    So rows at the end of a loop that need none get a loop of their own, if they are the most and at least as many as
+    stages. (With as many microbatches as stages no group of rows repeats, whose parts would be loops already.)
+    """
+    some = slice(first, first + count)
+    used = np.flatnonzero((program.embed_microbatch[some] >= 0) | (program.embed_backward_microbatch[some] >= 0))
+    if not len(used):
+        return [count]
+    before, after = int(used[0]), count - 1 - int(used[-1])
+    masked, cut = max((before, before), (after, count - after))
+    if masked < program.schedule.num_stages or masked <= len(used):
+        return [count]
+    return [cut, count - cut]
 
 
 def _cut(runs: list[Run]) -> list[Run]:

@@ -90,7 +90,10 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
         outer_text=outer_text,
         statistics=_of_both(compiled, outer) if compiled else None,
         options=compiler_options(
-            cluster.devices[0].device_kind, assembly.layer_bytes, is_late=config.local_steps.delay > 0
+            cluster.devices[0].device_kind,
+            assembly.layer_bytes,
+            is_late=config.local_steps.delay > 0,
+            gathers_early=assembly.gathers_early,
         )
         | added,
         added_options=added,

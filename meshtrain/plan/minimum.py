@@ -11,10 +11,11 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
               one gather of what is not in the stack of layers: the loss applies the head's weight forward and backward
               at once, and the backward pass of a look-up reads no table.
               Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product
-    tensor    2 (n - 1) / n of A, M times: 4 a layer, one for the look-up and one for the head; 5 a layer where the
-              backward pass repeats one of them (Korthikanti et al. 2022): the sum after attention (remat.policy
-              save_attention, full or offload), or, with sequence parallelism, the gathers of both norms (selective or
-              dots)
+    tensor    2 (n - 1) / n of A, M times: 4 a layer, one for the look-up and one for the head. The backward pass
+              repeats some (Korthikanti et al. 2022): one more a layer for the sum after attention (remat.policy
+              save_attention, full or offload). With sequence parallelism a sum is a scatter and a gather, half of it
+              each. There it is one more for the gathers of both norms (selective or dots), and one and a half for
+              these and the scatter after attention (save_attention, full or offload)
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
 
 The last two are of a transformer, and need a task that states its width (and for tensor its number of layers).
@@ -37,14 +38,14 @@ from meshtrain.layout.partition import STACKED, Names, num_parts
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.trees import select
 from meshtrain.layout.zero import MAX_LEVEL
+from meshtrain.models.remat import SUMS_AGAIN
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.step.precision import compute_dtype, param_dtype
 
 TENSOR = "tensor"
 FLOAT32_BYTES = 4
 REDUCTIONS_A_LAYER = 4
-REPEATED_REDUCTIONS = 1  # of two in a layer's forward pass: nothing waits for the sum at its end
-SUMS_AGAIN, GATHERS_AGAIN = ("save_attention", "full", "offload"), ("selective", "dots")  # policies
+GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention
 LOOKUP_AND_HEAD = 2
 GATHERS, SCATTERS = 2, 1  # of a layer's stored weight and of its gradient, for each microbatch
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
@@ -249,9 +250,13 @@ def outer_wire_bytes_minimum(assembly: Assembly) -> float:
 def _reductions_of_layers(assembly: Assembly, size: Sizes) -> float:
     """Returns how often one microbatch's activations are summed over tensor by the layers of a stage."""
     remat, splits_sequence = assembly.config.remat, assembly.config.layout.sequence_parallel
-    repeats = remat.policy in SUMS_AGAIN or (splits_sequence and remat.policy in GATHERS_AGAIN)
-    repeated = REPEATED_REDUCTIONS / remat.every if repeats else 0
-    return (REDUCTIONS_A_LAYER + repeated) * size.layers_of_stage
+    # Of the two reductions of a layer's forward pass, halves: nothing waits for the sum at its end.
+    sums, gathers = remat.policy in SUMS_AGAIN, remat.policy in (*SUMS_AGAIN, *GATHERS_AGAIN)
+    if splits_sequence:
+        repeated = (2 * gathers + sums) / 2
+    else:
+        repeated = float(sums)
+    return (REDUCTIONS_A_LAYER + repeated / remat.every) * size.layers_of_stage
 
 
 def _replicated_bytes(level: int, size: Sizes) -> float:

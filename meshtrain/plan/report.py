@@ -221,7 +221,12 @@ def _time(plan: Plan) -> str:
 def _options(plan: Plan) -> str:
     assembly = plan.compiled.assembly
     is_late = assembly.config.local_steps.delay > 0
-    options = options_of(plan.cluster.devices[0].device_kind, assembly.layer_bytes, is_late=is_late)
+    options = options_of(
+        plan.cluster.devices[0].device_kind,
+        assembly.layer_bytes,
+        is_late=is_late,
+        gathers_early=assembly.gathers_early,
+    )
     rows = [(option.name, str(option.value), option.reason) for option in options]
     why = "compiled a second time: with nothing to tune on, the compiler found no tiles for a product of Triton's"
     rows += [(name, str(value), why) for name, value in plan.compiled.added_options.items()]

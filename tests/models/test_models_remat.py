@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.rules import LayoutOptions
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
@@ -56,6 +57,23 @@ def num_products(options):
 
     assembly = assembled(options)
     return count(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("policy", "axes", "sequence_parallel", "expected"),
+    [
+        ("full", {"tensor": 2}, True, False),
+        ("save_attention", {"tensor": 2}, True, False),
+        ("save_attention", {"tensor": 2}, False, True),
+        ("selective", {"tensor": 2}, True, True),
+        ("full", {"tensor": 2, "fsdp": 2}, True, True),  # weights are gathered: most of what is sent
+    ],
+)
+def test_loops_gather_early_unless_that_repeats_the_sum_after_attention(policy, axes, sequence_parallel, expected):
+    config = dataclasses.replace(CONFIG, remat=RematOptions(policy), layout=LayoutOptions(sequence_parallel))
+    num_devices = int(np.prod(list(axes.values())))
+    assembly = assemble(config, dict.fromkeys(AXES, 1) | axes, jax.devices()[:num_devices])
+    assert assembly.gathers_early is expected
 
 
 def test_each_policy_keeps_less_and_computes_more_than_the_one_before():

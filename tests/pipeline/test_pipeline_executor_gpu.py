@@ -14,10 +14,15 @@ import pytest
 from meshtrain.config.config import resolve
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import MeshOptions
+from meshtrain.layout.rules import LayoutOptions
+from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import compile as compiling
-from meshtrain.plan import flops, hlo, topology
+from meshtrain.plan import flops, hlo, report, topology
+from meshtrain.step.precision import PrecisionOptions
 from tests.plan import counted
+from tests.plan.conftest import config as small
+from tests.plan.conftest import planned
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -110,3 +115,23 @@ def test_eight_stages_keep_their_layers_inputs_of_a_microbatch_in_flight_and_not
     inputs = 2 * config().sequence_length * config().model.embed_dim * config().model.num_layers // NUM_STAGES
     assert more - few == pytest.approx((15 - 9) * inputs, rel=0.05)
     assert many == pytest.approx(more, rel=0.01)
+
+
+def test_rows_that_work_send_the_least_along_tensor():
+    """As many microbatches as stages, one layer a chunk: loops of forward rows, then of backward rows.
+
+    What is computed again must not be scattered again for a gather that the compiler moves; rows without an embedding
+    must not scatter one.
+    """
+    model = dataclasses.replace(small().model, num_layers=6, embed_dim=512, mlp_dim=1024, vocab_multiple=8)
+    given = small(
+        {"pipeline": 2, "tensor": 4},
+        model=model,
+        batch_size=2,
+        sequence_length=1024,
+        layout=LayoutOptions(sequence_parallel=True),
+        precision=PrecisionOptions("bfloat16"),
+        remat=RematOptions("save_attention"),
+        pipeline=PipelineOptions("interleaved_1f1b", num_microbatches=2, num_chunks=3),
+    )
+    assert report.working_ratios(planned("h100:1x8", given))["tensor"] == pytest.approx(1, abs=0.01)

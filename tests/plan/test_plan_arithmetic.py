@@ -152,11 +152,12 @@ def test_what_is_sent_along_joined_axes_counts_each_of_them():
         (RematOptions("dots"), False, 4),  # without sequence parallelism a norm's output needs no gather
         (RematOptions("dots"), True, 5),
         (RematOptions("full"), False, 5),
+        (RematOptions("full"), True, 5.5),  # both gathers and the scatter after attention
         (RematOptions("full", every=2), False, 4.5),
     ],
     ids=str,
 )
-def test_the_least_of_tensor_is_four_or_five_reductions_a_layer(small, remat, sequence_parallel, reductions):
+def test_the_least_of_tensor_is_four_reductions_a_layer_and_what_remat_repeats(small, remat, sequence_parallel, reductions):
     layout = LayoutOptions(sequence_parallel)
     found = minimum.wire_bytes_minimum(assembled(small({"tensor": 4, "data": 2}, remat=remat, layout=layout)))
     activations = 16 / 2 * 32 * 64 * 4

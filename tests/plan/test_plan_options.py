@@ -52,6 +52,13 @@ def test_options_that_newer_compilers_may_refuse_are_left_out(monkeypatch, versi
     assert compiler.options_of("TPU v5") == ()
 
 
+def test_gathers_are_not_moved_where_they_would_repeat_a_sum(monkeypatch):
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: "0.10.2")
+    early, late = (compiler.compiler_options("NVIDIA H200", gathers_early=each) for each in (True, False))
+    assert early.items() - late.items() == {("xla_gpu_enable_pipelined_all_gather", True)}
+    assert late.items() <= early.items()
+
+
 def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch):
     monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: "0.10.2")
     large, small = 2 * compiler.JOINED_BYTES, compiler.JOINED_BYTES
