@@ -144,7 +144,7 @@ MODELS: tuple[Mutant, ...] = (
         "return placement.gathers_weights or not splits_sequence or options.policy not in SUMS_AGAIN",
         "return True",
         "with sequence parallelism the compiler scatters the output of attention twice where it is computed again",
-        ("models/test_models_remat.py::test_loops_gather_early_unless_that_repeats_the_sum_after_attention[full-axes0-True-False]",),
+        ("models/test_models_remat.py::test_loops_gather_early_unless_that_repeats_a_sum[full-axes0-True-False]",),
     ),
     Mutant(
         "layers cast their own slices",

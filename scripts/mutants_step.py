@@ -127,7 +127,7 @@ STEP: tuple[Mutant, ...] = (
         "    return [cut, count - cut]\n",
         "    return [count]\n",
         "a long loop embeds in each row, for the few that need it",
-        ("pipeline/test_pipeline_program.py::test_segments_compile_few_bodies[case7-(Fe)x3 (F)x8 (F Bh)x4 (B)x8 (Bd)x3]",),
+        ("pipeline/test_pipeline_program.py::test_segments_compile_few_bodies[in chunks without repeats]",),
     ),
     Mutant(
         "another microbatch is prefetched",

@@ -69,7 +69,7 @@ def num_products(options):
         ("full", {"tensor": 2, "fsdp": 2}, True, True),  # weights are gathered: most of what is sent
     ],
 )
-def test_loops_gather_early_unless_that_repeats_the_sum_after_attention(policy, axes, sequence_parallel, expected):
+def test_loops_gather_early_unless_that_repeats_a_sum(policy, axes, sequence_parallel, expected):
     config = dataclasses.replace(CONFIG, remat=RematOptions(policy), layout=LayoutOptions(sequence_parallel))
     num_devices = int(np.prod(list(axes.values())))
     assembly = assemble(config, dict.fromkeys(AXES, 1) | axes, jax.devices()[:num_devices])

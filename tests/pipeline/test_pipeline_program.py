@@ -227,7 +227,9 @@ def exact_or_masked(program):
         (("interleaved_1f1b", 4, 16, 2), "(Fe)x3 ((F)x4 (F Behd)x4 (B)x4)x4 (Bd)x3"),
         (("interleaved_1f1b", 2, 8, 3), "(Fe)x1 ((F)x4 (F Behd)x2 (B)x4)x4 (Bd)x1"),
         # No group repeats: rows without an embedding get a loop of their own, where most of a loop's rows have none.
-        (("interleaved_1f1b", 4, 4, 3), "(Fe)x3 (F)x8 (F Bh)x4 (B)x8 (Bd)x3"),
+        pytest.param(
+            ("interleaved_1f1b", 4, 4, 3), "(Fe)x3 (F)x8 (F Bh)x4 (B)x8 (Bd)x3", id="in chunks without repeats"
+        ),
         (("1f1b", 5, 2), "(Fe)x4 (F Bh)x2 (Bd)x4"),
     ],
 )

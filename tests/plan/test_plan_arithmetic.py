@@ -157,7 +157,7 @@ def test_what_is_sent_along_joined_axes_counts_each_of_them():
     ],
     ids=str,
 )
-def test_the_least_of_tensor_is_four_reductions_a_layer_and_what_remat_repeats(small, remat, sequence_parallel, reductions):
+def test_the_least_of_tensor_is_four_sums_a_layer_and_what_remat_repeats(small, remat, sequence_parallel, reductions):
     layout = LayoutOptions(sequence_parallel)
     found = minimum.wire_bytes_minimum(assembled(small({"tensor": 4, "data": 2}, remat=remat, layout=layout)))
     activations = 16 / 2 * 32 * 64 * 4
