@@ -246,8 +246,8 @@ def segments(program: Program) -> tuple[Segment, ...]:
     """Returns the rows as loops, so that compile time does not grow with the number of rows.
 
     Rows of one loop have the same kind, and all of them or none have a head: its matrix products run in no other row.
-    A body has the embedding or its backward pass if one of its rows does, and other rows mask them. A loop in which most
-    rows would is cut in two.
+    A body has the embedding or its backward pass if one of its rows does, and other rows mask them. A loop in which
+    most rows would mask them is cut in two.
 
     Returns:
       Segments whose rows, in order, are exactly the program's rows.
