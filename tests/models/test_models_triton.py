@@ -48,7 +48,10 @@ def test_the_kernel_runs_again_where_the_policy_says_so(policy, num_forward):
     assert num_jitted(jax.make_jaxpr(jax.grad(loss))(given[0]).jaxpr, "mha_forward") == num_forward
 
 
-@pytest.mark.parametrize("module", [types.SimpleNamespace(), types.SimpleNamespace(mha=jax.jit(lambda q: q))], ids=str)
+OTHER_FORMS = {"no kernel": types.SimpleNamespace(), "no segments": types.SimpleNamespace(mha=jax.jit(lambda q: q))}
+
+
+@pytest.mark.parametrize("module", OTHER_FORMS.values(), ids=OTHER_FORMS)
 def test_a_kernel_of_another_form_is_refused_in_one_line(monkeypatch, module):
     monkeypatch.setattr(triton, "_module", lambda: module)
     triton.is_there.cache_clear()
