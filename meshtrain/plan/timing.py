@@ -129,7 +129,7 @@ def devices_by_host(mesh: Mesh, axis: str) -> dict[int, int]:
     names = mesh.axis_names
     chosen = [names.index(name) for name in axis.split("+") if name in names]
     lead = np.moveaxis(mesh.devices, chosen, range(len(chosen)))
-    group = lead.reshape(-1, lead[(0,) * len(chosen)].size if chosen else 1)[:, 0]
+    group = lead.reshape(-1, math.prod(lead.shape[len(chosen) :]) if chosen else 1)[:, 0]
     hosts: dict[int, int] = {}
     for device in group:
         hosts[device.process_index] = hosts.setdefault(device.process_index, 0) + 1

@@ -284,6 +284,14 @@ def on_two_hosts(**sizes):
     return SimpleNamespace(devices=devices, axis_names=tuple(sizes), shape=sizes)
 
 
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [("data", {0: 1, 1: 1}), ("tensor", {0: 4}), ("data+tensor", {0: 4, 1: 4}), ("irregular", {0: 4, 1: 4})],
+)
+def test_the_hosts_of_a_group(axes, expected):
+    assert timing.devices_by_host(on_two_hosts(data=2, tensor=4), axes) == expected
+
+
 def collective(kind, axes, group_size, wire_bytes):
     return Collective(f"{kind}.{axes}", kind, axes, group_size, 1, 0.0, wire_bytes, False, False, "")
 

@@ -83,7 +83,8 @@ def test_level_three_over_data_is_planned_like_fsdp(plan, small):
     size = 4 * made.compiled.assembly.task.num_parameters
     assert (made.memory.parameters_bytes, made.memory.gradients_bytes) == (size // 8, size // 8)
     assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
-    assert made.minimum == {"data": 7 / 8 * 3 * size}
+    other = 4 * (2 * 256 * 64 + 64)  # table, head and last norm, which are gathered once
+    assert made.minimum == {"data": 7 / 8 * (3 * size - other)}
     # The CPU's compiler all-reduces gradients where others reduce-scatter, which is twice the bytes: four for three.
     assert 1 <= report.sent_along(made, "data") / made.minimum["data"] < 1.5
 
