@@ -4,6 +4,7 @@ GPUs are described to the compiler by a file each in `targets/`; TPUs are known 
 """
 
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import math
@@ -21,6 +22,7 @@ from meshtrain.launch.hardware import Accelerator, find
 from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError, nearest
 
+GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 TARGETS = Path(__file__).parent / "targets"
 GPUS = ("a100", "h100", "h200", "b200")
 TPUS = ("v4", "v5e", "v5p", "v6e")
@@ -106,12 +108,27 @@ def _described(text: str, **description: str) -> Sequence[Any]:
     try:
         with captured():  # without an accelerator each compiler prints long warnings
             jax.devices()  # loads the plugins here, so that their warnings are captured
-            devices: Sequence[Any] = topologies.get_topology_desc(**description).devices
+            try:
+                devices: Sequence[Any] = topologies.get_topology_desc(**description).devices
+            except NotImplementedError:
+                _start_gpu_plugins()
+                devices = topologies.get_topology_desc(**description).devices
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"--cluster: got '{text}', which the compiler refuses: {first}; allowed: {ALLOWED}") from error
     assert math.prod(parse(text)[1]) == len(devices)
     return devices
+
+
+def _start_gpu_plugins() -> None:
+    """Starts the compilers of GPUs once more, with JAX on the CPU.
+
+    If this process used JAX on any platform before, JAX started them as for a GPU of this machine, and they gave up:
+    without `jax_platforms=cpu` they check the versions of CUDA libraries, which compiling does not need.
+    """
+    for name in GPU_PLUGINS:
+        if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name):
+            importlib.import_module(name).initialize()
 
 
 def _capability(target: str) -> tuple[int, int]:

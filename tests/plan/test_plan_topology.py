@@ -1,6 +1,9 @@
 """Names of clusters, and the devices behind them."""
 
 import importlib.metadata
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -89,6 +92,17 @@ def test_gpus_come_host_by_host(name):
     assert cluster.accelerator is not None
     assert cluster.num_hosts == 2
     assert cluster.compute_capability == {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}[name]
+
+
+@pytest.mark.gpu_compiler
+def test_a_process_that_has_used_jax_finds_gpus_as_well():
+    """JAX has then looked for a GPU of this machine, and the compiler of GPUs has given up."""
+    program = (
+        "import jax; jax.devices(); from meshtrain.plan.topology import open_cluster; print(open_cluster('h100:2x8'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert "num_hosts=2" in done.stdout, done.stderr
 
 
 @pytest.mark.gpu_compiler
