@@ -4,11 +4,11 @@ GPUs are described to the compiler by a file each in `targets/`; TPUs are known 
 """
 
 import dataclasses
-import importlib
 import importlib.metadata
 import importlib.util
 import math
 import os
+import pkgutil
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,7 +110,9 @@ def _described(text: str, **description: str) -> Sequence[Any]:
             jax.devices()  # loads the plugins here, so that their warnings are captured
             try:
                 devices: Sequence[Any] = topologies.get_topology_desc(**description).devices
-            except NotImplementedError:
+            except RuntimeError as error:
+                if "topology not implemented" not in str(error):
+                    raise
                 _start_gpu_plugins()
                 devices = topologies.get_topology_desc(**description).devices
     except (RuntimeError, ValueError) as error:
@@ -128,7 +130,7 @@ def _start_gpu_plugins() -> None:
     """
     for name in GPU_PLUGINS:
         if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name):
-            importlib.import_module(name).initialize()
+            pkgutil.resolve_name(f"{name}:initialize")()
 
 
 def _capability(target: str) -> tuple[int, int]:
