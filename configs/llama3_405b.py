@@ -1,11 +1,11 @@
-"""Llama 3 405B (Grattafiori et al. 2024): data 128 x pipeline 14 x tensor 8.
+"""Llama 3 405B (Grattafiori et al. 2024): data 64 x pipeline 14 x tensor 8.
 
 Purpose: nine chunks of one layer on each of 14 stages, since 2 is the largest power of two that divides 126 layers;
   ZeRO level 1; 14.7 M tokens a step.
 Parameters: 405,853,388,800 (405.9 B).
 Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
 Time: not known.
-Hardware: 14,336 H100 of 80 GB.
+Hardware: 7,168 H100 of 80 GB.
 Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
   --config.data.source=tokens --config.data.path='TOKENS/*.bin'
 Command: python -m meshtrain train --config=configs/llama3_405b.py
@@ -19,13 +19,13 @@ from meshtrain.config import default
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     config = default()
-    config.mesh.data = 128
+    config.mesh.data = 64
     config.mesh.pipeline = 14
     config.mesh.tensor = 8
     config.layout.sequence_parallel = True
     config.zero.level = 1
     config.pipeline.schedule = "interleaved_1f1b"
-    config.pipeline.num_microbatches = 14
+    config.pipeline.num_microbatches = 28
     config.pipeline.num_chunks = 9
     config.num_steps = 1_062_000
     config.batch_size = 1792

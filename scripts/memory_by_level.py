@@ -18,9 +18,6 @@ MODELS = {
     "Llama 7B": DecoderOptions(
         num_layers=32, embed_dim=4096, mlp_dim=11008, num_heads=32, num_kv_heads=32, vocab_size=32000
     ),
-    "Llama 13B": DecoderOptions(
-        num_layers=40, embed_dim=5120, mlp_dim=13824, num_heads=40, num_kv_heads=40, vocab_size=32000
-    ),
     "Llama 70B": DecoderOptions(
         num_layers=80, embed_dim=8192, mlp_dim=28672, num_heads=64, num_kv_heads=8, vocab_size=32000
     ),

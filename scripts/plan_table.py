@@ -21,7 +21,7 @@ LARGE = (
     "llama3_8b=h100:8x8",
     "llama3_70b=a100:256x8",
     "gpt3_175b=a100:512x8",
-    "llama3_405b=h100:1792x8",
+    "llama3_405b=h100:896x8",
     "mtnlg_530b=a100:560x8",
 )
 HEADER = (
