@@ -130,7 +130,7 @@ def _values(sums: Mapping[str, Any], unit: str) -> Values:
     if unit == "tokens":
         values["perplexity"] = math.exp(values["loss"]) if values["loss"] < math.log(sys.float_info.max) else math.inf
     if sums.get("bytes"):
-        values["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]
+        values["bits_per_byte"] = float(sums["loss"]) / math.log(2) / sums["bytes"]
     values |= {name: of_task[name] for name in sorted(of_task)}
     weight = float(sums["weight"])
     values[unit] = int(weight) if weight.is_integer() else weight

@@ -23,7 +23,7 @@ from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_policy
-from meshtrain.models.task import Batch
+from meshtrain.models.task import Batch, LayerSums
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
 
@@ -92,7 +92,7 @@ class Layer(nn.Module):
         angles: jax.Array | ByKind | None,
         documents: jax.Array | None,
         slots: Slots | ByKind | None,
-    ) -> tuple[jax.Array, None]:
+    ) -> tuple[jax.Array, LayerSums]:
         """Applies one layer.
 
         Args:
@@ -104,7 +104,7 @@ class Layer(nn.Module):
           slots: see `Attention`.
 
         Returns:
-          The activations, and None: `nn.scan` has no outputs to stack.
+          The activations, and what the layer adds to the loss and to metrics (`Stages.repeated`): nothing.
         """
         o, place = self.options, self.placement
         output_std = o.init_std / math.sqrt(2 * o.num_layers)
@@ -217,8 +217,8 @@ def run_layers(
     train: bool,
     remat: RematOptions,
     layer: Any = Layer,
-) -> jax.Array:
-    """Returns the activations after K layers, [b, T, D].
+) -> tuple[jax.Array, LayerSums]:
+    """Returns the activations after K layers, [b, T, D], and the sums of these layers, see `Stages.repeated`.
 
     Args:
       options: the model's shape, for `layer`.
@@ -234,23 +234,30 @@ def run_layers(
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
 
-    def run(x: jax.Array, some: tuple[Any, jax.Array], policy: str) -> jax.Array:
+    def run(x: jax.Array, some: tuple[Any, jax.Array], policy: str) -> tuple[jax.Array, LayerSums]:
         layers, indices = some
         stack = layer_stack(options, indices.shape[0], placement, dtype, train, policy, layer, len(given))
-        y: jax.Array = stack.apply({"params": layers}, x, indices, *given)[0]
-        return y
+        y, sums = stack.apply({"params": layers}, x, indices, *given)
+        return y, _total(sums)
 
-    def group(x: jax.Array, some: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+    def group(x: jax.Array, some: tuple[Any, jax.Array]) -> tuple[jax.Array, LayerSums]:
+        parts = []
         # Unrolled: residuals of an inner scan would be copied out of it, which takes memory for another group.
         for i in range(every):
             one = jax.tree.map(operator.itemgetter(slice(i, i + 1)), some)
-            x = run(x, one, "none" if i else policy)
-        return x, None
+            x, sums = run(x, one, "none" if i else policy)
+            parts.append(sums)
+        return x, jax.tree.map(lambda *of_layers: sum(of_layers), *parts)
 
     if every == 1 or policy == "none":
         return run(x, (layers, indices), policy)
     in_groups = lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:])  # noqa: E731
-    return jax.lax.scan(group, x, jax.tree.map(in_groups, (layers, indices)))[0]
+    y, sums = jax.lax.scan(group, x, jax.tree.map(in_groups, (layers, indices)))
+    return y, _total(sums)
+
+
+def _total(sums: LayerSums) -> LayerSums:
+    return jax.tree.map(lambda of_layers: jnp.sum(of_layers, axis=0), sums)
 
 
 def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKind | None:

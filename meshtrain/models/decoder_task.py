@@ -34,7 +34,18 @@ from meshtrain.models.decoder import (
 )
 from meshtrain.models.entry import Entry
 from meshtrain.models.remat import RematOptions, casts_first
-from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Stages, Task, sequence_keys, token_batch
+from meshtrain.models.task import (
+    SEQUENCE_INDEX,
+    Batch,
+    LayerSums,
+    Loss,
+    Params,
+    Stages,
+    Task,
+    sequence_keys,
+    token_batch,
+    with_layer_sums,
+)
 
 NOTHING_AGAIN = RematOptions("none")
 
@@ -116,13 +127,13 @@ class Decoder:
         train: bool,
         *,
         remat: RematOptions,
-    ) -> tuple[jax.Array, None]:
-        """Returns the activations after K layers, and None for their sums; the first layer has the index `start`."""
+    ) -> tuple[jax.Array, LayerSums]:
+        """Returns the activations after K layers, and their sums; the first layer has the index `start`."""
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
         given = (sequence_keys(rng, batch), angles, documents, None)
-        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat), None
+        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
 
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they compute: norms in float32, the rest in `dtype`."""
@@ -154,11 +165,11 @@ class Decoder:
         return self.columns(params, x, axis, loss), jnp.sum(batch["weights"]), {}
 
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
-        """Returns (sum of cross-entropies over targets, number of targets, no metrics)."""
+        """Returns (sum of cross-entropies over targets, number of targets, no metrics), with the layers' sums added."""
         x = self.first(params, batch, rng, train)
         layers = self.cast(params["layers"]) if train and casts_first(remat, self.placement) else params["layers"]
-        y, _ = self.repeated(layers, x, batch, rng, 0, train, remat=remat)
-        return self.last(params, y, batch)
+        y, sums = self.repeated(layers, x, batch, rng, 0, train, remat=remat)
+        return with_layer_sums(self.last(params, y, batch), sums)
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""

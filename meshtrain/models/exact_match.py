@@ -6,7 +6,8 @@ b: sequences in a microbatch, T: tokens of targets in a sequence, V: padded voca
 import jax
 import jax.numpy as jnp
 
-from meshtrain.models.task import Batch, Ratio
+from meshtrain.models.metrics import Ratio
+from meshtrain.models.task import Batch
 
 
 def exact_match(logits: jax.Array, batch: Batch) -> Ratio:

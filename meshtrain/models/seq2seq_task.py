@@ -155,7 +155,8 @@ class Seq2Seq:
         layers, place, dtype = params["layers"], self.placement, self.dtype
         layers = self.cast(layers) if train and casts_first(remat, place) else layers
         indices = jnp.arange(jax.tree.leaves(layers)[0].shape[0])
-        x = run_layers(self.options, layers, x, indices, given, place, dtype, train, remat, Layer)
+        x, sums = run_layers(self.options, layers, x, indices, given, place, dtype, train, remat, Layer)
+        assert sums is None, "layers of an encoder-decoder add nothing to the loss"
         y: Any = End(self.options, place).apply(params_of(params, "end"), x)
         return y
 

@@ -14,24 +14,14 @@ import jax.numpy as jnp
 
 from meshtrain.models.decode import Decode
 from meshtrain.models.entry import Entry as Entry
+from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
+from meshtrain.models.metrics import Ratio as Ratio
 from meshtrain.words.errors import UserError
 
 Batch = Mapping[str, jax.Array]
 Params = Any
 
 
-class Ratio(NamedTuple):
-    """A metric with a weight of its own, such as the share of right answers among answers: float32 scalars.
-
-    Both are sums over a batch. They are added up over microbatches, shards and the batches of an evaluation, and sum /
-    weight is logged.
-    """
-
-    sum: jax.Array
-    weight: jax.Array
-
-
-Metrics = Mapping[str, jax.Array | Ratio]
 Loss = tuple[jax.Array, jax.Array, Metrics]
 # What layers add to the loss sum and to the metrics of a batch, float32; None: nothing.
 LayerSums = tuple[jax.Array, Metrics] | None
@@ -67,10 +57,10 @@ class Stages:
       repeated: (layers with leading dim K, activations, batch, rng, index of the first layer, train) -> (activations,
         sums). Activations keep their tree, shapes and dtypes. Sums are None, or (loss, metrics) summed over the K
         layers and the sequences of this batch: a float32 scalar that is added to the loss sum of `last` (an auxiliary
-        loss such as the load balance of experts, already multiplied by its coefficient), and a dict of float32 scalars
-        that are added to its metrics. Both are divided by the weight of `last`, as the loss is: multiply a mean over
-        tokens by the number of targets. The sums have to be sums over sequences, or the loss depends on the number of
-        microbatches.
+        loss such as the load balance of experts, already multiplied by its coefficient), and a dict of metrics
+        (`metrics.py`) that are added to its own. Both are divided by the weight of `last`, as the loss is: multiply a
+        mean over tokens by the number of targets. The sums have to be sums over sequences, or the loss depends on the
+        number of microbatches.
       last: (params without layers, activations, batch, axis) -> (loss sum, weight, metrics), float32 scalars.
       logits: (params without layers, activations, axis) -> this stage's columns of `Task.logits`, or None.
       cast: layers -> layers in the dtypes in which they compute. It runs once a step, and the copy takes memory during
@@ -97,7 +87,7 @@ class Task:
       init: rng -> params, a nested dict of float32 arrays. A leaf may be boxed with its logical axes
         (`flax.linen.with_logical_partitioning`). On more than one device each has to be boxed.
       loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight.
-        A metric is a sum too, which is divided by the same weight before it is logged, or a `Ratio`.
+        A metric is a sum too, which is divided by the same weight before it is logged, or a kind of `metrics.py`.
       batch: name -> `Entry` of the global batch; see `token_batch`. A `jax.ShapeDtypeStruct` stands for an entry whose
         dims after the first are not split.
       logits: (params, batch) -> float32 [B, T, vocabulary], padding at minus infinity, for generation; None: the task
@@ -164,34 +154,16 @@ def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
     def checked(*given: Any) -> Loss:
         returned = loss(*given)
         sums = returned if isinstance(returned, tuple) and len(returned) == 3 else ()
-        if sums and _are_scalars(sums[:2]) and isinstance(sums[2], Mapping) and _are_metrics(sums[2]):
+        if sums and all(map(is_scalar, sums[:2])) and are_metrics(sums[2]):
             result: Loss = sums
             return result
         got = jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", returned)
         raise UserError(
             f"Task.loss: got {got} returned; allowed: a tuple of the sum over targets, its weight and a dict of "
-            "metrics, each a scalar or Ratio(sum, weight), all scalars; nearest: return loss.sum(), weights.sum(), {}"
+            "metrics, each a scalar or a kind such as Ratio(sum, weight); nearest: return loss.sum(), weights.sum(), {}"
         )
 
     return checked
-
-
-def _are_scalars(values: Any) -> bool:
-    return all(not isinstance(value, tuple | Mapping) and jnp.shape(value) == () for value in values)
-
-
-def _are_metrics(metrics: Mapping[str, Any]) -> bool:
-    return all(_are_scalars(value if isinstance(value, Ratio) else [value]) for value in metrics.values())
-
-
-def mean(metric: Any, weight: Any) -> Any:
-    """Returns what is logged of a metric: its sum over the loss's weight, or over its own if it is a `Ratio`.
-
-    Args:
-      metric: a scalar or a `Ratio`, of arrays or of floats. A `Ratio` of weight 0 gives 0.
-      weight: of the loss, above 0.
-    """
-    return metric.sum / (metric.weight + (metric.weight == 0)) if isinstance(metric, Ratio) else metric / weight
 
 
 def with_layer_sums(loss: Loss, sums: LayerSums) -> Loss:

@@ -7,13 +7,13 @@ Layers are stored as [K S, ...] where V is 1, else as [V, K S, ...], with the di
 Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.models.losses import psum_float32
+from meshtrain.models.metrics import are_metrics, is_scalar
 from meshtrain.models.task import Batch, LayerSums, Params, Stages
 from meshtrain.words.errors import UserError
 
@@ -92,13 +92,10 @@ def run_layers(
             f"stages.repeated: got activations {_text(y)}; allowed: those of its input, {_text(x)}; nearest: the same "
             "tree, shapes and dtypes"
         )
-    wanted = sums is None or (
-        isinstance(sums, tuple) and len(sums) == 2 and isinstance(sums[1], Mapping) and _are_float32_scalars(sums)
-    )
-    if not wanted:
+    if not (sums is None or _are_sums(sums)):
         raise UserError(
-            f"stages.repeated: got sums {_text(sums)}; {allowed}, a float32 scalar and a dict of float32 scalars; "
-            "nearest: (loss, {})"
+            f"stages.repeated: got sums {_text(sums)}; {allowed}, a float32 scalar and a dict of float32 "
+            "metrics; nearest: (loss, {})"
         )
     return y, sums
 
@@ -108,9 +105,9 @@ def _text(tree: Any) -> str:
     return str(jax.tree.map(leaf_text, tree)).replace("'", "")
 
 
-def _are_float32_scalars(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree)
-    return all(getattr(leaf, "shape", None) == () and leaf.dtype == jnp.float32 for leaf in leaves)
+def _are_sums(sums: Any) -> bool:
+    is_pair = isinstance(sums, tuple) and len(sums) == 2 and is_scalar(sums[0]) and are_metrics(sums[1])
+    return is_pair and all(getattr(leaf, "dtype", None) == jnp.float32 for leaf in jax.tree.leaves(sums))
 
 
 def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> Params:

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own import Data
-from meshtrain.models.task import Params, limits, mean
+from meshtrain.models.metrics import logged
+from meshtrain.models.task import Params, limits
 from meshtrain.observe.rows import EVALUATED
 from meshtrain.step.state import TrainState
 
@@ -58,7 +60,7 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
     total = dict[str, Any]()
     for batch in itertools.islice(stream, num_batches or None):
         # Added up in float64: an evaluation may have millions of batches.
-        new = jax.tree.map(float, jax.device_get(dict(assembly.eval_step(params, batch))))
+        new = jax.tree.map(np.float64, jax.device_get(dict(assembly.eval_step(params, batch))))
         total = jax.tree.map(operator.add, total, new) if total else new
     return total
 
@@ -66,7 +68,7 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
 def means(sums: dict[str, Any]) -> dict[str, float]:
     """Returns loss and metrics of `summed`, each divided by its weight; empty where the sums are."""
     weight = max(sums["weight"], 1.0) if sums else 1.0
-    return {name: mean(value, weight) for name, value in sums.items() if name != "weight"}
+    return {name: float(logged(value, weight)) for name, value in sums.items() if name != "weight"}
 
 
 def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:

@@ -20,7 +20,8 @@ import optax
 from meshtrain.layout.groups import GROUPS
 from meshtrain.layout.partition import Names, is_names
 from meshtrain.layout.trees import merged, select
-from meshtrain.models.task import Batch, Metrics, Sums, mean
+from meshtrain.models.metrics import Metrics, logged
+from meshtrain.models.task import Batch, Sums
 from meshtrain.optim.outer import Outer
 from meshtrain.optim.states import state_axes
 from meshtrain.step import guard, loss_scale
@@ -148,7 +149,7 @@ def over_groups(metrics: Mapping[str, Any], sums: Sums) -> Metrics:
     """
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums._replace(gradients=None))
     weight = jnp.maximum(total.weight, 1.0)
-    joined: dict[str, Any] = {name: mean(metric, weight) for name, metric in total.metrics.items()}
+    joined: dict[str, Any] = {name: logged(metric, weight) for name, metric in total.metrics.items()}
     joined |= {
         "loss": total.loss / weight,
         "weight": total.weight,

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax.core import meta
 
+from meshtrain.layout.placement import Placement
 from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder import DecoderOptions, run_layers
 from meshtrain.models.decoder_task import count_parameters, decoder
+from meshtrain.models.metrics import Load
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
 
@@ -256,3 +259,41 @@ def test_initial_weights():
     assert not np.array_equal(queries[0], queries[1]), "layers start as copies of each other"
     assert np.all(np.asarray(params["head"]["norm"]["scale"]) == 1)
     assert not np.any(params["layers"]["mlp"]["up_bias"])
+
+
+class Weighing(nn.Module):
+    """x + tanh(w x), whose squares the layer adds to the loss; its row of a load is its index."""
+
+    options: DecoderOptions
+    placement: Placement
+    dtype: jnp.dtype
+    train: bool
+
+    @nn.compact
+    def __call__(self, x, layer, offset):
+        w = self.param("w", nn.initializers.normal(1.0), (), jnp.float32)
+        grown = jnp.tanh(w * x) + offset
+        load = jnp.zeros((4, 2)).at[layer].set(jnp.stack([layer + 1.0, jnp.sum(x > 0)]))
+        return x + grown, (jnp.sum(grown**2), {"load": Load(load), "sum": jnp.sum(grown)})
+
+
+@pytest.mark.parametrize("remat", [RematOptions("none"), RematOptions("full"), RematOptions("full", every=2)])
+def test_sums_of_layers_are_those_of_a_plain_loop(remat):
+    weights, x, offset = jnp.linspace(-1.0, 2.0, 4), jnp.linspace(-1.0, 1.0, 6).reshape(1, 2, 3), jnp.float32(0.3)
+    place = Placement.nowhere()
+
+    def stacked(weights):
+        given = (LLAMA, {"w": weights}, x, jnp.arange(4), (offset,), place, jnp.float32, True, remat, Weighing)
+        y, (loss, metrics) = run_layers(*given)
+        return loss + jnp.sum(y), (metrics["sum"], metrics["load"].counts)
+
+    def plain(weights):
+        y, loss, total, load = x, 0.0, 0.0, []
+        for index in range(4):
+            grown = jnp.tanh(weights[index] * y) + offset
+            load.append(jnp.stack([index + 1.0, jnp.sum(y > 0)]))
+            loss, total, y = loss + jnp.sum(grown**2), total + jnp.sum(grown), y + grown
+        return loss + jnp.sum(y), (total, jnp.stack(load))
+
+    found, expected = (jax.jit(jax.value_and_grad(f, has_aux=True))(weights) for f in (stacked, plain))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected)

@@ -19,6 +19,7 @@ from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.stored import Stored
 from meshtrain.models import losses
+from meshtrain.models.metrics import Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Task, staged_loss, token_batch, with_layer_sums
 from meshtrain.pipeline import chunks, executor, forward
 from meshtrain.pipeline import stages as ring
@@ -28,6 +29,7 @@ from meshtrain.pipeline.schedules import PipelineOptions, build
 from meshtrain.words.errors import UserError
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY, NUM_STAGES = 4, 4, 3, 4, 12, 2
+MOST_LAYERS = 8
 SEED, KEY = 2.0, jax.random.key_data  # gradients come out multiplied by the seed
 SIZES = dict.fromkeys(AXES, 1) | {"data": 2, "pipeline": NUM_STAGES}
 
@@ -43,7 +45,10 @@ def first(outer, batch, rng, train, axis):
 
 
 def repeated(layers, activations, batch, rng, start, train):
-    """Layers of which each adds a square of its gates to the loss; the layer's number is what the counter says."""
+    """Layers of which each adds a square of its gates to the loss; the layer's number is what the counter says.
+
+    Its row of the load says how many gates are open and how many are not.
+    """
 
     def one(activations, weights):
         x, depth = activations["x"], activations["depth"]
@@ -52,7 +57,10 @@ def repeated(layers, activations, batch, rng, start, train):
         grown = jnp.tanh(x @ weights["kernel"]) * gate[..., None]
         x = x + (jnp.where(kept[:, None, None], grown, 0) if train else grown)
         balance = jnp.sum(jnp.mean(gate, axis=-1) ** 2)
-        return {"x": x, "gate": gate, "depth": depth + 1}, (0.5 * balance, {"balance": balance})
+        opened = jnp.sum(gate > 0.5)
+        load = jnp.zeros((MOST_LAYERS, 2)).at[depth[0]].set(jnp.stack([opened, gate.size - opened]))
+        metrics = {"balance": balance, "load": Load(load)}
+        return {"x": x, "gate": gate, "depth": depth + 1}, (0.5 * balance, metrics)
 
     y, sums = jax.lax.scan(one, activations, layers)
     return y, jax.tree.map(lambda each: jnp.sum(each, axis=0), sums)
@@ -151,6 +159,9 @@ def test_the_auxiliary_loss_is_no_trifle():
     (loss, _, metrics), gradients = reference(4)
     assert 0.5 * metrics["balance"] > 0.01 * loss
     assert all(np.linalg.norm(leaf) > 0 for leaf in jax.tree.leaves(gradients))
+    num_gates = NUM_SEQUENCES * NUM_MICROBATCHES * NUM_TOKENS
+    assert (metrics["load"].counts.sum(axis=1) == 4 * [num_gates] + 4 * [0]).all()
+    assert len(np.unique(metrics["load"].counts[:4, 0])) > 2
 
 
 right_forward, right_backward, right_add_if = SplitLayer.forward, SplitLayer.backward, ring.add_if
@@ -242,9 +253,10 @@ def test_the_assembled_step_is_that_of_one_device_with_accumulation():
     pipeline = PipelineOptions(schedule="1f1b", num_microbatches=2)
     found, found_evaluated = step({"data": 2, "pipeline": 2}, accumulation_steps=2, pipeline=pipeline)
     expected, expected_evaluated = step({})
-    for name in ("loss", "balance", "sequences", "weight"):
+    for name in ("loss", "balance", "load", "sequences", "weight"):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
-        np.testing.assert_allclose(found_evaluated[name], expected_evaluated[name], rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found_evaluated, expected_evaluated)
+    np.testing.assert_array_equal(found_evaluated["load"].counts, expected_evaluated["load"].counts)
     np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=5e-6)
 
 
@@ -263,6 +275,7 @@ def test_metrics_of_one_name_are_added_up():
         (lambda x: (x, jnp.float32(0)), ["got sums float32[]", "nearest: (loss, {})"]),
         (lambda x: (x, (jnp.zeros(3), {})), ["got sums (float32[3], {})"]),
         (lambda x: (x, (jnp.zeros((), jnp.bfloat16), {})), ["got sums (bfloat16[], {})"]),
+        (lambda x: (x, (jnp.zeros(()), {"n": jnp.zeros(3)})), ["got sums (float32[], {n: float32[3]})"]),
     ],
 )
 def test_layers_that_return_something_else_are_one_line(returned, words):

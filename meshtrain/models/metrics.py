@@ -1,0 +1,81 @@
+"""Kinds of metrics: what is added up over a batch, and the number that is logged of the sum.
+
+All are added up over layers, microbatches, shards, stages and the batches of an evaluation. A plain scalar is divided
+by the weight of the loss.
+
+E: experts.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# The metric of tokens that experts had no room for; `step.guard` skips a step where it is above 0.
+LEFT_OUT = "left_out_tokens"
+
+
+class Ratio(NamedTuple):
+    """A metric with a weight of its own, such as the share of right answers among answers: float32 scalars."""
+
+    sum: jax.Array
+    weight: jax.Array
+
+
+class Count(NamedTuple):
+    """A metric that is logged as it is, such as the number of tokens that were left out: a float32 scalar."""
+
+    sum: jax.Array
+
+
+class Load(NamedTuple):
+    """How often each expert was chosen: float32 [..., E], exact up to 2^24.
+
+    What is logged is the largest count over the mean count, 1 where all are equal and E where all tokens chose the same
+    expert; of several rows (layers) the mean of these numbers. A layer adds its row to the zeros of the other layers,
+    because a sum over layers would hide that each of them prefers some experts.
+    """
+
+    counts: jax.Array
+
+
+Metrics = Mapping[str, jax.Array | Ratio | Count | Load]
+_KINDS = (Ratio, Count, Load)
+
+
+def logged(metric: Any, weight: Any) -> Any:
+    """Returns what is logged of a metric, a scalar.
+
+    >>> print(logged(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]])), jnp.float32(7)))
+    2.0
+
+    Args:
+      metric: of any kind, of arrays or of floats. A `Ratio` of weight 0 and a `Load` without counts give 0.
+      weight: of the loss, above 0.
+    """
+    if isinstance(metric, Ratio):
+        return metric.sum / (metric.weight + (metric.weight == 0))
+    if isinstance(metric, Count):
+        return metric.sum
+    if isinstance(metric, Load):
+        mean = metric.counts.mean(axis=-1)
+        return (metric.counts.max(axis=-1) / (mean + (mean == 0))).mean()
+    return metric / weight
+
+
+def are_metrics(metrics: Any) -> bool:
+    """Returns whether this is a dict of metrics: scalars, and kinds whose fields are scalars, of a load any array."""
+    return isinstance(metrics, Mapping) and all(_is_metric(metric) for metric in metrics.values())
+
+
+def _is_metric(metric: Any) -> bool:
+    if isinstance(metric, Load):
+        return jnp.ndim(metric.counts) > 0
+    fields = metric if isinstance(metric, _KINDS) else (metric,)
+    return all(is_scalar(field) for field in fields)
+
+
+def is_scalar(value: Any) -> bool:
+    """Returns whether this is one number or a scalar array, and no container."""
+    return not isinstance(value, tuple | Mapping) and jnp.shape(value) == ()

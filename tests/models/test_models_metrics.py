@@ -1,0 +1,51 @@
+"""What is logged of a sum over a batch, by the kind of the metric."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain.models.metrics import Count, Load, Ratio, are_metrics, logged
+
+COUNTS = np.array([[2.0, 2.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0], [4.0, 2.0, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    "metric, expected",
+    [
+        (6.0, 3.0),
+        (Ratio(6.0, 4.0), 1.5),
+        (Ratio(0.0, 0.0), 0.0),
+        (Count(6.0), 6.0),
+        (Load(COUNTS[0]), 1.0),
+        (Load(COUNTS[1]), 4.0),
+        (Load(COUNTS), (1.0 + 4.0 + 2.0) / 3),
+        (Load(jnp.asarray(COUNTS, jnp.float32)), (1.0 + 4.0 + 2.0) / 3),
+        (Load(np.zeros(4)), 0.0),
+    ],
+)
+def test_what_is_logged(metric, expected):
+    np.testing.assert_allclose(logged(metric, 2.0), expected, rtol=1e-6)
+
+
+def test_layers_that_prefer_different_experts_are_no_balance():
+    """The sum of their counts is even, and each of them sends all tokens to one expert."""
+    preferring = Load(np.eye(4))
+    assert logged(preferring, 1.0) == 4.0
+    assert logged(Load(preferring.counts.sum(axis=0)), 1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    "metrics, is_right",
+    [
+        ({}, True),
+        ({"a": 1.0, "b": Ratio(1.0, 2.0), "c": Count(1.0), "d": Load(COUNTS)}, True),
+        ([1.0], False),
+        ({"a": COUNTS}, False),
+        ({"a": (1.0, 2.0)}, False),
+        ({"a": Ratio(COUNTS, 1.0)}, False),
+        ({"a": Count(COUNTS)}, False),
+        ({"a": Load(np.float32(1))}, False),
+    ],
+)
+def test_what_metrics_are(metrics, is_right):
+    assert are_metrics(metrics) is is_right
