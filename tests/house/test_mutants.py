@@ -4,6 +4,8 @@ import ast
 import collections
 import functools
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -29,6 +31,13 @@ def test_a_fault_can_be_planted_and_its_tests_are_there(mutant):
     for test in mutant.tests:
         file, _, name = test.partition("::")
         assert name.partition("[")[0] in functions(file), test
+
+
+def test_cases_that_faults_name_by_their_parameters_are_collected():
+    cases = sorted({f"tests/{test}" for mutant in MUTANTS for test in mutant.tests if "[" in test})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_there_are_many_in_each_room_and_each_is_its_own():
