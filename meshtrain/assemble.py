@@ -136,6 +136,7 @@ def assemble(
     task = (make_task or find(config.task))(config, placement)
     task = dataclasses.replace(task, loss=checked_loss(task.loss))
     entries_of_batch = entries(task, config.batch_size)
+    axes_of_batch = batch_axes(entries_of_batch)
     program = pipeline_program(config, shape)
     num_chunks = program.schedule.num_chunks if program else 1
 
@@ -146,7 +147,7 @@ def assemble(
     specs = stored_tree(params, axes, rules, mesh.shape, level)
     replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained, config.compression)
     outer = outer_optimizer(config.local_steps)
-    groups = groups_of(replicas, outer.num_groups, placement) if outer else None
+    groups = groups_of(replicas, outer.num_groups, placement, axes_of_batch) if outer else None
     replicas = groups or (late(replicas) if config.local_steps.delay else replicas)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
@@ -169,7 +170,6 @@ def assemble(
     names = axes_of_leaves(abstract, of_fields)
     state, kept = placed_states(abstract, names, rules, mesh, level, moments_on_host=config.offload.moments)
     batch = placed_batch(entries_of_batch, rules, mesh)
-    axes_of_batch = batch_axes(entries_of_batch)
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape, axes_of_batch)
     whole = NamedSharding(mesh, PartitionSpec())
     state_shardings = shardings(state)

@@ -90,9 +90,10 @@ def meshes(runs: Sequence[Run]) -> list[str]:
 
 
 def _known_mesh(one: Run) -> tuple[tuple[str, int], ...] | None:
-    """Returns the mesh of a run, hashable; None unless it has exactly the axes of this version."""
+    """Returns the mesh of a run, hashable, 1 for axes that its version lacks; None if this version lacks some."""
     shape = mesh_shape(one)
-    return tuple(shape.items()) if shape is not None and set(shape) == set(AXES) else None
+    known = shape is not None and set(shape) <= set(AXES)
+    return tuple((dict.fromkeys(AXES, 1) | dict(shape)).items()) if shape is not None and known else None
 
 
 def schedules(runs: Sequence[Run]) -> list[str]:

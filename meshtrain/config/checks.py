@@ -300,7 +300,7 @@ def _late(config: Config, num_replicas: int) -> list[str]:
 def sequence(
     sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int], name: str = "sequence_length"
 ) -> list[str]:
-    """Returns one line for each rule that splits the sequence of an activation into unequal shards.
+    """Returns one line where a rule splits the sequence of an activation into unequal shards.
 
     Args:
       sequence_length: in tokens.
@@ -308,17 +308,16 @@ def sequence(
       mesh_shape: the size of each mesh axis.
       name: the option that holds the length.
     """
-    found = []
-    for rule in ("sequence", "residual_sequence"):
+    for rule in ("residual_sequence", "sequence"):  # what fits the first fits the second
         axes = rules.activations[rule] if rule in rules.activations else ()
         parts = num_parts(axes, mesh_shape)
         if sequence_length % parts:
-            over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
-            found.append(
+            over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes if mesh_shape[axis] > 1)
+            return [
                 f"{name}: got {sequence_length}; allowed: a multiple of {parts}, as rule '{rule}' splits it "
                 f"over {over}; nearest: {nearest_multiple(sequence_length, parts)}"
-            )
-    return found
+            ]
+    return []
 
 
 def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: Any, rules: Rules) -> list[str]:

@@ -20,13 +20,13 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain.config import checks, tasks, vocabulary
+from meshtrain.config import checks, context, tasks, vocabulary
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data import sources
 from meshtrain.layout import compression, mesh, zero
-from meshtrain.layout.axes import DATA
+from meshtrain.layout.axes import CONTEXT, DATA, PIPELINE
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.lora import LoraOptions
@@ -164,8 +164,11 @@ def _on_mesh(
         if unfit := tasks.lora_problems(config, function):
             found += unfit
             config = dataclasses.replace(config, lora=LoraOptions())
-        if mesh_shape["pipeline"] > 1:
-            found += _in_stages(config, mesh_shape, tasks.abstract_task(config, function))
+        task = tasks.abstract_task(config, function) if mesh_shape[PIPELINE] * mesh_shape[CONTEXT] > 1 else None
+        if task is not None and mesh_shape[CONTEXT] > 1:
+            found += context.problems(config, task, rules, mesh_shape)
+        if task is not None and mesh_shape[PIPELINE] > 1:
+            found += _in_stages(config, mesh_shape, task)
         params, axes = tasks.abstract_weights(config, function)
     except Exception:
         if own:

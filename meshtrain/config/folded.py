@@ -39,7 +39,7 @@ def without_pipeline(
     if size == 1:
         return config, dict(shape), ""
     table = zero.rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
-    outer, inner = partitioned_axes()
+    outer, *_, inner = partitioned_axes()
     problems: list[str] = []
     for factor in sorted(set(divisors(size)), reverse=True):
         folded = {**shape, PIPELINE: 1, inner: shape[inner] * factor, outer: shape[outer] * (size // factor)}

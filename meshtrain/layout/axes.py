@@ -1,8 +1,8 @@
 """The axes of the mesh: one record each, in mesh order, with the roles of each axis.
 
 The axis with the slowest network comes first: a mesh is filled in row-major order, so the last axes connect neighbours
-on the fast links inside a host. tensor communicates within every layer, fsdp once a layer, pipeline once a microbatch,
-data once a step.
+on the fast links inside a host. tensor communicates within every layer, and so does context, with fewer bytes; fsdp
+communicates once a layer, pipeline once a microbatch, data once a step.
 
 To add an axis, add a record here, rules that name it (`rules.py`), and its traffic (`plan/minimum.py`).
 """
@@ -11,6 +11,7 @@ import dataclasses
 
 DATA = "data"
 PIPELINE = "pipeline"
+CONTEXT = "context"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Axis:
       name: as in `mesh.NAME`.
       text: the help of the option `mesh.NAME`: what its size counts, in one line.
       splits_batch: it shards the batch: its devices compute different sequences.
+      splits_sequence: it shards each sequence: its devices compute different tokens of the same sequences.
       stores_weights: it shards weights for storage only: they are gathered over it before they are used.
       splits_model: its devices compute different parts of the model, with different weights.
       is_manual: collectives over it are written by hand (`jax.shard_map`), at least while gradients are computed; the
@@ -30,6 +32,7 @@ class Axis:
     name: str
     text: str
     splits_batch: bool = False
+    splits_sequence: bool = False
     stores_weights: bool = False
     splits_model: bool = False
     is_manual: bool = False
@@ -44,6 +47,12 @@ TABLE = (
         splits_batch=True,
         stores_weights=True,
     ),
+    Axis(
+        CONTEXT,
+        "shards of each sequence; weights are sharded too, and gathered before use",
+        splits_sequence=True,
+        stores_weights=True,
+    ),
     Axis("tensor", "shards of the heads, mlp and vocabulary dims of weights", splits_model=True),
 )
 AXES = tuple(axis.name for axis in TABLE)
@@ -52,6 +61,11 @@ AXES = tuple(axis.name for axis in TABLE)
 def batch_axes() -> tuple[str, ...]:
     """Returns the axes that split the batch, in mesh order."""
     return tuple(axis.name for axis in TABLE if axis.splits_batch)
+
+
+def sequence_axes() -> tuple[str, ...]:
+    """Returns the axes that split each sequence, in mesh order."""
+    return tuple(axis.name for axis in TABLE if axis.splits_sequence)
 
 
 def storage_axes() -> tuple[str, ...]:

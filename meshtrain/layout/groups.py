@@ -7,6 +7,7 @@ G: groups, n: groups on one device along data.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,10 +31,12 @@ class Groups(Replicas):
     Attributes:
       num_groups: G, a multiple of the data axis.
       placement: the sharding of a group's share of the batch.
+      axes_of_batch: the logical axes of each entry of the batch.
     """
 
     num_groups: int = 1
     placement: Placement = dataclasses.field(default_factory=Placement.nowhere)
+    axes_of_batch: Mapping[str, Sequence[str | None]] = dataclasses.field(default_factory=dict)
 
     @property
     def num_here(self) -> int:
@@ -64,7 +67,7 @@ class Groups(Replicas):
                 weights, share, seed = of_group
                 return compute(merged(weights, frozen), share, *shared, seed)
 
-            shares = jax.tree.map(self._shares, batch)
+            shares = {name: self._shares(x, self.axes_of_batch[name]) for name, x in batch.items()}
             if self.num_here > 1:
                 return jax.lax.map(one, (trained, shares, seeds))
             done = one(jax.tree.map(lambda x: x[0], (trained, shares, seeds)))
@@ -130,23 +133,25 @@ class Groups(Replicas):
         zeros = [None if left is None else jnp.zeros_like(left) for left in residuals]
         return (jax.lax.psum(sums, DATA) if size > 1 else sums), zeros
 
-    def _shares(self, x: jax.Array) -> jax.Array:
+    def _shares(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         """Returns one device's part of the batch, [n B / G, ...], as shares [n, B / G, ...] of consecutive examples.
 
-        Each share is split over the axes that split a batch inside a group.
+        Each share is split over the axes that split a batch inside a group, by the logical axes of its dims.
         """
         shares = x.reshape(self.num_here, x.shape[0] // self.num_here, *x.shape[1:])
-        names = (None, "batch", *(None,) * (x.ndim - 1))
-        return self.placement.activation(shares, names) if self.num_here > 1 else shares
+        return self.placement.activation(shares, (None, *axes)) if self.num_here > 1 else shares
 
 
-def groups_of(replicas: Replicas, num_groups: int, placement: Placement) -> Groups:
+def groups_of(
+    replicas: Replicas, num_groups: int, placement: Placement, axes_of_batch: Mapping[str, Sequence[str | None]]
+) -> Groups:
     """Returns replicas as groups that train apart.
 
     Args:
       replicas: of level 0.
       num_groups: G, a multiple of the data axis.
       placement: the sharding of a group's share of the batch.
+      axes_of_batch: the logical axes of each entry of the batch.
 
     Raises:
       UserError: data is split over several devices and left to the partitioner.
@@ -158,4 +163,4 @@ def groups_of(replicas: Replicas, num_groups: int, placement: Placement) -> Grou
             "device along data; nearest: mesh.data=1"
         )
     fields = {field.name: getattr(replicas, field.name) for field in dataclasses.fields(replicas)}
-    return Groups(**fields, num_groups=num_groups, placement=placement)
+    return Groups(**fields, num_groups=num_groups, placement=placement, axes_of_batch=axes_of_batch)

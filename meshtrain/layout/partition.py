@@ -63,8 +63,9 @@ def name_problems(
         if name not in column:
             lines.append(unknown(f"{where}: logical axis of dim {dim}", name, tuple(column)))
             continue
+        shared = [axis for axis in column[name] if axis in taken]
         for axis in column[name]:
-            if axis in taken:
+            if axis in shared[:1]:  # axes that split two dims together are one mistake
                 freed = tuple(None if i == dim else n for i, n in enumerate(names))
                 lines.append(
                     f"{where}: mesh axis '{axis}' (size {mesh_shape[axis]}) would split both dim {taken[axis]} "

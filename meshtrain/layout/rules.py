@@ -94,22 +94,22 @@ def default_rules(options: LayoutOptions) -> Rules:
     of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) shards the
     residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split the same
     way over its `filters`, which are also the dim that is stored in shards. So is the last dim of an adapter's factor
-    that has no dim `embed`. The row `batch` has every axis that splits
-    the batch, and the row `embed` every axis that stores weights (`axes.py`).
+    that has no dim `embed`. The row `batch` has every axis that splits the batch, the row `sequence` every axis that
+    splits sequences, and the row `embed` every axis that stores weights (`axes.py`).
 
     >>> rules = default_rules(LayoutOptions())
     >>> rules.parameters["vocab"], rules.parameters["heads"], rules.parameters["norm"]
     (('pipeline', 'tensor'), ('tensor',), ())
     >>> default_rules(LayoutOptions(sequence_parallel=True)).activations["residual_sequence"]
-    ('tensor',)
+    ('context', 'tensor')
     """
-    residual = ("tensor",) if options.sequence_parallel else ()
+    residual = (*axes.sequence_axes(), *(("tensor",) if options.sequence_parallel else ()))
     filters = ("tensor", *axes.storage_axes())
     return Rules(
         (
             #     logical axis         a stored weight           an activation
             Rule("batch",             (),                       axes.batch_axes()),
-            Rule("sequence",          (),                       ()),
+            Rule("sequence",          (),                       axes.sequence_axes()),
             Rule("residual_sequence", (),                       residual),
             Rule("vocab",             ("pipeline", "tensor"),   ("tensor",)),
             Rule("embed",             axes.storage_axes(),      ()),

@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from meshtrain.layout.partition import axes_of_dims
 from meshtrain.layout.placement import Placement
-from meshtrain.models import blockwise, splash, triton
+from meshtrain.models import blockwise, exchange, splash, triton
 from meshtrain.models.fp8 import product
 from meshtrain.models.implementation import GPU, Case, chosen
 from meshtrain.models.layers import Norm, adapted, capped, normal, rotate, weight
@@ -182,44 +183,46 @@ class Attention(nn.Module):
         # The slots of a cache are those of the window already. A window over all tokens is none: the kernels have paths
         # of their own for windows.
         window = self.window if causal and self.window < k.shape[1] else 0
-        of_scores: Any = {"scale": self.scale, "cap": self.cap}
-        if how == "xla":
-            if self.dtype == jnp.float16:
-                # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
-                q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-            here = window if is_global is None or not window else jnp.where(is_global, k.shape[1], window)
-            return _by_jax(q, k, v, segments, causal=causal, how=how, window=here, **of_scores).astype(self.dtype)
-        # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
-        # shards in a manual region. Each axis made manual here splits sequences or heads: no array is replicated, and
-        # no gradient has to be summed over devices. A loop over blocks runs there as well: the partitioner need not see
-        # its slices.
-        if how == "blockwise":
-            kernel: Any = functools.partial(blockwise.attend, causal=causal, name=HEADS, **of_scores)
-        elif how == "splash":
-            interpret = self.placement.platform != "tpu"
-            kernel = functools.partial(splash.attend, causal=causal, name=HEADS, interpret=interpret, **of_scores)
-        elif how == "triton":
-            interpret = self.placement.platform not in GPU
-            kernel = functools.partial(triton.attend, causal=causal, name=HEADS, interpret=interpret, **of_scores)
-        else:
-            kernel = functools.partial(_by_jax, causal=causal, how=how, **of_scores)
-        local, everywhere = (functools.partial(kernel, window=size) for size in (window, 0))
+        local, everywhere = (self._kernel(how, causal, size) for size in (window, 0))
 
         def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, is_global: jax.Array | None) -> jax.Array:
             # The branches have no collectives: stages of a pipeline may take different ones.
             if is_global is None or not window:
                 return local(q, k, v, segments)
+            if how == "xla":
+                here = jnp.where(is_global, k.shape[1], window)
+                return self._kernel(how, causal, here)(q, k, v, segments)
             heads: jax.Array = jax.lax.cond(is_global, everywhere, local, q, k, v, segments)
             return heads
 
         queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
+        _, parts, *_ = axes_of_dims(queries, q.ndim)
+        if how == "xla" and not parts:
+            return run(q, k, v, segments, is_global)
+        # A kernel has no partitioning rule, or one that fails where some axes are manual. So it runs on each device's
+        # shards in a manual region. Each axis made manual here splits sequences, their tokens or heads: no array is
+        # replicated, and no gradient has to be summed over devices. A loop over blocks runs there as well: the
+        # partitioner need not see its slices.
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
         whole = None if is_global is None else PartitionSpec()
         in_specs = (queries, keys, keys, tuple(tokens) if segments else None, whole)
-        on_shards = self.placement.on_shards(run, in_specs, queries, is_opaque=True)
+        on_device = exchange.by_heads(run, parts) if parts else run
+        on_shards = self.placement.on_shards(on_device, in_specs, queries, is_opaque=True)
         heads: jax.Array = on_shards(q, k, v, segments, is_global)
         return heads
+
+    def _kernel(self, how: str, causal: bool, window: int | jax.Array) -> Any:
+        """Returns an implementation as a function of q, k, v and documents."""
+        options: Any = {"causal": causal, "window": window, "scale": self.scale, "cap": self.cap}
+        if how == "blockwise":
+            return functools.partial(blockwise.attend, name=HEADS, **options)
+        if how == "splash":
+            return functools.partial(splash.attend, name=HEADS, interpret=self.placement.platform != "tpu", **options)
+        if how == "triton":
+            interpret = self.placement.platform not in GPU
+            return functools.partial(triton.attend, name=HEADS, interpret=interpret, **options)
+        return functools.partial(_by_jax, how=how, **options)
 
     def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:
         """Returns [b, T, num_heads, H]."""
@@ -253,6 +256,10 @@ def _by_jax(
     scale: float | None,
     cap: float,
 ) -> jax.Array:
+    dtype = q.dtype
+    if how == "xla" and dtype == jnp.float16:
+        # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     mask = same_document(*segments) if segments is not None else None
     local = None
     if isinstance(window, int) and mask is None and not cap:
@@ -263,10 +270,10 @@ def _by_jax(
         mask = near if mask is None else mask & near
     if cap:
         assert how == "xla", "the kernel has no cap"
-        return with_cap(q, k, v, mask, causal, scale, cap)
+        return with_cap(q, k, v, mask, causal, scale, cap).astype(dtype)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=scale, is_causal=causal, implementation=how, local_window_size=local
-    )
+    ).astype(dtype)
 
 
 def with_cap(

@@ -223,7 +223,7 @@ class _Shards:
         gathered, stored = place.weight_spec(weight.shape, names), place.stored_spec(weight.shape, names)
         vocab, batch = axes_in(gathered), axes_in(of_x)
         # With sequence parallelism the gradient of x is reduce-scattered along the sequence.
-        scatters = bool(vocab) and axes_of_dims(residual, 3)[1] == vocab and not axes_of_dims(of_x, 3)[1]
+        scatters = bool(vocab) and axes_of_dims(residual, 3)[1] == (*axes_of_dims(of_x, 3)[1], *vocab)
         num_columns = weight.shape[names.index("vocab")]
         return cls(
             x=of_x,

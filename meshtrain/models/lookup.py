@@ -49,7 +49,7 @@ def look_up(table: jax.Array, rows: jax.Array, placement: Placement) -> jax.Arra
         return x.astype(table.dtype)
 
     of_sequences, of_tokens = axes_of_dims(batch, len(ROWS))
-    result = spec_of_dims([of_sequences, of_tokens or scattered])
+    result = spec_of_dims([of_sequences, (*of_tokens, *scattered)])
     return placement.on_shards(look_up_local, (vocabulary, batch), result)(table, rows)
 
 
@@ -90,7 +90,8 @@ def _scattered(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple
     of_residual = placement.activation_spec((*rows.shape, table.shape[1]), RESIDUAL)
     _, of_tokens, _ = axes_of_dims(of_residual, len(RESIDUAL))
     _, already = axes_of_dims(batch, len(ROWS))
-    return of_tokens if not already and set(of_tokens) <= set(axes_in(vocabulary)) else ()
+    further = of_tokens[len(already) :]
+    return further if of_tokens[: len(already)] == already and set(further) <= set(axes_in(vocabulary)) else ()
 
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.launch.hardware import usable_bytes
-from meshtrain.layout.axes import AXES, DATA, model_axes, partitioned_axes
+from meshtrain.layout.axes import AXES, DATA, model_axes, partitioned_axes, sequence_axes
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
 from meshtrain.layout.zero import MAX_LEVEL
@@ -92,12 +92,13 @@ def _is_refused(config: Config, shape: dict[str, int]) -> bool:
 
 
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Yields every way to write a number of devices as a product of the axes."""
+    """Yields every way to write a number of devices as a product of the axes that do not split sequences."""
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    for inner in itertools.product(divisors, repeat=len(AXES) - 1):
+    axes = [axis for axis in AXES if axis not in sequence_axes()]
+    for inner in itertools.product(divisors, repeat=len(axes) - 1):
         product = math.prod(inner)
         if num_devices % product == 0:
-            yield dict(zip(AXES, (num_devices // product, *inner), strict=True))
+            yield dict.fromkeys(AXES, 1) | dict(zip(axes, (num_devices // product, *inner), strict=True))
 
 
 def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[Change]:

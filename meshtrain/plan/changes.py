@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshtrain.config.config import Config, check, num_microbatches
-from meshtrain.layout.axes import DATA, batch_axes, model_axes, storage_axes
+from meshtrain.layout.axes import DATA, batch_axes, model_axes, sequence_axes, storage_axes
 from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.plan.compile import compile_step, program_of
 from meshtrain.plan.memory import Memory, memory
@@ -92,7 +92,7 @@ def candidates(config: Config, shape: dict[str, int], held: Memory | None = None
         lowest = SPLITS_SUMS if accumulates else MAX_LEVEL
         yield from (with_level(config, higher) for higher in range(max(lowest, level + 1), MAX_LEVEL + 1))
     # The axes that split weights, the cheapest to communicate over first: half of one goes to the next.
-    splitting = (*storage_axes(), *reversed(model_axes()))
+    splitting = [axis for axis in (*storage_axes(), *reversed(model_axes())) if axis not in sequence_axes()]
     for axis in batch_axes():
         for other in splitting[splitting.index(axis) + 1 if axis in splitting else 0 :]:
             if shape[axis] % 2 == 0:

@@ -11,6 +11,7 @@ from flax.linen import LogicallyPartitioned
 from meshtrain.config import __main__ as fields
 from meshtrain.config.between_runs import difference, from_json
 from meshtrain.config.config import Config, check, default, num_microbatches, parse, resolve, to_json
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.main import main
 from meshtrain.models.task import Task
@@ -61,9 +62,8 @@ def test_all_problems_of_a_file_are_reported_together():
         resolve(given, {"seed": "x"})
     named = [line.partition(":")[0] for line in caught.value.problems]
     assert sorted(named) == ["batch_size", "mesh.tensr", "model.num_heads", "model.vocab_size", "optimizer", "seed"]
-    assert "mesh.tensr: unknown key; allowed: mesh.data, mesh.pipeline, mesh.fsdp, mesh.tensor; did you mean" in str(
-        caught.value
-    )
+    allowed = ", ".join(f"mesh.{axis}" for axis in AXES)
+    assert f"mesh.tensr: unknown key; allowed: {allowed}; did you mean" in str(caught.value)
 
 
 def test_what_is_wrong_by_itself_is_not_reported_again_by_what_depends_on_it():
@@ -244,14 +244,14 @@ def test_weights_of_a_task_of_ones_own_are_checked_under_rules_of_ones_own():
     rules = extend(default_rules(LayoutOptions()), Rule("heads"))
     assert problems(["mesh.tensor=8"], make_task=own_task, rules=rules) == []
     config = resolve({"mesh": {"tensor": -1}}, make_task=own_task)
-    shape = {"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 8}
+    shape = dict.fromkeys(AXES, 1) | {"tensor": 8}
     assert check(config, shape, own_task) == [line]
     assert check(config, shape, own_task, rules) == []
 
 
 def test_an_open_axis_is_checked_once_its_size_is_known():
     config = resolve(default(), {"mesh.data": "-1", "batch_size": "20"})
-    shape = {"data": 8, "pipeline": 1, "fsdp": 1, "tensor": 1}
+    shape = dict.fromkeys(AXES, 1) | {"data": 8}
     [line] = check(config, shape)
     assert line.endswith("a multiple of 8 = mesh.data 8 x mesh.fsdp 1 x 1 microbatches; nearest: 24")
     assert check(config, shape | {"data": 4}) == []
@@ -285,7 +285,7 @@ def test_json_goes_there_and_back():
     config = resolve(default(), {"mesh.data": "2", "model.rope_base": "500000", "data.path": ""})
     text = to_json(config)
     assert from_json(text) == config
-    assert json.loads(text)["mesh"] == {"data": 2, "fsdp": 1, "tensor": 1, "pipeline": 1}
+    assert json.loads(text)["mesh"] == dict.fromkeys(AXES, 1) | {"data": 2}
 
 
 def test_json_of_another_version():

@@ -8,6 +8,7 @@ import pytest
 
 from meshtrain.config import effects
 from meshtrain.config.config import default, resolve
+from meshtrain.layout.axes import AXES
 from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import NAMES as OPTIMIZERS
@@ -29,7 +30,7 @@ def test_what_images_do_not_read_is_listed(overrides, why):
     own = ["data.source=idx", "data.path=a-images", "data.validation_path=b-images"]
     texts = dict(one.split("=", 1) for one in (overrides, *own))
     config = resolve(default("convnet"), texts, reads_data=False)
-    found = effects.without_effect(config, {"data": 1, "fsdp": 1, "tensor": 2, "pipeline": 1})
+    found = effects.without_effect(config, dict.fromkeys(AXES, 1) | {"tensor": 2})
     assert found == {overrides.partition("=")[0]: why}
 
 
@@ -60,7 +61,7 @@ def test_an_input_that_would_not_be_read_is_refused(overrides, line):
 
 def without_effect(*overrides, **shape):
     config = resolve(default(), dict(one.split("=", 1) for one in overrides), reads_data=False)
-    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1} | shape
+    sizes = dict.fromkeys(AXES, 1) | shape
     return effects.without_effect(config, sizes)
 
 
@@ -119,7 +120,7 @@ def test_a_source_of_ones_own_may_read_anything():
 
 
 def test_the_table_shows_what_was_set_and_why_it_does_nothing():
-    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
+    sizes = dict.fromkeys(AXES, 1)
     shown = effects.text(resolve(default(), {"pipeline.num_microbatches": "16"}), sizes)
     assert [line.split() for line in shown.splitlines()[2:]] == [["pipeline.num_microbatches", "16", "mesh.pipeline=1"]]
     assert effects.text(resolve(default()), sizes) == ""

@@ -4,9 +4,10 @@ import pytest
 
 from meshtrain.config import default, resolve
 from meshtrain.config.folded import without_pipeline
+from meshtrain.layout.axes import AXES
 from meshtrain.words.errors import UserError
 
-ONE = {"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 1}
+ONE = dict.fromkeys(AXES, 1)
 
 
 def configured(shape, **sizes):

@@ -11,6 +11,7 @@ import pytest
 from meshtrain.config.between_runs import difference, from_json
 from meshtrain.config.config import Config, check, default, parse, resolve, to_json
 from meshtrain.config.tasks import find, name_of
+from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.words.errors import UserError
@@ -148,7 +149,7 @@ def test_a_pipeline_needs_a_task_with_stages():
     [line] = lines({"task": OWN, "mesh": {"pipeline": 2}})
     assert line.startswith("mesh.pipeline: got 2, and this task has no stages")
     config = resolve({"task": OWN, "mesh": {"pipeline": -1}})
-    assert check(config, {"data": 1, "pipeline": 2, "fsdp": 1, "tensor": 1}) == [line]
+    assert check(config, dict.fromkeys(AXES, 1) | {"pipeline": 2}) == [line]
 
 
 def test_a_function_given_by_hand_is_recorded_under_its_name():

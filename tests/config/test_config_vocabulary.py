@@ -12,6 +12,7 @@ from meshtrain.assemble import assemble
 from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import check, default, resolve, to_json
 from meshtrain.data.prepare import prepare
+from meshtrain.layout.axes import AXES
 from meshtrain.words.errors import UserError
 
 NOT_KNOWN = (
@@ -72,7 +73,7 @@ def test_padding_and_the_mesh_follow_it_and_config_json_holds_the_number(files):
     assert config.model.padded_vocab_size == 8
     assert json.loads(to_json(config))["model"]["vocab_size"] == 6
     assert resolve(from_json(to_json(config))) == config, "a resumed run has the same"
-    shape = {"data": 1, "fsdp": 1, "tensor": 2, "pipeline": 1}
+    shape = dict.fromkeys(AXES, 1) | {"tensor": 2}
     assert assemble(config, shape, jax.devices()[:2]).state.params["embedding"]["table"].shape[0] == 8
     odd = dataclasses.replace(config.model, vocab_multiple=3)
     assert check(dataclasses.replace(config, model=odd), shape) == []

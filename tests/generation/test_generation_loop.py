@@ -11,6 +11,7 @@ from meshtrain.assemble import assemble, stored_params
 from meshtrain.config import default, resolve
 from meshtrain.generation.loop import NOTHING, Request, rounded
 from meshtrain.generation.sampling import Sampling
+from meshtrain.layout.axes import AXES
 from meshtrain.run.generating import folded, generator
 from meshtrain.step.placed import shardings
 from tests.quick import QUICK
@@ -43,7 +44,7 @@ def assembled(**sizes):
             2,
         )
     resolved = resolve(config)
-    shape = {"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 1, **sizes}
+    shape = dict.fromkeys(AXES, 1) | sizes
     return assemble(resolved, shape, jax.devices()[: int(np.prod(list(shape.values())))])
 
 
@@ -145,7 +146,7 @@ def test_weights_of_a_pipeline_are_moved_to_a_mesh_without_one(weights):
     assembly = assembled(pipeline=2, data=2)
     in_chunks = jax.device_put(weights, shardings(assembly.kept_state.params))
     moved, params, line = folded(assembly, stored_params(assembly, in_chunks))
-    assert dict(moved.mesh.shape) == {"data": 2, "pipeline": 1, "fsdp": 1, "tensor": 2}
+    assert dict(moved.mesh.shape) == dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
     assert set(moved.mesh.devices.flat) == set(assembly.mesh.devices.flat)
     assert line == "the pipeline of 2 is folded into tensor: data 2 x tensor 2, on the same devices"
     jax.tree.map(np.testing.assert_array_equal, params, weights)

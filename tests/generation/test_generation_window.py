@@ -12,6 +12,7 @@ from meshtrain.generation import loop
 from meshtrain.generation.loop import Generator, Request
 from meshtrain.generation.sampling import Sampling, choose, row_keys
 from meshtrain.generation.window import batch_of, by_window
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.models.task import token_batch
@@ -38,7 +39,7 @@ def written_out(prompt, num_tokens, length):
 
 @pytest.mark.parametrize("length", [1, 4, 8])
 def test_each_token_follows_those_in_its_window(length):
-    shape = {"data": 2, "fsdp": 1, "tensor": 1, "pipeline": 1}
+    shape = dict.fromkeys(AXES, 1) | {"data": 2}
     mesh = make_mesh(shape, jax.devices()[:2])
     decode = by_window(logits, token_batch(8, length))
     generator = Generator(decode, jnp.int32(3), mesh, default_rules(LayoutOptions()), end_id=-1)
@@ -58,7 +59,7 @@ def test_each_token_follows_those_in_its_window(length):
 def test_random_numbers_are_those_of_prompt_sample_and_position(monkeypatch, most_bytes):
     monkeypatch.setattr(loop, "MOST_CACHE_BYTES", most_bytes)
     flat = by_window(lambda params, batch: jnp.zeros((*batch["tokens"].shape, VOCABULARY)), token_batch(8, 4))
-    mesh = make_mesh({"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}, jax.devices()[:1])
+    mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
     generator = Generator(flat, jnp.int32(0), mesh, default_rules(LayoutOptions()), end_id=5, compiler_options=QUICK)
     drawn = {index: [] for index in range(3)}
 
@@ -77,7 +78,7 @@ def test_random_numbers_are_those_of_prompt_sample_and_position(monkeypatch, mos
 
 
 def test_weights_are_cast_before_the_loop_with_their_shardings():
-    mesh = make_mesh({"data": 1, "fsdp": 2, "tensor": 1, "pipeline": 1}, jax.devices()[:2])
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": 2}, jax.devices()[:2])
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     cast = dataclasses.replace(by_window(logits, token_batch(8, 4)), cast=lambda weights: weights.astype(jnp.bfloat16))
     given = jax.device_put(np.ones(4, np.float32), split)

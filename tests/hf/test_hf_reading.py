@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from meshtrain.hf import folder, reading
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.partition import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
 
-ONE = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 1}
+ONE = dict.fromkeys(AXES, 1)
 SHARDED, IN_STAGES = ONE | {"fsdp": 4, "tensor": 2}, ONE | {"data": 2, "pipeline": 2, "tensor": 2}
 STAGES = {"gemma3": ONE | {"pipeline": 3, "tensor": 2}}  # it has three layers
 TOLERANCE = 1e-4  # absolute; leaving out a feature moves logits by 0.2 to 15, which teeth.json lists

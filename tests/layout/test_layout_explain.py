@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.explain import rows, table
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.rules import LayoutOptions, default_rules
@@ -11,8 +12,8 @@ from meshtrain.layout.stored import stored_tree
 RULES = default_rules(LayoutOptions())
 
 
-def shape_of(data=1, pipeline=1, fsdp=1, tensor=1):
-    return {"data": data, "pipeline": pipeline, "fsdp": fsdp, "tensor": tensor}
+def shape_of(**axes):
+    return dict.fromkeys(AXES, 1) | axes
 
 
 def shardings(tree, names, mesh):

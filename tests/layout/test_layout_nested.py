@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshtrain.layout import placement
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.placement import on_shards
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
@@ -25,7 +26,7 @@ NUM_GROUPS, NUM_SEQUENCES, WIDTH, HIDDEN = 2, 8, 4, 16
 def mesh_of(*, with_groups, data, fsdp):
     """Returns the mesh of one group, or of both with `group` as the outermost axis."""
     sizes = {GROUP: NUM_GROUPS} if with_groups else {}
-    sizes |= {"data": data, "pipeline": 1, "fsdp": fsdp, "tensor": 1}
+    sizes |= dict.fromkeys(AXES, 1) | {"data": data, "fsdp": fsdp}
     shape = tuple(sizes.values())
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))

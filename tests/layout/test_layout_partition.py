@@ -6,6 +6,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.partition import activation_sharding, is_names, problems, spec
 from meshtrain.layout.rules import LayoutOptions, default_rules
@@ -13,8 +14,8 @@ from meshtrain.layout.rules import LayoutOptions, default_rules
 RULES = default_rules(LayoutOptions())
 
 
-def mesh_of(data=1, pipeline=1, fsdp=1, tensor=1):
-    return make_mesh({"data": data, "pipeline": pipeline, "fsdp": fsdp, "tensor": tensor}, jax.devices())
+def mesh_of(**axes):
+    return make_mesh(dict.fromkeys(AXES, 1) | axes, jax.devices())
 
 
 class Moments(NamedTuple):

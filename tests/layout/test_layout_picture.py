@@ -3,12 +3,13 @@
 import jax
 import pytest
 
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.picture import MAX_DEVICES_SHOWN, draw_mesh, mesh_text
 
 
-def shape_of(data=1, pipeline=1, fsdp=1, tensor=1):
-    return {"data": data, "pipeline": pipeline, "fsdp": fsdp, "tensor": tensor}
+def shape_of(**axes):
+    return dict.fromkeys(AXES, 1) | axes
 
 
 def test_a_mesh_in_letters():

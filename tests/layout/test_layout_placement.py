@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
@@ -18,8 +19,8 @@ RULES = default_rules(LayoutOptions())
 PARALLEL = default_rules(LayoutOptions(sequence_parallel=True))
 
 
-def mesh_of(data=1, pipeline=1, fsdp=1, tensor=1):
-    return make_mesh({"data": data, "pipeline": pipeline, "fsdp": fsdp, "tensor": tensor}, jax.devices())
+def mesh_of(**axes):
+    return make_mesh(dict.fromkeys(AXES, 1) | axes, jax.devices())
 
 
 def compiled_sharding(function, x, home, mesh):

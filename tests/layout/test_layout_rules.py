@@ -8,7 +8,7 @@ from meshtrain.words.errors import UserError
 
 def test_weights_are_gathered_over_storage_axes_and_keep_tensor():
     rules = default_rules(LayoutOptions())
-    assert rules.parameters["embed"] == ("fsdp",)
+    assert rules.parameters["embed"] == ("fsdp", "context")
     assert rules.gathered["embed"] == ()
     assert rules.gathered["mlp"] == rules.parameters["mlp"] == ("tensor",)
     assert rules.gathered["vocab"] == ("pipeline", "tensor")
@@ -16,9 +16,9 @@ def test_weights_are_gathered_over_storage_axes_and_keep_tensor():
 
 def test_sequence_parallelism_splits_the_residual_stream_alone():
     plain, parallel = (default_rules(LayoutOptions(sequence_parallel=on)) for on in (False, True))
-    assert plain.activations["residual_sequence"] == ()
-    assert parallel.activations["residual_sequence"] == ("tensor",)
-    assert parallel.activations["sequence"] == ()
+    assert plain.activations["residual_sequence"] == ("context",)
+    assert parallel.activations["residual_sequence"] == ("context", "tensor")
+    assert parallel.activations["sequence"] == ("context",)
     assert parallel.parameters == plain.parameters
 
 

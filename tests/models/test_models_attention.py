@@ -10,6 +10,7 @@ import pytest
 from flax.core import meta
 from jax.extend import core
 
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, default_rules
@@ -142,7 +143,7 @@ def gradients(implementation, placement=None, policy="none", model=MODEL):
 )
 def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation, window):
     model = dataclasses.replace(MODEL, window=window)
-    mesh = make_mesh({"data": 2, "pipeline": 1, "fsdp": 2, "tensor": 2}, jax.devices())
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}, jax.devices())
     placement = Placement(default_rules(LayoutOptions()), mesh)
     loss, got = gradients(implementation, placement, "save_attention", model)
     expected_loss, expected = gradients("xla", model=model)
@@ -155,7 +156,7 @@ def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation, windo
 def test_layers_with_a_window_and_without_take_the_kernel_of_their_own(implementation):
     """With scores that are scaled and capped."""
     model = dataclasses.replace(MODEL, num_layers=2, global_every=2, attention_cap=2.0, attention_scalar=5)
-    mesh = make_mesh({"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 2}, jax.devices())
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"tensor": 2}, jax.devices())
     placement = Placement(default_rules(LayoutOptions()), mesh)
     loss, got = gradients(implementation, placement, "save_attention", model)
     expected_loss, expected = gradients("xla", model=model)

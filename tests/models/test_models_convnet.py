@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
+from meshtrain.layout.axes import AXES
 from meshtrain.models.convnet import convnet, flops_per_image, shifted
 from meshtrain.models.convnet_options import ConvnetOptions
 from meshtrain.plan.traced import traced_flops
@@ -98,7 +99,7 @@ def test_the_flops_that_the_task_states_are_those_that_are_traced(options):
         return task.loss(params, batch, jax.random.key(0), True)[0]
 
     traced = jax.make_jaxpr(jax.grad(total))(params, like)
-    one_device = {"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 1}
+    one_device = dict.fromkeys(AXES, 1)
     assert traced_flops(traced.jaxpr, one_device) == B * flops_per_image(options) == B * task.flops_per_token
 
 

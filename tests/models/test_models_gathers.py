@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.partition import spec
 from meshtrain.layout.placement import Placement
@@ -17,7 +18,7 @@ from meshtrain.plan import hlo
 from meshtrain.plan.shapes import dims
 from tests.plan.counted import gathered_twice
 
-MESH = {"data": 2, "pipeline": 1, "fsdp": 2, "tensor": 2}
+MESH = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}
 BATCH, LENGTH, WIDTH = 4, 32, 64  # b, T, D
 OPTIONS = DecoderOptions(num_layers=1, embed_dim=WIDTH, mlp_dim=64, num_heads=4, num_kv_heads=2, vocab_size=64)
 

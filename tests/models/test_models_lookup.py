@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, default_rules
@@ -42,7 +43,7 @@ def loss_of(find):
     ],
 )
 def test_split_table_gives_the_same_rows_and_gradient(sizes, sequence_parallel):
-    mesh = make_mesh({"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 1} | sizes, jax.devices())
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes, jax.devices())
     placement = Placement(SCATTERED if sequence_parallel else default_rules(LayoutOptions()), mesh)
     table, rows, factors = example()
     found = jax.jit(jax.value_and_grad(loss_of(lambda table, rows: look_up(table, rows, placement))))
@@ -57,7 +58,7 @@ def test_split_table_gives_the_same_rows_and_gradient(sizes, sequence_parallel):
 
 def test_inside_a_manual_axis_each_shard_answers_for_its_own_part():
     """Three axes around a gather: on this mesh the partitioner's own gather ends the process (jax 0.12.0.1)."""
-    mesh = make_mesh({"data": 2, "pipeline": 2, "fsdp": 1, "tensor": 2}, jax.devices())
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "pipeline": 2, "tensor": 2}, jax.devices())
     placement = Placement(default_rules(LayoutOptions()), mesh)
     table, rows, factors = example()
 
@@ -88,7 +89,7 @@ def test_gradient_of_a_bfloat16_table_is_summed_in_float32():
 def summed_in(rules, platform, monkeypatch):
     """Returns (primitive, dtype) of each sum over devices in a look-up of bfloat16 rows on such a platform."""
     monkeypatch.setattr(Placement, "platform", platform)
-    mesh = make_mesh({"data": 2, "pipeline": 1, "fsdp": 1, "tensor": 4}, jax.devices())
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 4}, jax.devices())
     table, rows, _ = example()
     traced = jax.make_jaxpr(lambda table: look_up(table, rows, Placement(rules, mesh)))(table.astype(jnp.bfloat16))
     found = []

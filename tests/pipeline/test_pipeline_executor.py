@@ -197,7 +197,7 @@ def test_replicas_of_a_pipeline_sum_their_gradients():
 
 def test_a_pipeline_inside_an_outer_region_computes_the_same():
     """Two groups, each with the same batch and a pipeline of its own: both get what one device gets."""
-    schedule, sizes = schedule_of("1f1b", 2), {"group": 2, "data": 1, "pipeline": 2, "fsdp": 1, "tensor": 1}
+    schedule, sizes = schedule_of("1f1b", 2), {"group": 2} | dict.fromkeys(AXES, 1) | {"pipeline": 2}
     devices = np.array(jax.devices()[:4]).reshape(tuple(sizes.values()))
     mesh = Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 

@@ -5,13 +5,14 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 
 SEQUENCES_PER_DEVICE, NUM_DATA, SEQUENCE_LENGTH = 2, 2, 32
 MODEL = DecoderOptions(num_layers=8, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=128)
-MESH = {"data": NUM_DATA, "pipeline": 4, "fsdp": 1, "tensor": 1}
+MESH = dict.fromkeys(AXES, 1) | {"data": NUM_DATA, "pipeline": 4}
 # What a stage keeps of a microbatch for each of its two layers, and for the head, in float32.
 LAYER_INPUT_BYTES = 4 * SEQUENCES_PER_DEVICE * SEQUENCE_LENGTH * MODEL.embed_dim
 

@@ -9,12 +9,13 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import default, resolve
+from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder_task import decoder
 from meshtrain.pipeline import executor, pullback
 from meshtrain.pipeline import stages as ring
 
 NUM_STAGES, TENSOR = 2, 2
-SHAPE = {"data": 1, "pipeline": NUM_STAGES, "fsdp": 1, "tensor": TENSOR}
+SHAPE = dict.fromkeys(AXES, 1) | {"pipeline": NUM_STAGES, "tensor": TENSOR}
 
 
 def config(num_chunks, trainable=""):

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from meshtrain.config.config import resolve
+from meshtrain.layout.axes import AXES
 from meshtrain.pipeline import stages as ring
 from meshtrain.plan import hlo
 from meshtrain.plan.compile import compile_step
@@ -32,7 +33,7 @@ CONFIG = {
     "pipeline": {"schedule": "interleaved_1f1b", "num_microbatches": 8, "num_chunks": 2},
     "data": {"source": "synthetic"},
 }
-SHAPE = {"data": 1, "pipeline": 4, "fsdp": 1, "tensor": 2}
+SHAPE = dict.fromkeys(AXES, 1) | {"pipeline": 4, "tensor": 2}
 
 
 def kernels_in_loops():

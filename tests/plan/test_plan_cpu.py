@@ -10,6 +10,7 @@ import pytest
 
 from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.launch.links import Link, Links, to_json
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.optim.outer import LocalStepsOptions
@@ -278,7 +279,7 @@ def test_changes_are_words_to_copy(small):
 
 
 def test_changes_that_keep_the_mesh_come_first_and_then_together(small):
-    shape = {"data": 2, "pipeline": 1, "fsdp": 1, "tensor": 2}
+    shape = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
     tried = list(changes.tried(small({"data": 2, "tensor": 2}), shape))
     free = [{"layout.sequence_parallel": True}, {"zero.level": 1}, {"accumulation_steps": 2}, {"remat.policy": "full"}]
     assert tried[:4] == free
@@ -302,7 +303,7 @@ def test_microbatches_are_as_many_as_the_temporaries_need(capacity, temporary, t
     stats = Statistics(33 * GIB, temporary * GIB, 0, 0, (2 + temporary) * GIB, 0)
     most = capacity and capacity * GIB
     held = Memory(33 * GIB, 0, 0, 0, 0, stats, 0, 0, None, most, temporary * GIB // 10, (), (), fits=False)
-    shape = {"data": 1, "pipeline": 1, "fsdp": 8, "tensor": 1}
+    shape = dict.fromkeys(AXES, 1) | {"fsdp": 8}
     config = small(shape, batch_size=2048, lora=LoraOptions(rank=4))
     found = list(changes.tried(config, shape, held))
     assert {"accumulation_steps": times} in found
@@ -311,7 +312,7 @@ def test_microbatches_are_as_many_as_the_temporaries_need(capacity, temporary, t
 
 
 def test_levels_above_the_one_in_use_are_tried(small):
-    shape = {"data": 2, "pipeline": 1, "fsdp": 2, "tensor": 1}
+    shape = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2}
     tried = list(changes.tried(small(shape, zero=ZeroOptions(1), accumulation_steps=2), shape))
     assert [change["zero.level"] for change in tried if list(change) == ["zero.level"]] == [2, 3]
     assert {"mesh.fsdp": 1, "mesh.tensor": 2} in tried

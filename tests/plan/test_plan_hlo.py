@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
+from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -14,7 +15,7 @@ from meshtrain.plan.collectives import collectives, traffic
 from meshtrain.plan.traced import traced_flops
 from tests.plan import counted, recorded
 
-MESH = {"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}
+MESH = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
 
 
 def found(*lines, before=recorded.SUM, mesh=MESH):
@@ -115,7 +116,7 @@ def test_a_collective_in_an_async_start_counts_once():
 
 def test_a_tpu_chain_is_one_gather_and_a_kept_slice_makes_a_scatter():
     program = hlo.read(recorded.SUM.join(["", recorded.TPU_CHAIN]))
-    gather, scatter = collectives(program, {"data": 1, "pipeline": 1, "fsdp": 8, "tensor": 1})
+    gather, scatter = collectives(program, dict.fromkeys(AXES, 1) | {"fsdp": 8})
     assert (gather.kind, gather.count, gather.logical_bytes) == ("all-gather", 1, 2048 * 64 * 2)
     assert gather.is_asynchronous
     assert gather.is_overlapped

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from meshtrain.layout.axes import AXES
 from meshtrain.plan import guess, prices, ways
 from meshtrain.plan.curves import COMPILED, MODELLED
 from meshtrain.plan.timing import Assumptions
@@ -30,7 +31,7 @@ def clusters():
 
 @pytest.fixture(scope="module")
 def points(basis):
-    plain = ways.plain_ways(basis, {"data": 8, "pipeline": 1, "fsdp": 1, "tensor": 1}, 8)
+    plain = ways.plain_ways(basis, dict.fromkeys(AXES, 1) | {"data": 8}, 8)
     return [ways.point(basis, way, kind, size) for way in plain for kind in KINDS for size in SIZES]
 
 

@@ -13,7 +13,7 @@ from tests.plan import recorded
 
 H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
 BYTES = 4 * 4096 * 1024
-SHAPE = {"data": 2, "pipeline": 1, "fsdp": 2, "tensor": 1}
+SHAPE = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2}
 TEXT = recorded.entry(
     "%w = f32[4096,4096]{1,0} parameter(0)",
     "%x = f32[2048,1024]{1,0} parameter(1)",

@@ -10,6 +10,7 @@ import pytest
 
 from meshtrain.launch import links
 from meshtrain.launch.links import OPERATIONS, Link
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.probe import chart, sweep, tables
 from meshtrain.probe.timed import Timed
@@ -20,7 +21,7 @@ SIZES = sweep.sizes(2**10, 2**26)
 
 @pytest.fixture(scope="module")
 def mesh():
-    return make_mesh({"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}, jax.devices())
+    return make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}, jax.devices())
 
 
 def planted(mesh, axis, operation, num_bytes):
@@ -51,7 +52,7 @@ def test_the_file_is_read_again_as_links(swept, tmp_path):
     assert links.read(str(path)).links == tuple(one.link for one in swept.fits)
     [first, *_] = content["measurements"]
     assert first["bus_bytes_per_second"] == pytest.approx(first["wire_bytes"] / first["fastest_seconds"])
-    assert content["mesh"] == {"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}
+    assert content["mesh"] == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
 
 
 def test_the_text_has_a_line_for_each_and_says_that_devices_are_simulated(swept):

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from meshtrain.launch.links import OPERATIONS, RING
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.probe import operations, timed
 from meshtrain.probe.timed import Timed
 
-SHAPE = {"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}
+SHAPE = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.launch.links import OPERATIONS, RING
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.plan import hlo, topology
 from meshtrain.plan.collectives import collectives
@@ -19,7 +20,7 @@ NUM_ELEMENTS, NUM_REPEATS = 2**16, 11
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_repeat_is_one_collective_and_no_copy(name, axis):
-    mesh = make_mesh({"data": 2, "pipeline": 1, "fsdp": 4, "tensor": 1}, topology.open_cluster("h100:2x4").devices)
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}, topology.open_cluster("h100:2x4").devices)
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     x = jax.ShapeDtypeStruct((8, NUM_ELEMENTS), np.float32, sharding=sharding)
     run = timed.program(mesh, axis, name, NUM_REPEATS)

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble, stored_params
+from meshtrain.layout.axes import AXES
 from meshtrain.run import likelihoods
 from meshtrain.run.likelihoods import Window, scorer, windows
 from meshtrain.store.other_runs import restore_params
 
 T = 32
-DATA_AND_TENSOR = {"data": 2, "fsdp": 1, "tensor": 2, "pipeline": 1}
+DATA_AND_TENSOR = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
 
 
 def ids(text):

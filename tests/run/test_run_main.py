@@ -15,6 +15,7 @@ import pytest
 
 import meshtrain
 from meshtrain.config.between_runs import from_json
+from meshtrain.layout.axes import AXES
 from meshtrain.main import main
 from meshtrain.store.other_runs import find
 from meshtrain.words import errors
@@ -41,7 +42,7 @@ def test_a_run_leaves_what_outside_programs_read(straight):
 
 def test_it_records_what_a_device_holds(straight):
     facts = json.loads((straight.directory / "device.json").read_text())
-    assert facts["mesh"] == {"data": 1, "pipeline": 1, "fsdp": 2, "tensor": 1}
+    assert facts["mesh"] == dict.fromkeys(AXES, 1) | {"fsdp": 2}
     assert facts["device"] == "cpu"
     leaves = jax.tree.leaves(straight.result.state.params)
     assert facts["parameters_bytes"] == sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

@@ -5,6 +5,7 @@ import pytest
 
 from meshtrain.config.config import check, parse
 from meshtrain.config.tasks import abstract_weights, find
+from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder_task import count_parameters
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def test_tiny_fits_every_mesh_of_eight():
     config = read(ROOT / "configs" / "tiny.py")
     assert config.learning_rate.peak <= 3e-3
     for axis in ("data", "pipeline", "fsdp", "tensor"):
-        shape = {"data": 1, "pipeline": 1, "fsdp": 1, "tensor": 1} | {axis: 8}
+        shape = dict.fromkeys(AXES, 1) | {axis: 8}
         assert check(config, shape) == []
 
 

@@ -1,0 +1,81 @@
+"""Attention on parts of sequences, exchanged between devices, against attention on whole sequences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.mesh import make_mesh
+from meshtrain.layout.placement import on_shards
+from meshtrain.models import exchange
+from meshtrain.models.attention import same_document
+
+BATCH_SIZE, LENGTH, HEAD_DIM = 2, 16, 4
+QUERIES, TOKENS = PartitionSpec("fsdp", "context", "tensor"), PartitionSpec("fsdp", "context")
+
+
+def arrays(num_heads, num_kv_heads, num_keys=LENGTH):
+    """(q, k, v, cotangent)."""
+    shapes = [(LENGTH, num_heads), (num_keys, num_kv_heads), (num_keys, num_kv_heads), (LENGTH, num_heads)]
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, (BATCH_SIZE, *shape, HEAD_DIM)) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def documents_of(length):
+    """Borders inside of parts, another one in each sequence."""
+    place = np.arange(length)
+    return jnp.asarray(np.stack([1 + (place >= 7), 1 + (place >= 3) + (place >= 10)]), jnp.int32)
+
+
+def attend(q, k, v, documents, causal=True):
+    mask = None if documents is None else same_document(*documents)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation="xla")
+
+
+def both_ways(function, given, documents):
+    """(heads, gradients of q, k, v)."""
+    *inputs, cotangent = given
+    heads, backward = jax.vjp(lambda q, k, v: function(q, k, v, documents), *inputs)
+    return heads, *backward(cotangent)
+
+
+def assert_equal_to_one_device(function, given, documents, expected, **sizes):
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes, jax.devices())
+    of_tokens = None if documents is None else (TOKENS, TOKENS)
+    on_mesh = on_shards(mesh, function, (QUERIES, QUERIES, QUERIES, of_tokens), QUERIES)
+    found = jax.jit(functools.partial(both_ways, on_mesh))(given, documents)
+    for got, wanted in zip(found, both_ways(expected, given, documents), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes"),
+    [((8, 4), {"context": 4, "fsdp": 2}), ((8, 2), {"context": 4, "tensor": 2}), ((12, 4), {"context": 6})],
+    ids=["as many", "repeated over context x tensor", "repeated where 6 divides no 4"],
+)
+def test_heads_are_split_in_place_of_the_sequence(heads, sizes):
+    num_parts, documents = sizes["context"], documents_of(LENGTH)
+    length = LENGTH // num_parts * num_parts
+    given = [x[:, :length] for x in arrays(*heads)]
+    documents = (documents[:, :length],) * 2
+    assert_equal_to_one_device(exchange.by_heads(attend, ("context",)), given, documents, attend, **sizes)
+
+
+def test_a_memory_has_a_length_of_its_own():
+    attend_all = functools.partial(attend, causal=False)
+    documents = (documents_of(LENGTH), documents_of(24))
+    given = arrays(4, 4, num_keys=24)
+    on_parts = exchange.by_heads(attend_all, ("context",))
+    assert_equal_to_one_device(on_parts, given, documents, attend_all, context=4)
+
+
+def test_repeated_heads_add_their_cotangents_in_float32():
+    """A sum of 512 ones in bfloat16 stops at 256."""
+    x = jnp.ones((1, 1, 1, 1), jnp.bfloat16)
+    repeated, backward = jax.vjp(lambda x: exchange._repeated(x, 512), x)
+    assert repeated.dtype == jnp.bfloat16
+    assert float(backward(jnp.ones_like(repeated))[0].item()) == 512
