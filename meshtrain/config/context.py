@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from meshtrain.config.fields import Config
-from meshtrain.layout.axes import CONTEXT, PIPELINE
+from meshtrain.layout.axes import CONTEXT
 from meshtrain.layout.rules import Rules
 from meshtrain.models.task import Task, entries
 
@@ -23,10 +23,5 @@ def problems(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, 
         found.append(
             f"mesh.{CONTEXT}: got {size}, and no entry of this task's batch has a dim 'sequence'; allowed: 1; "
             f"nearest: mesh.{CONTEXT}=1"
-        )
-    if mesh_shape[PIPELINE] > 1:
-        found.append(
-            f"mesh.{CONTEXT}: got {size} with mesh.{PIPELINE} = {mesh_shape[PIPELINE]}; allowed: one of the two above "
-            f"1; nearest: mesh.{CONTEXT}=1"
         )
     return found

@@ -11,10 +11,6 @@ CASES = {
         "mesh.context: got 2, and no entry of this task's batch has a dim 'sequence'; allowed: 1; "
         "nearest: mesh.context=1",
     ),
-    "a pipeline": (
-        {"mesh.context": "2", "mesh.pipeline": "2"},
-        "mesh.context: got 2 with mesh.pipeline = 2; allowed: one of the two above 1; nearest: mesh.context=1",
-    ),
     "tokens": (
         {"mesh.context": "4", "sequence_length": "254"},
         "sequence_length: got 254; allowed: a multiple of 4, as rule 'residual_sequence' splits it over "

@@ -66,8 +66,8 @@ class Run:
 
 RUNS = [
     Run(LLAMA, {}),
-    Run(LLAMA, {"data": 8}, "lion", zero=1, remat="full", remat_every=2),
-    Run(LLAMA, {"data": 2, "fsdp": 2}, "adafactor", zero=2, accumulation=4, remat="offload"),
+    Run(LLAMA, {"data": 2, "context": 4}, "lion", zero=1, remat="full", remat_every=2),
+    Run(LLAMA, {"data": 2, "fsdp": 2, "context": 2}, "adafactor", zero=2, accumulation=4, remat="offload"),
     Run(GPT, {"data": 2, "tensor": 4}, "sgd", zero=3, accumulation=2, remat="selective"),
     Run(LLAMA, {"fsdp": 4, "tensor": 2}, "muon", remat="save_attention", sequence_parallel=True),
     Run(GPT, {"data": 2, "fsdp": 2, "tensor": 2}, "adamw", 0.3, zero="hybrid_shard", remat="dots", accumulation=2),
@@ -77,7 +77,7 @@ RUNS = [
         schedule="1f1b", accumulation=2, sequence_parallel=True, remat="selective",
     ),
     Run(LLAMA, {"data": 2, "pipeline": 4}, schedule="interleaved_1f1b", zero=2),
-    Run(GPT, {"fsdp": 2, "tensor": 2, "pipeline": 2}, clip_norm=0.3, schedule="gpipe", remat="full"),
+    Run(GPT, {"context": 2, "tensor": 2, "pipeline": 2}, clip_norm=0.3, schedule="gpipe", remat="full"),
     Run(
         LLAMA, {"data": 2, "fsdp": 2, "pipeline": 2},
         schedule="1f1b", zero="full_shard", remat="save_attention", remat_every=2,

@@ -13,8 +13,9 @@ pytestmark = pytest.mark.slow
 # Meshes without a pipeline (most with one: test_parity_schedules.py) beyond those of test_parity_covering.py.
 MESHES = [
     (0, {"fsdp": 8}),
+    (0, {"context": 8}),
     (0, {"tensor": 8}),
-    (3, {"data": 2, "fsdp": 4}),
+    (3, {"data": 2, "fsdp": 2, "context": 2}),
     (1, {"data": 4, "tensor": 2}),
     (2, {"data": 8}),
 ]
@@ -35,4 +36,4 @@ def test_layers_with_a_window_and_without_are_the_same_in_a_pipeline(assert_pari
     """The second stage begins in the middle of a turn. With caps, and norms after attention and mlp."""
     layout = LayoutOptions(sequence_parallel=True)
     config = dataclasses.replace(runs.CONFIG, model=runs.GEMMA, layout=layout)
-    assert_parity(config, fsdp=2, tensor=2, pipeline=2)
+    assert_parity(config, context=2, tensor=2, pipeline=2)

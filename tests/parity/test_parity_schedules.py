@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -37,9 +38,9 @@ CLIPPED = {
     "optimizer": dataclasses.replace(runs.CONFIG.optimizer, clip_norm=CLIP_NORM),
 }
 MESHES = [
-    ("1f1b", {"data": 4, "pipeline": 2}, LEVELS[2]),
-    ("gpipe", {"fsdp": 4, "pipeline": 2}, {}),
-    ("interleaved_1f1b", {"tensor": 4, "pipeline": 2}, DOTS),
+    ("1f1b", {"data": 2, "context": 2, "pipeline": 2}, LEVELS[2]),
+    ("gpipe", {"fsdp": 2, "context": 2, "pipeline": 2}, {}),
+    ("interleaved_1f1b", {"context": 2, "tensor": 2, "pipeline": 2}, DOTS),
     ("interleaved_1f1b", {"data": 2, "fsdp": 2, "pipeline": 2}, LEVELS[1] | CLIPPED),
     ("1f1b", {"data": 2, "tensor": 2, "pipeline": 2}, LEVELS[3] | CLIPPED),
     ("1f1b", {"fsdp": 2, "tensor": 2, "pipeline": 2}, FULL),
@@ -71,7 +72,7 @@ def deep(schedule):
 
 def test_each_schedule_stands_in_the_list_with_each_size_and_each_axis():
     seen = {(schedule, axis) for schedule, mesh, _ in MESHES for axis in mesh}
-    assert seen == set(itertools.product(SCHEDULES, ("data", "fsdp", "tensor", "pipeline")))
+    assert seen == set(itertools.product(SCHEDULES, AXES))
     sizes = {(schedule, mesh["pipeline"]) for schedule, mesh, _ in MESHES}
     assert sizes == set(itertools.product(SCHEDULES, (2, 4)))
     assert EIGHT.keys() == SCHEDULES.keys()

@@ -12,6 +12,7 @@ from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words.errors import UserError
 
 FSDP = ("mesh.fsdp=2",)
+CONTEXT = ("mesh.context=4",)
 INTERLEAVED = ("mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2")
 STEPS = list(range(1, 11))
 
@@ -69,6 +70,19 @@ def test_a_pipeline_goes_on_with_what_fsdp_saved(run, stopped, straight):
 
 def test_fsdp_goes_on_with_what_a_pipeline_saved(run, stopped, straight):
     resumed = run(stopped(*INTERLEAVED), *FSDP)
+    np.testing.assert_allclose(list(resumed.losses.values()), list(straight.losses.values()), rtol=1e-5)
+
+
+def test_one_device_goes_on_with_what_shards_of_sequences_saved(run, stopped, straight):
+    resumed = run(stopped(*CONTEXT))
+    assert list(resumed.losses) == STEPS
+    np.testing.assert_allclose(list(resumed.losses.values()), list(straight.losses.values()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_shards_of_sequences_go_on_with_what_one_device_saved(run, stopped, straight):
+    resumed = run(stopped(), *CONTEXT)
+    assert list(resumed.losses) == STEPS
     np.testing.assert_allclose(list(resumed.losses.values()), list(straight.losses.values()), rtol=1e-5)
 
 
