@@ -112,6 +112,14 @@ STEP: tuple[Mutant, ...] = (
         "a weight that fsdp splits is not gathered before it computes",
         ("layout/test_layout_placement.py::test_jit_gathers_a_weight_over_fsdp_and_keeps_tensor",),
     ),
+    Mutant(
+        "functions called twice",
+        "layout/called_once.py",
+        "return value.replace(eqns=equations)",
+        "return value",
+        "rows of a pipeline share a function with a manual region, at which the compiler of TPUs aborts",
+        ("layout/test_layout_called_once.py::test_no_function_with_a_manual_region_is_called_twice",),
+    ),
     # pipeline
     Mutant(
         "backward row too late",

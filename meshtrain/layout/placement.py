@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.layout.axes import DATA
+from meshtrain.layout.called_once import called_once
 from meshtrain.layout.partition import Names, axes_of_dims, num_parts, spec, spec_of_dims
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import stored
@@ -216,8 +217,9 @@ def on_shards(
     splits = mesh.size > 1 and (is_opaque or _is_split_here(mesh))
     if not entered or (axes is None and not splits):
         return function
+    may_have_regions = entered != partitioned and mesh.devices.flat[0].platform == "tpu"
     return jax.shard_map(
-        function,
+        called_once(function) if may_have_regions else function,
         mesh=_mesh_here(mesh),
         in_specs=manual_specs(in_specs, entered),
         out_specs=manual_specs(out_specs, entered),

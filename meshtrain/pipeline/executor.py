@@ -21,7 +21,7 @@ from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
-from meshtrain.pipeline.pullback import RepeatedLayer, SplitLayer, floating, repeats, with_float0
+from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 
 
@@ -163,8 +163,7 @@ class Rows:
         self.first_input = self.embed(self.outer, jnp.int32(program.first_microbatch))
         zero = jnp.int32(0)
         weights = ring.unit_at(self.units, zero)
-        kind = RepeatedLayer if repeats(replicas.mesh) else SplitLayer
-        self.unit = kind(self.run_layers, weights, self.first_input, (zero, zero), self.layer_mask)
+        self.unit = SplitLayer(self.run_layers, weights, self.first_input, (zero, zero), self.layer_mask)
 
     def cell(self, row: jax.Array) -> Cell:
         """Returns this stage's cell of a row. The tables are one constant of the compiled program."""

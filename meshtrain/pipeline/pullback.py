@@ -4,9 +4,6 @@ The two run in different rows of a schedule, so residuals wait in a buffer. They
 the `jax.checkpoint` policies of the model. Residuals that do not depend on the activations (weights, casts of them,
 rotary angles, masks of documents or of dropout, random keys) are not kept: the backward pass computes them again from
 the weights and the microbatch.
-
-The compiler of TPUs aborts on a layer that is cut so where the layer has a manual region of its own, as attention has
-over `tensor` (Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()). There `RepeatedLayer` serves.
 """
 
 from collections.abc import Callable
@@ -17,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh
 
-from meshtrain.layout.axes import DATA, PIPELINE
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import LayerSums, Params
 from meshtrain.pipeline.residuals import depends
@@ -68,7 +63,13 @@ class SplitLayer:
 
     def _differentiated(self, layer: Layer, mask: Any, weights: Params, x: Any, given: Any) -> Any:
         """Returns (output, sums, residuals) of a layer. Remembers how its backward pass is made of residuals."""
-        (y, loss), pull, metrics = pulled(layer, mask, weights, x, given)
+        trained, frozen = select(weights, mask)
+
+        def differentiable(trained: Params, x: Any) -> tuple[tuple[Any, Any], Any]:
+            y, sums = layer(merged(trained, frozen), x, given)
+            return ((y, None), None) if sums is None else ((y, sums[0]), sums[1])
+
+        (y, loss), pull, metrics = jax.vjp(differentiable, trained, x, has_aux=True)
         leaves, structure = jax.tree.flatten(pull)
         # A buffer holds the numbers of a random key.
         implementations = [jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in leaves]
@@ -120,53 +121,6 @@ class SplitLayer:
         arguments = [*jax.tree.leaves(weights), *x, *jax.tree.leaves(given)]
         results: list[jax.Array] = jax.core.eval_jaxpr(needed, self._consts, *arguments)
         return results
-
-
-class RepeatedLayer:
-    """A layer whose backward pass begins with a second forward pass, with the interface of `SplitLayer`.
-
-    It keeps the layer's input alone, whatever the policies of the model are.
-    """
-
-    def __init__(self, layer: Layer, weights: Params, x: Any, given: Any, mask: Any = None) -> None:
-        """Traces the layer for these shapes; for the arguments see `SplitLayer`."""
-        self.output, self.sums = jax.eval_shape(layer, weights, x, given)
-        self._layer, self._mask = layer, mask
-        leaves, self._structure = jax.tree.flatten(x)
-        self.kept = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-
-    def forward(self, weights: Params, x: Any, given: Any) -> tuple[Any, LayerSums, list[jax.Array]]:
-        """Returns the layer's output, its sums, and its input."""
-        y, sums = self._layer(weights, x, given)
-        return y, sums, jax.tree.leaves(x)
-
-    def backward(
-        self, kept: list[jax.Array], weights: Params, given: Any, cotangent: Any, seed: jax.Array
-    ) -> tuple[Params, Any]:
-        """Returns the gradients of the trained weights, and the cotangent of the input's floating leaves."""
-        x = jax.tree.unflatten(self._structure, kept)
-        _, pull, _ = pulled(self._layer, self._mask, weights, x, given)
-        gradients, x_cotangent = pull((with_float0(cotangent, self.output), None if self.sums is None else seed))
-        return gradients, floating(x_cotangent)
-
-
-def repeats(mesh: Mesh) -> bool:
-    """Returns whether layers run again in their backward rows: on TPUs, where more than stages and replicas split them.
-
-    See the top of this file.
-    """
-    return mesh.devices.flat[0].platform == "tpu" and mesh.size > mesh.shape[PIPELINE] * mesh.shape[DATA]
-
-
-def pulled(layer: Layer, mask: Any, weights: Params, x: Any, given: Any) -> tuple[tuple[Any, Any], Any, Any]:
-    """Returns ((output, loss), function from their cotangents to those of trained weights and `x`, metrics)."""
-    trained, frozen = select(weights, mask)
-
-    def differentiable(trained: Params, x: Any) -> tuple[tuple[Any, Any], Any]:
-        y, sums = layer(merged(trained, frozen), x, given)
-        return ((y, None), None) if sums is None else ((y, sums[0]), sums[1])
-
-    return jax.vjp(differentiable, trained, x, has_aux=True)
 
 
 def _aval(var: Any) -> Any:
