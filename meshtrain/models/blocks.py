@@ -1,14 +1,21 @@
 """Products with weights of which each row has its own expert's: rows stand in blocks of one expert each.
 
-Nothing is dropped and no shape depends on what was chosen: each expert's rows are padded to whole blocks.
+Nothing is dropped and no shape depends on what was chosen: each expert's rows are padded to whole blocks. Products are
+computed by kernels on GPUs (`blocks_gpu.py`) and TPUs (`blocks_tpu.py`), otherwise by a loop over blocks. Blocks
+without rows are skipped.
 
 C: choices (an expert for a token), E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from meshtrain.models import blocks_gpu, blocks_tpu
+from meshtrain.models.implementation import GPU
 
 
 class Blocks(NamedTuple):
@@ -36,7 +43,7 @@ def arranged(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
     (num_choices,) = chosen.shape
     num_blocks = -(-num_choices // block_rows) + num_experts
     ordered, order = jax.lax.sort((chosen, jnp.arange(num_choices, dtype=jnp.int32)), num_keys=1, is_stable=True)
-    bounds = jnp.searchsorted(ordered, jnp.arange(num_experts + 1, dtype=chosen.dtype)).astype(jnp.int32)
+    bounds = first_of(ordered, num_experts)
     sizes = bounds[1:] - bounds[:-1]
     counts = (sizes + block_rows - 1) // block_rows
     ends = jnp.cumsum(counts)
@@ -49,19 +56,115 @@ def arranged(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
     return Blocks(jnp.where(is_real, order[index], num_choices).reshape(-1), owners)
 
 
-@jax.custom_vjp
-def product(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
+def first_of(ordered: jax.Array, num: int) -> jax.Array:
+    """Returns int32 [num + 1]: of each number from 0 to `num` how many elements are below it.
+
+    Args:
+      ordered: int32 [n], ascending.
+      num: the largest number.
+    """
+    # Comparing all takes one pass; a binary search is a loop, which costs more on accelerators.
+    wanted = jnp.arange(num + 1, dtype=ordered.dtype)
+    return jnp.searchsorted(ordered, wanted, method="compare_all").astype(jnp.int32)
+
+
+class How(NamedTuple):
+    """How products are computed.
+
+    Attributes:
+      kernel: `gpu`, `tpu` or `loop`.
+      used: blocks that have rows if each expert has as many.
+      total: all blocks.
+      interpret: whether a kernel runs as plain JAX, slowly, on a device of another kind.
+    """
+
+    kernel: str
+    used: int
+    total: int
+    interpret: bool = False
+
+    @property
+    def scope(self) -> str:
+        """A name for operations, from which the planner reads how many blocks are skipped."""
+        return f"used_{self.used}_of_{self.total}"
+
+
+def kernel_for(
+    platform: str, rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int, dtype: DTypeLike
+) -> str:
+    """Returns what computes products on a platform: `gpu` or `tpu`, kernels; or `loop`.
+
+    Args:
+      platform: as JAX names it, such as `cpu`, `tpu`, `gpu` or `cuda`.
+      rows: (R, D).
+      weights: (E, D, F).
+      block_rows: m.
+      dtype: of both.
+    """
+    if platform in GPU and blocks_gpu.takes(rows, weights, block_rows):
+        return "gpu"
+    return "tpu" if platform == "tpu" and blocks_tpu.takes(weights, block_rows, dtype) else "loop"
+
+
+def product(
+    rows: jax.Array, weights: jax.Array, owners: jax.Array, *, platform: str = "cpu", share: float = 1.0
+) -> jax.Array:
     """Returns [R, F], each block of rows times the weight of its owner, summed in float32; zeros where it has none.
 
     Args:
       rows: [R, D].
       weights: [E, D, F], of the rows' dtype.
-      owners: int32 [R / m], see `Blocks`.
+      owners: int32 [R / m], ascending, see `Blocks`.
+      platform: of the device, as JAX names it.
+      share: how many of the choices have an expert among these, if each expert of the model is chosen as often.
     """
-    return _product(rows, weights, owners)
+    num_blocks, num_experts = owners.size, weights.shape[0]
+    block_rows = rows.shape[0] // num_blocks
+    kernel = kernel_for(platform, rows.shape, weights.shape, block_rows, rows.dtype)
+    # On average half of an expert's last block is padding.
+    used = round(share * (num_blocks - num_experts) + num_experts / 2)
+    return computed(How(kernel, max(1, min(used, num_blocks)), num_blocks), rows, weights, owners)
 
 
-def _product(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def computed(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
+    """Returns [R, F]; see `product`."""
+    return _times(how, rows, weights, owners, transposed=False)
+
+
+def _times(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool) -> jax.Array:
+    """Returns each block of rows times the weight of its owner, or its transpose."""
+    if how.kernel == "loop":
+        return _times_in_loop(how, rows, weights.swapaxes(1, 2) if transposed else weights, owners)
+    with jax.named_scope(how.scope):
+        if how.kernel == "gpu":
+            return blocks_gpu.times(rows, weights, owners, transposed=transposed, interpret=how.interpret)
+        sizes = _sizes(rows, owners, weights.shape[0])
+        block_rows = rows.shape[0] // owners.size
+        return blocks_tpu.times(
+            rows, weights, sizes, block_rows=block_rows, transposed=transposed, interpret=how.interpret
+        )
+
+
+def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
+    """Returns the cotangent of the weights [E, D, F]: each block adds to that of its owner."""
+    if how.kernel == "loop":
+        return _of_weights_in_loop(how, rows, cotangent, owners, num_experts)
+    block_rows = rows.shape[0] // owners.size
+    with jax.named_scope(how.scope):
+        if how.kernel == "gpu":
+            bounds = first_of(owners, num_experts)
+            return blocks_gpu.of_weights(rows, cotangent, bounds, block_rows=block_rows, interpret=how.interpret)
+        sizes = _sizes(rows, owners, num_experts)
+        return blocks_tpu.of_weights(rows, cotangent, sizes, block_rows=block_rows, interpret=how.interpret)
+
+
+def _sizes(rows: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
+    """Returns how many rows stand in blocks of each expert, int32 [E]."""
+    return jnp.diff(first_of(owners, num_experts)) * (rows.shape[0] // owners.size)
+
+
+def _times_in_loop(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
     width, dtype = weights.shape[2], rows.dtype
 
     def times(block: jax.Array, owner: jax.Array) -> jax.Array:
@@ -70,7 +173,8 @@ def _product(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Arra
     def of_block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         block, owner = given
         empty = jnp.zeros((block.shape[0], width), dtype)
-        result: jax.Array = jax.lax.cond(owner < weights.shape[0], times, lambda *_: empty, block, owner)
+        with jax.named_scope(how.scope):
+            result: jax.Array = jax.lax.cond(owner < weights.shape[0], times, lambda *_: empty, block, owner)
         return result
 
     blocks = rows.reshape(owners.size, -1, rows.shape[1])
@@ -78,35 +182,34 @@ def _product(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Arra
     return results.reshape(-1, width)
 
 
-def _of_weights(rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the cotangent of the weights [E, D, F], float32: each block adds to that of its owner."""
-
+def _of_weights_in_loop(
+    how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int
+) -> jax.Array:
     def add(sums: jax.Array, block: jax.Array, of_result: jax.Array, owner: jax.Array) -> jax.Array:
         found = jnp.dot(block.T, of_result, preferred_element_type=jnp.float32)
         return sums.at[owner].add(found)
 
     def of_block(sums: jax.Array, given: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        is_real = given[2] < num_experts
-        return jax.lax.cond(is_real, add, lambda sums, *_: sums, sums, *given), None
+        with jax.named_scope(how.scope):
+            return jax.lax.cond(given[2] < num_experts, add, lambda sums, *_: sums, sums, *given), None
 
     blocks, of_results = (x.reshape(owners.size, -1, x.shape[1]) for x in (rows, cotangent))
     zeros = jnp.zeros((num_experts, rows.shape[1], cotangent.shape[1]), jnp.float32)
     sums: jax.Array = jax.lax.scan(of_block, zeros, (blocks, of_results, owners))[0]
-    return sums
+    return sums.astype(rows.dtype)
 
 
-def _forward(
-    rows: jax.Array, weights: jax.Array, owners: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _product(rows, weights, owners), (rows, weights, owners)
+Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _backward(
-    residuals: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+def _forward(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -> tuple[jax.Array, Residuals]:
+    return _times(how, rows, weights, owners, transposed=False), (rows, weights, owners)
+
+
+def _backward(how: How, residuals: Residuals, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     rows, weights, owners = residuals
-    of_rows = _product(cotangent, weights.swapaxes(1, 2), owners)
-    return of_rows, _of_weights(rows, cotangent, owners, weights.shape[0]).astype(weights.dtype), None
+    of_rows = _times(how, cotangent, weights, owners, transposed=True)
+    return of_rows, _of_weights(how, rows, cotangent, owners, weights.shape[0]), None
 
 
-product.defvjp(_forward, _backward)
+computed.defvjp(_forward, _backward)

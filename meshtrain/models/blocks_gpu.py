@@ -1,0 +1,164 @@
+"""Products of blocks of rows with their owners' weights on GPUs: Pallas kernels, compiled through Triton.
+
+A program of the kernels computes one tile of the result. Tiles that share rows are next to each other in the grid, so
+that rows are read from the L2 cache. A block without rows costs a tile of zeros.
+
+E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Of a tile: result rows and columns, and bytes of a row of an operand that a step of its loop reads.
+LARGEST_TILE, STEP_BYTES = 128, 128
+GRANULE = 16  # the least dims of an operand of Triton's products
+# Triton computes places within an array in int32.
+LARGEST_SIZE = 2**31
+NUM_WARPS, NUM_STAGES = 8, 3
+# Names of the kernels, by which the planner finds them.
+TIMES, OF_WEIGHTS = "times_of_blocks", "weights_of_blocks"
+
+
+def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> bool:
+    """Returns whether the kernels take these shapes.
+
+    Args:
+      rows: (R, D).
+      weights: (E, D, F).
+      block_rows: m.
+    """
+    fits = all(size % GRANULE == 0 for size in (*weights[1:], block_rows))
+    largest = max(math.prod(weights), rows[0] * max(weights[1:]))
+    return fits and block_rows & (block_rows - 1) == 0 and block_rows <= LARGEST_TILE and largest < LARGEST_SIZE
+
+
+def times(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool, interpret: bool) -> jax.Array:
+    """Returns [R, F], or [R, D]: each block of rows times the weight of its owner, summed in float32; see `blocks`.
+
+    Args:
+      rows: [R, D]; [R, F] with `transposed`.
+      weights: [E, D, F].
+      owners: int32 [R / m], ascending; E: the block has no rows.
+      transposed: whether weights are multiplied as [E, F, D].
+      interpret: whether to run the kernel as plain JAX, slowly, on a device that is no GPU.
+    """
+    pl, triton = _modules()
+    (num_rows, contracted), num_blocks = rows.shape, owners.size
+    width = weights.shape[1 if transposed else 2]
+    block_rows, columns = num_rows // num_blocks, _tile(width)
+    body = functools.partial(
+        _times, pl, step=_step(contracted, rows), columns=columns, transposed=transposed, num_experts=weights.shape[0]
+    )
+    result: jax.Array = pl.pallas_call(
+        body,
+        grid=(width // columns, num_blocks),
+        in_specs=[
+            pl.BlockSpec(owners.shape, lambda j, i: (0,)),
+            pl.BlockSpec((block_rows, contracted), lambda j, i: (i, 0)),
+            pl.BlockSpec(weights.shape, lambda j, i: (0, 0, 0)),
+        ],
+        out_specs=pl.BlockSpec((block_rows, columns), lambda j, i: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((num_rows, width), rows.dtype),
+        interpret=interpret,
+        name=TIMES,
+        compiler_params=triton.CompilerParams(num_warps=NUM_WARPS, num_stages=NUM_STAGES),
+    )(owners, rows, weights)
+    return result
+
+
+def _times(
+    pl: Any,
+    owners: Any,
+    rows: Any,
+    weights: Any,
+    result: Any,
+    *,
+    step: int,
+    columns: int,
+    transposed: bool,
+    num_experts: int,
+) -> None:
+    owner = owners[pl.program_id(1)]
+    own, here = jnp.minimum(owner, num_experts - 1), pl.ds(pl.program_id(0) * columns, columns)
+
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+        contracted = pl.ds(i * step, step)
+        left = rows[:, contracted]
+        right = weights[own, here, contracted] if transposed else weights[own, contracted, here]
+        return sums + _product(left, right, 1, 1 if transposed else 0)
+
+    num_steps = (owner < num_experts).astype(jnp.int32) * (rows.shape[1] // step)
+    sums = jax.lax.fori_loop(jnp.int32(0), num_steps, add, jnp.zeros(result.shape, jnp.float32))
+    result[...] = sums.astype(result.dtype)
+
+
+def of_weights(
+    rows: jax.Array, cotangent: jax.Array, bounds: jax.Array, *, block_rows: int, interpret: bool
+) -> jax.Array:
+    """Returns the cotangent of the weights [E, D, F], of the rows' dtype, summed in float32.
+
+    Args:
+      rows: [R, D].
+      cotangent: [R, F], of the products.
+      bounds: int32 [E + 1], of each expert the first block, and of the last one the block after it.
+      block_rows: m.
+      interpret: see `times`.
+    """
+    pl, triton = _modules()
+    (num_rows, height), width, num_experts = rows.shape, cotangent.shape[1], bounds.size - 1
+    tile, step = (_tile(height), _tile(width)), _step(block_rows, rows)
+    body = functools.partial(_of_weights, pl, step=step, steps_a_block=block_rows // step)
+    result: jax.Array = pl.pallas_call(
+        body,
+        grid=(width // tile[1], height // tile[0], num_experts),
+        in_specs=[
+            pl.BlockSpec(bounds.shape, lambda j, i, e: (0,)),
+            pl.BlockSpec((num_rows, tile[0]), lambda j, i, e: (0, i)),
+            pl.BlockSpec((num_rows, tile[1]), lambda j, i, e: (0, j)),
+        ],
+        out_specs=pl.BlockSpec((None, *tile), lambda j, i, e: (e, i, j)),
+        out_shape=jax.ShapeDtypeStruct((num_experts, height, width), rows.dtype),
+        interpret=interpret,
+        name=OF_WEIGHTS,
+        compiler_params=triton.CompilerParams(num_warps=NUM_WARPS, num_stages=NUM_STAGES),
+    )(bounds, rows, cotangent)
+    return result
+
+
+def _of_weights(pl: Any, bounds: Any, rows: Any, cotangent: Any, result: Any, *, step: int, steps_a_block: int) -> None:
+    expert = pl.program_id(2)
+
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+        here = pl.ds(i * step, step)
+        return sums + _product(rows[here, :], cotangent[here, :], 0, 0)
+
+    first, end = bounds[expert] * steps_a_block, bounds[expert + 1] * steps_a_block
+    sums = jax.lax.fori_loop(first, end, add, jnp.zeros(result.shape, jnp.float32))
+    result[...] = sums.astype(result.dtype)
+
+
+def _product(left: jax.Array, right: jax.Array, of_left: int, of_right: int) -> jax.Array:
+    """Returns the product over these dims, float32."""
+    dims = (((of_left,), (of_right,)), ((), ()))
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+
+
+def _tile(size: int) -> int:
+    """Returns the largest power of two that divides a dim of the result, at most that of a tile."""
+    return math.gcd(size, LARGEST_TILE)
+
+
+def _step(size: int, array: jax.Array) -> int:
+    """Returns the largest power of two that divides a contracted dim, within what shared memory has room for."""
+    return math.gcd(size, STEP_BYTES // array.dtype.itemsize)
+
+
+def _modules() -> tuple[Any, Any]:
+    from jax.experimental import pallas
+    from jax.experimental.pallas import triton
+
+    return pallas, triton
