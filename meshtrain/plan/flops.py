@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshtrain.plan import blocks
 from meshtrain.plan.hlo import Instruction, Program
 from meshtrain.plan.shapes import dims, dtypes
 
@@ -93,13 +94,15 @@ def _work(body: list[Instruction], shapes: Mapping[str, str]) -> tuple[float, fl
                 attention, attention_full = attention + done, attention_full + full
             elif is_library_product(line):
                 products += library_flops(line, shapes)
+            elif blocks.kernel(line):
+                products += 2.0 * math.prod(blocks.product(line, shapes))
     return products, attention, attention_full
 
 
 def is_product(line: Instruction) -> bool:
     """Returns whether an instruction itself multiplies matrices."""
     if line.opcode == "custom-call":
-        return is_attention(line) or is_library_product(line)
+        return is_attention(line) or is_library_product(line) or blocks.kernel(line) is not None
     return line.opcode in ("dot", "convolution")
 
 

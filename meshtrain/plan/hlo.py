@@ -21,8 +21,9 @@ CALLED = re.compile(
 # Metadata of TPU kernels is written on lines of its own.
 CONTINUED = re.compile(r"\n(?=\"|\}\})")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-# The name under which `models.decoder` selects a kernel for some layers (the second branch) and one for the others.
-SOME_LAYERS = re.compile(r"global_(\d+)_of_(\d+)")
+# The name under which `models.decoder` selects a kernel for some layers (the second branch) and one for the others, and
+# that under which `models.blocks` multiplies the blocks that have rows.
+SOME = re.compile(r"(?:global|used)_(\d+)_of_(\d+)")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -127,13 +128,13 @@ def read(text: str, is_helper: IsHelper = lambda file, function: False) -> Progr
 
 
 def branch_shares(line: Instruction) -> dict[str, float]:
-    """Returns computation -> the share of the layers that take this branch of a conditional.
+    """Returns computation -> the share of the layers, or of the blocks, that take this branch of a conditional.
 
     A conditional whose name does not say it runs each of its branches, as far as is known. Empty: no conditional.
     """
     if line.opcode != "conditional":
         return {}
-    found, said = BRANCHES.search(line.rest), SOME_LAYERS.search(line.rest)
+    found, said = BRANCHES.search(line.rest), SOME.search(line.rest)
     names = found[1] if found else f"%{line.attribute('false_computation')}, %{line.attribute('true_computation')}"
     branches = NAME.findall(names)
     if said is None or len(branches) != 2:

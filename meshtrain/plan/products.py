@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from meshtrain.plan import blocks
 from meshtrain.plan.flops import CONTRACTED_BY_LIBRARY
 from meshtrain.plan.hlo import Instruction
 from meshtrain.plan.shapes import dims
@@ -60,7 +61,7 @@ def _tiled(product: Product, tile: tuple[int, int], speed: float, parts: int, nu
 
 
 def product_of(line: Instruction, shapes: Mapping[str, str]) -> Product | None:
-    """Returns the dims of a `dot` or a library's product; None for a convolution, which only TPUs make of products.
+    """Returns the dims of a `dot`, or of a kernel's product; None for a convolution, which only TPUs make of products.
 
     Args:
       line: the operation.
@@ -71,6 +72,8 @@ def product_of(line: Instruction, shapes: Mapping[str, str]) -> Product | None:
             [int(dim) for dim in (line.attribute(name) or "").split(",") if dim]
             for name in ("lhs_contracting_dims", "lhs_batch_dims")
         )
+    elif blocks.kernel(line):
+        return Product(*(max(1, round(size)) for size in blocks.product(line, shapes)))
     elif line.opcode == "custom-call":
         contracted, batch = (
             [int(dim.strip(' "')) for dim in found[1].split(",") if dim.strip()] if found else []

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from meshtrain.assemble import Assembly
 from meshtrain.launch.hardware import Accelerator
 from meshtrain.launch.links import Link, Links, link_for
+from meshtrain.plan import blocks
 from meshtrain.plan.collectives import Collective, collectives
 from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, is_triton, library_flops
 from meshtrain.plan.hlo import Instruction, Program, branch_shares, trip_count
@@ -292,9 +293,13 @@ class Streams:
             flops = counts[line.opcode](line, shapes)
         elif line.opcode == "custom-call" and '"dot_dimension_numbers"' in line.rest:
             flops = library_flops(line, shapes)
+        elif line.opcode == "custom-call" and blocks.kernel(line):
+            flops = 2.0 * math.prod(blocks.product(line, shapes))
         else:
             return 0.0
-        inputs = [shapes[name] for name in line.operands[:2] if name in shapes]
+        inputs = [shapes[name] for name in line.operands if name in shapes]
+        # The owners of blocks stand before what is multiplied.
+        inputs = [shape for shape in inputs if blocks.kernel(line) is None or dtypes(shape)[0][0] in "bf"][:2]
         if all("f32" in dtypes(shape) for shape in inputs) and self.accelerator.float32_flops_per_second:
             peak = self.accelerator.float32_flops_per_second
         if all(dtype.startswith("f8") for shape in inputs for dtype in dtypes(shape)):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from meshtrain.models import blockwise
+from meshtrain.plan import blocks
 from meshtrain.plan.flops import (
     BACKWARD_PRODUCTS,
     FORWARD_PRODUCTS,
@@ -22,7 +23,7 @@ from meshtrain.plan.flops import (
     splash_flops,
     triton_flops,
 )
-from meshtrain.plan.hlo import SOME_LAYERS
+from meshtrain.plan.hlo import SOME
 
 FLOATS = (jnp.bfloat16, jnp.float32)
 ATTENTION = {
@@ -59,17 +60,35 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
             total += splash_flops(kernel[1], *_query_and_key(equation)) / share
         elif name == "pallas_call" and (kernel := TRITON.match(equation.params["name"])):
             total += triton_flops(kernel[1], *_first_two(equation)) / share
+        elif kernel := blocks.KERNEL.search(_name(equation)):
+            total += _of_blocks(kernel[1], equation) / share
         else:
             inside = automatic
             if name == "shard_map":
                 inside = automatic - frozenset(equation.params["newly_manual_axes"])
             times = equation.params["length"] if name == "scan" else _turns(equation) if name == "while" else 1
             flops = [_flops(inner, mesh_shape, inside) for inner in _inner(equation)]
-            if name == "cond" and (said := SOME_LAYERS.search(str(equation.source_info.name_stack))):
+            if name == "cond" and (said := SOME.search(str(equation.source_info.name_stack))):
                 taken = int(said[1]) / int(said[2])
                 flops = [(1 - taken) * flops[0], taken * flops[1]]
             total += times * sum(flops)
     return total
+
+
+def _name(equation: Any) -> str:
+    """Returns the name of a kernel, or the scope of a jitted one; '' of any other operation."""
+    if equation.primitive.name == "pallas_call":
+        return str(equation.params["name"])
+    return str(equation.source_info.name_stack) if equation.primitive.name in ("jit", "pjit") else ""
+
+
+def _of_blocks(part: str, equation: Any) -> float:
+    """Returns the FLOPs of a kernel in `models/blocks.py`, of blocks that have rows; see `plan.blocks.product`."""
+    arrays = [variable.aval for variable in equation.invars]
+    first, second = (array.shape for array in arrays if array.ndim >= 2)
+    result = equation.outvars[0].aval.shape
+    size = math.prod(result) * first[1] if part == "times" else second[0] * math.prod(result[1:])
+    return 2.0 * size * blocks.used_share(str(equation.source_info.name_stack))
 
 
 def attention_kernel(jaxpr: core.Jaxpr) -> str:

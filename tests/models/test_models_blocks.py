@@ -1,11 +1,13 @@
 """Blocks of rows with one expert each: where choices stand, and products against each row's own, written out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.models.blocks import arranged, product
+from meshtrain.models.blocks import How, arranged, computed, kernel_for, product
 
 E, D, F, M = 4, 6, 5, 4
 
@@ -61,3 +63,39 @@ def test_products_and_gradients_are_those_of_each_rows_own_weight():
         assert got.dtype == jnp.bfloat16
         error = np.linalg.norm(got.astype(jnp.float32) - exact) / np.linalg.norm(exact)
         assert error <= jnp.finfo(jnp.bfloat16).eps
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "dtype"),
+    [("gpu", (96, 48), jnp.float32), ("gpu", (96, 48), jnp.bfloat16), ("tpu", (256, 128), jnp.float32)],
+)
+def test_the_kernels_compute_products_and_gradients_of_the_loop(kernel, shape, dtype):
+    keys, block_rows = jax.random.split(jax.random.key(0), 2), 16
+    owners = jnp.int32([0, 2, 2, 4, 4])  # no block has the expert 1 or 3
+    rows = jax.random.normal(keys[0], (5 * block_rows, shape[0])).astype(dtype)
+    weights = jax.random.normal(keys[1], (E, *shape)).astype(dtype)
+    rows = rows.at[-block_rows:].set(jnp.nan)  # these are of no expert, and nothing reads them
+    ways = [functools.partial(computed, How(name, 3, 5, interpret=True)) for name in (kernel, "loop")]
+    for got, expected in zip(*(both_ways(way, rows, weights, owners) for way in ways), strict=True):
+        assert got.dtype == dtype
+        got, expected = np.asarray(got, np.float32), np.asarray(expected, np.float32)
+        bound = 5e-6 if dtype == jnp.float32 else jnp.finfo(dtype).eps / 2
+        assert np.linalg.norm(got - expected) <= bound * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("platform", "weights", "block_rows", "dtype", "kernel"),
+    [
+        ("cuda", (8, 4096, 1792), 128, "bfloat16", "gpu"),
+        ("cuda", (8, 96, 48), 16, "float32", "gpu"),
+        ("cuda", (8, 4096, 24), 128, "bfloat16", "loop"),
+        ("cuda", (8, 64, 64), 8, "bfloat16", "loop"),
+        ("cuda", (256, 7168, 2048), 128, "bfloat16", "loop"),
+        ("tpu", (8, 4096, 1792), 128, "bfloat16", "tpu"),
+        ("tpu", (8, 4096, 96), 128, "bfloat16", "loop"),
+        ("tpu", (8, 4096, 1792), 128, "float16", "loop"),
+        ("cpu", (8, 4096, 1792), 128, "bfloat16", "loop"),
+    ],
+)
+def test_a_kernel_is_taken_where_the_platform_has_one_for_the_shapes(platform, weights, block_rows, dtype, kernel):
+    assert kernel_for(platform, (1024, weights[1]), weights, block_rows, dtype) == kernel
