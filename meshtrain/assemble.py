@@ -223,6 +223,7 @@ def _update(
 ) -> Update:
     """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
     sends_each_step = config.local_steps.period == 0
+    counted = jax.tree.map(lambda weight: weight.is_counted, replicas.trained_stored)
     update = functools.partial(
         weight_update,
         transformation,
@@ -232,6 +233,7 @@ def _update(
         scaling,
         lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
         replicas.trained,
+        counted=counted if any(jax.tree.leaves(counted)) else None,
     )
     if config.local_steps.delay:
         return late_update(update, replicas.reduce)

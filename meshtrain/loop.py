@@ -242,10 +242,11 @@ def stop_if_too_many_skipped(done: CompletedStep, state: Any, when: Timetable, a
     if not too_many_skipped(done, when):
         return
     values = scalars(done.result)
+    number = int(values[guard.FIRST_NOT_FINITE])
     allowed = f"guard.max_skipped_in_a_row = {when.max_skipped_in_a_row}"
     allowed += ", the last not" if ends_badly(done, when) else ""
     raise TrainingStopped(
         f"loss is {values['loss']} and the gradient norm {values['grad_norm']} at step {done.step}; "
         f"{num_skipped_in_a_row(done.result)} steps in a row were skipped (allowed: {allowed}); "
-        f"{actions.diagnose(state, int(values[guard.FIRST_NOT_FINITE]))}; try a lower learning rate"
+        f"{actions.diagnose(state, number)}; try {guard.advice(number)}"
     )

@@ -23,6 +23,7 @@ from typing import Any
 
 from scripts.mutant import Mutant
 from scripts.mutants_around import AROUND
+from scripts.mutants_experts import EXPERTS
 from scripts.mutants_files import FILES
 from scripts.mutants_hf import HF
 from scripts.mutants_models import MODELS
@@ -32,7 +33,7 @@ from scripts.mutants_probe import PROBE
 from scripts.mutants_step import STEP
 
 ROOT = pathlib.Path(__file__).parents[1]
-MUTANTS = (*MODELS, *OPTIM, *STEP, *FILES, *AROUND, *PLAN, *PROBE, *HF)
+MUTANTS = (*MODELS, *OPTIM, *STEP, *FILES, *AROUND, *PLAN, *PROBE, *HF, *EXPERTS)
 ROOMS = (
     "words",
     "config",

@@ -31,7 +31,7 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "wire dtype",
         "layout/replicas.py",
-        "sent = x.astype(self.wire_dtype)",
+        "sent = x.astype(jnp.float32 if weight.is_counted else self.wire_dtype)",
         "sent = x",
         "gradients cross data in float32 whatever `precision.reduce_dtype` says",
         ("layout/test_layout_zero.py::test_gradients_may_cross_in_bfloat16_and_come_out_in_float32",),
@@ -205,8 +205,8 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "clip before unscale",
         "step/step.py",
-        "transformation.update(clip(mean_gradients, norm, clip_norm), before",
-        "transformation.update(clip(mean_gradients, norm * seed, clip_norm), before",
+        "clip(tree, norm, clip_norm)",
+        "clip(tree, norm * seed, clip_norm)",
         "clipping goes by the norm of the gradients times the loss scale",
         ("own/test_own_frozen.py::test_clipping_and_the_loss_scale_go_by_the_trained_gradients",),
     ),
@@ -245,8 +245,8 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "packing hides a NaN",
         "step/step.py",
-        "norm = jnp.where(jnp.isfinite(norm), jnp.sqrt(jnp.sum(square_sums(mean_gradients))), norm)",
-        "norm = jnp.sqrt(jnp.sum(square_sums(mean_gradients)))",
+        "norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)",
+        "norm = reduced_norm",
         "a NaN that compression loses is not seen by the guard",
         ("step/test_step_residual.py::test_a_nan_that_packing_loses_is_seen_before_it",),
     ),

@@ -18,6 +18,8 @@ Column = Mapping[str, tuple[str, ...]]
 
 # Logical axes of dims that stack the weights of several layers in one array.
 STACKED = ("chunks", "layers")
+# Logical axis of a dim of experts in what chooses them.
+ROUTER = "router"
 
 
 def problems(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -147,6 +149,18 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 def is_names(leaf: Any) -> TypeGuard[Names]:
     """Returns whether a node of a tree is the logical axes of one array, and not a container such as a namedtuple."""
     return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
+
+
+def is_counted(names: Names) -> bool:
+    """Returns whether a weight is a router's bias, whose gradient is how many tokens chose each expert.
+
+    Such counts are exact in float32 up to 2^24. They are no part of the gradient of the loss: what divides, rounds or
+    compresses gradients leaves them out.
+
+    >>> is_counted(("layers", "router")), is_counted(("layers", "embed", "router"))
+    (True, False)
+    """
+    return tuple(name for name in names if name not in STACKED) == (ROUTER,)
 
 
 def activation_sharding(

@@ -53,7 +53,8 @@ class Replicas:
       stored: a tree of `Stored` like the parameters.
       level: of ZeRO (`zero.py`). At level 3 weights are sharded over data, which is then left to the partitioner.
       is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
-      wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
+      wire_dtype: the dtype in which gradients are reduced over data; counts cross in float32. The sums over
+        microbatches are float32.
       trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.
       compression: how gradients cross data in fewer bytes than those of `wire_dtype`.
     """
@@ -137,13 +138,11 @@ class Replicas:
             # One replica sends nothing, so nothing is lost: what a larger mesh has left to it arrives now.
             total = jax.tree.map(lambda gradient, left: gradient + left[0], gradients, residual)
             return total, jax.tree.map(jnp.zeros_like, residual)
-        stored = jax.tree.leaves(self.trained_stored)
-        dims = [weight.data_dim if _is_scattered(weight) else 0 for weight in stored]
 
         def on_device(gradients: Any, residual: Any) -> tuple[Any, Any]:
             leaves, structure = jax.tree.flatten(jax.tree.map(lambda leaf: leaf[0], gradients))
             waiting = [leaf[0] for leaf in jax.tree.leaves(residual)] if has_residual else [None] * len(leaves)
-            sums, left = summed_leaves(leaves, waiting, dims, self.compression, DATA, self.mesh.shape[DATA])
+            sums, left = self._compressed(leaves, waiting)
             after = [leaf[None] for leaf in left if leaf is not None]
             return jax.tree.unflatten(structure, sums), jax.tree.unflatten(jax.tree.structure(residual), after)
 
@@ -151,6 +150,20 @@ class Replicas:
         after = jax.tree.map(lambda weight: weight.moment, self.trained_stored)
         of_residual = before if has_residual else residual
         return on_shards(self.mesh, on_device, (before, of_residual), (after, of_residual))(gradients, residual)
+
+    def _compressed(self, leaves: list[jax.Array], waiting: list[Any]) -> tuple[list[jax.Array], list[Any]]:
+        """Returns the sums over data of local gradients, and their residuals; counts are sent as they are."""
+        stored: list[Stored] = jax.tree.leaves(self.trained_stored)
+        some = [index for index, weight in enumerate(stored) if not weight.is_counted]
+        dims = [stored[index].data_dim if _is_scattered(stored[index]) else 0 for index in some]
+        gradients, residuals = ([each[index] for index in some] for each in (leaves, waiting))
+        found = summed_leaves(gradients, residuals, dims, self.compression, DATA, self.mesh.shape[DATA])
+        of_some = dict(zip(some, zip(*found, strict=True), strict=True))
+        pairs = [
+            of_some[index] if index in of_some else (self._reduce(leaves[index], weight), waiting[index])
+            for index, weight in enumerate(stored)
+        ]
+        return [total for total, _ in pairs], [left for _, left in pairs]
 
     def zeros(self, params: Any, stored: Any) -> Any:
         """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
@@ -197,7 +210,7 @@ class Replicas:
 
         # A weight that data does not divide is reduced once, after the last microbatch (`_reduced`).
         def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
-            return self._scattered(leaf, weight.data_dim) if self._scatters_each(weight) else leaf
+            return self._scattered(leaf, weight, weight.data_dim) if self._scatters_each(weight) else leaf
 
         return self._on_each(scatter, gradients, stored)
 
@@ -265,11 +278,11 @@ class Replicas:
         return bool(self.axes) and weight.gradient != weight.parameter
 
     def _reduce(self, x: jax.Array, weight: Stored) -> jax.Array:
-        return self._scattered(x, weight.data_dim if _is_scattered(weight) else 0)
+        return self._scattered(x, weight, weight.data_dim if _is_scattered(weight) else 0)
 
-    def _scattered(self, x: jax.Array, dim: int) -> jax.Array:
+    def _scattered(self, x: jax.Array, weight: Stored, dim: int) -> jax.Array:
         """Reduce-scatters over data along `dim`, which is counted from the end; all-reduces where it is 0."""
-        sent = x.astype(self.wire_dtype)
+        sent = x.astype(jnp.float32 if weight.is_counted else self.wire_dtype)
         if dim == 0:
             return jax.lax.psum(sent, DATA).astype(jnp.float32)
         return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True).astype(jnp.float32)

@@ -119,6 +119,7 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("head_dim",          (),                       ()),
             Rule(ADAPTER_HEAD_DIM,    axes.storage_axes(),      ()),
             Rule(ADAPTER_MLP,         filters,                  ("tensor",)),
+            Rule("router",            (),                       ()),
             Rule("layers",            ("pipeline",),            ()),
             Rule("chunks",            (),                       ()),
             Rule("positions",         (),                       ()),

@@ -64,6 +64,12 @@ def logged(metric: Any, weight: Any) -> Any:
     return metric / weight
 
 
+def num_left_out(metrics: Metrics) -> jax.Array | None:
+    """Returns the number of tokens that experts left out, a float32 scalar; None where the model counts none."""
+    found = metrics[LEFT_OUT] if LEFT_OUT in metrics else None
+    return found.sum if isinstance(found, Count) else None
+
+
 def are_metrics(metrics: Any) -> bool:
     """Returns whether this is a dict of metrics: scalars, and kinds whose fields are scalars, of a load any array."""
     return isinstance(metrics, Mapping) and all(_is_metric(metric) for metric in metrics.values())

@@ -46,13 +46,15 @@ _LEFT_OUT = (
     "first_step_seconds",
     "restore_seconds",
 )
-_IF_ANY = ("skipped_steps",)  # all zero in most runs
+_IF_ANY = ("skipped_steps", "left_out_tokens")  # all zero in most runs
 _TITLES = {
     "grad_norm": "gradient norm",
     "mfu": "MFU",
     "step_seconds": "seconds a step",
     "data_share": "share waiting for data",
     "save_blocking_seconds": "seconds a save blocks",
+    "expert_load": "largest load of an expert over the mean",
+    "router_entropy": "entropy of routers, nats",
 }
 
 

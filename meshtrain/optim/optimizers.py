@@ -14,7 +14,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from meshtrain.layout.partition import Names
-from meshtrain.optim import moments, trainable
+from meshtrain.optim import balance, moments, trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, map_axes, matrix_dims
@@ -76,6 +76,11 @@ class OptimizerOptions:
         "elements of a matrix that share a scale, with 8-bit moments; a power of two",
         only_for={"moments": ("8bit",), "name": ("adamw", "adam", "sgd", "lion", "muon")},
     )
+    balance_rate: float = option(
+        0.001,
+        "by which the bias of an expert moves in a step against its load, with model.router=sigmoid",
+        minimum=0.0,
+    )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
     trainable: str = option(
         "",
@@ -100,7 +105,7 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
 
     With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term
     applies to weights where `masks.decays` is true, and never with "adam". The step applies `clip_norm` and
-    `trainable`.
+    `trainable`. The biases of routers move by `balance.balancing`; their gradients are counts.
 
     >>> axes = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
     >>> adamw = optimizer(OptimizerOptions(weight_decay=0.5), lambda count: jnp.float32(0.01), axes)
@@ -125,14 +130,16 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
     if lines:
         raise UserError(*lines)
     weight_decay = 0.0 if options.name == "adam" else options.weight_decay
+    all_axes, logical_axes = logical_axes, balance.others(logical_axes)
     direction = _direction(options, logical_axes)
     if options.name != "adafactor":
         direction = moments.stored(direction, options.moments, options.moment_block, logical_axes)
-    return optax.chain(
+    moved = optax.chain(
         direction,
         optax.add_decayed_weights(weight_decay, decays(logical_axes)),
         optax.scale_by_learning_rate(schedule),
     )
+    return balance.with_balance(moved, options.balance_rate, all_axes)
 
 
 def _direction(options: OptimizerOptions, logical_axes: Any) -> optax.GradientTransformation:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Names
+from meshtrain.layout.partition import Names, is_counted
 from meshtrain.optim.masks import matrix_dims
 from meshtrain.words.options import option
 
@@ -59,8 +59,8 @@ def param_dtype(options: PrecisionOptions) -> DTypeLike:
 def as_stored(params: Any, logical_axes: Any, trained: Any, options: PrecisionOptions) -> Any:
     """Returns parameters in the dtypes in which they are stored.
 
-    `frozen_dtype` is that of frozen matrices and tables only. Norms compute in float32, so a rounded scale would change
-    what the model computes.
+    The bias of a router is float32, because it moves by small steps. `frozen_dtype` is that of frozen matrices and
+    tables only. Norms compute in float32, so a rounded scale would change what the model computes.
 
     Args:
       params: a tree of arrays.
@@ -71,6 +71,8 @@ def as_stored(params: Any, logical_axes: Any, trained: Any, options: PrecisionOp
     of_frozen = param_dtype(options) if options.frozen_dtype == "auto" else _DTYPES[options.frozen_dtype]
 
     def one(leaf: Any, axes: Names, is_trained: bool) -> Any:
+        if is_counted(axes):
+            return cast(leaf, jnp.float32)
         is_rounded = not is_trained and matrix_dims(axes) is not None
         return cast(leaf, of_frozen if is_rounded else param_dtype(options))
 

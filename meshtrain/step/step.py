@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.layout.trees import merged, select
-from meshtrain.models.metrics import Metrics, logged
+from meshtrain.models.metrics import Metrics, logged, num_left_out
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Sums
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.clip import clip, square_sums
+from meshtrain.step.counted import except_counts, without_counts
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import Scaling
 from meshtrain.step.precision import cast
@@ -59,6 +60,7 @@ def weight_update(
     fetch: Callable[[Any, jax.Array], Any] = lambda opt_state, _: opt_state,
     mask: Any = None,
     reduce: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    counted: Any = None,
 ) -> Update:
     """Returns the second half of a step: (state, sums of the batch, seed of its gradients) -> (state, metrics).
 
@@ -77,6 +79,8 @@ def weight_update(
         change.
       reduce: (gradients of the mean loss, residual) -> (the same reduced over data, the next residual), see
         `Replicas.reduce`; None where the sums have gradients that are reduced.
+      counted: a tree of bool like the trained parameters, true for each whose gradient is a count; None: none is. See
+        `counted.py`.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
@@ -86,21 +90,26 @@ def weight_update(
     def update(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
         weight = jnp.maximum(sums.weight, 1.0)
         loss = sums.loss / weight
-        mean_gradients = jax.tree.map(lambda gradient: gradient / (weight * seed), cast(sums.gradients, jnp.float32))
+        divided = lambda tree: jax.tree.map(lambda gradient: gradient / (weight * seed), tree)  # noqa: E731
+        mean_gradients = except_counts(divided, cast(sums.gradients, jnp.float32), counted)
         trained, frozen = select(state.params, mask)
         # A zero for each frozen weight, because the guard reports a gradient by its index among all parameters.
-        squares = square_sums(merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen)))
+        of_loss = without_counts(mean_gradients, counted)
+        squares = square_sums(merged(of_loss, jax.tree.map(lambda _: jnp.float32(0), frozen)))
         norm, residual = jnp.sqrt(jnp.sum(squares)), state.residual
         if reduce is not None:
             mean_gradients, residual = reduce(mean_gradients, residual)
             # Packing may lose a NaN, so the norm is that of the reduced gradients only if those before were finite.
-            norm = jnp.where(jnp.isfinite(norm), jnp.sqrt(jnp.sum(square_sums(mean_gradients))), norm)
-        good = guard.is_good(guard_options, state.skipped, loss, norm)
+            reduced_norm = jnp.sqrt(jnp.sum(square_sums(without_counts(mean_gradients, counted))))
+            norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)
+        left_out = num_left_out(sums.metrics)
+        good = guard.is_good(guard_options, state.skipped, loss, norm, left_out)
         new_scale, is_excused = loss_scale.after(scaling, state.loss_scale, loss, norm)
         skipped = guard.after(state.skipped, good, is_excused, norm)
         float32_params = cast(trained, jnp.float32)
         before = fetch(state.opt_state, norm)
-        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), before, float32_params)
+        clipped = except_counts(lambda tree: clip(tree, norm, clip_norm), mean_gradients, counted)
+        updates, opt_state = transformation.update(clipped, before, float32_params)
         updated = jax.tree.map(
             lambda new, old: new.astype(old.dtype), optax.apply_updates(float32_params, updates), trained
         )
@@ -112,7 +121,7 @@ def weight_update(
             "learning_rate": jnp.asarray(learning_rate(num_updates(state)), jnp.float32),
             "skipped_steps": skipped.total,
             guard.IN_A_ROW: skipped.in_a_row,
-            guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares),
+            guard.FIRST_NOT_FINITE: guard.first_not_finite(loss, squares, left_out),
         }
         if scaling is not None:
             metrics["loss_scale"] = state.loss_scale.scale

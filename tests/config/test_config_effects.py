@@ -155,8 +155,9 @@ def test_what_is_said_of_learning_rates_is_true(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_said_of_optimizers_is_true(name):
     """A number that the traced update does not hold changes nothing; nothing is compiled to see it."""
-    axes = {"w": ("embed", "mlp"), "norm": ("norm",)}
-    params = {"w": jax.ShapeDtypeStruct((4, 8), np.float32), "norm": jax.ShapeDtypeStruct((4,), np.float32)}
+    axes = {"w": ("embed", "mlp"), "norm": ("norm",), "bias": ("router",)}
+    shapes = {"w": (4, 8), "norm": (4,), "bias": (4,)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
 
     def program(options):
         made = optimizer(options, lambda count: 0.1, axes)

@@ -1,0 +1,177 @@
+"""Counts of tokens that chose each expert come as the gradient of a bias: exact on any mesh, and no part of the norm.
+
+B: sequences, T: tokens a sequence, D: embed dim, E: experts, L: layers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen import LogicallyPartitioned
+
+from meshtrain.assemble import assemble
+from meshtrain.config.config import Config
+from meshtrain.layout.axes import AXES
+from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.zero import ZeroOptions
+from meshtrain.models.metrics import LEFT_OUT, Count
+from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch
+from meshtrain.optim import balance
+from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.step import guard
+from meshtrain.step.guard import GuardOptions
+from meshtrain.step.precision import PrecisionOptions
+from meshtrain.step.state import init_state
+from meshtrain.step.step import train_step, weight_update
+
+NUM_SEQUENCES, NUM_TOKENS, WIDTH, NUM_EXPERTS, NUM_LAYERS, VOCABULARY = 32, 61, 4, 4, 4, 11
+
+
+@jax.custom_vjp
+def counted(x, bias, counts):
+    return x
+
+
+counted.defvjp(lambda x, bias, counts: (x, counts), lambda counts, c: (c, counts, jnp.zeros_like(counts)))
+
+
+def chosen(tokens, layer):
+    """The expert of each token in a layer, some more often than others."""
+    return (tokens * (layer + 2)) % 7 % NUM_EXPERTS
+
+
+def first(outer, batch, rng, train, axis):
+    return outer["table"][batch["tokens"]]
+
+
+def repeated(layers, x, batch, rng, start, train):
+    def one(x, layer):
+        index, weights = layer
+        hot = jax.nn.one_hot(chosen(batch["tokens"], index), NUM_EXPERTS)
+        x = x + jnp.tanh(x @ weights["kernel"].astype(x.dtype))
+        return counted(x, weights["bias"], hot.sum((0, 1))), None
+
+    indices = start + jnp.arange(layers["bias"].shape[0])
+    return jax.lax.scan(one, x, (indices, layers))[0], None
+
+
+def last(outer, y, batch, axis):
+    return jnp.sum(jnp.mean(y.astype(jnp.float32) ** 2, axis=-1) * batch["weights"]), jnp.sum(batch["weights"]), {}
+
+
+STAGES = Stages(NUM_LAYERS, first, repeated, last)
+
+
+def make_task(config, placement):
+    def init(rng):
+        table, kernel = (jax.random.normal(key, shape) / 2 for key, shape in zip(jax.random.split(rng), (
+            (VOCABULARY, WIDTH), (NUM_LAYERS, WIDTH, WIDTH)), strict=True))  # fmt: skip
+        return {
+            "table": LogicallyPartitioned(table, (None, None)),
+            "layers": {
+                "kernel": LogicallyPartitioned(kernel, ("layers", None, None)),
+                "bias": LogicallyPartitioned(jnp.zeros((NUM_LAYERS, NUM_EXPERTS)), ("layers", "router")),
+            },
+        }
+
+    batch = token_batch(config.batch_size, config.sequence_length)
+    return Task(init, staged_loss(STAGES), batch, stages=STAGES, takes_manual_axes=True)
+
+
+def batch_of():
+    generator, shape = np.random.default_rng(0), (NUM_SEQUENCES, NUM_TOKENS)
+    ints = generator.integers(0, VOCABULARY, shape).astype(np.int32)
+    names = ("tokens", "targets", "segment_ids", "positions")
+    return {**dict.fromkeys(names, ints), "weights": np.ones(shape, np.float32)}
+
+
+def stepped(sizes, **changes):
+    config = Config(batch_size=NUM_SEQUENCES, sequence_length=NUM_TOKENS, **changes)
+    shape = dict.fromkeys(AXES, 1) | sizes
+    assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(sizes.values())))], make_task)
+    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    placed = {name: jax.device_put(x, assembly.batch[name].sharding) for name, x in batch_of().items()}
+    state, metrics = assembly.train_step(state, placed)
+    kept = jax.device_get(assembly.to_kept(state).params)
+    return kept["layers"]["bias"], jax.device_get(metrics)
+
+
+@functools.cache
+def norm_of_others():
+    """The norm of the mean loss's gradients in plain JAX, without that of the biases."""
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    params = jax.tree.map(lambda box: box.value, make_task(Config(), None).init(key), is_leaf=is_box)
+    batch = {**batch_of(), SEQUENCE_INDEX: np.arange(NUM_SEQUENCES)}
+    total = lambda params: staged_loss(STAGES)(params, batch, key, True)[0] / (NUM_SEQUENCES * NUM_TOKENS)  # noqa: E731
+    gradients = jax.jit(jax.grad(total))(params)
+    return optax.tree.norm({**gradients, "layers": gradients["layers"]["kernel"]})
+
+
+def is_box(leaf):
+    return isinstance(leaf, LogicallyPartitioned)
+
+
+IN_BFLOAT16 = PrecisionOptions(policy="bfloat16", param_dtype="bfloat16", reduce_dtype="bfloat16")
+CHUNKS = PipelineOptions(schedule="interleaved_1f1b", num_chunks=2, num_microbatches=4)
+RUNS = {
+    "a pipeline": ({"data": 2, "pipeline": 2}, {"precision": IN_BFLOAT16, "pipeline": CHUNKS}),
+    "compression": ({"data": 2}, {"compression": CompressionOptions(kind="int8"), "accumulation_steps": 2}),
+    "level 2": ({"data": 2}, {"precision": IN_BFLOAT16, "zero": ZeroOptions(level=2), "accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_counts_reach_the_optimizer_exactly(name, monkeypatch):
+    """The optimizer writes the counts themselves into the biases, whose signs would hide an error."""
+    monkeypatch.setattr(balance, "direction", lambda counts: -counts)
+    sizes, changes = RUNS[name]
+    bias, metrics = stepped(sizes, optimizer=OptimizerOptions(balance_rate=1.0), **changes)
+    tokens = batch_of()["tokens"]
+    expected = [np.bincount(chosen(tokens, layer).ravel(), minlength=NUM_EXPERTS) for layer in range(NUM_LAYERS)]
+    assert bias.dtype == np.float32
+    np.testing.assert_array_equal(-bias, expected)
+    assert np.min(np.max(expected, axis=1)) > 512, "bfloat16 holds smaller ones, and some of these"
+    np.testing.assert_allclose(metrics["grad_norm"], norm_of_others(), rtol=0.02)
+
+
+COUNTED = {"a": False, "counts": True}
+RECORD = optax.GradientTransformation(lambda params: params, lambda gradients, state, params: (gradients, gradients))
+
+
+def update(metrics, options, state):
+    """A step with the gradient (3, 4) of a sum over 2 targets, and counts."""
+
+    def gradients(params, batch, rng, seed):
+        found = {"a": seed * jnp.float32([3, 4]), "counts": jnp.float32([1000, 1])}
+        return Sums(jnp.float32(1), jnp.float32(2), metrics, found)
+
+    change = weight_update(RECORD, lambda count: 0.1, 1.0, options, counted=COUNTED)
+    return train_step(gradients, change)(state, {"x": jnp.zeros((1, 1))})
+
+
+def start():
+    return init_state({"a": jnp.ones(2), "counts": jnp.zeros(2)}, RECORD, jax.random.key(0))
+
+
+def test_counts_are_neither_divided_nor_clipped_nor_in_the_norm():
+    after, metrics = update({}, GuardOptions(), start())
+    assert metrics["grad_norm"] == 2.5
+    np.testing.assert_allclose(after.opt_state["a"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_array_equal(after.opt_state["counts"], [1000, 1])
+
+
+@pytest.mark.parametrize("left_out, allowed, is_good", [(0, False, True), (3, False, False), (3, True, True)])
+def test_a_step_in_which_tokens_were_left_out_is_skipped(left_out, allowed, is_good):
+    metrics = {LEFT_OUT: Count(jnp.float32(left_out))}
+    after, logged = update(metrics, GuardOptions(allow_left_out=allowed), start())
+    assert logged[LEFT_OUT] == left_out
+    assert np.array_equal(after.params["a"], [1, 1]) is not is_good
+    assert int(after.skipped.in_a_row) == (0 if is_good else 1)
+    if not is_good:
+        assert logged[guard.FIRST_NOT_FINITE] == guard.TOKENS_LEFT_OUT
+        assert "guard.allow_left_out" in guard.name_of_first(after.params, guard.TOKENS_LEFT_OUT)
+        assert guard.advice(guard.TOKENS_LEFT_OUT) == "more room for experts"
