@@ -21,7 +21,7 @@ from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.picture import draw_mesh, mesh_text
 from meshtrain.layout.trees import select
 from meshtrain.models.seq2seq_task import pair_batch
-from meshtrain.models.task import token_batch
+from meshtrain.models.task import Task, token_batch
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.step.held import Held, held
 from meshtrain.words.errors import UserError, run
@@ -31,12 +31,18 @@ from meshtrain.words.tables import format_bytes
 PICTURES = (".png", ".svg", ".pdf")
 
 
+def active_text(task: Task) -> list[str]:
+    """Returns one line where a token goes through a part of the weights only: how many they are."""
+    return [f"active       {task.num_active_parameters:,} for each token"] if task.num_active_parameters else []
+
+
 def text(assembly: Assembly) -> str:
     """Returns the report that `explain` prints: parameters, mesh, batch, arrays, bytes of a device, stages."""
     config = assembly.config
     shape = dict(assembly.mesh.shape)
     parts = [
         f"parameters   {assembly.task.num_parameters:,} without padding",
+        *active_text(assembly.task),
         *trained_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
         f"batch        {batch_text(assembly)}",

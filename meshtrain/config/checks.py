@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshtrain.config import experts
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import BEGIN_ID, DOCUMENTS, IMAGES, PAIRS, SOURCES, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
@@ -37,6 +38,7 @@ def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     return [
         *sources(config, TOKENS, "packed tokens"),
         *model(config.model, config.precision, config.sequence_length),
+        *experts.problems(config.model, config.precision),
         *vocabulary(config.model, config.data),
         *remat.check(
             config.remat, config.model.num_layers, mesh_shape["pipeline"], num_chunks=_num_chunks(config, mesh_shape)

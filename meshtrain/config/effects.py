@@ -17,6 +17,11 @@ from meshtrain.step.precision import compute_name
 from meshtrain.words import options as words
 from meshtrain.words.tables import aligned
 
+OF_EXPERTS = (
+    "experts_per_token", "expert_dim", "shared_experts", "router", "router_scale", "balance_weight", "z_weight",
+    "expert_room",
+)  # fmt: skip
+
 
 def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, str]:
     """Returns dotted key -> why it has no effect, for each field that differs from its default and is not read.
@@ -61,6 +66,11 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
         found = _changed(config.model, "model", "model.rope_factor=1.0", only=fields) | found
     if isinstance(config.model, DecoderOptions) and not config.model.window:
         found |= _changed(config.model, "model", "model.window=0", only=("global_every", "rope_local_base"))
+    if isinstance(config.model, DecoderOptions):
+        if config.model.num_experts:
+            found |= _changed(config.model, "model", f"model.num_experts={config.model.num_experts}", only=("mlp_dim",))
+        else:
+            found |= _changed(config.model, "model", "model.num_experts=0", only=OF_EXPERTS)
     if config.local_steps.period == 0:
         fields = ("groups", "outer_learning_rate", "outer_momentum")
         found |= _changed(config.local_steps, "local_steps", "local_steps.period=0", only=fields)

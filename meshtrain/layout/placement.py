@@ -140,11 +140,16 @@ class Placement:
         return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
 
     def is_gather(self, primitive: Any, params: Mapping[str, Any]) -> bool:
-        """Returns whether an operation in a traced function is a gather by `weight`, for a `jax.checkpoint` policy.
+        """Returns whether an operation in a traced function gathers a weight, for a `jax.checkpoint` policy.
 
-        Its spec distinguishes it from `activation`: batches are split over the storage axes, gathered weights are not.
+        It is a constraint by `weight`, or an all-gather over storage axes in a manual region. The spec distinguishes a
+        constraint from that by `activation`: batches are split over the storage axes, gathered weights are not.
         """
-        if self.rules is None or primitive.name != "sharding_constraint" or not self.gathers_weights:
+        if self.rules is None or not self.gathers_weights:
+            return False
+        if primitive.name == "all_gather":
+            return set(params["axis_name"]) <= set(self.rules.storage_axes)
+        if primitive.name != "sharding_constraint":
             return False
         return not set(axes_in(params["sharding"].spec)) & set(self.rules.storage_axes)
 

@@ -9,7 +9,7 @@ from meshtrain.words.errors import UserError, unknown
 from meshtrain.words.options import option
 
 # The dim of an adapter's factor that would be `head_dim` or `mlp` in a factor that has a dim `embed` as well.
-ADAPTER_HEAD_DIM, ADAPTER_MLP = "adapter_head_dim", "adapter_mlp"
+ADAPTER_HEAD_DIM, ADAPTER_MLP, ADAPTER_EXPERT_MLP = "adapter_head_dim", "adapter_mlp", "adapter_expert_mlp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,10 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("head_dim",          (),                       ()),
             Rule(ADAPTER_HEAD_DIM,    axes.storage_axes(),      ()),
             Rule(ADAPTER_MLP,         filters,                  ("tensor",)),
+            Rule("experts",           (),                       ()),
+            Rule("expert_embed",      axes.storage_axes(),      ()),
+            Rule("expert_mlp",        ("tensor",),              ("tensor",)),
+            Rule(ADAPTER_EXPERT_MLP,  filters,                  ("tensor",)),
             Rule("router",            (),                       ()),
             Rule("layers",            ("pipeline",),            ()),
             Rule("chunks",            (),                       ()),

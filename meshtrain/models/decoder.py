@@ -20,9 +20,11 @@ from meshtrain.models import head, losses
 from meshtrain.models.attention import CACHE, NEW, Attention, Slots
 from meshtrain.models.cache import latest
 from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
+from meshtrain.models.experts import Experts
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_policy
+from meshtrain.models.routing import Tokens
 from meshtrain.models.task import Batch, LayerSums
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
@@ -75,7 +77,8 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [b, T, D] -> [b, T, D].
 
-    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). With `num_experts` the mlp is one
+    of experts.
     """
 
     options: DecoderOptions
@@ -92,6 +95,7 @@ class Layer(nn.Module):
         angles: jax.Array | ByKind | None,
         documents: jax.Array | None,
         slots: Slots | ByKind | None,
+        tokens: Tokens | None,
     ) -> tuple[jax.Array, LayerSums]:
         """Applies one layer.
 
@@ -102,9 +106,10 @@ class Layer(nn.Module):
           angles: see `Attention`.
           documents: see `Attention`.
           slots: see `Attention`.
+          tokens: see `Experts`.
 
         Returns:
-          The activations, and what the layer adds to the loss and to metrics (`Stages.repeated`): nothing.
+          The activations, and what the layer adds to the loss and to metrics (`Stages.repeated`); None: nothing.
         """
         o, place = self.options, self.placement
         output_std = o.init_std / math.sqrt(2 * o.num_layers)
@@ -118,7 +123,6 @@ class Layer(nn.Module):
             self.dtype, qkv_biases=o.qkv_biases, qk_epsilon=o.norm_epsilon if o.qk_norm else None, window=o.window,
             centered_scales=o.centered_scales, scale=o.score_scale, cap=o.attention_cap, name="attention",
         )  # fmt: skip
-        mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
         x = checkpoint_name(x, RESIDUAL)
         normed = gather_sequence(norm(name="attention_norm")(x), place)
         # The planner reads in this name how many layers take which branch.
@@ -127,10 +131,16 @@ class Layer(nn.Module):
         added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
         x = checkpoint_name(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)
         normed = gather_sequence(norm(name="mlp_norm")(x), place)
-        added = self._residual(mlp(normed))
+        sums = None
+        if o.num_experts:
+            added, sums = Experts(o, output_std, place, self.dtype, name="experts")(normed, layer, tokens)
+        else:
+            mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
+            added = mlp(normed)
+        added = self._residual(added)
         added = norm(name="mlp_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
         x = x + dropout(added, rate, keys, MLP_SITE)
-        return self._residual(x), None
+        return self._residual(x), sums
 
     def _residual(self, x: jax.Array) -> jax.Array:
         return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
@@ -179,7 +189,7 @@ def layer_stack(
     train: bool,
     remat: str,
     layer: Any = Layer,
-    num_given: int = 4,
+    num_given: int = 5,
 ) -> Any:
     """Returns a stack of `num_layers` layers as one scanned Linen module.
 
@@ -225,7 +235,7 @@ def run_layers(
       layers: parameters, each leaf [K, ...].
       x: [b, T, D].
       indices: int32 [K], of the layers in the whole model.
-      given: further arguments of each layer, for the decoder's: keys, angles, documents, slots.
+      given: further arguments of each layer, for the decoder's: keys, angles, documents, slots, tokens.
       placement: where activations and gathered weights live.
       dtype: of the activations.
       train: whether to apply dropout and `remat`.

@@ -6,6 +6,7 @@ import math
 from meshtrain.words.options import option
 
 ROTARY = {"positions": ("rotary",)}
+ROUTERS = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,34 @@ class DecoderOptions:
         0.0, "scores of attention become cap tanh(score / cap), as in Gemma 2; 0: they stay", minimum=0.0
     )
     logit_cap: float = option(0.0, "logits become cap tanh(logit / cap), as in Gemma 2; 0: they stay", minimum=0.0)
+    num_experts: int = option(
+        0,
+        "experts in place of each mlp, of which a token goes through a few; 0: none",
+        minimum=0,
+        dim="experts",
+    )
+    experts_per_token: int = option(2, "experts that a token goes through", minimum=1)
+    expert_dim: int = option(512, "inner width of an expert", minimum=1, dim="expert_mlp")
+    shared_experts: int = option(0, "further experts, as one mlp, that every token goes through", minimum=0)
+    router: str = option(
+        "softmax",
+        "scores of experts: softmax of logits, as in Mixtral and Qwen3-MoE, or their sigmoid with a bias that evens "
+        "out the load, as in DeepSeek-V3",
+        choices=ROUTERS,
+    )
+    router_scale: float = option(1.0, "gates, which add up to 1, are multiplied by it", minimum=0.0)
+    balance_weight: float = option(
+        0.01, "weight of the loss that evens out the load of experts in each sequence; 0: none", minimum=0.0
+    )
+    z_weight: float = option(
+        0.001, "weight of the loss that keeps logits of routers small, the squares of their log sum exp", minimum=0.0
+    )
+    expert_room: float = option(
+        0.0,
+        "rows of experts on a device, as a multiple of the even load; choices beyond are left out and counted, and the "
+        "guard skips the step; 0: as many as any choice takes",
+        minimum=0.0,
+    )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(
         0, "tokens on a device whose logits the loss computes at a time; 0: as many as fit in 512 MiB", minimum=0

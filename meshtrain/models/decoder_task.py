@@ -34,6 +34,7 @@ from meshtrain.models.decoder import (
 )
 from meshtrain.models.entry import Entry
 from meshtrain.models.remat import RematOptions, casts_first
+from meshtrain.models.routing import Tokens
 from meshtrain.models.task import (
     SEQUENCE_INDEX,
     Batch,
@@ -48,6 +49,7 @@ from meshtrain.models.task import (
 )
 
 NOTHING_AGAIN = RematOptions("none")
+IN_FLOAT32 = ("router", "router_bias")
 
 
 def decoder(
@@ -75,6 +77,7 @@ def decoder(
     num_positions = options.max_positions or sequence_length
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, placement or Placement.nowhere())
     num_parameters = count_parameters(options, num_positions)
+    num_active = num_parameters - num_idle_parameters(options)
     return Task(
         init=initializer(options, num_positions),
         loss=functools.partial(model.loss, remat=remat),
@@ -90,9 +93,11 @@ def decoder(
             num_together=1 if remat.policy == "none" else remat.every,
         ),
         decode=model.decode(sequence_length),
-        flops_per_token=flops_per_token(options, num_parameters, num_positions, sequence_length),
+        flops_per_token=flops_per_token(options, num_active, num_positions, sequence_length),
         attention_flops_per_token=attention_flops_per_token(options, sequence_length),
         num_parameters=num_parameters,
+        num_active_parameters=num_active if options.num_experts else 0,
+        share_of_experts=options.experts_per_token / options.num_experts if options.num_experts else 1.0,
         takes_manual_axes=True,
         width=options.embed_dim,
         num_layers=options.num_layers,
@@ -132,15 +137,21 @@ class Decoder:
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
-        given = (sequence_keys(rng, batch), angles, documents, None)
+        tokens = self.tokens(batch) if train and self.options.num_experts else None
+        given = (sequence_keys(rng, batch), angles, documents, None, tokens)
         return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
 
+    def tokens(self, batch: Batch) -> Tokens:
+        """Returns what the losses and counts of routers need to know about the tokens of a batch."""
+        return Tokens(batch["weights"], (batch["segment_ids"] > 0).astype(jnp.float32))
+
     def cast(self, layers: Params) -> Params:
-        """Returns the layers in the dtypes in which they compute: norms in float32, the rest in `dtype`."""
+        """Returns the layers in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""
 
         def cast_one(path: Any, leaf: jax.Array) -> jax.Array:
             # Some norms stand inside of attention.
-            return leaf if any(part.key.endswith("norm") for part in path) else leaf.astype(self.dtype)
+            is_norm = any(part.key.endswith("norm") for part in path)
+            return leaf if is_norm or path[-1].key in IN_FLOAT32 else leaf.astype(self.dtype)
 
         return jax.tree.map_with_path(cast_one, layers)
 
@@ -229,7 +240,7 @@ class Decoder:
         if slots is not None:
             variables[CACHE] = {"attention": {name: cache[name] for name in ("keys", "values")}}
         stack = layer_stack(o, o.num_layers, self.placement, self.dtype, False, "none")
-        given = (jnp.arange(o.num_layers), sequence_keys(rng, batch), angles_of(o, positions), None, slots)
+        given = (jnp.arange(o.num_layers), sequence_keys(rng, batch), angles_of(o, positions), None, slots, None)
         (y, _), new = stack.apply(variables, x, *given, mutable=[NEW])
         return y, new[NEW]["attention"]
 
@@ -252,7 +263,7 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     layers = layer_stack(options, options.num_layers, nowhere, jnp.float32, False, "none")
     head_module = Head(options, rows, nowhere, jnp.float32, jnp.float32)
     table = jnp.zeros((rows, options.embed_dim)) if options.tied_embeddings else None
-    arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None, None)
+    arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None, None, None)
     return {
         "embedding": embedding.init(keys[0], batch, sequence, False, None)["params"],
         "layers": layers.init(keys[1], x, *arguments)["params"],
@@ -271,11 +282,25 @@ def count_parameters(options: DecoderOptions, num_positions: int) -> int:
     return abstract.num_parameters(initializer(options, num_positions), {"vocab": options.vocab_size})
 
 
+def num_idle_parameters(options: DecoderOptions) -> int:
+    """Returns the parameters of the experts that a token does not go through: three matrices each, in every layer."""
+    if not options.num_experts:
+        return 0
+    num_idle = options.num_experts - options.experts_per_token
+    return options.num_layers * num_idle * 3 * options.embed_dim * options.expert_dim
+
+
 def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:
     """Returns model FLOPs of a forward and backward pass for one token: 6 N and `attention_flops_per_token`.
 
-    N counts the weights that are multiplied in a matmul: the embedding table only where it is also the head, learned
-    positions never (PaLM, Chowdhery et al. 2022, appendix B).
+    N counts the weights that are multiplied in a matmul for one token: of experts those that it goes through, the
+    embedding table only where it is also the head, learned positions never (PaLM, Chowdhery et al. 2022, appendix B).
+
+    Args:
+      options: the model's shape.
+      num_parameters: active ones.
+      num_positions: rows of learned positions.
+      sequence_length: in tokens.
     """
     lookups = 0 if options.tied_embeddings else options.vocab_size * options.embed_dim
     if options.positions == "learned":

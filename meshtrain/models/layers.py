@@ -15,10 +15,10 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import Placement
-from meshtrain.layout.rules import ADAPTER_HEAD_DIM, ADAPTER_MLP
+from meshtrain.layout.rules import ADAPTER_EXPERT_MLP, ADAPTER_HEAD_DIM, ADAPTER_MLP
 from meshtrain.models.fp8 import product
 from meshtrain.models.remat import UP
-from meshtrain.optim.masks import matrix_dims, num_stacked
+from meshtrain.optim.masks import EMBEDS, matrix_dims, num_stacked
 from meshtrain.optim.trainable import ADAPTER_ENDS
 
 Initializer = Callable[..., jax.Array]
@@ -26,7 +26,7 @@ Initializer = Callable[..., jax.Array]
 A, B = ADAPTER_ENDS
 # A matrix is stored in shards of its dim `embed`, which only one factor of its adapter has. The other one is stored in
 # shards of its last dim.
-STORED_BY = {"head_dim": ADAPTER_HEAD_DIM, "mlp": ADAPTER_MLP}
+STORED_BY = {"head_dim": ADAPTER_HEAD_DIM, "mlp": ADAPTER_MLP, "expert_mlp": ADAPTER_EXPERT_MLP}
 
 
 def weight(
@@ -89,6 +89,8 @@ def factor_axes(axes: Names) -> tuple[Names, Names]:
 
     >>> factor_axes(("layers", "embed", "mlp"))
     (('layers', 'embed', None), ('layers', None, 'adapter_mlp'))
+    >>> factor_axes(("experts", "expert_mlp", "expert_embed"))
+    (('experts', 'adapter_expert_mlp', None), ('experts', None, 'expert_embed'))
     """
     dims, stack = matrix_dims(axes), axes[: num_stacked(axes)]
     assert dims is not None, "only a matrix has an adapter"
@@ -96,7 +98,7 @@ def factor_axes(axes: Names) -> tuple[Names, Names]:
     def of_factor(part: tuple[int, ...]) -> Names:
         *others, last = (axes[dim] for dim in part)
         assert last is not None, "a dim of a matrix without a logical axis"
-        return (*others, last if "embed" in (*others, last) else STORED_BY[last])
+        return (*others, last if {*others, last} & {*EMBEDS} else STORED_BY[last])
 
     return (*stack, *of_factor(dims.reduction), None), (*stack, None, *of_factor(dims.output))
 

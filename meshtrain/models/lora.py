@@ -22,6 +22,7 @@ from flax.core import meta
 
 from meshtrain.layout.partition import Names, is_names
 from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.models.abstract import named_params
 from meshtrain.models.decode import Decode
 from meshtrain.models.layers import A, B, factor_axes
 from meshtrain.models.task import Params, Stages, Task
@@ -59,8 +60,13 @@ def with_adapters(task: Task, options: LoraOptions) -> Task:
     if not options.rank:
         return task
     init, scale = initializer(task.init, options), options.alpha / options.rank
-    params = meta.unbox(jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0))))
-    num_added = sum(leaf.size for path, leaf in leaves_with_paths(params) if trainable.is_adapter(path))
+    params, axes = named_params(init)
+    names = dict(leaves_with_paths(axes, is_leaf=is_names))
+    sizes = {path: leaf.size for path, leaf in leaves_with_paths(params) if trainable.is_adapter(path)}
+    num_added = sum(sizes.values())
+    num_active = sum(
+        round(size * task.share_of_experts) if "experts" in names[path] else size for path, size in sizes.items()
+    )
     return dataclasses.replace(
         task,
         init=init,
@@ -68,8 +74,9 @@ def with_adapters(task: Task, options: LoraOptions) -> Task:
         logits=task.logits and _scaling(task.logits, scale),
         stages=task.stages and _stages(task.stages, scale),
         decode=task.decode and _decode(task.decode, scale),
-        flops_per_token=_flops_per_token(task, num_added),
+        flops_per_token=_flops_per_token(task, num_active),
         num_parameters=task.num_parameters + num_added,
+        num_active_parameters=task.num_active_parameters and task.num_active_parameters + num_active,
     )
 
 

@@ -1,7 +1,7 @@
 """Which activations of a layer are saved for the backward pass, and which are recomputed."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -15,9 +15,13 @@ RESIDUAL, HEADS = "residual", "heads"
 # Queries, keys and values as they are projected; the residual stream after each attention, and what is normalized
 # before it is added to the stream; the mlp before its activation function.
 QKV, MIDDLE, UP = "qkv", "middle", "up"
+# Rows of experts after the products that enter them and after the one that leaves them.
+EXPERT_UP, EXPERT_DOWN = "expert_up", "expert_down"
+# The experts of each token, which every policy saves: chosen again, two close scores could round the other way.
+CHOSEN = "chosen"
 # Policies whose backward pass computes the output of attention again: with tensor parallelism, its sum over devices.
 SUMS_AGAIN = ("save_attention", "full", "offload")
-_SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP})
+_SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP, EXPERT_DOWN})
 
 # The primitive of cuDNN's attention. Its results are the heads and the softmax's statistics for its backward pass.
 _FUSED_ATTENTION = "dot_product_attention_fwd"
@@ -88,29 +92,37 @@ def gathers_early(options: RematOptions, placement: Placement, *, splits_sequenc
 
 def _activations(name: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
-    if name == "save_attention":
-        return _is_attention
-    if name == "selective":
-        return _is_selected
-    if name == "dots":
-        return policies.dots_with_no_batch_dims_saveable
     if name == "offload":
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=[CHOSEN],
             names_which_can_be_offloaded=[RESIDUAL],
             offload_src="device",
             offload_dst="pinned_host",
         )
-    return policies.nothing_saveable
+    return {"save_attention": _is_attention, "selective": _is_selected, "dots": _is_product, "full": _is_chosen}[name]
+
+
+def _is_chosen(primitive: Any, *_: Any, **params: Any) -> bool:
+    return _is_named(primitive, params, (CHOSEN,))
 
 
 def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name.startswith(_FUSED_ATTENTION) or (primitive.name == "name" and params["name"] == HEADS)
+    return primitive.name.startswith(_FUSED_ATTENTION) or _is_named(primitive, params, (HEADS, CHOSEN))
 
 
 def _is_selected(primitive: Any, *shapes: Any, **params: Any) -> bool:
-    is_named = primitive.name == "name" and params["name"] in _SELECTED
-    return is_named or _is_attention(primitive, *shapes, **params)
+    return _is_named(primitive, params, _SELECTED) or _is_attention(primitive, *shapes, **params)
+
+
+def _is_product(primitive: Any, *shapes: Any, **params: Any) -> bool:
+    # Products of experts run in loops and kernels.
+    if _is_named(primitive, params, (CHOSEN, EXPERT_UP, EXPERT_DOWN)):
+        return True
+    return bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params))
+
+
+def _is_named(primitive: Any, params: Mapping[str, Any], names: Collection[str]) -> bool:
+    return primitive.name == "name" and params["name"] in names
 
 
 def _only(chosen: Callable[..., bool]) -> Callable[..., bool]:

@@ -98,6 +98,8 @@ class Task:
       attention_flops_per_token: the part of `flops_per_token` in the matmuls of full attention; a causal kernel
         computes half of it.
       num_parameters: parameters without padding; 0: they are counted, padding included.
+      num_active_parameters: those that one token goes through, where experts are some of all; 0: all.
+      share_of_experts: of the weights with a dim `experts`, the share that a token goes through.
       takes_manual_axes: whether the model can be traced where the data axis is manual and fsdp or tensor is not. Then
         gradients are reduced over data once a step. Otherwise, on meshes with fsdp or tensor, data is left to the
         partitioner, which reduces gradients once a microbatch. A plain `table[tokens]` in a sharded table does not
@@ -120,6 +122,8 @@ class Task:
     flops_per_token: float = 0.0
     attention_flops_per_token: float = 0.0
     num_parameters: int = 0
+    num_active_parameters: int = 0
+    share_of_experts: float = 1.0
     takes_manual_axes: bool = False
     width: int = 0
     num_layers: int = 0
@@ -127,6 +131,12 @@ class Task:
     unit: str = "tokens"
     units_per_step: int = 0
     higher_is_better: tuple[str, ...] = ("accuracy", "exact_match")
+
+    @property
+    def parameters_text(self) -> str:
+        """The number of parameters in words, and of those that a token goes through if these are not all."""
+        active = f", {self.num_active_parameters:,} of them active" if self.num_active_parameters else ""
+        return f"{self.num_parameters:,} parameters{active}"
 
     @property
     def num_units(self) -> int:

@@ -1,7 +1,8 @@
 """Which weights decay, and which are matrices, from the logical axes of each weight.
 
 Logical axes are a tuple for each weight, a name or None for each dim, such as ("layers", "embed", "heads", "head_dim").
-Leading dims whose names are in `STACKED` stack whole weights; all other dims belong to one weight.
+Leading dims whose names are in `STACKED` stack whole weights, so each expert has matrices of its own; all other dims
+belong to one weight.
 
     weight                           logical axes                               matrix   decays   muon
     query, key, value                layers, embed, heads, head_dim             yes      yes      yes
@@ -11,6 +12,9 @@ Leading dims whose names are in `STACKED` stack whole weights; all other dims be
     learned positions                positions, embed                           yes      yes      no
     biases                           layers, heads, head_dim / layers, mlp      no       no       no
     norms                            layers, norm                               no       no       no
+    experts                          layers, experts, expert_embed, expert_mlp  yes      yes      yes, one each
+    router                           layers, embed, router                      yes      yes      no
+    router's bias                    layers, router                             no       no       no
 
 Tables decay as in GPT-2 and GPT-3 (Brown et al. 2020 name no exception for them). A tied table is also the head.
 """
@@ -20,11 +24,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain.layout.partition import STACKED, Names, is_names
+from meshtrain.layout import partition
+from meshtrain.layout.partition import Names, is_names
 from meshtrain.layout.rules import ADAPTER_HEAD_DIM
 
+STACKED = (*partition.STACKED, "experts")
 NORM = "norm"
-TABLES = ("vocab", "positions")
+# A row of each is for one token, position or expert: updates with equal singular values would mix what is apart.
+TABLES = ("vocab", "positions", "router")
+EMBEDS = ("embed", "expert_embed")
 HEAD_DIMS = ("head_dim", ADAPTER_HEAD_DIM)
 
 
@@ -75,7 +83,7 @@ def matrix_dims(axes: Names) -> MatrixDims | None:
             features.append((dim,))
     if len(features) < 2 or NORM in axes:
         return None
-    split = 1 if axes[features[0][0]] == "embed" else len(features) - 1
+    split = 1 if axes[features[0][0]] in EMBEDS else len(features) - 1
     return MatrixDims(sum(features[:split], ()), sum(features[split:], ()))
 
 
@@ -89,5 +97,5 @@ def decays(logical_axes: Any) -> Any:
 
 
 def is_hidden_matrix(axes: Names) -> bool:
-    """Returns whether a weight is a matrix, and neither a table (tokens, positions) nor the head."""
+    """Returns whether a weight is a matrix, and neither a table (tokens, positions), the head nor a router."""
     return matrix_dims(axes) is not None and not any(name in TABLES for name in axes)

@@ -53,7 +53,7 @@ def _title(plan: Plan) -> str:
         examples = f"{config.batch_size:,} sequences of {entry.shape[1]:,} tokens"
     lines = [
         f"plan         {plan.cluster.text}: {describe(assembly.mesh)}",
-        f"model        {task.num_parameters:,} parameters; {examples} a step, {task.num_units:,} {task.unit}",
+        f"model        {task.parameters_text}; {examples} a step, {task.num_units:,} {task.unit}",
         f"compiled     in {plan.compiled.seconds:.1f} s, attention {plan.compiled.attention}, "
         f"remat {config.remat.policy}, {config.precision.policy}",
         f"memory       {verdict(plan)}",

@@ -23,10 +23,10 @@ def test_sequence_parallelism_splits_the_residual_stream_alone():
 
 
 def test_a_users_rule_joins_the_table_or_takes_a_place_in_it():
-    rules = extend(default_rules(LayoutOptions()), Rule("experts", ("tensor",)), Rule("mlp", ("fsdp",)))
-    assert rules.parameters["experts"] == ("tensor",)
+    rules = extend(default_rules(LayoutOptions()), Rule("rows", ("tensor",)), Rule("mlp", ("fsdp",)))
+    assert rules.parameters["rows"] == ("tensor",)
     assert rules.parameters["mlp"] == ("fsdp",)
-    assert rules.own == ("experts", "mlp")
+    assert rules.own == ("rows", "mlp")
     assert len(rules.entries) == len(default_rules(LayoutOptions()).entries) + 1
 
 

@@ -1,0 +1,147 @@
+"""Which experts a token goes to, with which gates, and what keeps the load of experts even.
+
+b: sequences in a microbatch, T: tokens a sequence, E: experts, k: experts a token.
+
+Everything here is float32. Two scores that are closer than rounding could choose differently on two meshes, so logits
+are computed at the highest precision that the device has.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.models.remat import CHOSEN
+
+
+class Tokens(NamedTuple):
+    """What losses and counts of a router need to know about tokens.
+
+    Attributes:
+      weights: float32 [b, T], the weight of each target in the loss.
+      are_real: float32 [b, T], 1 for a token and 0 for padding.
+    """
+
+    weights: jax.Array
+    are_real: jax.Array
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+      chosen: int32 [b, T, k], the experts of each token, the best first.
+      gates: float32 [b, T, k], by which the results of these experts are multiplied.
+      shares: float32 [b, T, E], the scores of all experts divided by their sum.
+      log_normalizers: float32 [b, T], log sum exp of the logits.
+    """
+
+    chosen: jax.Array
+    gates: jax.Array
+    shares: jax.Array
+    log_normalizers: jax.Array
+
+
+def logits(x: jax.Array, router: jax.Array) -> jax.Array:
+    """Returns the router's logits, float32 [b, T, E].
+
+    Args:
+      x: [b, T, D], of any float dtype.
+      router: float32 [D, E].
+    """
+    return jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+
+
+def routed(logits: jax.Array, bias: jax.Array | None, num_chosen: int, kind: str, scale: float = 1.0) -> Routing:
+    """Returns where tokens go.
+
+    `softmax`: the k largest probabilities (Jiang et al. 2024, Mixtral; Qwen3-MoE with its `norm_topk_prob`). `sigmoid`:
+    the k largest of sigmoid(logit) + bias, with gates from the sigmoids alone (DeepSeek-AI 2024, DeepSeek-V3, equations
+    12 to 16). The gates of a token are divided by their sum.
+
+    Args:
+      logits: float32 [b, T, E].
+      bias: float32 [E], added to scores where experts are chosen; None: none.
+      num_chosen: k.
+      kind: one of the choices of `model.router`.
+      scale: gates are multiplied by it.
+    """
+    scores = jax.nn.softmax(logits) if kind == "softmax" else jax.nn.sigmoid(logits)
+    ranked = scores if bias is None else scores + bias
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), num_chosen)
+    # Saved by every policy: a backward pass that computed it again could round, and so choose, differently.
+    chosen = checkpoint_name(chosen.astype(jnp.int32), CHOSEN)
+    gates = jnp.take_along_axis(scores, chosen, axis=-1)
+    gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
+    shares = scores if kind == "softmax" else scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+    return Routing(chosen, gates * scale, shares, jax.nn.logsumexp(logits, axis=-1))
+
+
+def counts(chosen: jax.Array, tokens: Tokens, num_experts: int) -> jax.Array:
+    """Returns how many tokens of each sequence chose each expert, float32 [b, E]; padding does not count.
+
+    Args:
+      chosen: int32 [b, T, k].
+      tokens: which tokens are padding.
+      num_experts: E.
+    """
+    hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.float32)
+    return jnp.sum(hot * tokens.are_real[..., None, None], axis=(1, 2))
+
+
+def balance(routing: Routing, counts: jax.Array, tokens: Tokens) -> jax.Array:
+    """Returns the balance loss, a sum over sequences of which each is weighted by its targets: a float32 scalar.
+
+    For one sequence of T tokens it is sum_i f_i P_i, with f_i = E / (k T) times the tokens that chose expert i, and P_i
+    the mean of the share of expert i (DeepSeek-V3, equations 17 to 20). It is 1 where f and P are even. Means over more
+    than a sequence would make their product depend on how a batch is cut.
+
+    Args:
+      routing: of these tokens.
+      counts: float32 [b, E], see `counts`.
+      tokens: the weights, and which tokens are padding.
+    """
+    num_tokens = jnp.maximum(jnp.sum(tokens.are_real, axis=1), 1.0)[:, None]
+    num_experts, num_chosen = routing.shares.shape[-1], routing.chosen.shape[-1]
+    frequencies = counts * num_experts / (num_chosen * num_tokens)
+    shares = jnp.sum(routing.shares * tokens.are_real[..., None], axis=1) / num_tokens
+    of_sequences = jnp.sum(jax.lax.stop_gradient(frequencies) * shares, axis=-1)
+    return jnp.sum(of_sequences * jnp.sum(tokens.weights, axis=1))
+
+
+def z_loss(routing: Routing, tokens: Tokens) -> jax.Array:
+    """Returns the sum over targets of (log sum exp of the logits)^2, a float32 scalar (Zoph et al. 2022, ST-MoE)."""
+    return jnp.sum(tokens.weights * jnp.square(routing.log_normalizers))
+
+
+def entropy(routing: Routing, tokens: Tokens) -> jax.Array:
+    """Returns the sum over targets of the entropy of the shares, in nats, a float32 scalar without a gradient."""
+    shares = jax.lax.stop_gradient(routing.shares)
+    terms = -shares * jnp.log(jnp.maximum(shares, jnp.finfo(jnp.float32).tiny))
+    return jnp.sum(tokens.weights * jnp.sum(terms, axis=-1))
+
+
+@jax.custom_vjp
+def counted(x: jax.Array, bias: jax.Array, counts: jax.Array) -> jax.Array:
+    """Returns `x` unchanged; the cotangent of `bias` is `counts`.
+
+    So whatever adds up gradients (microbatches, pipelines, data) adds up counts, and the optimizer gets them.
+
+    Args:
+      x: any array.
+      bias: float32 [E].
+      counts: float32 [E], how many tokens chose each expert.
+    """
+    return x
+
+
+def _counted_forward(x: jax.Array, bias: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, counts
+
+
+def _counted_backward(counts: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return cotangent, counts, jnp.zeros_like(counts)
+
+
+counted.defvjp(_counted_forward, _counted_backward)

@@ -1,0 +1,158 @@
+"""A layer of experts: what a loop over all experts computes, forward and backward, with nothing left out."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.core import meta
+
+from meshtrain.layout.placement import Placement
+from meshtrain.models import experts, routing
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_task import decoder
+from meshtrain.models.experts import Experts
+from meshtrain.models.metrics import LEFT_OUT
+from meshtrain.models.remat import RematOptions
+from meshtrain.models.routing import Tokens
+from meshtrain.models.task import SEQUENCE_INDEX
+
+NUM_SEQUENCES, NUM_TOKENS, WIDTH = 2, 7, 8
+OPTIONS = DecoderOptions(
+    num_layers=2, embed_dim=WIDTH, num_heads=2, num_kv_heads=2, vocab_size=11, vocab_multiple=16, init_std=0.5,
+    num_experts=5, experts_per_token=2, expert_dim=6, shared_experts=2, router="sigmoid", router_scale=2.0,
+)  # fmt: skip
+TOKENS = Tokens(jnp.ones((NUM_SEQUENCES, NUM_TOKENS)), jnp.ones((NUM_SEQUENCES, NUM_TOKENS)))
+
+
+def layer_of(options=OPTIONS):
+    return Experts(options, 0.5, Placement.nowhere(), jnp.float32)
+
+
+@functools.cache
+def given():
+    """Activations and weights of a layer, its bias at random numbers."""
+    x = jax.random.normal(jax.random.key(1), (NUM_SEQUENCES, NUM_TOKENS, WIDTH))
+    weights = meta.unbox(layer_of().init(jax.random.key(2), x, jnp.int32(0), None))["params"]
+    return x, {**weights, "router_bias": jnp.float32([0.3, -0.2, 0, 0.1, 0])}
+
+
+def dense(weights, x):
+    """All experts for all tokens, those that were not chosen times zero."""
+    to = routing.routed(routing.logits(x, weights["router"]), weights["router_bias"], 2, "sigmoid", 2.0)
+
+    def one(matrices):
+        return (jax.nn.silu(x @ matrices["gate"]) * (x @ matrices["up"])) @ matrices["down"]
+
+    hot = jax.nn.one_hot(to.chosen, OPTIONS.num_experts) * to.gates[..., None]
+    of_experts = jnp.stack(
+        [one({name: weights[name][e] for name in experts.MATRICES}) for e in range(OPTIONS.num_experts)]
+    )
+    return jnp.einsum("btke,ebtd->btd", hot, of_experts) + one(weights["shared"])
+
+
+def test_results_and_gradients_are_those_of_a_loop_over_all_experts():
+    x, weights = given()
+    probe = jax.random.normal(jax.random.key(3), x.shape)
+    others = {name: leaf for name, leaf in weights.items() if name != "router_bias"}
+
+    def value(run, others, x):
+        return jnp.sum(run({**others, "router_bias": weights["router_bias"]}, x) * probe)
+
+    sparse = lambda weights, x: layer_of().apply({"params": weights}, x, jnp.int32(0), None)[0]  # noqa: E731
+    found, expected = (
+        jax.jit(jax.value_and_grad(functools.partial(value, run), argnums=(0, 1)))(others, x) for run in (sparse, dense)
+    )
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(wanted) > 0
+        assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+def test_sums_weight_the_losses_and_counts_are_those_of_the_layer():
+    x, weights = given()
+    options = dataclasses.replace(OPTIONS, balance_weight=0.3, z_weight=0.2)
+    _, (loss, metrics) = layer_of(options).apply({"params": weights}, x, jnp.int32(1), TOKENS)
+    assert set(metrics) == {"balance_loss", "z_loss", "router_entropy", "expert_load"}
+    of_layers = options.num_layers * (0.3 * metrics["balance_loss"] + 0.2 * metrics["z_loss"])
+    np.testing.assert_allclose(loss, of_layers, rtol=1e-6)
+    counts = metrics["expert_load"].counts
+    assert counts.shape == (2, 5)
+    assert not counts[0].any()
+    assert counts[1].sum() == 2 * NUM_SEQUENCES * NUM_TOKENS
+
+
+@pytest.mark.parametrize(("chosen", "num_here", "room", "left_out"), [
+    ([[0, 2], [1, 2], [2, 0]], 3, 6, 0),
+    ([[3, 2], [1, 3], [2, 0]], 3, 4, 0),
+    ([[3, 2], [1, 3], [2, 0]], 3, 3, 1),
+    ([[3, 3], [3, 3], [3, 3]], 3, 2, 0),
+])  # fmt: skip
+def test_each_choice_of_an_expert_here_has_one_row_until_there_is_no_room(chosen, num_here, room, left_out):
+    """Number 3 is an expert of another device."""
+    chosen = np.int32(chosen)
+    found = experts.placed(chosen, num_here, room)
+    assert found.left_out == left_out
+    owners = np.repeat(found.owners, found.choices.size // found.owners.size)
+    rows = [row for row, choice in enumerate(found.choices) if choice < chosen.size]
+    assert len(rows) == (chosen < num_here).sum() - left_out
+    for row in rows:
+        choice = int(found.choices[row])
+        assert owners[row] == chosen.reshape(-1)[choice]
+        assert found.tokens[row] == choice // 2
+        assert found.places.reshape(-1)[choice] == row
+    assert (found.places < found.choices.size).sum() == len(rows)
+
+
+def test_room_is_that_of_the_worst_case_unless_asked_for_less():
+    room = functools.partial(experts.room, 100, 4)
+    assert room(2, dataclasses.replace(OPTIONS, num_experts=16)) == 200
+    assert room(8, dataclasses.replace(OPTIONS, num_experts=16)) == 400
+    assert room(2, dataclasses.replace(OPTIONS, num_experts=16, expert_room=1.5)) == 75
+    assert room(16, dataclasses.replace(OPTIONS, num_experts=16, expert_room=1.5)) == 400
+
+
+def test_left_out_choices_are_counted_where_room_is_an_option():
+    x, weights = given()
+    options = dataclasses.replace(OPTIONS, expert_room=1.0)
+    _, (_, metrics) = layer_of(options).apply({"params": weights}, x, jnp.int32(0), TOKENS)
+    assert metrics[LEFT_OUT].sum == 0  # one device has room for all
+
+
+def task_and_batch(remat="none", dtype=jnp.float32):
+    options = dataclasses.replace(OPTIONS, num_layers=2)
+    task = decoder(options, batch_size=2, sequence_length=4, remat=RematOptions(remat), dtype=dtype)
+    ints, ones = np.arange(8, dtype=np.int32).reshape(2, 4), np.ones((2, 4), np.int32)
+    batch = {"tokens": ints, "targets": ints, "segment_ids": ones, "positions": ints % 4, "weights": np.float32(ones)}
+    return task, {**batch, SEQUENCE_INDEX: np.arange(2, dtype=np.int32)}
+
+
+@pytest.mark.parametrize("policy", ["full", "save_attention", "selective", "dots"])
+def test_no_policy_chooses_experts_again(policy):
+    """`top_k` stands once in the traced gradients: chosen again, close scores could round the other way."""
+    task, batch = task_and_batch(policy)
+    params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+    loss = lambda params: task.loss(params, batch, jax.random.key(0), True)[0]  # noqa: E731
+    assert str(jax.make_jaxpr(jax.grad(loss))(params)).count("top_k[") == 1
+
+
+def test_routers_stay_in_float32_where_weights_compute_in_16_bits():
+    task, _ = task_and_batch(dtype=jnp.bfloat16)
+    params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+    cast = jax.eval_shape(task.stages.cast, params["layers"])["experts"]
+    assert cast["router"].dtype == cast["router_bias"].dtype == jnp.float32
+    assert cast["up"].dtype == cast["shared"]["down"].dtype == jnp.bfloat16
+
+
+def test_parameters_and_work_are_counted_in_total_and_active():
+    task, _ = task_and_batch()
+    params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+    idle = 2 * (5 - 2) * 3 * WIDTH * 6
+    padding = 2 * (16 - 11) * WIDTH
+    assert task.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(params)) - padding
+    assert task.num_active_parameters == task.num_parameters - idle
+    embedding = 11 * WIDTH
+    products = task.flops_per_token - task.attention_flops_per_token
+    assert products == 6 * (task.num_active_parameters - embedding)
+    assert task.parameters_text == f"{task.num_parameters:,} parameters, {task.num_active_parameters:,} of them active"
