@@ -1,7 +1,7 @@
 """Pictures of the mesh, as text and as an image: which device has which shard of batch, layers and weights.
 
 There is a block (a panel) for each index of the axes that only split the batch, such as data. In a block, the stages of
-the pipeline are rows, and the axes that split weights (fsdp, tensor) are columns.
+the pipeline are rows, and the axes that split weights (fsdp, context, tensor) are columns.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def _positions(indices: Mapping[str, Sequence[int]], names: Sequence[str]) -> li
 
 
 def _index(shape: Mapping[str, int], at: Mapping[str, int], names: Sequence[str] = AXES) -> int:
-    """Returns the row-major index of a position: ((data * P + pipeline) * F + fsdp) * N + tensor, or of fewer axes."""
+    """Returns the row-major index of a position among all devices, or along some axes."""
     index = 0
     for axis in names:
         index = index * shape[axis] + at[axis]
@@ -82,8 +82,14 @@ def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
     return f"shares {', '.join(map(str, held))}"
 
 
+def _parts_of_sequences(shape: Mapping[str, int]) -> str:
+    """Returns into how many parts sequences are split, as text; empty where they are whole."""
+    num = num_parts(axes.sequence_axes(), shape)
+    return f", each sequence in {num} parts" if num > 1 else ""
+
+
 def mesh_text(shape: Mapping[str, int]) -> str:
-    """Returns a picture of a mesh in letters: a block for each index of data, stages downwards, fsdp and tensor across.
+    """Returns a picture of a mesh in letters: a block for each index of data, stages downwards, the other axes across.
 
     Args:
       shape: the size of each axis. The middle of a large mesh is left out.
@@ -96,7 +102,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     for i, block in enumerate(blocks):
         lines.append("  ...\n" if _gap(shape, blocks, i, _block_axes()) else "")
         heading = _heading(shape, block, always=_block_axes()[0])
-        lines.append(f"{heading}: {_shares(shape, block)} of {num_shares} of the batch")
+        lines.append(f"{heading}: {_shares(shape, block)} of {num_shares} of the batch{_parts_of_sequences(shape)}")
         for axis in _weight_axes():
             if shape[axis] > 1:
                 lines.append(f"  {axis:>12}  " + "".join(f"{at[axis]:>{width}}" for at in across))
@@ -116,7 +122,7 @@ def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
 def mesh_figure(shape: Mapping[str, int]) -> "Figure":
     """Returns a picture of a mesh: a card for each device with its slice of the batch, the layers and the weights.
 
-    Panels are the indices of data, rows the stages of the pipeline, columns fsdp and tensor.
+    Panels are the indices of data, rows the stages of the pipeline, columns fsdp, context and tensor.
 
     Args:
       shape: the size of each axis. The middle of a large mesh is left out.
@@ -153,7 +159,9 @@ def _note(shape: Mapping[str, int]) -> str:
     into = [f"{axis} into {'rows' if axis in axes.storage_axes() else 'columns'}" for axis in _weight_axes()
             if shape[axis] > 1]  # fmt: skip
     split = f" Weights are split by {' and by '.join(into)}." if into else ""
-    return f"Filled: what a device holds.{split}"
+    sequences = [axis for axis in axes.sequence_axes() if shape[axis] > 1]
+    down = f" The batch is split by {' and '.join(sequences)} into rows: parts of each sequence." if sequences else ""
+    return f"Filled: what a device holds.{split}{down}"
 
 
 def _stages(canvas: Any, y: float, stages: Sequence[int]) -> None:
@@ -202,11 +210,12 @@ def _card(canvas: Any, x: float, y: float, shape: Mapping[str, int], at: Mapping
         canvas.text(x + left, y + below, word, fontsize=5.5, ha="center", va="center", color="#4a525e")
     rows = axes.storage_axes()
     columns = tuple(axis for axis in _weight_axes() if axis not in rows)
-    batch, stages, down, across = (
-        (num_parts(names, shape), _index(shape, at, names)) for names in (axes.batch_axes(), (PIPELINE,), rows, columns)
+    batch, tokens, stages, down, across = (
+        (num_parts(names, shape), _index(shape, at, names))
+        for names in (axes.batch_axes(), axes.sequence_axes(), (PIPELINE,), rows, columns)
     )
     for frame, (num_rows, row), (num_columns, column) in (
-        ((x + 0.12, y + 0.32, 0.76, 0.16), (1, 0), batch),
+        ((x + 0.12, y + 0.32, 0.76, 0.16), tokens, batch),
         ((x + 0.12, y + 0.66, 0.2, 0.54), stages, (1, 0)),
         ((x + 0.44, y + 0.66, 0.44, 0.54), down, across),
     ):

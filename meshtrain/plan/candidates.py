@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.launch.hardware import usable_bytes
@@ -13,6 +13,7 @@ from meshtrain.layout.rules import default_rules
 from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.plan.changes import SPLITS_SUMS, Change, with_change, with_level
 from meshtrain.plan.guess import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
+from meshtrain.plan.sequences import sizes_to_try
 from meshtrain.plan.topology import Cluster
 from meshtrain.words.errors import UserError
 from meshtrain.words.numbers import nearest_divisor
@@ -51,7 +52,7 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
     capacity = usable_bytes(accelerator) if accelerator else math.inf
     devices_each = len(cluster.devices) // cluster.num_hosts
     found = []
-    for shape in meshes(len(cluster.devices)):
+    for shape in meshes(len(cluster.devices), sizes_to_try(config, len(cluster.devices))):
         if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > devices_each:
             continue  # every layer would communicate over the network
         if placement_problems(config, shape, weights):
@@ -91,14 +92,20 @@ def _is_refused(config: Config, shape: dict[str, int]) -> bool:
         return True
 
 
-def meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Yields every way to write a number of devices as a product of the axes that do not split sequences."""
+def meshes(num_devices: int, parts: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:
+    """Yields every way to write a number of devices as a product of the axes.
+
+    Args:
+      num_devices: the product.
+      parts: the sizes of the axis that splits sequences.
+    """
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    axes = [axis for axis in AXES if axis not in sequence_axes()]
-    for inner in itertools.product(divisors, repeat=len(axes) - 1):
+    outer = AXES[0]
+    choices = {axis: parts if axis in sequence_axes() else divisors for axis in AXES if axis != outer}
+    for inner in itertools.product(*choices.values()):
         product = math.prod(inner)
         if num_devices % product == 0:
-            yield dict.fromkeys(AXES, 1) | dict(zip(axes, (num_devices // product, *inner), strict=True))
+            yield {outer: num_devices // product} | dict(zip(choices, inner, strict=True))
 
 
 def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[Change]:

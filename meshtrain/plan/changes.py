@@ -11,6 +11,7 @@ from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.plan.compile import compile_step, program_of
 from meshtrain.plan.memory import Memory, memory
 from meshtrain.plan.planner import Plan, shape_on
+from meshtrain.plan.sequences import activations_dominate, in_more_parts
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.waiting import waiting_for
 from meshtrain.words.errors import UserError
@@ -91,6 +92,9 @@ def candidates(config: Config, shape: dict[str, int], held: Memory | None = None
         accumulates = num_microbatches(config, shape) > 1  # otherwise there are no sums for level 2 to split
         lowest = SPLITS_SUMS if accumulates else MAX_LEVEL
         yield from (with_level(config, higher) for higher in range(max(lowest, level + 1), MAX_LEVEL + 1))
+    # What is known to be weights is not helped by shorter parts of sequences.
+    if (held is None or activations_dominate(held)) and (parts := in_more_parts(config, shape)):
+        yield parts
     # The axes that split weights, the cheapest to communicate over first: half of one goes to the next.
     splitting = [axis for axis in (*storage_axes(), *reversed(model_axes())) if axis not in sequence_axes()]
     for axis in batch_axes():

@@ -21,6 +21,7 @@ from meshtrain.plan.shapes import num_bytes, parts
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
          "collective-broadcast")  # fmt: skip
+EXCHANGING_AXIS = "context"
 CHAIN = re.compile(r'chain_id="(\d+)"')
 CHANNEL = re.compile(r"channel_id=(\d+)")
 SCATTER = re.compile(r"^all-reduce-scatter")
@@ -220,9 +221,21 @@ def layer_gradients(found: Iterable[Collective], axis: str, wire_bytes: float) -
     return LayerGradients(wire_bytes, min(1.0, sum(one.count * one.wire_bytes for one in hidden) / wire_bytes))
 
 
+def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
+    """Returns the traffic along one axis alone, or along axes joined by `+` and each of them.
+
+    What runs along `context` alone is attention's exchange, and belongs to that axis only: weights are gathered over
+    all axes that store them together.
+    """
+    joined = set(axes.split("+"))
+    return [
+        row for row in rows if row.axis == axes or (set(row.axis.split("+")) <= joined and row.axis != EXCHANGING_AXIS)
+    ]
+
+
 def sent_along(rows: Iterable[Traffic], axes: str) -> float:
-    """Returns the bytes on the wire along one axis alone, or along axes joined by `+` and each of them."""
-    return sum(row.wire_bytes for row in rows if set(row.axis.split("+")) <= set(axes.split("+")))
+    """Returns the bytes on the wire of `along`."""
+    return sum(row.wire_bytes for row in along(rows, axes))
 
 
 def traffic(found: Iterable[Collective]) -> list[Traffic]:

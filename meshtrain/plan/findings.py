@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.config.attention import implementation
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
-from meshtrain.plan.collectives import Traffic, sent_along
+from meshtrain.layout.axes import sequence_axes
+from meshtrain.layout.partition import num_parts
+from meshtrain.plan.collectives import Traffic, along
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
 from meshtrain.plan.minimum import idle_share
+from meshtrain.plan.sequences import activations_dominate, in_more_parts
 from meshtrain.plan.topology import Cluster
 from meshtrain.words.tables import format_bytes
 
@@ -81,7 +84,7 @@ def findings(
 
 
 def _memory(compiled: Compiled, cluster: Cluster, memory: Memory) -> list[Finding]:
-    found = []
+    found = [*_long_sequences(compiled, memory)]
     if compiled.refusal:
         first = compiled.refusal.strip().splitlines()[0]
         found.append(Finding(f"the compiler gave up: {first}", "see the changes that would make it fit"))
@@ -105,6 +108,21 @@ def _memory(compiled: Compiled, cluster: Cluster, memory: Memory) -> list[Findin
     return found
 
 
+def _long_sequences(compiled: Compiled, memory: Memory) -> list[Finding]:
+    config, shape = compiled.assembly.config, dict(compiled.assembly.mesh.shape)
+    change = in_more_parts(config, shape) if activations_dominate(memory) else {}
+    if not change or memory.activations_bytes is None or memory.capacity_bytes is None:
+        return []
+    tokens = config.sequence_length // num_parts(sequence_axes(), shape)
+    taken, room = format_bytes(memory.activations_bytes), format_bytes(memory.capacity_bytes)
+    return [
+        Finding(
+            f"activations take {taken} of {room}: a device has {tokens:,} tokens of each sequence",
+            ", ".join(f"{key}={value}" for key, value in change.items()),
+        )
+    ]
+
+
 def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
     recomputed = "" if remat == "full" else "remat.policy=full, "
     found: dict[str, Finding] = {}
@@ -124,8 +142,8 @@ def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
 
 
 def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traffic]) -> list[Finding]:
-    mine = [row for row in rows if set(axis.split("+")) & set(row.axis.split("+"))]
-    sent = sent_along(rows, axis)
+    mine = along(rows, axis)
+    sent = sum(row.wire_bytes for row in mine)
     found = []
     bound = max(least, formula or 0.0)
     if sent > FAR_ABOVE_MINIMUM * bound and sent - bound > MATTERS_BYTES:

@@ -18,7 +18,7 @@ from meshtrain.config.config import Config, num_microbatches
 from meshtrain.config.tasks import abstract_task
 from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
 from meshtrain.layout import fit
-from meshtrain.layout.axes import DATA
+from meshtrain.layout.axes import DATA, sequence_axes, storage_axes
 from meshtrain.layout.partition import is_names, num_parts
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.rules import default_rules
@@ -32,6 +32,7 @@ from meshtrain.models.task import Task
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
+from meshtrain.plan.exchange import exchange_bytes, unit_axes
 from meshtrain.step.placed import abstract_params
 from meshtrain.step.precision import as_stored, cast, compute_dtype, output_dtype, product_name
 
@@ -41,6 +42,7 @@ EFFICIENCY = 0.6
 FLOAT32_BYTES = 4
 GATHERS_AND_SCATTER = 3
 REDUCTIONS_A_LAYER = 5
+STORED = "stored"  # what is sent along all axes that store weights, together
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
 
@@ -136,7 +138,7 @@ def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) ->
     """Returns a guess of the bytes of one device: state, saved activations, logits."""
     task = weights.task
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
-    units = task.num_units / (num_parts(_batch_axes(config), shape) * num_microbatches(config, shape))
+    units = task.num_units / (num_parts(_unit_axes(config, task), shape) * num_microbatches(config, shape))
     residual = units * task.width * itemsize
     tensor, layers = shape["tensor"], task.num_layers / shape["pipeline"]
     layer = KEPT_SEEN * residual / 2 * (10 + 24 / tensor)
@@ -200,27 +202,31 @@ def guessed_seconds(
 def _sending_seconds(
     config: Config, shape: Mapping[str, int], weights: Weights, accelerator: Accelerator, devices_each: int
 ) -> dict[str, float]:
-    """Returns axis -> seconds of what a device sends along it, for axes larger than 1."""
+    """Returns axis -> seconds of what a device sends along it, for axes larger than 1, and `STORED` for weights."""
     link = accelerator.link_bytes_per_second
     network = accelerator.network_bytes_per_second or link
     # Devices of one host that gather together share their network adapters.
-    neighbours = max(1, min(shape["fsdp"], devices_each // shape["tensor"]))
-    fsdp_speed = link if neighbours == shape["fsdp"] else min(link, network * neighbours)
+    storing = num_parts(storage_axes(), shape)
+    neighbours = max(1, min(storing, devices_each // shape["tensor"]))
+    storing_speed = link if neighbours == storing else min(link, network * neighbours)
+    inside = num_parts(sequence_axes(), shape) * shape["tensor"] <= devices_each
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts, task = num_microbatches(config, shape), weights.task
     of_stage = weights.num_parameters / (shape["tensor"] * shape["pipeline"])
     # Below level 3 gradients alone cross data.
     is_gathered = config.zero.effective_level > SCATTERS_EACH
     over_data = of_stage if is_gathered else of_stage * weights.num_trained / weights.num_parameters
-    activation = itemsize * task.num_units * task.width / num_parts(_batch_axes(config), shape)
+    units = task.num_units / num_parts(_unit_axes(config, task), shape)
+    activation = itemsize * units * task.width
     chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1
     seconds = {
-        "fsdp": GATHERS_AND_SCATTER * itemsize * of_stage * parts / fsdp_speed,
+        STORED: GATHERS_AND_SCATTER * itemsize * of_stage * parts / storing_speed if storing > 1 else 0.0,
+        "context": (exchange_bytes(config, shape, units) or 0.0) / (link if inside else network),
         "tensor": 2 * REDUCTIONS_A_LAYER * activation * task.num_layers / shape["pipeline"] / link,
-        DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / shape["fsdp"] / network,
+        DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / storing / network,
         "pipeline": 2 * activation * chunks / network,
     }
-    return {axis: seconds[axis] for axis in seconds if shape[axis] > 1}
+    return {axis: seconds[axis] for axis in seconds if axis == STORED or shape[axis] > 1}
 
 
 def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: int) -> float:
@@ -236,5 +242,5 @@ def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: in
     return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))
 
 
-def _batch_axes(config: Config) -> tuple[str, ...]:
-    return default_rules(config.layout).activations["batch"]
+def _unit_axes(config: Config, task: Task) -> tuple[str, ...]:
+    return unit_axes(task.batch, default_rules(config.layout))

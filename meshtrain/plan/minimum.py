@@ -16,9 +16,12 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
               save_attention, full or offload). With sequence parallelism a sum is a scatter and a gather, half of it
               each. There it is one more for the gathers of both norms (selective or dots), and one and a half for
               these and the scatter after attention (save_attention, full or offload)
+    context   weights as over fsdp: where both are larger than 1, the entry of weights is `fsdp+context`, and `context`
+              is attention's exchange alone (`exchange.py`)
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
 
-The last two are of a transformer, and need a task that states its width (and for tensor its number of layers).
+The last three are of a transformer, and need a task that states its width (for tensor its number of layers; what is
+exchanged is known of the decoder).
 """
 
 import dataclasses
@@ -32,7 +35,7 @@ import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
-from meshtrain.layout.axes import AXES, DATA, PIPELINE
+from meshtrain.layout.axes import AXES, DATA, PIPELINE, sequence_axes
 from meshtrain.layout.groups import Groups
 from meshtrain.layout.partition import STACKED, Names, num_parts
 from meshtrain.layout.placement import axes_in
@@ -40,6 +43,7 @@ from meshtrain.layout.trees import select
 from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.models.remat import SUMS_AGAIN
 from meshtrain.pipeline.program import Segment, Signature, segments
+from meshtrain.plan.exchange import exchange_bytes, unit_axes
 from meshtrain.step.precision import compute_dtype, param_dtype
 
 TENSOR = "tensor"
@@ -67,6 +71,7 @@ class Sizes:
         compressed gradients both are the bytes of an array for which a ring sends as much.
       updated_bytes: of the parameters of those, which are gathered over data after the update.
       layers_of_stage: L / S.
+      exchange_bytes: what the layers of a stage send along context for the attention of one microbatch; None: unknown.
     """
 
     num_microbatches: int
@@ -78,6 +83,7 @@ class Sizes:
     scattered_bytes: float
     updated_bytes: float
     layers_of_stage: float
+    exchange_bytes: float | None
 
 
 def sizes(assembly: Assembly) -> Sizes:
@@ -85,7 +91,7 @@ def sizes(assembly: Assembly) -> Sizes:
     config, shape, task = assembly.config, dict(assembly.mesh.shape), assembly.task
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts = num_microbatches(config, shape)
-    units = task.num_units / (parts * num_parts(assembly.rules.activations["batch"], shape))
+    units = task.num_units / (parts * num_parts(unit_axes(task.batch, assembly.rules), shape))
     activations = units * task.width * itemsize
     parameters = assembly.state.params
     trained, _ = select(parameters, assembly.replicas.trained)
@@ -101,6 +107,7 @@ def sizes(assembly: Assembly) -> Sizes:
         scattered_bytes=scattered * scattered_itemsize,
         updated_bytes=scattered * jnp.dtype(param_dtype(config.precision)).itemsize,
         layers_of_stage=task.num_layers / shape[PIPELINE],
+        exchange_bytes=exchange_bytes(config, shape, units),
     )
 
 
@@ -196,6 +203,15 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
         if storing and axis == storing[0]:
             each = size.gather_bytes + SCATTERS * size.scatter_bytes
             least["+".join(storing)] = size.num_microbatches * each + replicated
+        if axis in sequence_axes():
+            # Weights and the exchange are one entry where no other axis stores weights.
+            weights = least[axis] if axis in least else 0.0
+            if size.exchange_bytes is None:
+                least.pop(axis, None)
+            else:
+                least[axis] = weights + size.num_microbatches * size.exchange_bytes
+        elif axis in storing:
+            continue
         elif axis == DATA:
             least[axis] = replicated
         elif axis == TENSOR and assembly.task.width and assembly.task.num_layers:
@@ -225,12 +241,16 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
     of_weights = GATHERS * _missing(params, storing) + SCATTERS * _missing(trained, storing)
     reductions = _reductions_of_layers(assembly, size)
+    stores = [axis for axis in storing if assembly.mesh.shape[axis] > 1]
     found: dict[str, float] = {}
     for axis, least in wire_bytes_minimum(assembly).items():
+        exchanged = (size.exchange_bytes or 0.0) if axis in sequence_axes() else 0.0
         if axis == TENSOR:
             by_others = least * LOOKUP_AND_HEAD / (reductions + LOOKUP_AND_HEAD)
+        elif axis in sequence_axes() and len(stores) > 1:
+            by_others = 0.0
         elif set(axis.split("+")) & set(storing):
-            by_others = least - size.num_microbatches * of_weights * itemsize
+            by_others = least - size.num_microbatches * (of_weights * itemsize + exchanged)
         else:
             continue
         found[axis] = idle * max(0.0, sent[axis] - by_others)

@@ -2,7 +2,7 @@
 
 Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak that
 the card and their shape decide (`products.py`), everything else at the speed of memory, transfers at the speed of the
-slowest link of a ring over the group. A transfer overlaps the operations after its start, and its done waits for it.
+slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A transfer overlaps the operations after its start, and its done waits for it.
 The program computes on a pipeline's idle rows too, so the bubble is in the time. The interval is two more walks: one
 with faster products and every asynchronous transfer hidden, one with slower products and no transfer hidden.
 """
@@ -29,6 +29,7 @@ from meshtrain.plan.topology import Cluster
 
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
         "after-all")  # fmt: skip
+EXCHANGES = ("all-to-all", "ragged-all-to-all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Assumptions:
             f"attention kernels at {self.attention_efficiency:.0%}, JAX's own for GPUs (triton) at "
             f"{self.triton_efficiency:.0%}",
             f"everything else at {self.memory_efficiency:.0%} of the memory's speed, each array read and written once",
-            f"transfers at {self.link_efficiency:.0%} of the slowest link of a ring, and "
-            f"{self.latency_seconds * 1e6:.0f} us for each doubling of the group",
+            f"transfers at {self.link_efficiency:.0%} of the slowest link of a ring (all-to-all: of each device's own "
+            f"links), and {self.latency_seconds * 1e6:.0f} us for each doubling of the group",
         ]
 
     def interval_line(self, accelerator: Accelerator, *, is_calibrated: bool) -> str:
@@ -112,6 +113,26 @@ def bandwidths(mesh: Mesh, cluster: Cluster, axes: Iterable[str]) -> dict[str, f
     accelerator = cluster.accelerator
     assert accelerator is not None
     return {axis: _bandwidth(mesh, cluster, accelerator, axis) for axis in axes}
+
+
+def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
+    """Returns the bytes a second that each device can send in an all-to-all along an axis, or axes joined by `+`.
+
+    GPUs send what leaves their host through their own network adapters, and the rest over the links inside. On a torus
+    a piece travels n / 4 hops on average around a ring of n chips; in a ring collective each byte travels one.
+    """
+    accelerator = cluster.accelerator
+    assert accelerator is not None
+    hosts = devices_by_host(mesh, axis)
+    size = sum(hosts.values())
+    if cluster.platform == "tpu":
+        return _bandwidth(mesh, cluster, accelerator, axis) * min(1.0, 4 * (size - 1) / size**2)
+    link, network = accelerator.link_bytes_per_second, accelerator.network_bytes_per_second
+    if len(hosts) <= 1:
+        return link
+    assert network is not None
+    leaving = (size - min(hosts.values())) / (size - 1)
+    return min(network / leaving, link / (1 - leaving) if leaving < 1 else math.inf)
 
 
 def _bandwidth(mesh: Mesh, cluster: Cluster, accelerator: Accelerator, axis: str) -> float:
@@ -190,7 +211,9 @@ def transfer_seconds(
             link = measured[one.axes, one.kind]
             return link.latency_seconds, one.wire_bytes / link.bytes_per_second
         hops = math.log2(max(2, one.group_size))
-        return hops * assumptions.latency_seconds, one.wire_bytes / (speeds[one.axes] * assumptions.link_efficiency)
+        exchanges = one.kind in EXCHANGES
+        speed = exchange_bandwidth(mesh, cluster, one.axes) if exchanges else speeds[one.axes]
+        return hops * assumptions.latency_seconds, one.wire_bytes / (speed * assumptions.link_efficiency)
 
     return {one.name: of(one) for one in found}
 

@@ -1,0 +1,49 @@
+"""Llama 3.1 8B (Grattafiori et al. 2024) on sequences of 131,072 tokens: each is split over the 8 GPUs of a host.
+
+Purpose: sequences longer than one device holds; weights in 64 pieces, 4.2 M tokens a step.
+Parameters: 8,030,261,248 (8.03 B).
+Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
+Time: not known.
+Hardware: 64 GPUs of 80 GB.
+Data: synthetic as it stands. With token files of your own (`python -m meshtrain prepare`) add
+  --config.data.source=tokens --config.data.path='TOKENS/*.bin'
+Command: python -m meshtrain train --config=configs/llama3_8b_long.py
+"""
+
+import ml_collections
+
+from meshtrain.config import default
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration."""
+    config = default()
+    config.mesh.fsdp = 8
+    config.mesh.context = 8
+    config.num_steps = 10_000
+    config.batch_size = 32
+    config.sequence_length = 131_072
+    config.accumulation_steps = 4
+    config.eval_every = 1000
+    config.remat.policy = "full"
+    config.model.num_layers = 32
+    config.model.embed_dim = 4096
+    config.model.mlp_dim = 14336
+    config.model.num_heads = 32
+    config.model.num_kv_heads = 8
+    config.model.vocab_size = 128256
+    config.model.rope_base = 500_000.0
+    config.model.rope_factor = 8.0
+    config.model.rope_original_length = 8192
+    # cuDNN's kernel takes no documents; the one that takes them is expected to be half as fast.
+    config.model.within_documents = False
+    config.learning_rate.peak = 8e-5
+    config.learning_rate.warmup_steps = 500
+    config.precision.policy = "bfloat16"
+    config.precision.reduce_dtype = "bfloat16"
+    config.optimizer.beta2 = 0.95
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.clip_norm = 1.0
+    config.data.source = "synthetic"
+    config.checkpoint.every = 1000
+    return config
