@@ -26,8 +26,8 @@ def sizes_to_try(config: Config, num_devices: int) -> list[int]:
     tokens = config.sequence_length
     if tokens < LONG_TOKENS:
         return [1]
-    powers = [size for size in divisors(num_devices) if size > 1 and not size & (size - 1) and tokens % size == 0]
-    return [1, *(size for size in powers if FEWEST_TOKENS <= tokens // size <= MOST_TOKENS)]
+    powers = [size for size in sorted(set(divisors(num_devices))) if size > 1 and not size & (size - 1)]
+    return [1, *(size for size in powers if tokens % size == 0 and FEWEST_TOKENS <= tokens // size <= MOST_TOKENS)]
 
 
 def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, Any]:

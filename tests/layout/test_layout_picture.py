@@ -5,7 +5,7 @@ import pytest
 
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.picture import MAX_DEVICES_SHOWN, draw_mesh, mesh_text
+from meshtrain.layout.picture import MAX_DEVICES_SHOWN, draw_mesh, mesh_figure, mesh_text
 
 
 def shape_of(**axes):
@@ -26,6 +26,28 @@ def test_a_mesh_in_letters():
         "    pipeline 0   [4] [5]   layers 1/2\n"
         "    pipeline 1   [6] [7]   layers 2/2\n"
     )
+
+
+def test_parts_of_sequences_in_letters():
+    assert mesh_text(shape_of(fsdp=2, context=4)) == (
+        "8 devices = fsdp 2 x context 4\n"
+        "\n"
+        "data 0: shares 1 to 2 of 2 of the batch, each sequence in 4 parts\n"
+        "          fsdp     0   0   0   0   1   1   1   1\n"
+        "       context     0   1   2   3   0   1   2   3\n"
+        "    pipeline 0   [0] [1] [2] [3] [4] [5] [6] [7]   layers 1/1\n"
+    )
+
+
+def test_a_device_with_a_part_of_each_sequence_has_a_piece_of_the_batch_in_both_directions():
+    """Two shares of the batch across, four parts of each sequence down: a piece is an eighth."""
+    figure = mesh_figure(shape_of(fsdp=2, context=4))
+    widths = [patch.get_width() for patch in figure.axes[0].patches]
+    heights = [patch.get_height() for patch in figure.axes[0].patches]
+    pieces = [at for at in zip(widths, heights, strict=True) if at == pytest.approx((0.38, 0.04))]
+    assert len(pieces) == 8
+    assert any("by context into rows: parts of each sequence" in text.get_text() for text in figure.axes[0].texts)
+    assert not any("parts of each" in text.get_text() for text in mesh_figure(shape_of(data=8)).axes[0].texts)
 
 
 def test_devices_in_letters_are_those_of_the_mesh():

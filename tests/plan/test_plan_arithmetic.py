@@ -292,6 +292,27 @@ def test_the_hosts_of_a_group(axes, expected):
     assert timing.devices_by_host(on_two_hosts(data=2, tensor=4), axes) == expected
 
 
+def test_in_an_all_to_all_each_device_sends_what_leaves_its_host_itself():
+    """Half of the peers in an all-to-all along both axes are on the other host, where a ring crosses over once."""
+    mesh, cluster = on_two_hosts(data=2, tensor=4), SimpleNamespace(platform="cuda", accelerator=H100)
+    link, network = H100.link_bytes_per_second, H100.network_bytes_per_second
+    found = [timing.exchange_bandwidth(mesh, cluster, axes) for axes in ("tensor", "data", "data+tensor")]
+    assert found == [link, network, pytest.approx(network * 7 / 4)]
+    assert timing.bandwidths(mesh, cluster, ["data+tensor"])["data+tensor"] > found[2]
+    both = [collective(kind, "data+tensor", 8, 1e9) for kind in ("all-to-all", "all-gather")]
+    seconds = timing.transfer_seconds(both, mesh, cluster, timing.Assumptions())
+    assert seconds["all-to-all.data+tensor"][1] == pytest.approx(1e9 / (0.8 * network * 7 / 4))
+    assert seconds["all-to-all.data+tensor"][1] > seconds["all-gather.data+tensor"][1]
+
+
+def test_on_a_torus_an_all_to_all_travels_a_quarter_of_its_ring():
+    mesh = on_two_hosts(data=2, context=8)
+    cluster = SimpleNamespace(platform="tpu", accelerator=next(one for one in hardware.ACCELERATORS if one.name == "v5e"))
+    ring = timing.bandwidths(mesh, cluster, ["data", "context"])
+    assert timing.exchange_bandwidth(mesh, cluster, "context") == pytest.approx(ring["context"] * 4 * 7 / 64)
+    assert timing.exchange_bandwidth(mesh, cluster, "data") == ring["data"]
+
+
 def collective(kind, axes, group_size, wire_bytes):
     return Collective(f"{kind}.{axes}", kind, axes, group_size, 1, 0.0, wire_bytes, False, False, "")
 
