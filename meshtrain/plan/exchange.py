@@ -4,7 +4,8 @@ n: devices along context, t: along tensor; N: query heads, G: key and value head
 dim, T: tokens a sequence, b: sequences of a microbatch on a device, a: bytes of a number.
 
     all-to-all   (n - 1) / n of (2 N + 2 G') / t x H x a x b T / n in one pass of a layer: queries, keys and values on
-                 the way in, heads on the way out. G' is G, or n t where there are less heads than devices. The backward
+                 the way in, heads on the way out. G' / t is the least common multiple of G / t and n:
+                 heads are repeated where n does not divide them. The backward
                  pass sends the same, and once more where it computes a layer's attention again
     all-gather   (n - 1) / n of 2 G / t x H x a x b T: keys and values. The backward pass scatters their gradients, and
                  gathers again where it computes a layer's attention again
@@ -12,6 +13,7 @@ dim, T: tokens a sequence, b: sequences of a microbatch on a device, a: bytes of
 Bytes of an all-to-all as Jacobs et al. 2023 count them.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +61,7 @@ def exchange_bytes(config: Config, shape: Mapping[str, int], units: float) -> fl
         return None
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     again = 0.0 if config.remat.policy == "none" else 1 / config.remat.every
-    one_head = (parts - 1) / parts * units * model.width_of_head * itemsize / shape["tensor"]
-    heads, kv_heads = model.num_heads, max(model.num_kv_heads, parts * shape["tensor"])
-    each = 2 * (heads + kv_heads) * (PASSES + again)
+    one_head = (parts - 1) / parts * units * model.width_of_head * itemsize
+    heads, kv_heads = (num // shape["tensor"] for num in (model.num_heads, model.num_kv_heads))
+    each = 2 * (heads + math.lcm(kv_heads, parts)) * (PASSES + again)
     return model.num_layers / shape[PIPELINE] * each * one_head
