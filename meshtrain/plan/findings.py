@@ -8,7 +8,7 @@ from meshtrain.config.attention import implementation
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.layout.axes import sequence_axes
 from meshtrain.layout.partition import num_parts
-from meshtrain.plan.collectives import Traffic, along
+from meshtrain.plan.collectives import EXCHANGING_AXIS, Traffic, along
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
 from meshtrain.plan.minimum import idle_share
@@ -156,6 +156,8 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
                 "look at the constraint in that line",
             )
         )
+    if axis == EXCHANGING_AXIS:
+        return found  # products before and after an exchange wait for it, however large microbatches are
     hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
     of_all = sent / max(1.0, sum(row.wire_bytes for row in rows))
     if sent > MATTERS_BYTES and of_all > MATTERS_SHARE and hidden < LITTLE_OVERLAP * sent:

@@ -10,6 +10,7 @@ from meshtrain.layout.mesh import describe
 from meshtrain.plan import collectives
 from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.planner import Plan
+from meshtrain.plan.sequences import longest
 from meshtrain.plan.timing import Timing, link_lines
 from meshtrain.words.tables import aligned, format_bytes
 
@@ -92,11 +93,19 @@ def _memory(plan: Plan) -> str:
             rows.append(("on the host", _bytes(stats.host_bytes), "by the compiler"))
     kept = f"of {_bytes(memory.device_bytes)}; the rest is left to runtime and allocator" if memory.device_bytes else ""
     rows.append(("capacity", _bytes(memory.capacity_bytes), kept))
+    if (tokens := longest(plan.compiled.assembly.config, memory)) and plan.compiled.attention != "xla":
+        rows.append(("longest sequence", f"{_two_digits(tokens):,}", "tokens that would fit, if temporaries grow as they do"))
     shown = aligned(rows, ("memory", "a device", ""), "<>")
     if not memory.buffers:
         return shown
     buffers = [(_bytes(buffer.num_bytes), buffer.shape, buffer.source or "-") for buffer in memory.buffers]
     return f"{shown}\n\n" + aligned(buffers, ("largest", "array", "made in"), ">")
+
+
+def _two_digits(number: int) -> int:
+    """Returns a number with its first two digits and zeros."""
+    unit = 10 ** max(0, len(str(number)) - 2)
+    return number // unit * unit
 
 
 def _communication(plan: Plan) -> str:
@@ -269,6 +278,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "activations_bytes": memory.activations_bytes,
             "batch_bytes": memory.batch_bytes,
             "unread": list(memory.unread),
+            "longest_tokens": longest(assembly.config, memory),
             "largest": [dataclasses.asdict(buffer) for buffer in memory.buffers],
         },
         "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.traffic],

@@ -55,3 +55,19 @@ def activations_dominate(held: Memory | None) -> bool:
     if held is None or held.capacity_bytes is None:
         return False
     return held.activations_bytes is None or held.activations_bytes > DOMINATES * held.capacity_bytes
+
+
+def longest(config: Config, held: Memory) -> int | None:
+    """Returns about how many tokens of a sequence fit the mesh of a step: a lower bound, if temporaries grow as T does.
+
+    Temporaries that do not grow, such as the head's gradient, are counted as if they did.
+
+    Args:
+      config: of the step, with long sequences; None is returned for others.
+      held: its memory; None is returned where the peak or the capacity is unknown.
+    """
+    if config.sequence_length < LONG_TOKENS or held.compiler is None or held.capacity_bytes is None:
+        return None
+    growing = held.compiler.temporary_bytes + held.uncertainty_bytes - held.gradients_bytes
+    room = held.capacity_bytes - held.compiler.arguments_bytes - held.gradients_bytes
+    return int(max(0, room) / growing * config.sequence_length)

@@ -213,6 +213,7 @@ def test_an_axis_that_has_to_send_nothing_and_does_is_a_finding():
 def test_unhidden_traffic_is_a_finding():
     (found,) = findings._traffic("fsdp", 1e9, None, [row("fsdp", 1e9, overlapped=0.1)])
     assert found.what.startswith("only 10%")
+    assert findings._traffic("context", 1e9, None, [row("context", 1e9, overlapped=0.1)]) == []
 
 
 def test_the_compilers_warnings_are_findings():

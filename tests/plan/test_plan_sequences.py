@@ -8,7 +8,9 @@ import pytest
 from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.layout.axes import AXES
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import candidates, changes, findings, guess, sequences
+from meshtrain.plan import candidates, changes, findings, guess, report, sequences
+from meshtrain.plan.memory import Memory
+from meshtrain.step.held import Statistics
 from tests.plan.test_plan_candidates import cluster_of, shapes
 
 GIB = 2**30
@@ -92,6 +94,18 @@ def test_advice_names_the_axis_where_activations_dominate(small):
         "mesh.fsdp=2, mesh.context=4, accumulation_steps=2"
     )
     assert findings._long_sequences(compiled, held(20 * GIB)) == []
+
+
+def test_the_longest_sequence_is_what_growing_temporaries_leave_room_for(small):
+    stats = Statistics(2 * GIB, 11 * GIB, 0, 0, 13 * GIB, 0)
+    memory = Memory(0, GIB, 0, 0, 0, stats, 0, 10 * GIB, None, 73 * GIB, GIB, (), (), fits=True)
+    config = small(sequence_length=131_072)
+    # 73 - 2 of arguments - 1 of gradients, over 11 + 1 of doubt - 1 of gradients
+    assert sequences.longest(config, memory) == int(70 / 11 * 131_072)
+    assert sequences.longest(small(sequence_length=8_192), memory) is None
+    assert sequences.longest(config, dataclasses.replace(memory, compiler=None)) is None
+    assert sequences.longest(config, dataclasses.replace(memory, capacity_bytes=None)) is None
+    assert report._two_digits(834_094) == 830_000
 
 
 def test_guesses_of_a_device_fall_with_its_part_of_a_sequence(small):
