@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.launch.hardware import usable_bytes
-from meshtrain.layout.axes import AXES, DATA, model_axes, partitioned_axes, sequence_axes
+from meshtrain.layout.axes import AXES, CONTEXT, DATA, model_axes, partitioned_axes
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
 from meshtrain.layout.zero import MAX_LEVEL
@@ -100,8 +100,8 @@ def meshes(num_devices: int, parts: Sequence[int] = (1,)) -> Iterator[dict[str, 
       parts: the sizes of the axis that splits sequences.
     """
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    outer = AXES[0]
-    choices = {axis: parts if axis in sequence_axes() else divisors for axis in AXES if axis != outer}
+    outer, *others = AXES
+    choices = {axis: parts if axis == CONTEXT else divisors for axis in others}
     for inner in itertools.product(*choices.values()):
         product = math.prod(inner)
         if num_devices % product == 0:

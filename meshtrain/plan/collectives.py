@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshtrain.launch.links import wire_share
+from meshtrain.layout.axes import CONTEXT
 from meshtrain.plan.flops import is_product
 from meshtrain.plan.groups import axes_of, axes_of_pairs, replica_groups
 from meshtrain.plan.hlo import CALLED, Instruction, Program
@@ -21,7 +22,6 @@ from meshtrain.plan.shapes import num_bytes, parts
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
          "collective-broadcast")  # fmt: skip
-EXCHANGING_AXIS = "context"
 CHAIN = re.compile(r'chain_id="(\d+)"')
 CHANNEL = re.compile(r"channel_id=(\d+)")
 SCATTER = re.compile(r"^all-reduce-scatter")
@@ -229,7 +229,7 @@ def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
     """
     joined = set(axes.split("+"))
     return [
-        row for row in rows if row.axis == axes or (set(row.axis.split("+")) <= joined and row.axis != EXCHANGING_AXIS)
+        row for row in rows if row.axis == axes or (set(row.axis.split("+")) <= joined and row.axis != CONTEXT)
     ]
 
 

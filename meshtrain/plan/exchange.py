@@ -4,9 +4,9 @@ n: devices along context, t: along tensor; N: query heads, G: key and value head
 dim, T: tokens a sequence, b: sequences of a microbatch on a device, a: bytes of a number.
 
     all-to-all   (n - 1) / n of (2 N + 2 G') / t x H x a x b T / n in one pass of a layer: queries, keys and values on
-                 the way in, heads on the way out. G' / t is the least common multiple of G / t and n:
-                 heads are repeated where n does not divide them. The backward
-                 pass sends the same, and once more where it computes a layer's attention again
+                 the way in, heads on the way out. G' / t is the least common multiple of G / t and n: heads are repeated
+                 where n does not divide them. The backward pass sends the same, and repeats that of the forward pass
+                 unless `remat.policy` is none
     all-gather   (n - 1) / n of 2 G / t x H x a x b T: keys and values. The backward pass scatters their gradients, and
                  gathers again where it computes a layer's attention again
 
@@ -20,8 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import PIPELINE, sequence_axes
-from meshtrain.layout.partition import num_parts
+from meshtrain.layout.axes import CONTEXT, PIPELINE
 from meshtrain.layout.rules import Rules
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.entry import Entry
@@ -53,7 +52,7 @@ def exchange_bytes(config: Config, shape: Mapping[str, int], units: float) -> fl
     Returns:
       Bytes; 0 where sequences are whole, None for tasks other than the decoder.
     """
-    parts = num_parts(sequence_axes(), shape)
+    parts = shape[CONTEXT]
     if parts == 1:
         return 0.0
     model = config.model

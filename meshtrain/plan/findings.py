@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.config.attention import implementation
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
-from meshtrain.layout.axes import sequence_axes
-from meshtrain.layout.partition import num_parts
-from meshtrain.plan.collectives import EXCHANGING_AXIS, Traffic, along
+from meshtrain.layout.axes import CONTEXT
+from meshtrain.plan.collectives import Traffic, along
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
 from meshtrain.plan.minimum import idle_share
@@ -113,7 +112,7 @@ def _long_sequences(compiled: Compiled, memory: Memory) -> list[Finding]:
     change = in_more_parts(config, shape) if activations_dominate(memory) else {}
     if not change or memory.activations_bytes is None or memory.capacity_bytes is None:
         return []
-    tokens = config.sequence_length // num_parts(sequence_axes(), shape)
+    tokens = config.sequence_length // shape[CONTEXT]
     taken, room = format_bytes(memory.activations_bytes), format_bytes(memory.capacity_bytes)
     return [
         Finding(
@@ -156,7 +155,7 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
                 "look at the constraint in that line",
             )
         )
-    if axis == EXCHANGING_AXIS:
+    if axis == CONTEXT:
         return found  # products before and after an exchange wait for it, however large microbatches are
     hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
     of_all = sent / max(1.0, sum(row.wire_bytes for row in rows))

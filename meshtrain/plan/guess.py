@@ -18,7 +18,7 @@ from meshtrain.config.config import Config, num_microbatches
 from meshtrain.config.tasks import abstract_task
 from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
 from meshtrain.layout import fit
-from meshtrain.layout.axes import DATA, sequence_axes, storage_axes
+from meshtrain.layout.axes import CONTEXT, DATA, storage_axes
 from meshtrain.layout.partition import is_names, num_parts
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.rules import default_rules
@@ -209,7 +209,7 @@ def _sending_seconds(
     storing = num_parts(storage_axes(), shape)
     neighbours = max(1, min(storing, devices_each // shape["tensor"]))
     storing_speed = link if neighbours == storing else min(link, network * neighbours)
-    inside = num_parts(sequence_axes(), shape) * shape["tensor"] <= devices_each
+    inside = shape[CONTEXT] * shape["tensor"] <= devices_each
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts, task = num_microbatches(config, shape), weights.task
     of_stage = weights.num_parameters / (shape["tensor"] * shape["pipeline"])
@@ -221,7 +221,7 @@ def _sending_seconds(
     chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1
     seconds = {
         STORED: GATHERS_AND_SCATTER * itemsize * of_stage * parts / storing_speed if storing > 1 else 0.0,
-        "context": (exchange_bytes(config, shape, units) or 0.0) / (link if inside else network),
+        CONTEXT: (exchange_bytes(config, shape, units) or 0.0) / (link if inside else network),
         "tensor": 2 * REDUCTIONS_A_LAYER * activation * task.num_layers / shape["pipeline"] / link,
         DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / storing / network,
         "pipeline": 2 * activation * chunks / network,

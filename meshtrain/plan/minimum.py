@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
-from meshtrain.layout.axes import AXES, DATA, PIPELINE, sequence_axes
+from meshtrain.layout.axes import AXES, CONTEXT, DATA, PIPELINE
 from meshtrain.layout.groups import Groups
 from meshtrain.layout.partition import STACKED, Names, num_parts
 from meshtrain.layout.placement import axes_in
@@ -203,7 +203,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
         if storing and axis == storing[0]:
             each = size.gather_bytes + SCATTERS * size.scatter_bytes
             least["+".join(storing)] = size.num_microbatches * each + replicated
-        if axis in sequence_axes():
+        if axis == CONTEXT:
             # Weights and the exchange are one entry where no other axis stores weights.
             weights = least[axis] if axis in least else 0.0
             if size.exchange_bytes is None:
@@ -244,10 +244,10 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     stores = [axis for axis in storing if assembly.mesh.shape[axis] > 1]
     found: dict[str, float] = {}
     for axis, least in wire_bytes_minimum(assembly).items():
-        exchanged = (size.exchange_bytes or 0.0) if axis in sequence_axes() else 0.0
+        exchanged = (size.exchange_bytes or 0.0) if axis == CONTEXT else 0.0
         if axis == TENSOR:
             by_others = least * LOOKUP_AND_HEAD / (reductions + LOOKUP_AND_HEAD)
-        elif axis in sequence_axes() and len(stores) > 1:
+        elif axis == CONTEXT and len(stores) > 1:
             by_others = 0.0
         elif set(axis.split("+")) & set(storing):
             by_others = least - size.num_microbatches * (of_weights * itemsize + exchanged)

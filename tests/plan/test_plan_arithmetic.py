@@ -27,7 +27,7 @@ H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
 
 
 def assembled(config):
-    shape = {axis: getattr(config.mesh, axis) for axis in ("data", "pipeline", "fsdp", "tensor")}
+    shape = {axis: getattr(config.mesh, axis) for axis in AXES}
     return assemble(config, shape, topology.open_cluster("cpu:8").devices)
 
 
