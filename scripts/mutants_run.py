@@ -23,6 +23,7 @@ from typing import Any
 
 from scripts.mutant import Mutant
 from scripts.mutants_around import AROUND
+from scripts.mutants_context import CONTEXT
 from scripts.mutants_experts import EXPERTS
 from scripts.mutants_files import FILES
 from scripts.mutants_hf import HF
@@ -33,7 +34,7 @@ from scripts.mutants_probe import PROBE
 from scripts.mutants_step import STEP
 
 ROOT = pathlib.Path(__file__).parents[1]
-MUTANTS = (*MODELS, *OPTIM, *STEP, *FILES, *AROUND, *PLAN, *PROBE, *HF, *EXPERTS)
+MUTANTS = (*MODELS, *OPTIM, *STEP, *FILES, *AROUND, *PLAN, *PROBE, *HF, *EXPERTS, *CONTEXT)
 ROOMS = (
     "words",
     "config",

@@ -12,7 +12,7 @@ from tests.plan.conftest import planned
 
 pytestmark = pytest.mark.gpu_compiler
 
-MODEL = dataclasses.replace(small().model, embed_dim=256, mlp_dim=512, head_dim=64, num_kv_heads=2, vocab_size=1024)
+MODEL = dataclasses.replace(small().model, embed_dim=256, mlp_dim=512, head_dim=64, num_kv_heads=2)
 
 
 def split(sequence_length):
@@ -43,4 +43,4 @@ def test_the_exchange_sends_what_the_formula_says_and_weights_cross_both_axes_to
 
 def test_temporaries_grow_as_sequences_do():
     short, long = (split(tokens).memory.compiler.temporary_bytes for tokens in (8192, 32_768))
-    assert 3 < long / short <= 4.1
+    assert 2 < long / short <= 4.1  # 16 where something is kept for each pair of tokens
