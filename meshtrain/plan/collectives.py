@@ -228,9 +228,7 @@ def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
     all axes that store them together.
     """
     joined = set(axes.split("+"))
-    return [
-        row for row in rows if row.axis == axes or (set(row.axis.split("+")) <= joined and row.axis != CONTEXT)
-    ]
+    return [row for row in rows if row.axis == axes or (set(row.axis.split("+")) <= joined and row.axis != CONTEXT)]
 
 
 def sent_along(rows: Iterable[Traffic], axes: str) -> float:

@@ -94,7 +94,9 @@ def _memory(plan: Plan) -> str:
     kept = f"of {_bytes(memory.device_bytes)}; the rest is left to runtime and allocator" if memory.device_bytes else ""
     rows.append(("capacity", _bytes(memory.capacity_bytes), kept))
     if (tokens := longest(plan.compiled.assembly.config, memory)) and plan.compiled.attention != "xla":
-        rows.append(("longest sequence", f"{_two_digits(tokens):,}", "tokens that would fit, if temporaries grow as they do"))
+        rows.append(
+            ("longest sequence", f"{_two_digits(tokens):,}", "tokens that would fit, if temporaries grow as they do")
+        )
     shown = aligned(rows, ("memory", "a device", ""), "<>")
     if not memory.buffers:
         return shown

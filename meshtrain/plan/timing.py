@@ -2,9 +2,10 @@
 
 Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak that
 the card and their shape decide (`products.py`), everything else at the speed of memory, transfers at the speed of the
-slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A transfer overlaps the operations after its start, and its done waits for it.
-The program computes on a pipeline's idle rows too, so the bubble is in the time. The interval is two more walks: one
-with faster products and every asynchronous transfer hidden, one with slower products and no transfer hidden.
+slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A transfer overlaps
+the operations after its start, and its done waits for it. The program computes on a pipeline's idle rows too, so the
+bubble is in the time. The interval is two more walks: one with faster products and every asynchronous transfer hidden,
+one with slower products and no transfer hidden.
 """
 
 import dataclasses

@@ -308,7 +308,9 @@ def test_in_an_all_to_all_each_device_sends_what_leaves_its_host_itself():
 
 def test_on_a_torus_an_all_to_all_travels_a_quarter_of_its_ring():
     mesh = on_two_hosts(data=2, context=8)
-    cluster = SimpleNamespace(platform="tpu", accelerator=next(one for one in hardware.ACCELERATORS if one.name == "v5e"))
+    cluster = SimpleNamespace(
+        platform="tpu", accelerator=next(one for one in hardware.ACCELERATORS if one.name == "v5e")
+    )
     ring = timing.bandwidths(mesh, cluster, ["data", "context"])
     assert timing.exchange_bandwidth(mesh, cluster, "context") == pytest.approx(ring["context"] * 4 * 7 / 64)
     assert timing.exchange_bandwidth(mesh, cluster, "data") == ring["data"]

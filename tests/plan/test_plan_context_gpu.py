@@ -1,4 +1,4 @@
-"""Long sequences split over devices, by the compiler of GPUs that are not there: bytes, memory and time of the exchange."""
+"""Long sequences split over devices, by the compiler of GPUs that are not there: what they send and hold."""
 
 import dataclasses
 

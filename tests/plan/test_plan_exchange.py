@@ -79,7 +79,8 @@ def test_without_fsdp_both_are_one_entry(small):
 
 def test_activations_that_tensor_and_pipeline_send_are_parts_of_sequences(small):
     whole, parts = (
-        minimum.wire_bytes_minimum(assembled(small(), tensor=2, pipeline=2, **{axis: 2})) for axis in ("fsdp", "context")
+        minimum.wire_bytes_minimum(assembled(small(), tensor=2, pipeline=2, **{axis: 2}))
+        for axis in ("fsdp", "context")
     )
     assert (whole["tensor"], whole["pipeline"]) == (parts["tensor"], parts["pipeline"])
 

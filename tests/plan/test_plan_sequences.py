@@ -109,7 +109,7 @@ def test_the_longest_sequence_is_what_growing_temporaries_leave_room_for(small):
 
 
 def test_guesses_of_a_device_fall_with_its_part_of_a_sequence(small):
-    """Twice the parts on half as many shards of the batch, in twice the microbatches: the same weights, half the rest."""
+    """Twice the parts, half as many shards of the batch, twice the microbatches: the same weights, half the rest."""
     model = dataclasses.replace(small().model, vocab_size=128)
     config = small(sequence_length=65_536, model=model, accumulation_steps=1, batch_size=8)
     weights = guess.weights_of(config)
