@@ -5,8 +5,8 @@ H: head dim, T: tokens a sequence, b: sequences of a microbatch on a device, a: 
 
     all-to-all   (n - 1) / n of (2 N + 2 G') / t x H x a x b T / n in one pass of a layer: queries, keys and values on
                  the way in, heads on the way out. G' / t is the least common multiple of G / t and n: heads are
-                 repeated where n does not divide them. The backward pass sends the same, and repeats that of the forward pass
-                 unless `remat.policy` is none
+                 repeated where n does not divide them. The backward pass sends the same, and repeats that of the
+                 forward pass unless `remat.policy` is none
     all-gather   (n - 1) / n of 2 G / t x H x a x b T: keys and values. The backward pass scatters their gradients, and
                  gathers again where it computes a layer's attention again
 
