@@ -13,7 +13,7 @@ import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config import effects
-from meshtrain.config.attention import implementation
+from meshtrain.config.attention import exchanged, implementation
 from meshtrain.config.config import check, parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
@@ -72,9 +72,16 @@ def batch_text(assembly: Assembly) -> str:
 
 
 def attention_text(assembly: Assembly) -> list[str]:
-    """Returns one line with the implementation of attention and why it is that one; none if the task is no decoder."""
-    found = implementation(assembly.config, assembly.mesh.devices.flat[0].platform)
-    return [] if found is None else [f"attention    {found[0]}: {found[1]}"]
+    """Returns the lines on attention: its implementation and why it is that one, and what devices exchange for it.
+
+    Tasks other than the decoder have none on the implementation.
+    """
+    shape = dict(assembly.mesh.shape)
+    found = implementation(assembly.config, assembly.mesh.devices.flat[0].platform, shape)
+    return [
+        *([] if found is None else [f"attention    {found[0]}: {found[1]}"]),
+        *(f"exchange     {text}" for text in exchanged(assembly.config, shape)),
+    ]
 
 
 def trained_text(assembly: Assembly) -> list[str]:

@@ -14,6 +14,7 @@ import ml_collections
 
 from meshtrain import loop
 from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
+from meshtrain.config.attention import exchanged
 from meshtrain.config.config import Config, check, resolve
 from meshtrain.config.tasks import MakeTask, abstract_task
 from meshtrain.data.corpus import Corpus
@@ -108,7 +109,7 @@ def train(
             say(corpus.summary)
         with show("mesh") as say:
             assembly = assemble(config, shape, devices, make_task, rules)
-            say("; ".join([describe(assembly.mesh, peers.num_machines()), *notes]))
+            say("; ".join([describe(assembly.mesh, peers.num_machines()), *exchanged(config, shape), *notes]))
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)
         with workdir.locked(run), saving.checkpoints_of(assembly, run) as checkpoints:

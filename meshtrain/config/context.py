@@ -4,8 +4,15 @@ from collections.abc import Mapping
 
 from meshtrain.config.fields import Config
 from meshtrain.layout.axes import CONTEXT
+from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.exchange import has_heads
+from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import Task, entries
+from meshtrain.words.numbers import nearest_divisor
+
+TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations of attention that take a part of the queries with all keys
 
 
 def problems(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -24,4 +31,22 @@ def problems(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, 
             f"mesh.{CONTEXT}: got {size}, and no entry of this task's batch has a dim 'sequence'; allowed: 1; "
             f"nearest: mesh.{CONTEXT}=1"
         )
-    return found
+    return found + _kernels(config, rules, mesh_shape)
+
+
+def _kernels(config: Config, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line where keys and values are gathered, and the kernel that was asked for does not take them."""
+    model = config.model
+    if not isinstance(model, DecoderOptions | Seq2SeqOptions) or model.attention in TAKE_PARTS:
+        return []
+    axes = [axis for rule in ("sequence", "heads") for axis in rules.activations[rule] if mesh_shape[axis] > 1]
+    num_shards = num_parts(axes, mesh_shape)
+    if has_heads(model.num_heads, num_shards):
+        return []
+    over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
+    fits = nearest_divisor(model.num_heads // (num_shards // mesh_shape[CONTEXT]), mesh_shape[CONTEXT])
+    return [
+        f"model.attention: got {model.attention} with model.num_heads = {model.num_heads}, no multiple of "
+        f"{num_shards} = {over}, so that keys are gathered for parts of the queries; allowed: {', '.join(TAKE_PARTS)}; "
+        f"nearest: model.attention=auto, or mesh.{CONTEXT}={fits}"
+    ]

@@ -52,6 +52,8 @@ class Slots(NamedTuple):
 # that it was given, [b, S, G, H]. With the collection CACHE, [b, C, G, H], a token attends to the tokens before it.
 NEW, CACHE = "new", "cache"
 
+QUERIES = ("batch", "sequence", "heads", "head_dim")
+
 # The documents of the queries [b, T] and of the keys [b, S]; None: one document.
 Segments = tuple[jax.Array, jax.Array] | None
 
@@ -128,14 +130,14 @@ class Attention(nn.Module):
             window = self.window if self.window < lengths[1] else 0
             case = Case(
                 self.head_dim, lengths, self.dtype, self.placement.platform, masked, window, self.cap > 0,
-                memory is not None,
+                memory is not None, self._gathers_keys(q),
             )  # fmt: skip
             how, _ = chosen(self.implementation, case)
         segments = None if documents is None or of_keys is None else (documents, of_keys)
         if slots is not None:
             segments = (jnp.ones_like(slots.filled[:, :1]), slots.filled)
         heads = self._attend(q, k, v, segments, self.causal and slots is None, how, is_global)
-        heads = self.placement.activation(heads, ("batch", "sequence", "heads", "head_dim"))
+        heads = self.placement.activation(heads, QUERIES)
         # Policies save the results of these, of cuDNN's kernel outside of branches: a name would save an array twice.
         is_saved = how in ("splash", "triton", "blockwise") or (how == "cudnn" and is_global is None)
         heads = heads if is_saved else checkpoint_name(heads, HEADS)
@@ -185,17 +187,25 @@ class Attention(nn.Module):
         window = self.window if causal and self.window < k.shape[1] else 0
         local, everywhere = (self._kernel(how, causal, size) for size in (window, 0))
 
-        def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, is_global: jax.Array | None) -> jax.Array:
+        def run(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            segments: Segments,
+            is_global: jax.Array | None,
+            **place: jax.Array,
+        ) -> jax.Array:
             # The branches have no collectives: stages of a pipeline may take different ones.
             if is_global is None or not window:
-                return local(q, k, v, segments)
+                return local(q, k, v, segments, **place)
             if how == "xla":
                 here = jnp.where(is_global, k.shape[1], window)
-                return self._kernel(how, causal, here)(q, k, v, segments)
-            heads: jax.Array = jax.lax.cond(is_global, everywhere, local, q, k, v, segments)
+                return self._kernel(how, causal, here)(q, k, v, segments, **place)
+            branches = [functools.partial(branch, **place) for branch in (everywhere, local)]
+            heads: jax.Array = jax.lax.cond(is_global, *branches, q, k, v, segments)
             return heads
 
-        queries = self.placement.activation_spec(q.shape, ("batch", "sequence", "heads", "head_dim"))
+        queries = self.placement.activation_spec(q.shape, QUERIES)
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
         _, parts, *_ = axes_of_dims(queries, q.ndim)
         if how == "xla" and not parts:
@@ -207,10 +217,19 @@ class Attention(nn.Module):
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
         whole = None if is_global is None else PartitionSpec()
         in_specs = (queries, keys, keys, tuple(tokens) if segments else None, whole)
-        on_device = exchange.by_heads(run, parts) if parts else run
+        on_device: Any = run
+        if parts:
+            on_device = (
+                exchange.by_keys(run, parts, causal=causal) if self._gathers_keys(q) else exchange.by_heads(run, parts)
+            )
         on_shards = self.placement.on_shards(on_device, in_specs, queries, is_opaque=True)
         heads: jax.Array = on_shards(q, k, v, segments, is_global)
         return heads
+
+    def _gathers_keys(self, q: jax.Array) -> bool:
+        """Returns whether sequences are split over devices, and with q [b, T, N, H] there is no head for each."""
+        _, parts, of_heads, _ = axes_of_dims(self.placement.activation_spec(q.shape, QUERIES), q.ndim)
+        return bool(parts) and not exchange.has_heads(q.shape[2], self.placement.size((*parts, *of_heads)))
 
     def _kernel(self, how: str, causal: bool, window: int | jax.Array) -> Any:
         """Returns an implementation as a function of q, k, v and documents."""
@@ -255,6 +274,7 @@ def _by_jax(
     window: int | jax.Array,
     scale: float | None,
     cap: float,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     dtype = q.dtype
     if how == "xla" and dtype == jnp.float16:
@@ -262,7 +282,11 @@ def _by_jax(
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     mask = same_document(*segments) if segments is not None else None
     local = None
-    if isinstance(window, int) and mask is None and not cap:
+    if first is not None:
+        after = first + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+        seen = (after >= 0) & (after < window) if isinstance(window, jax.Array) or window else after >= 0
+        mask, causal = seen[None, None] if mask is None else mask & seen, False
+    elif isinstance(window, int) and mask is None and not cap:
         local = (window - 1, 0) if window else None
     elif isinstance(window, jax.Array) or window:
         # cuDNN's kernel takes a window or a mask. It needs `is_causal` with both: its window has no end.

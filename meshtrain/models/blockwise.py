@@ -48,6 +48,8 @@ class Blocks:
       scale: what products of queries and keys are multiplied by.
       cap: scores become cap tanh(score / cap); 0: they stay.
       name: of the residuals for `jax.checkpoint` policies.
+      is_part: whether the queries are a part of the sequence whose place is known on the device only. Then all pairs of
+        blocks are computed.
     """
 
     num_queries: int
@@ -59,17 +61,18 @@ class Blocks:
     scale: float
     cap: float
     name: str
+    is_part: bool = False
 
     def first(self, i: Any) -> Any:
         """Returns the first block of keys that the block `i` of queries reads; `i` is a number or a traced one."""
-        if not self.window:
+        if not self.window or self.is_part:
             return 0 * i
         largest = max if isinstance(i, int) else jnp.maximum
         return largest(0, (i * self.queries - self.window + 1) // self.keys)
 
     def last(self, i: Any) -> Any:
         """Returns the last block of keys that the block `i` of queries reads, likewise."""
-        if not self.causal:
+        if not self.causal or self.is_part:
             return 0 * i + self.num_keys - 1
         return ((i + 1) * self.queries - 1) // self.keys
 
@@ -91,6 +94,7 @@ def attend(
     scale: float | None = None,
     cap: float = 0.0,
     largest_block: int = LARGEST_BLOCK,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """Returns heads [b, T, N, H]; scores, softmax and sums are float32.
 
@@ -109,9 +113,11 @@ def attend(
       scale: what products of queries and keys are multiplied by; None: H^-0.5.
       cap: scores become cap tanh(score / cap); 0: they stay.
       largest_block: tokens of a block at most.
+      first: int32 scalar, the place of the first query among the keys, where the queries are a part of the sequence;
+        None: queries and keys are those of the same tokens, or not causal.
     """
     (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
-    assert not causal or length == num_tokens, "a causal query and its key have the same place"
+    assert not causal or length == num_tokens or first is not None, "a causal query and its key have the same place"
     assert causal or not window, "a window is counted back from the query"
     if dtype == jnp.float16:
         # Only GPUs have a product of float16 with a float32 result.
@@ -125,8 +131,8 @@ def attend(
     q = q.reshape(num_sequences, length, num_groups, num_heads // num_groups, head_dim)
     q, k, v = _longer(q, num_queries * queries, 0), _longer(k, num_keys * keys, 0), _longer(v, num_keys * keys, 0)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    blocks = Blocks(num_queries, num_keys, queries, keys, causal, window, scale, cap, name)
-    heads: jax.Array = _attend(blocks, q, k, v, documents)
+    blocks = Blocks(num_queries, num_keys, queries, keys, causal, window, scale, cap, name, first is not None)
+    heads: jax.Array = _attend(blocks, q, k, v, documents, first)
     return heads[:, :length].reshape(num_sequences, length, num_heads, head_dim).astype(dtype)
 
 
@@ -144,14 +150,16 @@ def _longer(x: jax.Array, length: int, filler: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents) -> jax.Array:
+def _attend(
+    blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, first: jax.Array | None
+) -> jax.Array:
     """Returns heads [b, T, G, R, H] for q [b, T, G, R, H], k and v [b, S, G, H], all in whole blocks."""
-    return _named(blocks, blockwise_forward(blocks, q, k, v, documents))[0]
+    return _named(blocks, blockwise_forward(blocks, q, k, v, documents, first))[0]
 
 
-def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents) -> tuple[jax.Array, Any]:
-    heads, log_sums = _named(blocks, blockwise_forward(blocks, q, k, v, documents))
-    return heads, (q, k, v, documents, heads, log_sums)
+def _forward(blocks: Blocks, *given: Any) -> tuple[jax.Array, Any]:
+    heads, log_sums = _named(blocks, blockwise_forward(blocks, *given))
+    return heads, (*given, heads, log_sums)
 
 
 def _named(blocks: Blocks, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -159,8 +167,10 @@ def _named(blocks: Blocks, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
     return heads, log_sums
 
 
-def _backward(blocks: Blocks, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    return (*blockwise_backward(blocks, *residuals, cotangent), None)
+def _backward(
+    blocks: Blocks, residuals: Any, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    return (*blockwise_backward(blocks, *residuals, cotangent), None, None)
 
 
 _attend.defvjp(_forward, _backward)
@@ -168,7 +178,7 @@ _attend.defvjp(_forward, _backward)
 
 @functools.partial(jax.jit, static_argnums=0)
 def blockwise_forward(
-    blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents
+    blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns heads [b, T, G, R, H] and the logarithms of the softmax's sums, float32 [b, G, T, R].
 
@@ -178,11 +188,12 @@ def blockwise_forward(
       k: [b, S, G, H].
       v: as `k`.
       documents: see `attend`.
+      first: see `attend`.
     """
 
     def add(carry: Any, nothing: None) -> tuple[Any, None]:
         (i, j), (sums, most, total) = carry
-        scores, _, visible = _scores(blocks, q, k, documents, i, j)
+        scores, _, visible = _scores(blocks, q, k, documents, first, i, j)
         most_before, total_before = _cut(most, i, blocks.queries, 2), _cut(total, i, blocks.queries, 2)
         most_now = jnp.maximum(most_before, jnp.max(scores, axis=-1))
         shrink = jnp.exp(most_before - most_now)
@@ -210,6 +221,7 @@ def blockwise_backward(
     k: jax.Array,
     v: jax.Array,
     documents: Documents,
+    first: jax.Array | None,
     heads: jax.Array,
     log_sums: jax.Array,
     cotangent: jax.Array,
@@ -222,6 +234,7 @@ def blockwise_backward(
       k: [b, S, G, H].
       v: as `k`.
       documents: see `attend`.
+      first: see `attend`.
       heads: [b, T, G, R, H].
       log_sums: float32 [b, G, T, R].
       cotangent: of the heads.
@@ -231,7 +244,7 @@ def blockwise_backward(
 
     def add(carry: Any, nothing: None) -> tuple[Any, None]:
         (i, j), (dq, dk, dv) = carry
-        scores, slope, visible = _scores(blocks, q, k, documents, i, j)
+        scores, slope, visible = _scores(blocks, q, k, documents, first, i, j)
         weights = _where(visible, jnp.exp(scores - _cut(log_sums, i, blocks.queries, 2)[..., None]))
         of_heads = _cut(cotangent, i, blocks.queries)
         of_weights = _product(of_heads, _cut(v, j, blocks.keys), OF_SCORES)
@@ -262,7 +275,13 @@ def _next(blocks: Blocks, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _scores(
-    blocks: Blocks, q: jax.Array, k: jax.Array, documents: Documents, i: jax.Array, j: jax.Array
+    blocks: Blocks,
+    q: jax.Array,
+    k: jax.Array,
+    documents: Documents,
+    first: jax.Array | None,
+    i: jax.Array,
+    j: jax.Array,
 ) -> tuple[jax.Array, jax.Array | float, jax.Array | None]:
     """Returns scores float32 [b, G, t, R, s], their derivative by the product of query and key, and what is visible.
 
@@ -275,7 +294,7 @@ def _scores(
         scores, slope = blocks.cap * bounded, blocks.scale * (1 - bounded**2)
     visible: jax.Array | None = None
     if blocks.causal:
-        of_queries = i * blocks.queries + jnp.arange(blocks.queries)
+        of_queries = i * blocks.queries + jnp.arange(blocks.queries) + (0 if first is None else first)
         distance = of_queries[:, None] - (j * blocks.keys + jnp.arange(blocks.keys))
         visible = (distance >= 0) & (distance < blocks.window) if blocks.window else distance >= 0
         visible = visible[None, None, :, None]

@@ -1,11 +1,14 @@
-"""Attention where mesh axes split each sequence: the devices of a sequence exchange parts before it and after it.
+"""Attention where mesh axes split each sequence: the devices of a sequence exchange what others need.
 
-    before     q [b, T / n, N, H]   a device has some tokens of all heads
-    during     q [b, T, N / n, H]   and all tokens of some heads: any implementation of attention computes them
-    after      heads as q was before
+    outside      q [b, T / n, N, H]   a device has some tokens of all heads
+    by heads     q [b, T, N / n, H]   all tokens of some heads, k and v as well; any implementation of attention does
+    by keys      q [b, T / n, N, H]   its own queries, k and v [b, S, G, H] of all tokens
 
-The first exchange and the last are all-to-alls (DeepSpeed-Ulysses, Jacobs et al. 2023). Tokens stay in their order, so
-masks, windows and documents are those of the whole sequence.
+The exchange by heads is an all-to-all before attention and one after it (DeepSpeed-Ulysses, Jacobs et al. 2023). It
+needs a head for each device. With fewer heads keys and values are gathered instead, and their gradients are
+reduce-scattered. Then a device multiplies its queries with all keys, those after them too: the last part of the
+sequence sees all keys, and the others would wait for it. Tokens stay in their order, so masks, windows and documents
+are those of the whole sequence.
 
 b: sequences in a microbatch, T: tokens a sequence, S: tokens of the memory (T in self-attention), n: parts of a
 sequence, N: query heads, G: key and value heads, H: head dim; heads are those of one shard of the tensor axis.
@@ -42,6 +45,35 @@ def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
         return whole
 
     return exchanged
+
+
+def by_keys(attend: Attend, axes: tuple[str, ...], *, causal: bool) -> Attend:
+    """Returns attention of one device's part of each sequence, for `jax.shard_map`: keys and values are gathered.
+
+    Args:
+      attend: of a part of the queries with all keys; where it is causal it takes `first`, the place of the first query.
+      axes: the mesh axes that split sequences.
+      causal: whether a query attends to the keys up to its own place only.
+    """
+
+    def exchanged(q: jax.Array, k: jax.Array, v: jax.Array, documents: Any, *others: Any) -> jax.Array:
+        k, v = (_gathered(x, axes) for x in (k, v))
+        if documents is not None:
+            documents = (documents[0], _gathered(documents[1], axes))
+        place = {"first": jax.lax.axis_index(axes) * q.shape[1]} if causal else {}
+        return attend(q, k, v, documents, *others, **place)
+
+    return exchanged
+
+
+def has_heads(num_heads: int, num_shards: int) -> bool:
+    """Returns whether attention is exchanged by heads.
+
+    Args:
+      num_heads: query heads of the whole model.
+      num_shards: devices that compute one sequence, along the axes that split its tokens and its heads.
+    """
+    return num_heads % num_shards == 0
 
 
 def _repeated(x: jax.Array, num_heads: int) -> jax.Array:

@@ -26,6 +26,7 @@ class Case(NamedTuple):
       window: how many keys a causal query attends to; 0: all before it.
       caps_scores: whether scores become cap tanh(score / cap).
       has_memory: whether keys and values are those of another sequence.
+      gathers_keys: whether a device has a part of the queries and all keys (`exchange.py`).
     """
 
     head_dim: int
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     window: int = 0
     caps_scores: bool = False
     has_memory: bool = False
+    gathers_keys: bool = False
 
 
 def chosen(asked: str, case: Case) -> tuple[str, str]:
@@ -52,12 +54,14 @@ def chosen(asked: str, case: Case) -> tuple[str, str]:
     if asked != "auto":
         return asked, f"model.attention={asked}"
     why = f"there is no kernel for {case.platform}"
-    if case.platform == "tpu":
+    if case.gathers_keys:
+        why = "no kernel takes a part of the queries with all keys"
+    elif case.platform == "tpu":
         # A multiple of splash's blocks exactly where both lengths are.
         if splash.fits(case.head_dim, math.gcd(*case.lengths), case.dtype):
             return "splash", "JAX's kernel for TPUs takes it"
         why = "JAX's kernel takes bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
-    if case.platform in GPU:
+    elif case.platform in GPU:
         refused = _refused_by_cudnn(case)
         if not refused:
             return "cudnn", "cuDNN's kernel takes it"

@@ -180,7 +180,7 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
         ]
     if compiled.attention == "splash" and cluster.platform != "tpu":
         return [Finding("attention is a TPU's kernel, which is interpreted here, slowly", "model.attention=auto")]
-    chosen = implementation(config, cluster.platform)
+    chosen = implementation(config, cluster.platform, dict(compiled.assembly.mesh.shape))
     if cluster.platform == "cpu" or chosen is None:
         return []  # other tasks have no options of attention to advise on
     if compiled.attention == "xla" and config.sequence_length >= 2048:

@@ -1,8 +1,13 @@
 """What does not go with sequences that are split over devices."""
 
+import dataclasses
+
 import pytest
 
-from meshtrain.config.config import resolve
+from meshtrain.config.attention import exchanged
+from meshtrain.config.config import Config, resolve
+from meshtrain.layout.axes import AXES
+from meshtrain.models.decoder import DecoderOptions
 from meshtrain.words.errors import UserError
 
 CASES = {
@@ -45,3 +50,38 @@ def test_contradictions_are_one_line_before_compiling(overrides, line):
     with pytest.raises(UserError) as caught:
         resolve({}, overrides)
     assert caught.value.problems == (line,)
+
+
+def test_a_kernel_that_takes_no_parts_is_refused_where_keys_are_gathered():
+    given = {"mesh.context": "8", "model.num_heads": "4", "precision.policy": "bfloat16", "model.attention": "cudnn"}
+    with pytest.raises(UserError) as caught:
+        resolve({}, given)
+    assert caught.value.problems == (
+        "model.attention: got cudnn with model.num_heads = 4, no multiple of 8 = mesh.context = 8, so that keys are "
+        "gathered for parts of the queries; allowed: auto, xla, blockwise; nearest: model.attention=auto, or "
+        "mesh.context=4",
+    )
+    assert resolve({}, given | {"model.attention": "blockwise"}).mesh.context == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "text"),
+    [
+        ({}, {}, ""),
+        ({"context": 4}, {}, "all-to-all over context: a device attends with 2 of 8 heads"),
+        (
+            {"context": 4, "tensor": 2}, {},
+            "all-to-all over context: a device attends with 1 of 8 heads, each key and value head 2 times",
+        ),
+        (
+            {"context": 8, "tensor": 2}, {"window": 64, "global_every": 2},
+            "all-gather of keys and values over context, as 8 heads are no multiple of 16 devices a sequence: a device "
+            "computes its queries with all keys, 2.78 times the products of attention",
+        ),
+    ],
+    ids=["one device", "heads", "repeated heads", "keys"],
+)  # fmt: skip
+def test_what_is_exchanged_is_said(sizes, model, text):
+    options = dataclasses.replace(DecoderOptions(), num_heads=8, num_kv_heads=4, num_layers=2, **model)
+    config = dataclasses.replace(Config(), model=options, sequence_length=256)
+    assert exchanged(config, dict.fromkeys(AXES, 1) | sizes) == ([text] if text else [])

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import on_shards
-from meshtrain.models import exchange
-from meshtrain.models.attention import same_document
+from meshtrain.models import blockwise, exchange
+from meshtrain.models.attention import _by_jax, same_document
 
 BATCH_SIZE, LENGTH, HEAD_DIM = 2, 16, 4
 QUERIES, TOKENS = PartitionSpec("fsdp", "context", "tensor"), PartitionSpec("fsdp", "context")
@@ -63,6 +63,25 @@ def test_heads_are_split_in_place_of_the_sequence(heads, sizes):
     given = [x[:, :length] for x in arrays(*heads)]
     documents = (documents[:, :length],) * 2
     assert_equal_to_one_device(exchange.by_heads(attend, ("context",)), given, documents, attend, **sizes)
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("how", ["xla", "blockwise"])
+def test_keys_are_gathered_where_there_is_no_head_for_each_device(how, window):
+    """Parts of four tokens: documents end inside of them, and windows reach into the part before."""
+    documents, options = (documents_of(LENGTH),) * 2, {"causal": True, "window": window, "scale": None, "cap": 0.0}
+    expected = functools.partial(_by_jax, how="xla", **options)
+    attend = expected if how == "xla" else functools.partial(blockwise.attend, name="heads", **options)
+    on_parts = exchange.by_keys(attend, ("context",), causal=True)
+    given = arrays(2, 1)
+    assert_equal_to_one_device(on_parts, given, documents, expected, context=4, fsdp=2)
+
+
+def test_keys_of_a_memory_are_gathered_without_an_order():
+    attend_all = functools.partial(attend, causal=False)
+    documents = (documents_of(LENGTH), documents_of(24))
+    on_parts = exchange.by_keys(attend_all, ("context",), causal=False)
+    assert_equal_to_one_device(on_parts, arrays(2, 2, num_keys=24), documents, attend_all, context=8)
 
 
 def test_a_memory_has_a_length_of_its_own():

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from meshtrain.config.attention import implementation
 from meshtrain.config.config import Config
+from meshtrain.layout.axes import AXES
 from meshtrain.layout.placement import Placement
 from meshtrain.models import blockwise, splash, triton
 from meshtrain.models.decoder import DecoderOptions
@@ -110,4 +111,4 @@ def test_what_explain_says_of_attention_is_what_is_traced(monkeypatch, length, c
     batch = {**task.batch, SEQUENCE_INDEX: jax.ShapeDtypeStruct((1,), jnp.int32)}
     with as_on_target(Cluster("h100:1x8", "cuda", (), 1, None, (9, 0))):
         traced = jax.make_jaxpr(task.logits)(params, batch)
-    assert attention_kernel(traced.jaxpr) == implementation(config, cluster)[0]
+    assert attention_kernel(traced.jaxpr) == implementation(config, cluster, dict.fromkeys(AXES, 1))[0]
