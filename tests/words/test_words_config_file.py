@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from meshtrain.config.config import check, parse
-from meshtrain.config.tasks import abstract_weights, find
+from meshtrain.config.tasks import abstract_task, abstract_weights, find
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder_task import count_parameters
 
@@ -28,8 +28,17 @@ NUM_PARAMETERS = {
     "llama3_405b": (405_853_388_800, "405.9 B"),
     "gpt3_175b": (174_604_259_328, "174.6 B"),
     "mtnlg_530b": (529_581_506_560, "529.6 B"),
+    "mixtral_8x7b": (46_702_792_704, "46.7 B"),
+    "qwen3_30b_a3b": (30_532_122_624, "30.5 B"),
+    "qwen3_235b_a22b": (235_093_634_560, "235.1 B"),
     "digits": (151_402, "0.15 M"),
     "numbers": (930_304, "0.93 M"),
+}
+# Those that one token goes through: what Jiang et al. 2024 call 12.9 B, and Yang et al. 2025 3.3 B and 22 B.
+ACTIVE = {
+    "mixtral_8x7b": (12_879_925_248, "12.9 B"),
+    "qwen3_30b_a3b": (3_353_032_704, "3.35 B"),
+    "qwen3_235b_a22b": (22_190_763_520, "22.2 B"),
 }
 MESHES = {
     "3d": (2, 2, 1, 2), "data": (8, 1, 1, 1), "fsdp": (1, 1, 8, 1), "tensor": (1, 1, 1, 8), "hybrid": (2, 1, 4, 1),
@@ -61,6 +70,19 @@ def test_each_file_is_legal_and_its_title_page_true(file):
     assert float(short.split()[0]) == pytest.approx(num_parameters / {"M": 1e6, "B": 1e9}[short[-1]], abs=0.06)
     for word in ("Purpose:", "Parameters:", "Hardware:", "Command:", f"--config=configs/{file.name}"):
         assert word in page
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_and_their_flops(name):
+    """A token's FLOPs are six for each weight that it is multiplied with: the active ones but for the look-up."""
+    file = ROOT / "configs" / f"{name}.py"
+    config, (num_active, short) = read(file), ACTIVE[name]
+    task = abstract_task(config)
+    assert task.num_active_parameters == num_active
+    assert f"{num_active:,} ({short})" in file.read_text()
+    assert float(short.split()[0]) == pytest.approx(num_active / 1e9, abs=0.06)
+    lookup = config.model.vocab_size * config.model.embed_dim
+    assert task.flops_per_token - task.attention_flops_per_token == 6.0 * (num_active - lookup)
 
 
 @pytest.mark.parametrize("name", MESHES)
