@@ -14,8 +14,9 @@ All gathers and sums have exact transposes, so that the backward pass needs no c
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -93,7 +94,9 @@ class Experts(nn.Module):
         matrices = self._matrices(x.shape[-1])
         axes = {name: axes for name, (_, axes) in matrices.items()}
         arrays = {name: array for name, (array, _) in matrices.items()}
-        plan = _Plan.of(place, x, arrays, axes, o)
+        # Shapes of initial weights are computed before JAX may query devices.
+        platform = "cpu" if self.is_initializing() else place.platform
+        plan = _Plan.of(place, x, arrays, axes, o, platform)
         run = place.on_shards(plan.on_device, plan.inputs, plan.outputs, is_opaque=True)
         result, left_out = run(x, to.chosen, to.gates, arrays)
         return result, left_out if o.expert_room else None
@@ -167,6 +170,7 @@ class _Plan:
       shared: the mesh axes over which experts are split: their devices have different tokens and share the experts.
       summed: the axes over which the inner dim of experts is split.
       options: the number of experts, the room and the activation function.
+      platform: of the devices, which decides on the kernel of products.
     """
 
     x: PartitionSpec
@@ -176,6 +180,7 @@ class _Plan:
     shared: tuple[str, ...]
     summed: tuple[str, ...]
     options: DecoderOptions
+    platform: str
 
     @classmethod
     def of(
@@ -185,6 +190,7 @@ class _Plan:
         matrices: Mapping[str, jax.Array],
         axes: Mapping[str, Names],
         o: DecoderOptions,
+        platform: str,
     ) -> "_Plan":
         """Returns the plan for these tokens and matrices, without the axes that are manual here."""
         of_x, residual = place.activation_spec(x.shape, X), place.activation_spec(x.shape, RESIDUAL)
@@ -195,7 +201,7 @@ class _Plan:
         # With sequence parallelism the results are reduce-scattered along the sequence.
         scatters = bool(inner) and axes_of_dims(residual, 3)[1] == (*axes_of_dims(of_x, 3)[1], *inner)
         stored = {name: place.stored_spec(shape, axes[name]) for name, shape in shapes.items()}
-        return cls(of_x, residual if scatters else of_x, stored, whole, experts, inner, o)
+        return cls(of_x, residual if scatters else of_x, stored, whole, experts, inner, o, platform)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -226,9 +232,13 @@ class _Plan:
         local = chosen.reshape(-1) - first
         local = jnp.where((local >= 0) & (local < num_here), local, num_here)
         num_tokens, num_chosen = chosen.shape
-        found = placed(local.reshape(chosen.shape), num_here, room(num_tokens, num_chosen, num_here, o))
+        most, even = (f(num_tokens, num_chosen, num_here, o) for f in (room, even_load))
+        found = placed(local.reshape(chosen.shape), num_here, int(most), block_rows(round(even), num_here))
         rows = spread(x, found.tokens, found.places)
-        results = of_rows(o.activation, rows, matrices, found.owners)
+        times = functools.partial(
+            blocks.product, owners=found.owners, platform=self.platform, share=min(1.0, even / most)
+        )
+        results = of_rows(o.activation, rows, matrices, times)
         gate = jnp.take(gates.reshape(-1), found.choices, mode="fill", fill_value=0)
         results = (results.astype(jnp.float32) * gate[:, None]).astype(rows.dtype)
         y = collected(results, found.tokens, found.places)
@@ -263,9 +273,13 @@ def room(num_tokens: int, num_chosen: int, num_here: int, options: DecoderOption
       num_here: e.
       options: of the model.
     """
-    most = num_tokens * min(num_chosen, num_here)
-    fair = num_tokens * num_chosen * num_here / options.num_experts
-    return min(most, math.ceil(options.expert_room * fair)) if options.expert_room else most
+    most, even = num_tokens * min(num_chosen, num_here), even_load(num_tokens, num_chosen, num_here, options)
+    return min(most, math.ceil(options.expert_room * even)) if options.expert_room else most
+
+
+def even_load(num_tokens: int, num_chosen: int, num_here: int, options: DecoderOptions) -> float:
+    """Returns how many choices one device has if each expert of the model is chosen as often; arguments as `room`."""
+    return num_tokens * num_chosen * num_here / options.num_experts
 
 
 class Placed(NamedTuple):
@@ -286,13 +300,14 @@ class Placed(NamedTuple):
     left_out: jax.Array
 
 
-def placed(chosen: jax.Array, num_here: int, room: int) -> Placed:
+def placed(chosen: jax.Array, num_here: int, room: int, block_rows: int) -> Placed:
     """Returns the rows of the choices of the experts on one device.
 
     Args:
       chosen: int32 [t, k], from 0 to e; e is an expert of another device.
       num_here: e.
       room: how many choices there are rows for; the first ones get them.
+      block_rows: m.
     """
     flat, num_choices = chosen.reshape(-1), chosen.size
     kept, left_out = jnp.arange(num_choices, dtype=jnp.int32), jnp.float32(0)
@@ -300,7 +315,7 @@ def placed(chosen: jax.Array, num_here: int, room: int) -> Placed:
         elsewhere = flat == num_here
         kept = jnp.argsort(elsewhere, stable=True)[:room].astype(jnp.int32)
         left_out = jnp.maximum(jnp.sum(~elsewhere) - room, 0).astype(jnp.float32)
-    found = blocks.arranged(flat[kept], num_here, block_rows(room, num_here))
+    found = blocks.arranged(flat[kept], num_here, block_rows)
     choices = jnp.take(kept, found.rows, mode="fill", fill_value=num_choices)
     num_rows = choices.size
     # Rows of padding write behind the choices.
@@ -308,21 +323,22 @@ def placed(chosen: jax.Array, num_here: int, room: int) -> Placed:
     return Placed(choices, choices // chosen.shape[1], places[:-1].reshape(chosen.shape), found.owners, left_out)
 
 
-def of_rows(activation: str, rows: jax.Array, matrices: Mapping[str, jax.Array], owners: jax.Array) -> jax.Array:
+def of_rows(
+    activation: str, rows: jax.Array, matrices: Mapping[str, jax.Array], product: Callable[..., jax.Array]
+) -> jax.Array:
     """Returns what the gated mlp of each row's expert makes of it, [R, D].
 
     Args:
       activation: one of `layers.GATES`.
       rows: [R, D].
       matrices: `up` and `gate` [e, D, F], `down` [e, F, D], and the factors of their adapters.
-      owners: int32 [R / m].
+      product: (rows, a matrix of each expert) -> their products, see `blocks.product`.
     """
 
     def times(rows: jax.Array, name: str) -> jax.Array:
-        result = blocks.product(rows, matrices[name], owners)
+        result = product(rows, matrices[name])
         if name + A in matrices:
-            low = blocks.product(rows, matrices[name + A], owners)
-            result = result + blocks.product(low, matrices[name + B], owners)
+            result = result + product(product(rows, matrices[name + A]), matrices[name + B])
         return result
 
     up, gate = (checkpoint_name(times(rows, name), EXPERT_UP) for name in ("up", "gate"))

@@ -92,7 +92,7 @@ def test_sums_weight_the_losses_and_counts_are_those_of_the_layer():
 def test_each_choice_of_an_expert_here_has_one_row_until_there_is_no_room(chosen, num_here, room, left_out):
     """Number 3 is an expert of another device."""
     chosen = np.int32(chosen)
-    found = experts.placed(chosen, num_here, room)
+    found = experts.placed(chosen, num_here, room, experts.block_rows(room, num_here))
     assert found.left_out == left_out
     owners = np.repeat(found.owners, found.choices.size // found.owners.size)
     rows = [row for row, choice in enumerate(found.choices) if choice < chosen.size]
