@@ -2,7 +2,41 @@
 
 from scripts.mutant import Mutant
 
+_EXCHANGE = "models/test_models_exchange.py::test_heads_are_split_in_place_of_the_sequence"
+
 CONTEXT: tuple[Mutant, ...] = (
+    Mutant(
+        "heads in another order",
+        "models/exchange.py",
+        "jax.lax.all_to_all(heads, axes, 1, 2, tiled=True)",
+        "jax.lax.all_to_all(heads, axes, 1, 2, tiled=True)[:, :, ::-1]",
+        "heads come back from the exchange of sequences in the wrong order",
+        (f"{_EXCHANGE}[as many]",),
+    ),
+    Mutant(
+        "no inverse exchange",
+        "models/exchange.py",
+        "jax.lax.all_to_all(heads, axes, 1, 2, tiled=True)",
+        "heads.reshape(heads.shape[0], -1, num_parts * heads.shape[2], heads.shape[3])",
+        "attention's output stays split by heads, where the next product takes it for a part of the sequence",
+        (f"{_EXCHANGE}[as many]",),
+    ),
+    Mutant(
+        "documents of one part",
+        "models/exchange.py",
+        "jax.lax.all_gather(x, axes, axis=1, tiled=True)",
+        "jax.numpy.tile(x, (1, jax.lax.axis_size(axes)))",
+        "a device takes the documents of its part of a sequence for those of the others",
+        (f"{_EXCHANGE}[as many]",),
+    ),
+    Mutant(
+        "repeated heads in turns",
+        "models/exchange.py",
+        "jnp.repeat(x.astype(jnp.float32), times, axis=2)",
+        "jnp.tile(x.astype(jnp.float32), (1, 1, times, 1))",
+        "key heads that are repeated for more devices go to the wrong query heads",
+        (f"{_EXCHANGE}[repeated where 6 divides no 4]",),
+    ),
     Mutant(
         "repeated exchanges are free",
         "plan/exchange.py",
