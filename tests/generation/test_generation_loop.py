@@ -22,7 +22,7 @@ PROMPTS = ([3, 1, 4, 1, 5, 9], [2])
 REQUESTS = [Request(ids, prompt, sample) for prompt, ids in enumerate(PROMPTS) for sample in range(2)]
 MESHES = {
     "one device": {},
-    "data 2 x fsdp 2": {"data": 2, "fsdp": 2},
+    "data 2 x fsdp 2 x context 2": {"data": 2, "fsdp": 2, "context": 2},
     "tensor 2, the sequence split in training": {"tensor": 2},
     "fsdp 4, weights gathered": {"fsdp": 4},
 }

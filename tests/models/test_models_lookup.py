@@ -40,6 +40,7 @@ def loss_of(find):
         ({"data": 2, "tensor": 2, "fsdp": 2}, False),
         ({"data": 4, "pipeline": 2}, False),
         ({"pipeline": 2, "tensor": 4}, True),
+        ({"context": 4, "tensor": 2}, True),
     ],
 )
 def test_split_table_gives_the_same_rows_and_gradient(sizes, sequence_parallel):

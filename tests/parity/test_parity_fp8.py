@@ -24,7 +24,7 @@ def one_device():
     return runs.train(CONFIG, runs.sizes())
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 2, "context": 2, "tensor": 2}, {"pipeline": 2}], ids=str)
 def test_a_mesh_changes_losses_by_less_than_the_bound(axes):
     one, other = one_device(), runs.train(CONFIG, runs.sizes(**axes))
     np.testing.assert_allclose(other.losses, one.losses, rtol=LOSS_BOUND)

@@ -40,7 +40,10 @@ CONFIG = {
 }
 IN_CHUNKS = {"schedule": "interleaved_1f1b", "num_microbatches": 2, "num_chunks": 2}
 MESHES = {
-    "data, fsdp and tensor": ({"zero": {"level": 1}, "accumulation_steps": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
+    "data, context and tensor": (
+        {"zero": {"level": 1}, "accumulation_steps": 2},
+        {"data": 2, "context": 2, "tensor": 2},
+    ),
     "a pipeline in chunks": ({"zero": {"level": 2}, "pipeline": IN_CHUNKS}, {"data": 2, "pipeline": 2}),
 }
 

@@ -92,7 +92,7 @@ def on_one_device():
     [
         (
             PLAIN,
-            {"data": 2, "fsdp": 2, "tensor": 2},
+            {"data": 2, "context": 2, "tensor": 2},
             {"zero": {"level": 2}, "remat": {"policy": "dots"}, "accumulation_steps": 2},
         ),
         pytest.param(
@@ -101,7 +101,9 @@ def on_one_device():
             {"zero": {"level": 3}, "remat": {"policy": "full", "every": 2}, "layout": {"sequence_parallel": True}},
             marks=pytest.mark.slow,
         ),
-        pytest.param({"positions": "learned"}, {"data": 8}, {"zero": {"level": 1}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"positions": "learned"}, {"data": 4, "context": 2}, {"zero": {"level": 1}}, marks=pytest.mark.slow
+        ),
         pytest.param(
             OTHER,
             {"data": 2, "fsdp": 2, "tensor": 2},
