@@ -67,4 +67,20 @@ EXPERTS: tuple[Mutant, ...] = (
         "the first expert of a token stands for all of its experts",
         ("models/test_models_experts.py::test_results_and_gradients_are_those_of_a_loop_over_all_experts",),
     ),
+    Mutant(
+        "experts gathered",
+        "layout/rules.py",
+        'Rule("experts",           axes.expert_axes(),       (), stays_split=True),',
+        'Rule("experts",           axes.expert_axes(),       ()),',
+        "experts are gathered over the axis that splits them",
+        ("layout/test_layout_axes.py::test_experts_stay_split_where_other_weights_are_gathered",),
+    ),
+    Mutant(
+        "tokens of an expert's other devices",
+        "models/experts.py",
+        "first = jax.lax.axis_index(self.shared) * num_here if self.shared else 0",
+        "first = 0",
+        "each device along the expert axis takes its experts for the first ones",
+        ("parity/test_parity_experts.py::test_mesh_changes_no_number_and_no_count[fsdp2-expert2-tensor2]",),
+    ),
 )

@@ -107,7 +107,7 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "weights not gathered",
         "layout/rules.py",
-        "tuple(axis for axis in rule.parameters if axis not in self.storage_axes)",
+        "tuple(axis for axis in rule.parameters if rule.stays_split or axis not in self.storage_axes)",
         "rule.parameters",
         "a weight that fsdp splits is not gathered before it computes",
         ("layout/test_layout_placement.py::test_jit_gathers_a_weight_over_fsdp_and_keeps_tensor",),

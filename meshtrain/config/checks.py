@@ -13,7 +13,7 @@ from meshtrain.config.fields import Config
 from meshtrain.data.sources import BEGIN_ID, DOCUMENTS, IMAGES, PAIRS, SOURCES, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout import fit, zero
-from meshtrain.layout.axes import DATA
+from meshtrain.layout.axes import DATA, expert_axes
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.layout.trees import select
@@ -220,7 +220,9 @@ def batch(
       num_microbatches: parts that are computed one after the other.
       num_groups: that train apart, which then divide the batch in place of the data axis; 0: none.
     """
-    sizes = {f"mesh.{axis}": mesh_shape[axis] for axis in rules.activations["batch"]}
+    # An axis that is there for experts alone is left out where it has size 1.
+    axes = [axis for axis in rules.activations["batch"] if axis not in expert_axes() or mesh_shape[axis] > 1]
+    sizes = {f"mesh.{axis}": mesh_shape[axis] for axis in axes}
     if num_groups:
         sizes = {"local_steps.groups": num_groups} | {name: n for name, n in sizes.items() if name != f"mesh.{DATA}"}
     divisor = math.prod(sizes.values()) * num_microbatches

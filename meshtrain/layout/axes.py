@@ -1,8 +1,8 @@
 """The axes of the mesh: one record each, in mesh order, with the roles of each axis.
 
 The axis with the slowest network comes first: a mesh is filled in row-major order, so the last axes connect neighbours
-on the fast links inside a host. tensor communicates within every layer, and so does context, with fewer bytes; fsdp
-communicates once a layer, pipeline once a microbatch, data once a step.
+on the fast links inside a host. tensor communicates within every layer, and so do context and expert, with fewer
+bytes; fsdp communicates once a layer, pipeline once a microbatch, data once a step.
 
 To add an axis, add a record here, rules that name it (`rules.py`), and its traffic (`plan/minimum.py`).
 """
@@ -12,6 +12,7 @@ import dataclasses
 DATA = "data"
 PIPELINE = "pipeline"
 CONTEXT = "context"
+EXPERT = "expert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Axis:
       splits_batch: it shards the batch: its devices compute different sequences.
       splits_sequence: it shards each sequence: its devices compute different tokens of the same sequences.
       stores_weights: it shards weights for storage only: they are gathered over it before they are used.
+      splits_experts: it shards experts, which are not gathered: tokens go to the devices of theirs.
       splits_model: its devices compute different parts of the model, with different weights.
       is_manual: collectives over it are written by hand (`jax.shard_map`), at least while gradients are computed; the
         partitioner inserts those of the other axes.
@@ -34,6 +36,7 @@ class Axis:
     splits_batch: bool = False
     splits_sequence: bool = False
     stores_weights: bool = False
+    splits_experts: bool = False
     splits_model: bool = False
     is_manual: bool = False
 
@@ -46,6 +49,13 @@ TABLE = (
         "shards of the batch; weights are sharded too, and gathered before use",
         splits_batch=True,
         stores_weights=True,
+    ),
+    Axis(
+        EXPERT,
+        "shards of the batch; experts are split, other weights are sharded too, and gathered before use",
+        splits_batch=True,
+        stores_weights=True,
+        splits_experts=True,
     ),
     Axis(
         CONTEXT,
@@ -71,6 +81,11 @@ def sequence_axes() -> tuple[str, ...]:
 def storage_axes() -> tuple[str, ...]:
     """Returns the axes that split weights for storage only. At ZeRO level 3, `zero.rules_of_level` adds data."""
     return tuple(axis.name for axis in TABLE if axis.stores_weights)
+
+
+def expert_axes() -> tuple[str, ...]:
+    """Returns the axes that split experts, in mesh order."""
+    return tuple(axis.name for axis in TABLE if axis.splits_experts)
 
 
 def model_axes() -> tuple[str, ...]:

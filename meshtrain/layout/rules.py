@@ -27,11 +27,13 @@ class Rule:
       name: the logical axis.
       parameters: the mesh axes that split it in a stored weight, the outermost first; () keeps it whole.
       activations: the mesh axes that split it in an activation; () keeps it whole.
+      stays_split: a weight is not gathered along it, even over axes that split other weights for storage only.
     """
 
     name: str
     parameters: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
+    stays_split: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +83,13 @@ class Rules:
 
     @property
     def gathered(self) -> Mapping[str, tuple[str, ...]]:
-        """Logical axis -> mesh axes, for a weight gathered to compute: its stored axes without the storage axes."""
+        """Logical axis -> mesh axes, for a weight gathered to compute: its stored axes without the storage axes.
+
+        A rule that stays split keeps all of its axes.
+        """
         return {
-            rule.name: tuple(axis for axis in rule.parameters if axis not in self.storage_axes) for rule in self.entries
+            rule.name: tuple(axis for axis in rule.parameters if rule.stays_split or axis not in self.storage_axes)
+            for rule in self.entries
         }
 
 
@@ -94,8 +100,9 @@ def default_rules(options: LayoutOptions) -> Rules:
     of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022) shards the
     residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split the same
     way over its `filters`, which are also the dim that is stored in shards. So is the last dim of an adapter's factor
-    that has no dim `embed`. The row `batch` has every axis that splits the batch, the row `sequence` every axis that
-    splits sequences, and the row `embed` every axis that stores weights (`axes.py`).
+    that has no dim `embed`. Experts are split over an axis of their own, and their other dims are stored over the other
+    ones. The row `batch` has every axis that splits the batch, the row `sequence` every axis that splits sequences, and
+    the row `embed` every axis that stores weights (`axes.py`).
 
     >>> rules = default_rules(LayoutOptions())
     >>> rules.parameters["vocab"], rules.parameters["heads"], rules.parameters["norm"]
@@ -105,6 +112,7 @@ def default_rules(options: LayoutOptions) -> Rules:
     """
     residual = (*axes.sequence_axes(), *(("tensor",) if options.sequence_parallel else ()))
     filters = ("tensor", *axes.storage_axes())
+    of_experts = tuple(axis for axis in axes.storage_axes() if axis not in axes.expert_axes())
     return Rules(
         (
             #     logical axis         a stored weight           an activation
@@ -119,10 +127,10 @@ def default_rules(options: LayoutOptions) -> Rules:
             Rule("head_dim",          (),                       ()),
             Rule(ADAPTER_HEAD_DIM,    axes.storage_axes(),      ()),
             Rule(ADAPTER_MLP,         filters,                  ("tensor",)),
-            Rule("experts",           (),                       ()),
-            Rule("expert_embed",      axes.storage_axes(),      ()),
+            Rule("experts",           axes.expert_axes(),       (), stays_split=True),
+            Rule("expert_embed",      of_experts,               ()),
             Rule("expert_mlp",        ("tensor",),              ("tensor",)),
-            Rule(ADAPTER_EXPERT_MLP,  filters,                  ("tensor",)),
+            Rule(ADAPTER_EXPERT_MLP,  ("tensor", *of_experts),  ("tensor",)),
             Rule("router",            (),                       ()),
             Rule("layers",            ("pipeline",),            ()),
             Rule("chunks",            (),                       ()),

@@ -95,7 +95,7 @@ class Layer(nn.Module):
         angles: jax.Array | ByKind | None,
         documents: jax.Array | None,
         slots: Slots | ByKind | None,
-        tokens: Tokens | None,
+        tokens: Tokens | None = None,
     ) -> tuple[jax.Array, LayerSums]:
         """Applies one layer.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.launch.hardware import usable_bytes
-from meshtrain.layout.axes import AXES, CONTEXT, DATA, model_axes, partitioned_axes
+from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, model_axes, partitioned_axes
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
 from meshtrain.layout.zero import MAX_LEVEL
@@ -92,16 +92,17 @@ def _is_refused(config: Config, shape: dict[str, int]) -> bool:
         return True
 
 
-def meshes(num_devices: int, parts: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:
+def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:
     """Yields every way to write a number of devices as a product of the axes.
 
     Args:
       num_devices: the product.
       parts: the sizes of the axis that splits sequences.
+      shares: those of the axis that splits experts.
     """
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     outer, *others = AXES
-    choices = {axis: parts if axis == CONTEXT else divisors for axis in others}
+    choices = dict.fromkeys(others, divisors) | {CONTEXT: parts, EXPERT: shares}
     for inner in itertools.product(*choices.values()):
         product = math.prod(inner)
         if num_devices % product == 0:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshtrain.config.config import Config, check, num_microbatches
-from meshtrain.layout.axes import DATA, batch_axes, model_axes, sequence_axes, storage_axes
+from meshtrain.layout.axes import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
 from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.plan.compile import compile_step, program_of
 from meshtrain.plan.memory import Memory, memory
@@ -96,8 +96,9 @@ def candidates(config: Config, shape: dict[str, int], held: Memory | None = None
     if (held is None or activations_dominate(held)) and (parts := in_more_parts(config, shape)):
         yield parts
     # The axes that split weights, the cheapest to communicate over first: half of one goes to the next.
-    splitting = [axis for axis in (*storage_axes(), *reversed(model_axes())) if axis not in sequence_axes()]
-    for axis in batch_axes():
+    special = (*sequence_axes(), *expert_axes())
+    splitting = [axis for axis in (*storage_axes(), *reversed(model_axes())) if axis not in special]
+    for axis in (axis for axis in batch_axes() if axis not in special):
         for other in splitting[splitting.index(axis) + 1 if axis in splitting else 0 :]:
             if shape[axis] % 2 == 0:
                 yield {f"mesh.{axis}": shape[axis] // 2, f"mesh.{other}": 2 * shape[other]}

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from meshtrain.launch import distributed, peers
-from meshtrain.layout.axes import AXES, batch_axes
+from meshtrain.layout.axes import AXES, batch_axes, storage_axes
 from meshtrain.layout.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
 from meshtrain.probe.pairs import timed_pairs
 from meshtrain.probe.timed import timed
@@ -56,7 +56,7 @@ def _shape(options: MeshOptions | None, devices: list[jax.Device]) -> Mapping[st
     if options is not None:
         simulated = devices[0].platform == "cpu"
         return mesh_shape(options, len(devices), simulated=simulated, num_processes=peers.count())
-    across, inside = batch_axes()[0], batch_axes()[-1]
+    across, inside = batch_axes()[0], storage_axes()[0]
     each, left = divmod(len(devices), peers.count())
     if left:
         raise UserError(f"devices: got {len(devices)} in {peers.count()} processes; allowed: as many in each")

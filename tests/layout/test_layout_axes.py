@@ -1,4 +1,4 @@
-"""The axes' roles, and that a sixth axis is one record."""
+"""The axes' roles, and that a seventh axis is one record."""
 
 import os
 import pathlib
@@ -10,11 +10,11 @@ from meshtrain.layout.rules import LayoutOptions, default_rules
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-SIXTH_AXIS = """
+SEVENTH_AXIS = """
 from meshtrain.layout import axes
 
-sixth = axes.Axis("share", "parts of a share", splits_batch=True, stores_weights=True)
-axes.TABLE = (*axes.TABLE[:2], sixth, *axes.TABLE[2:])
+seventh = axes.Axis("share", "parts of a share", splits_batch=True, stores_weights=True)
+axes.TABLE = (*axes.TABLE[:2], seventh, *axes.TABLE[2:])
 axes.AXES = tuple(axis.name for axis in axes.TABLE)
 
 from meshtrain import explain
@@ -32,11 +32,12 @@ explain.main(["--config=configs/tiny.py", "--config.mesh.data=2", "--config.mesh
 
 
 def test_roles():
-    assert axes.batch_axes() == ("data", "fsdp")
+    assert axes.batch_axes() == ("data", "fsdp", "expert")
     assert axes.sequence_axes() == ("context",)
-    assert axes.storage_axes() == ("fsdp", "context")
+    assert axes.expert_axes() == ("expert",)
+    assert axes.storage_axes() == ("fsdp", "expert", "context")
     assert axes.model_axes() == ("pipeline", "tensor")
-    assert axes.partitioned_axes() == ("fsdp", "context", "tensor")
+    assert axes.partitioned_axes() == ("fsdp", "expert", "context", "tensor")
 
 
 def test_rules_follow_the_roles():
@@ -46,11 +47,18 @@ def test_rules_follow_the_roles():
     assert rules.parameters["embed"] == rules.storage_axes == axes.storage_axes()
 
 
-def test_a_sixth_axis_is_one_record():
+def test_experts_stay_split_where_other_weights_are_gathered():
+    rules = default_rules(LayoutOptions())
+    assert rules.parameters["experts"] == rules.gathered["experts"] == axes.expert_axes()
+    assert rules.parameters["expert_embed"] == ("fsdp", "context")
+    assert rules.gathered["expert_embed"] == rules.gathered["embed"] == ()
+
+
+def test_a_seventh_axis_is_one_record():
     """Options, checks, mesh, placements, explain's table and picture know it; nothing but the record is edited."""
     wide = {**os.environ, "COLUMNS": "120"}  # pytest sets 80 columns, at which the texts of options are wrapped
     done = subprocess.run(
-        [sys.executable, "-c", SIXTH_AXIS], capture_output=True, text=True, cwd=ROOT, env=wide, check=False
+        [sys.executable, "-c", SEVENTH_AXIS], capture_output=True, text=True, cwd=ROOT, env=wide, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

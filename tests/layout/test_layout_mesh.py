@@ -56,7 +56,7 @@ def groups(array, key):
 
 
 def test_axes_stand_in_the_order_of_the_network():
-    assert AXES == ("data", "pipeline", "fsdp", "context", "tensor")
+    assert AXES == ("data", "pipeline", "fsdp", "expert", "context", "tensor")
     assert tuple(mesh_shape(MeshOptions(), 1, simulated=False)) == AXES
 
 

@@ -8,7 +8,7 @@ from meshtrain.words.errors import UserError
 
 def test_weights_are_gathered_over_storage_axes_and_keep_tensor():
     rules = default_rules(LayoutOptions())
-    assert rules.parameters["embed"] == ("fsdp", "context")
+    assert rules.parameters["embed"] == ("fsdp", "expert", "context")
     assert rules.gathered["embed"] == ()
     assert rules.gathered["mlp"] == rules.parameters["mlp"] == ("tensor",)
     assert rules.gathered["vocab"] == ("pipeline", "tensor")

@@ -37,6 +37,7 @@ class Trained:
         a constant of the optimizer.
       losses: of each step.
       grad_norms: of each step, before clipping.
+      loads: of experts in each step, which come from counts of tokens; empty without experts.
     """
 
     initial: Leaves
@@ -44,12 +45,13 @@ class Trained:
     gradients: Leaves
     losses: np.ndarray
     grad_norms: np.ndarray
+    loads: tuple[float, ...] = ()
 
 
 def assert_same(got: Trained, expected: Trained, *, zero_gradients: bool = False) -> None:
     """Raises AssertionError with a line for each leaf and each step that differs by more than its bound.
 
-    Initial weights are compared bit by bit.
+    Initial weights, loads of experts and the biases that follow them are compared bit by bit.
 
     Args:
       got: a run on some mesh.
@@ -64,6 +66,9 @@ def assert_same(got: Trained, expected: Trained, *, zero_gradients: bool = False
     for name in ("losses", "grad_norms"):
         problems += _scalars(name, getattr(got, name), getattr(expected, name))
     problems += _gradients(got.gradients, expected.gradients, zero_gradients)
+    biases = {path for path in expected.final if path.endswith("router_bias")}
+    problems += [f"{path}: not the same bits" for path in biases if (got.final[path] != expected.final[path]).any()]
+    problems += [f"loads: got {got.loads}, expected {expected.loads}"] if got.loads != expected.loads else []
     problems += _changes(got, expected, zero_gradients)
     assert not problems, "\n".join(problems)
 

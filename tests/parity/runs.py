@@ -13,17 +13,21 @@ import optax
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.partition import is_counted
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
+from meshtrain.models.metrics import logged
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
+from meshtrain.optim.masks import map_axes
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.pipeline.schedules import PipelineOptions
 from tests.parity.comparison import Leaves, Trained
 from tests.quick import exact
 
 NUM_STEPS = 4
+LOAD = "expert_load"  # the metric that has the counts of tokens for each expert
 BATCH_SIZE, SEQUENCE_LENGTH = 16, 32
 # Of an optimizer's state: what holds the first gradients after one step, times a constant (Adafactor: their squares).
 FIRST_MOMENTS = ("mu", "trace", "row", "column", "full")
@@ -122,15 +126,16 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
         state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     initial = by_path(assembly.to_kept(state).params)
     step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
-    losses, norms, gradients = [], [], {}
+    losses, norms, loads, gradients = [], [], [], {}
     for batch in example_batches(config.num_steps):
         placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
         state, metrics = step(state, placed)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
+        loads += [float(metrics[name]) for name in metrics if name == LOAD]
         gradients = gradients or first_moments(assembly.to_kept(state).opt_state)
     final = by_path(assembly.to_kept(state).params)
-    return Trained(initial, final, gradients, np.array(losses), np.array(norms))
+    return Trained(initial, final, gradients, np.array(losses), np.array(norms), tuple(loads))
 
 
 @functools.cache
@@ -139,11 +144,11 @@ def reference_functions(model: DecoderOptions) -> tuple[Any, Any]:
     whole = dataclasses.replace(model, loss_chunk=BATCH_SIZE * SEQUENCE_LENGTH)
     task = decoder(whole, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)
 
-    def mean_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
-        loss, weight, _ = task.loss(params, batch, rng, True)
-        return loss / weight
+    def mean_loss(params: Any, batch: Any, rng: jax.Array) -> Any:
+        loss, weight, metrics = task.loss(params, batch, rng, True)
+        return loss / weight, {name: logged(metric, weight) for name, metric in metrics.items()}
 
-    return jax.jit(task.init), jax.jit(jax.value_and_grad(mean_loss))
+    return jax.jit(task.init), jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
 
 
 def reference(config: Config) -> Trained:
@@ -160,22 +165,30 @@ def reference(config: Config) -> Trained:
         embed_dim=config.model.embed_dim,
         batch_size=config.batch_size,
     )
-    transformation = optimizer(config.optimizer, rates, jax.tree.map(lambda box: box.names, boxed, is_leaf=is_box))
+    axes = jax.tree.map(lambda box: box.names, boxed, is_leaf=is_box)
+    counted = map_axes(is_counted, axes)
+    transformation = optimizer(config.optimizer, rates, axes)
 
     @jax.jit
     def update(gradients: Any, opt_state: Any, params: Any) -> Any:
-        norm, limit = optax.tree.norm(gradients), config.optimizer.clip_norm
-        clipped = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, limit / norm) if limit else leaf, gradients)
+        of_loss = jax.tree.map(lambda leaf, is_count: 0.0 if is_count else leaf, gradients, counted)
+        norm, limit = optax.tree.norm(of_loss), config.optimizer.clip_norm
+        clipped = jax.tree.map(
+            lambda leaf, is_count: leaf * jnp.minimum(1, limit / norm) if limit and not is_count else leaf,
+            gradients,
+            counted,
+        )
         updates, opt_state = transformation.update(clipped, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, norm
 
     initial, opt_state = by_path(params), transformation.init(params)
-    losses, norms, gradients = [], [], {}
+    losses, norms, loads, gradients = [], [], [], {}
     for number, batch in enumerate(example_batches(config.num_steps)):
         rng = jax.random.fold_in(jax.random.fold_in(root, 1), number)
-        loss, found = loss_and_gradients(params, {**batch, SEQUENCE_INDEX: np.arange(BATCH_SIZE)}, rng)
+        (loss, metrics), found = loss_and_gradients(params, {**batch, SEQUENCE_INDEX: np.arange(BATCH_SIZE)}, rng)
         params, opt_state, norm = update(found, opt_state, params)
         losses.append(float(loss))
         norms.append(float(norm))
+        loads += [float(metrics[name]) for name in metrics if name == LOAD]
         gradients = gradients or first_moments(opt_state)
-    return Trained(initial, by_path(params), gradients, np.array(losses), np.array(norms))
+    return Trained(initial, by_path(params), gradients, np.array(losses), np.array(norms), tuple(loads))

@@ -1,6 +1,8 @@
-"""Experts on a mesh: the numbers of plain JAX on one device, and the same counts of tokens for each expert."""
+"""Experts on a mesh: the numbers of plain JAX on one device, the counts of tokens and the biases bit by bit."""
 
 import dataclasses
+
+import pytest
 
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
@@ -12,12 +14,37 @@ MIXTRAL = dataclasses.replace(
 )
 DEEPSEEK = dataclasses.replace(MIXTRAL, router="sigmoid", router_scale=2.5, shared_experts=1, experts_per_token=3)
 CONFIG = dataclasses.replace(runs.CONFIG, model=MIXTRAL)
+SCATTERED, AGAIN = LayoutOptions(sequence_parallel=True), RematOptions("full")
+FAST = [
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, {"accumulation_steps": 2, "layout": SCATTERED}),
+    ({"data": 2, "expert": 4}, {"model": DEEPSEEK, "accumulation_steps": 2, "zero": ZeroOptions(level=2)}),
+]
+SLOW = [
+    ({"expert": 8}, {"model": DEEPSEEK}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"accumulation_steps": 2, "layout": SCATTERED}),
+    ({"data": 2, "fsdp": 2}, {"model": DEEPSEEK, "zero": ZeroOptions(level=3), "remat": AGAIN}),
+    ({"data": 2, "expert": 2}, {"model": DEEPSEEK, "zero": ZeroOptions(level=3), "remat": RematOptions("dots")}),
+    ({"data": 2, "fsdp": 2, "expert": 2}, {"zero": ZeroOptions(level=1), "remat": AGAIN, "accumulation_steps": 2}),
+    ({"expert": 2, "context": 2, "tensor": 2}, {"model": DEEPSEEK, "accumulation_steps": 2}),
+]
 
 
-def test_softmax_router_with_sequences_split_between_products(assert_parity):
-    layout = LayoutOptions(sequence_parallel=True)
-    assert_parity(dataclasses.replace(CONFIG, layout=layout, accumulation_steps=2), data=2, fsdp=2, tensor=2)
+def names(cases):
+    return ["-".join(f"{axis}{size}" for axis, size in mesh.items()) for mesh, _ in cases]
 
 
-def test_level_3(assert_parity):
-    assert_parity(dataclasses.replace(CONFIG, zero=ZeroOptions(level=3), remat=RematOptions("full")), data=2, fsdp=2)
+@pytest.mark.parametrize(("mesh", "changes"), FAST, ids=names(FAST))
+def test_mesh_changes_no_number_and_no_count(mesh, changes, assert_parity):
+    assert_parity(dataclasses.replace(CONFIG, **changes), **mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "changes"), SLOW, ids=names(SLOW))
+def test_other_meshes_and_levels_change_no_number_and_no_count(mesh, changes, assert_parity):
+    assert_parity(dataclasses.replace(CONFIG, **changes), **mesh)
+
+
+@pytest.mark.slow
+def test_muon_moves_each_expert_as_one_matrix_and_biases_as_counts_say(assert_parity):
+    config = runs.with_optimizer(dataclasses.replace(CONFIG, model=DEEPSEEK), "muon", clip_norm=0.1)
+    assert_parity(config, expert=2, fsdp=2)

@@ -60,9 +60,9 @@ def test_tokens_are_split_where_the_batch_has_sequences():
     rules = default_rules(LayoutOptions())
     tokens = {"tokens": Entry((8, 16), jnp.int32, ("batch", "sequence"))}
     images = {"images": Entry((8, 4, 4, 1), jnp.float32, ("batch", "height", "width", "channels"))}
-    assert exchange.unit_axes(tokens, rules) == ("data", "fsdp", "context")
-    assert exchange.unit_axes(images, rules) == ("data", "fsdp")
-    assert exchange.unit_axes({"rows": jax.ShapeDtypeStruct((8, 16), jnp.int32)}, rules) == ("data", "fsdp")
+    assert exchange.unit_axes(tokens, rules) == ("data", "fsdp", "expert", "context")
+    assert exchange.unit_axes(images, rules) == ("data", "fsdp", "expert")
+    assert exchange.unit_axes({"rows": jax.ShapeDtypeStruct((8, 16), jnp.int32)}, rules) == ("data", "fsdp", "expert")
 
 
 def test_weights_are_one_entry_over_all_axes_that_store_them_and_the_exchange_is_one_of_its_own(small):
