@@ -1,0 +1,76 @@
+"""Compares the train step of a model of experts with that of a dense model of the active size, on one device.
+
+Run as `python -m scripts.bench_experts`. The steps take turns as in `step_benchmark.py`, and the median over rounds of
+their ratio counts.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from meshtrain.assemble import assemble
+from meshtrain.config.config import Config
+from meshtrain.launch import distributed
+from meshtrain.layout.axes import AXES
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.words.errors import run
+from scripts.step_benchmark import compare, example_batch, median_ratio, turns
+
+GOAL = 1.5
+DENSE = DecoderOptions(num_layers=4, embed_dim=256, mlp_dim=768, num_heads=8, num_kv_heads=4, vocab_size=257)
+
+
+def configurations(batch_size: int, sequence_length: int) -> dict[str, Config]:
+    """Returns the runs to compare: 8 experts of which a token goes through 2, and an mlp as wide as two of them."""
+    experts = dataclasses.replace(DENSE, num_experts=8, experts_per_token=2, expert_dim=DENSE.mlp_dim // 2)
+    models = {"program": experts, "plain": DENSE}
+    return {
+        name: Config(batch_size=batch_size, sequence_length=sequence_length, model=model)
+        for name, model in models.items()
+    }
+
+
+def compiled(config: Config, device: jax.Device) -> tuple[Any, Any, Any]:
+    """Returns the compiled step (state, batch) -> (state, result), its state, and a batch."""
+    batch = jax.device_put(example_batch(config), device)
+    assembly = assemble(config, dict.fromkeys(AXES, 1), [device])
+    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    return assembly.train_step.lower(state, batch).compile(), state, batch
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the ratios."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench_experts", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each step")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences")
+    parser.add_argument("--sequence-length", type=int, default=256, help="tokens of each")
+    arguments = parser.parse_args(argv)
+    devices, _ = distributed.start(1)
+    made = {
+        name: compiled(config, devices[0])
+        for name, config in configurations(arguments.batch_size, arguments.sequence_length).items()
+    }
+    steps, states = ({name: one[i] for name, one in made.items()} for i in (0, 1))
+    batch = made["plain"][2]
+    times = compare(turns(steps, states, batch), arguments.rounds)
+    wall, cpu = (median_ratio(times, "program", "plain", clock) for clock in (0, 1))
+    noise = median_ratio(times, "plain again", "plain", 0)
+    median_ms = statistics.median(wall for wall, _ in times["program"]) * 1e3
+    tokens = arguments.batch_size * arguments.sequence_length
+    verdict = "within" if wall <= GOAL else "above"
+    print(f"jax {jax.__version__}, {devices[0].device_kind}, {os.cpu_count()} CPU cores, {tokens} tokens a step")
+    print(
+        f"8 experts, top 2 / dense of the active size: {wall:.2f} ({verdict} the goal of {GOAL})   CPU time {cpu:.2f}   "
+        f"dense / itself {noise:.2f}   ({median_ms:.0f} ms a step here)"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
