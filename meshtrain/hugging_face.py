@@ -8,6 +8,7 @@ python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [-
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from meshtrain.hf.config import described, differences, is_described
 from meshtrain.hf.stating import as_json, family_of
 from meshtrain.launch import peers
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.experts import MATRICES
 from meshtrain.run import weights_from
 from meshtrain.run.weights import assembled
 from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
@@ -164,6 +166,12 @@ def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[str]:
         return [
             f"--adapters: got a run with optimizer.trainable={config.optimizer.trainable}, whose weights stand in no "
             "adapter; allowed: adapters alone; nearest: leave it out"
+        ]
+    of_experts = [f"layers/experts/{name}" for name in MATRICES]
+    if config.model.num_experts and any(re.search(config.lora.targets, path) for path in of_experts):
+        return [
+            f"--adapters: got a run with adapters of experts, lora.targets='{config.lora.targets}', for which the "
+            "package peft has no modules; allowed: adapters of attention; nearest: leave it out, and they are merged"
         ]
     return []
 

@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
     verdict = "within" if wall <= GOAL else "above"
     print(f"jax {jax.__version__}, {devices[0].device_kind}, {os.cpu_count()} CPU cores, {tokens} tokens a step")
     print(
-        f"8 experts, top 2 / dense of the active size: {wall:.2f} ({verdict} the goal of {GOAL})   CPU time {cpu:.2f}   "
-        f"dense / itself {noise:.2f}   ({median_ms:.0f} ms a step here)"
+        f"8 experts, top 2 / dense of the active size: {wall:.2f} ({verdict} the goal of {GOAL})   "
+        f"CPU time {cpu:.2f}   dense / itself {noise:.2f}   ({median_ms:.0f} ms a step here)"
     )
     return 0
 

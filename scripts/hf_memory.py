@@ -40,7 +40,7 @@ def example(directory: Path, num_layers: int) -> None:
     for layer in range(num_layers):
         tensors = {}
         for weight in names.weights("llama", options):
-            if weight.is_stacked or layer == 0:
+            if weight.stacks or layer == 0:
                 tensors[weight.name.format(layer)] = names.stored_shape(weight, size)
         header, end = {}, 0
         for name, shape in tensors.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshtrain.hf import positions
 from meshtrain.hf.families import FAMILIES, HARMLESS, ONLY, Family
-from meshtrain.hf.values import NO_WAY, PUBLISHED, refusal, typed
+from meshtrain.hf.values import NO_WAY, PUBLISHED, refusal, shown, typed
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.words import options
 from meshtrain.words.errors import UserError, unknown
@@ -21,7 +21,11 @@ from meshtrain.words.paths import expanded, what_is_at
 CONFIG_FILE = "config.json"
 ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
 # Options that the weights do not depend on; a user may choose them.
-_FREE = ("vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk")
+_FREE = (
+    "vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk", "balance_weight",
+    "z_weight", "expert_room",
+)  # fmt: skip
+_OF_EXPERTS = ("experts_per_token", "expert_dim", "shared_experts", "router", "router_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +70,9 @@ def described(directory: str | Path) -> Described:
         got = kind if isinstance(kind, str) else repr(kind)
         line = unknown(f"{path}: model_type", got, list(FAMILIES))
         raise UserError(line if "did you mean" in line else f"{line}; {NO_WAY}")
-    fields, found = _fields(given, FAMILIES[kind])
-    found += _refused(given, kind)
+    given, found = _renamed(given, FAMILIES[kind])
+    fields, problems = _fields(given, FAMILIES[kind])
+    found += problems + _refused(given, kind)
     for part in (positions.rotary(given, kind), positions.windows(given, kind)):
         fields |= part[0]
         found += part[1]
@@ -93,6 +98,8 @@ def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: i
     idle = {key.rpartition(".")[2] for side in (ours, theirs) for key in options.idle(side, "")}
     if ours.rope_factor == theirs.rope_factor == 1.0:
         idle |= {"rope_low", "rope_high", "rope_original_length"}
+    if ours.num_experts == theirs.num_experts:
+        idle |= {"mlp_dim"} if ours.num_experts else {*_OF_EXPERTS}
     found = []
     for field in dataclasses.fields(DecoderOptions):
         own, wanted = _effective(ours, field.name, sequence_length), _effective(theirs, field.name, sequence_length)
@@ -136,6 +143,17 @@ def _loaded(path: Path) -> dict[str, Any]:
     return given
 
 
+def _renamed(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """Returns the object with one name for each key, and one line for each key with two values."""
+    renamed, found = dict(given), list[str]()
+    for key, other in family.same.items():
+        value = renamed.pop(other, None)
+        if value is not None and renamed.setdefault(key, value) != value:
+            found.append(f"{other}: got {shown(value)}, and {key} says {shown(renamed[key])}; allowed: the same; "
+                         f"{PUBLISHED}")  # fmt: skip
+    return renamed, found
+
+
 def _fields(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     """Returns options of the decoder, and one line for each key that is missing or has a value of another type."""
     kinds, fields, found = typing.get_type_hints(DecoderOptions), dict(family.fixed), list[str]()
@@ -164,8 +182,9 @@ def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
     understood = {*family.fields, *positions.keys(kind)}
     only = {**ONLY, **family.only, family.activation[0]: family.activation[1]}
     found = []
-    for key, value in given.items():
-        if value is None or key in understood or key in HARMLESS:
+    unsaid = {key: family.absent[key] for key in family.only if key in family.absent and key not in given}
+    for key, value in {**given, **unsaid}.items():
+        if value is None or key in understood or key in HARMLESS or key in family.idle:
             continue
         if key == "architectures":
             found += [] if value == [family.architecture] else [refusal(key, value, repr([family.architecture]))]
@@ -194,6 +213,9 @@ def _contradictions(shape: DecoderOptions) -> list[str]:
             f"rope_parameters.high_freq_factor: got {shape.rope_high}; allowed: above low_freq_factor="
             f"{shape.rope_low}; {PUBLISHED}"
         )
+    if shape.experts_per_token > shape.num_experts > 0:
+        found.append(f"num_experts_per_tok: got {shape.experts_per_token}; allowed: at most the {shape.num_experts} "
+                     f"experts; {PUBLISHED}")  # fmt: skip
     if shape.vocab_size == 0:
         found.append(f"vocab_size: got 0; allowed: at least 1; {PUBLISHED}")
     return found

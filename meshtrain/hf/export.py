@@ -40,13 +40,13 @@ class Tensor(NamedTuple):
       name: theirs.
       shape: in the file.
       rows: the weights that it holds, by `part`.
-      layer: index of the layer; 0 for a weight that is not stacked.
+      place: index of the layer, and of the expert where each has its own tensor; empty for a weight of no layer.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: Sequence[Weight]
-    layer: int
+    place: tuple[int, ...]
 
 
 def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
@@ -57,8 +57,9 @@ def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
     found = []
     for rows in by_name.values():
         shape = names.stored_shape(rows[0], size)
-        for layer, name in enumerate(names.tensor_names(rows[0], options.num_layers)):
-            found.append(Tensor(name, shape, rows, layer))
+        places = np.ndindex(*names.stack(rows[0], size))
+        for index, name in zip(places, names.tensor_names(rows[0], size), strict=True):
+            found.append(Tensor(name, shape, rows, index))
     return found
 
 
@@ -83,8 +84,7 @@ def write_weights(
     size = names.sizes(options)
 
     def stored(tensor: Tensor) -> np.ndarray:
-        layers = [tensor.layer if row.is_stacked else None for row in tensor.rows]
-        own = [_merged(leaves, row.path, layer, adapters) for row, layer in zip(tensor.rows, layers, strict=True)]
+        own = [_merged(leaves, row.path, tensor.place, adapters) for row in tensor.rows]
         return np.asarray(names.as_stored(own, tensor.rows, size))
 
     placed = dict[str, str]()
@@ -184,19 +184,21 @@ def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable
             file.write(np.ascontiguousarray(array.astype(wanted)).tobytes())
 
 
-def on_host(leaf: jax.Array, layer: int | None) -> np.ndarray:
-    """Returns an array, or one layer of it; `layer` is None for a leaf that is not stacked."""
-    return np.asarray(_layer(leaf, layer))
+def on_host(leaf: jax.Array, *index: int) -> np.ndarray:
+    """Returns an array, or a part of it: `index` is of the layer, and of the expert."""
+    return np.asarray(_part(leaf, index))
 
 
-def _layer(leaf: jax.Array, layer: int | None) -> jax.Array:
-    # With the layer as an operand, one program serves all layers.
-    return leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, np.int32(layer), keepdims=False)
+def _part(leaf: jax.Array, index: Sequence[int]) -> jax.Array:
+    # With the indices as operands, one program serves all layers and experts.
+    for place in index:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, np.int32(place), keepdims=False)
+    return leaf
 
 
-def _merged(leaves: Mapping[str, Any], path: str, layer: int | None, adapters: lora.LoraOptions) -> np.ndarray:
-    """Returns a weight, or one layer of it, with what its adapter adds."""
+def _merged(leaves: Mapping[str, Any], path: str, index: Sequence[int], adapters: lora.LoraOptions) -> np.ndarray:
+    """Returns a weight, or a part of it, with what its adapter adds."""
     if f"{path}{A}" not in leaves:
-        return on_host(leaves[path], layer)
-    own = {f"weight{end}": _layer(leaves[f"{path}{end}"], layer) for end in ("", A, B)}
+        return on_host(leaves[path], *index)
+    own = {f"weight{end}": _part(leaves[f"{path}{end}"], index) for end in ("", A, B)}
     return np.asarray(lora.merged(own, adapters)["weight"])

@@ -20,7 +20,9 @@ class Family(NamedTuple):
       activation: the key with the mlp's function, and the functions that the decoder has.
       is_rotary: whether keys describe rotary positions.
       off: keys of `fields` that have to be there, and whose null is the option's default.
-      only: more keys that are legal with these values alone.
+      only: more keys that are legal with these values alone; a missing one means what `absent` says, if it does.
+      same: key -> another name for it in some files.
+      idle: more keys that change nothing, given what `only` allows.
     """
 
     architecture: str
@@ -32,6 +34,8 @@ class Family(NamedTuple):
     is_rotary: bool = True
     off: tuple[str, ...] = ()
     only: Mapping[str, tuple[Any, ...]] = {}
+    same: Mapping[str, str] = {}
+    idle: tuple[str, ...] = ()
 
 
 _LLAMA_FIELDS = {
@@ -61,6 +65,20 @@ _GEMMA_FIELDS = {
     "attn_logit_softcapping": "attention_cap",
     "final_logit_softcapping": "logit_cap",
 }
+_MIXTRAL_FIELDS = {
+    **{key: name for key, name in _LLAMA_FIELDS.items() if name != "mlp_dim"},
+    "intermediate_size": "expert_dim",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+}
+_QWEN3_MOE_FIELDS = {
+    **_LLAMA_FIELDS,
+    "moe_intermediate_size": "expert_dim",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+}
+# Losses of routers are options of a run; they change no logits.
+_OF_ROUTERS = ("output_router_logits", "router_aux_loss_coef")
 _GEMMA: Mapping[str, Any] = {
     "activation": "geglu",
     "centered_scales": True,
@@ -102,6 +120,30 @@ FAMILIES: Mapping[str, Family] = {
         {"tie_word_embeddings": True, **dict.fromkeys(_CAPS)},
         *_LIKE_GEMMA,
         only=_GEMMA_ONLY,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _MIXTRAL_FIELDS,
+        {},
+        _UNTIED,
+        *_LIKE_LLAMA,
+        only={"router_jitter_noise": (0.0,)},
+        idle=_OF_ROUTERS,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _QWEN3_MOE_FIELDS,
+        {"qk_norm": True},
+        {"tie_word_embeddings": False, "norm_topk_prob": False},
+        *_LIKE_LLAMA,
+        only={
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+            "norm_topk_prob": (True,),
+            "use_sliding_window": (False,),
+        },
+        same={"num_experts": "num_local_experts"},
+        idle=(*_OF_ROUTERS, "sliding_window", "max_window_layers"),
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -47,12 +47,13 @@ def opened(directory: str | Path) -> Folder:
         model = described(folder)
     except UserError as error:
         raise UserError(*error.problems, *problems) from error
-    table = names.without_prefix(names.weights(model.family, model.options), stored)
+    table = names.as_in_files(names.weights(model.family, model.options), stored)
     if problems:
         raise UserError(*problems)
     if found := _mismatches(folder, model, table, stored):
         raise UserError(*found)
-    wanted = {name for weight in table for name in names.tensor_names(weight, model.options.num_layers)}
+    size = names.sizes(model.options)
+    wanted = {name for weight in table for name in names.tensor_names(weight, size)}
     return Folder(folder, model, table, {name: one for name, one in stored.items() if name in wanted})
 
 
@@ -73,11 +74,7 @@ def _mismatches(
 ) -> list[str]:
     """Returns one line for each tensor that is missing, left over, or of another shape or dtype than the table's."""
     size, problems = names.sizes(model.options), Problems()
-    wanted = {
-        name: names.stored_shape(weight, size)
-        for weight in table
-        for name in names.tensor_names(weight, model.options.num_layers)
-    }
+    wanted = {name: names.stored_shape(weight, size) for weight in table for name in names.tensor_names(weight, size)}
     left = [name for name in stored if name not in wanted and not names.is_ignored(name, model.options)]
     for name, shape in wanted.items():
         if name not in stored:

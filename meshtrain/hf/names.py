@@ -1,8 +1,9 @@
 """Name tables: which tensors of a Hugging Face model hold the decoder's weights, and how their dims are arranged.
 
-A layout lists dims: D embed dim, N query heads, G key and value heads, H head dim, F mlp dim, V vocabulary without
-padding, P learned positions. `(N H)` is one dim of a file in which both stand, N outermost. `3` is the dim of a file in
-which queries, keys and values stand side by side. Rotary pairs are halves of a head in both, so no head is permuted.
+A layout lists dims: D embed dim, N query heads, G key and value heads, H head dim, F mlp dim, E experts, X expert dim,
+V vocabulary without padding, P learned positions. `(N H)` is one dim of a file in which both stand, N outermost. `3` is
+the dim of a file in which queries, keys and values stand side by side, `2` that of gates and what they multiply. Rotary
+pairs are halves of a head in both, so no head is permuted.
 
 The names are those of the state dicts of the package transformers (Wolf et al. 2020).
 """
@@ -15,9 +16,9 @@ import numpy as np
 
 from meshtrain.models.decoder import DecoderOptions
 
-LAYERS = "layers/"  # paths of stacked leaves begin with it; a file has one tensor for each layer
 _GPT2_PREFIX = "transformer."  # old files lack it
-_QKV = "3"
+_SIDE_BY_SIDE = {"3": 3, "2": 2}
+_STACKS = "LE"
 
 
 class Weight(NamedTuple):
@@ -25,10 +26,10 @@ class Weight(NamedTuple):
 
     Attributes:
       path: of our leaf, without `params/`.
-      name: of the tensor; `{}` stands for the layer's index.
-      layout: of our leaf, without the dim that stacks the layers.
+      name: of the tensor; a first `{}` stands for the layer's index, a second one for the expert's.
+      layout: of our leaf, without the dims that stack layers and experts with a tensor of their own.
       stored: the layout of the tensor.
-      part: index into the dim `3` of `stored`.
+      part: index into the dim `3` or `2` of `stored`.
     """
 
     path: str
@@ -38,9 +39,9 @@ class Weight(NamedTuple):
     part: int = 0
 
     @property
-    def is_stacked(self) -> bool:
-        """Whether our leaf stacks all layers."""
-        return self.path.startswith(LAYERS)
+    def stacks(self) -> str:
+        """The leading dims of our leaf that are not in `layout`: L stacks layers, E experts."""
+        return _STACKS[: self.name.count("{}")]
 
 
 _LLAMA = (
@@ -64,6 +65,29 @@ _QKV_BIASES = (
 _QK_NORM = (
     Weight("layers/attention/query_norm/scale", "model.layers.{}.self_attn.q_norm.weight", "H", "H"),
     Weight("layers/attention/key_norm/scale", "model.layers.{}.self_attn.k_norm.weight", "H", "H"),
+)
+_WITHOUT_MLP = tuple(row for row in _LLAMA if not row.path.startswith("layers/mlp/"))
+_MIXTRAL = (
+    *_WITHOUT_MLP,
+    Weight("layers/experts/router", "model.layers.{}.block_sparse_moe.gate.weight", "D E", "E D"),
+    Weight("layers/experts/gate", "model.layers.{}.block_sparse_moe.experts.{}.w1.weight", "D X", "X D"),
+    Weight("layers/experts/down", "model.layers.{}.block_sparse_moe.experts.{}.w2.weight", "X D", "D X"),
+    Weight("layers/experts/up", "model.layers.{}.block_sparse_moe.experts.{}.w3.weight", "D X", "X D"),
+)
+_QWEN3_MOE = (
+    *_WITHOUT_MLP,
+    *_QK_NORM,
+    Weight("layers/experts/router", "model.layers.{}.mlp.gate.weight", "D E", "E D"),
+    Weight("layers/experts/gate", "model.layers.{}.mlp.experts.{}.gate_proj.weight", "D X", "X D"),
+    Weight("layers/experts/up", "model.layers.{}.mlp.experts.{}.up_proj.weight", "D X", "X D"),
+    Weight("layers/experts/down", "model.layers.{}.mlp.experts.{}.down_proj.weight", "X D", "D X"),
+)
+# One tensor for all experts of a layer: what newer versions of transformers have in memory, and some files as well.
+_FUSED = (
+    Weight("layers/experts/router", "model.layers.{}.mlp.gate.weight", "D E", "E D"),
+    Weight("layers/experts/gate", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (2 X) D", 0),
+    Weight("layers/experts/up", "model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (2 X) D", 1),
+    Weight("layers/experts/down", "model.layers.{}.mlp.experts.down_proj", "E X D", "E D X"),
 )
 # The name of the norm before the mlp is that of another one where there are four norms.
 _GEMMA2 = (
@@ -104,6 +128,8 @@ _TABLES = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2 + _QK_NORM,
     "gpt2": _GPT2,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
 }
 # Constants that old files store beside the weights: causal masks, rotary frequencies. The model computes them.
 _CONSTANTS = re.compile(
@@ -116,8 +142,18 @@ def weights(family: str, options: DecoderOptions) -> list[Weight]:
     return [*_TABLES[family], *(() if options.tied_embeddings else (_HEAD,))]
 
 
-def without_prefix(table: Sequence[Weight], names: Mapping[str, Any]) -> list[Weight]:
-    """Returns the table with the names that a file uses: old files of GPT-2 have no prefix."""
+def as_in_files(table: Sequence[Weight], names: Mapping[str, Any]) -> list[Weight]:
+    """Returns the table with the names and layouts that files use.
+
+    Old files of GPT-2 have no prefix, and some of experts have one tensor for all experts of a layer.
+
+    Args:
+      table: from `weights`.
+      names: of the tensors in the files, as keys.
+    """
+    fused = {row.path: row for row in _FUSED if row.name.format(0) in names}
+    if len(fused) > 1:  # files with a tensor for each expert may have the router's name as well
+        table = [fused[row.path] if row.path in fused else row for row in table]
     if any(name.startswith(_GPT2_PREFIX) for name in names):
         return list(table)
     return [weight._replace(name=weight.name.removeprefix(_GPT2_PREFIX)) for weight in table]
@@ -130,8 +166,9 @@ def is_ignored(name: str, options: DecoderOptions) -> bool:
 
 
 def sizes(options: DecoderOptions) -> dict[str, int]:
-    """Returns letter -> size for each dim of a layout, the vocabulary without padding."""
+    """Returns letter -> size for each dim of a layout and of a stack, the vocabulary without padding."""
     return {
+        "L": options.num_layers,
         "D": options.embed_dim,
         "N": options.num_heads,
         "G": options.num_kv_heads,
@@ -139,13 +176,24 @@ def sizes(options: DecoderOptions) -> dict[str, int]:
         "F": options.mlp_dim,
         "V": options.vocab_size,
         "P": options.max_positions,
-        _QKV: 3,
+        "E": options.num_experts,
+        "X": options.expert_dim,
+        **_SIDE_BY_SIDE,
     }
 
 
-def tensor_names(weight: Weight, num_layers: int) -> list[str]:
-    """Returns the names of the tensors that hold a weight: one for each layer if it is stacked, else one."""
-    return [weight.name.format(layer) for layer in range(num_layers)] if weight.is_stacked else [weight.name]
+def stack(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the leading dims of our leaf that stack tensors of a file; `size` is from `sizes`."""
+    return tuple(size[letter] for letter in weight.stacks)
+
+
+def tensor_names(weight: Weight, size: Mapping[str, int]) -> list[str]:
+    """Returns the names of the tensors that hold a weight, the last dim of `stack` innermost.
+
+    >>> tensor_names(Weight("x", "a.{}.b.{}", "D", "D"), {"L": 2, "E": 2})
+    ['a.0.b.0', 'a.0.b.1', 'a.1.b.0', 'a.1.b.1']
+    """
+    return [weight.name.format(*index) for index in np.ndindex(*stack(weight, size))]
 
 
 def stored_shape(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
@@ -173,10 +221,10 @@ def as_ours(tensor: Any, weight: Weight, size: Mapping[str, int]) -> Any:
     """
     letters = re.findall(r"\w", weight.stored)
     apart = tensor.reshape([size[letter] for letter in letters])
-    if _QKV in letters:
+    for beside in _SIDE_BY_SIDE.keys() & letters:
         # Indexing instead of `take`, which would copy.
-        apart = apart[(slice(None),) * letters.index(_QKV) + (weight.part,)]
-        letters.remove(_QKV)
+        apart = apart[(slice(None),) * letters.index(beside) + (weight.part,)]
+        letters.remove(beside)
     return apart.transpose([letters.index(letter) for letter in weight.layout.split()])
 
 
@@ -184,7 +232,7 @@ def as_stored(leaves: Sequence[Any], rows: Sequence[Weight], size: Mapping[str, 
     """Returns the tensor of a file from the weights that it holds; the inverse of `as_ours`.
 
     Args:
-      leaves: numpy arrays in our layout, without the dim of layers, and with a vocabulary that may be padded.
+      leaves: numpy arrays in our layout, without the dims of `stack`, and with a vocabulary that may be padded.
       rows: their rows of the table, all with one name, by `part`.
       size: from `sizes`.
     """
@@ -193,6 +241,7 @@ def as_stored(leaves: Sequence[Any], rows: Sequence[Weight], size: Mapping[str, 
     for leaf, row in zip(leaves, rows, strict=True):
         own = row.layout.split()
         cut = leaf[tuple(slice(0, size[letter]) for letter in own)]
-        parts.append(cut.transpose([own.index(letter) for letter in letters if letter != _QKV]))
-    whole = np.stack(parts, axis=letters.index(_QKV)) if _QKV in letters else parts[0]
+        parts.append(cut.transpose([own.index(letter) for letter in letters if letter not in _SIDE_BY_SIDE]))
+    beside = next((place for place, letter in enumerate(letters) if letter in _SIDE_BY_SIDE), None)
+    whole = parts[0] if beside is None else np.stack(parts, axis=beside)
     return whole.reshape(stored_shape(rows[0], size))

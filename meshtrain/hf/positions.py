@@ -20,6 +20,7 @@ _LLAMA3_KEYS = {
 }
 _WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",),
+    "mixtral": ("sliding_window",),
     "qwen2": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     "qwen3": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     "gemma2": ("sliding_window", "sliding_window_size", "layer_types"),
@@ -158,7 +159,7 @@ def _alike(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[st
     if "sliding_window" not in given and "sliding_window" in FAMILIES[kind].absent:
         window = FAMILIES[kind].absent["sliding_window"]
     found, layers = list[str](), {WINDOWED}
-    if kind != "mistral":
+    if len(values) > 1:
         if values["use_sliding_window"] not in (None, False, True):
             found.append(refusal("use_sliding_window", values["use_sliding_window"], "true, false"))
         window = window if values["use_sliding_window"] else None

@@ -47,9 +47,8 @@ def read(folder: Folder, abstract_params: Any, *, shows_bar: bool = False) -> An
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=disable, file=sys.stderr) as bar:
         for path, leaf in leaves:
             weight = table[path]
-            layers = names.tensor_names(weight, folder.model.options.num_layers)
-            views = [names.as_ours(tensors[name], weight, size) for name in layers]
-            arrays.append(_array(views, leaf, bar, is_stacked=weight.is_stacked))
+            views = [names.as_ours(tensors[name], weight, size) for name in names.tensor_names(weight, size)]
+            arrays.append(_array(views, leaf, bar, stack=names.stack(weight, size)))
     return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
 
 
@@ -68,7 +67,7 @@ def _problems(folder: Folder, leaves: Sequence[tuple[str, Any]]) -> list[str]:
     shapes = {}
     for weight in folder.table:
         dims = [size[letter] for letter in weight.layout.split()]
-        shapes[weight.path] = [*([options.num_layers] if weight.is_stacked else []), *dims]
+        shapes[weight.path] = [*names.stack(weight, size), *dims]
     given, found = dict(leaves), list[str]()
     for path in shapes.keys() | given.keys():
         if path not in given or path not in shapes:
@@ -103,16 +102,15 @@ def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
     return sum(int(np.prod([end - begin for begin, end in spans])) * leaf.dtype.itemsize for spans in _by_index(leaf))
 
 
-def _array(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, bar: Any, *, is_stacked: bool) -> jax.Array:
+def _array(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, bar: Any, *, stack: tuple[int, ...]) -> jax.Array:
+    """Returns a leaf; its leading dims are those of `stack`, and `views` has the tensor of each place in them."""
     shards = []
     for spans, devices in _by_index(leaf).items():
         buffer = np.zeros([end - begin for begin, end in spans], leaf.dtype)
-        inner = tuple(slice(*span) for span in (spans[1:] if is_stacked else spans))
-        if is_stacked:
-            for slot, layer in enumerate(range(*spans[0])):
-                _fill(buffer[slot], views[layer][inner])
-        else:
-            _fill(buffer, views[0][inner])
+        outer, inner = spans[: len(stack)], tuple(slice(*span) for span in spans[len(stack) :])
+        for slot in np.ndindex(*[end - begin for begin, end in outer]):
+            place = [begin + number for (begin, _), number in zip(outer, slot, strict=True)]
+            _fill(buffer[slot], views[int(np.ravel_multi_index(place, stack)) if stack else 0][inner])
         # A copy: on CPUs an array could otherwise share the buffer with one on another device.
         shards += [jax.device_put(buffer, device, may_alias=False) for device in devices]
         jax.block_until_ready(shards[-len(devices) :])  # the buffer is free before the next one is made

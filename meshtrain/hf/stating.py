@@ -15,6 +15,10 @@ _GEMMA = {**_LLAMA, "activation": "geglu", "centered_scales": True, "post_norms"
 _OF_GEMMA = ("centered_scales", "post_norms", "scaled_embeddings", "attention_scalar", "attention_cap", "logit_cap")
 
 
+# What experts of a family have; the others go through one mlp.
+_EXPERTS = {"router": "softmax", "router_scale": 1.0, "shared_experts": 0}
+
+
 def family_of(options: DecoderOptions) -> str:
     """Returns the `model_type` whose models have these options.
 
@@ -22,12 +26,14 @@ def family_of(options: DecoderOptions) -> str:
       UserError: none has all of them.
     """
     chosen = {name: getattr(options, name) for name in _GPT2}
+    if options.num_experts:
+        chosen |= {name: getattr(options, name) for name in ("num_experts", *_EXPERTS)}
     local = ("global_every", "rope_local_base") if options.window else ()
     of_gemma = {name: getattr(options, name) for name in (*_OF_GEMMA, *local) if getattr(options, name)}
     own = [name for name in ("window", "qkv_biases", "qk_norm") if getattr(options, name)]
     if chosen == _GPT2 and not own and not of_gemma:
         return "gpt2"
-    if _GEMMA.items() <= {**chosen, **of_gemma}.items() and not options.qkv_biases:
+    if _GEMMA.items() <= {**chosen, **of_gemma}.items() and not options.qkv_biases and not options.num_experts:
         if not options.qk_norm and "rope_local_base" not in of_gemma:
             return "gemma2"
         # Its scaling of rotary positions is that of layers without a window.
@@ -37,10 +43,15 @@ def family_of(options: DecoderOptions) -> str:
     by_own |= {("window", "qkv_biases"): "qwen2", ("window", "qk_norm"): "qwen3"}
     if chosen == _LLAMA and tuple(own) in by_own and not of_gemma:
         return by_own[tuple(own)]
+    of_experts = {(): "mixtral", ("window",): "mixtral", ("qk_norm",): "qwen3_moe"}
+    like = {**_LLAMA, "num_experts": options.num_experts, **_EXPERTS}
+    if options.num_experts and chosen == like and tuple(own) in of_experts and not of_gemma:
+        return of_experts[tuple(own)]
     got = ", ".join(f"model.{name}={getattr(options, name)}" for name in (*chosen, *own, *of_gemma))
     raise UserError(
         f"model: got {got}, which no model of Hugging Face has together; allowed: those of Llama, Mistral, Qwen 2, "
-        "Qwen 3, Gemma 2, Gemma 3 or GPT-2; nearest: the options that `python -m meshtrain hf config` prints for one"
+        "Qwen 3, Gemma 2, Gemma 3, GPT-2, Mixtral or Qwen 3 MoE; nearest: "
+        "the options that `python -m meshtrain hf config` prints for one"
     )
 
 
@@ -65,7 +76,8 @@ def as_json(
     if rows.is_rotary:
         stated |= {"head_dim": options.width_of_head, "max_position_embeddings": length, **_rope(options)}
         stated |= _gemma(options, family) if options.post_norms else _window(options, family)
-        stated |= {"attention_bias": False} if family in ("llama", "qwen3") else {}
+        stated |= {"attention_bias": False} if family in ("llama", "qwen3", "qwen3_moe") else {}
+        stated |= _experts(options, family) if options.num_experts else {}
         stated |= {"mlp_bias": False} if family == "llama" else {}
     else:
         stated["n_positions"] = options.max_positions or length
@@ -113,12 +125,22 @@ def _gemma(options: DecoderOptions, family: str) -> dict[str, Any]:
     return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
 
 
+def _experts(options: DecoderOptions, family: str) -> dict[str, Any]:
+    """Returns what models of experts alone have; the weight of the loss is that of the run."""
+    stated: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": options.balance_weight}
+    if family == "mixtral":
+        return stated | {"router_jitter_noise": 0.0}
+    return stated | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+
+
 def _window(options: DecoderOptions, family: str) -> dict[str, Any]:
     if family == "llama":
         return {}
     window = options.window or None
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return {"sliding_window": window}
+    if family == "qwen3_moe":
+        return {"sliding_window": None, "use_sliding_window": False}
     kind = "sliding_attention" if window else "full_attention"
     stated = {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 0 if window else None}
     if window is None:

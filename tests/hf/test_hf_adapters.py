@@ -24,26 +24,29 @@ LORA = LoraOptions(rank=3, alpha=4.5)
 NUM_SUMMED = {"query": 1, "key": 1, "value": 1, "output": 2, "gate": 1, "up": 1, "down": 1}  # dims of a matrix
 TARGETS = {f"all of {name}": (name, set(NUM_SUMMED)) for name in NAMES}
 TARGETS["some of gpt2"] = ("gpt2", {"query", "value", "down"})
+OF_EXPERTS = {"mixtral", "qwen3-moe"}  # of their matrices only those of attention are modules of peft
+TARGETS |= {f"all of {name}": (name, {"query", "key", "value", "output"}) for name in OF_EXPERTS}
 
 
 def params_of(opened, targets):
     """The weights of a folder, with random adapters beside the matrices of these names."""
-    options, generator = opened.model.options, np.random.default_rng(0)
-    here, size, tree = jax.sharding.SingleDeviceSharding(jax.devices()[0]), names.sizes(opened.model.options), {}
+    generator, size, tree = np.random.default_rng(0), names.sizes(opened.model.options), {}
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for weight in opened.table:
         *groups, name = weight.path.split("/")
         group = tree
         for one in groups:
             group = group.setdefault(one, {})
-        shape = (*([options.num_layers] * weight.is_stacked), *(size[letter] for letter in weight.layout.split()))
+        shape = (*names.stack(weight, size), *(size[letter] for letter in weight.layout.split()))
         group[name] = jax.ShapeDtypeStruct(shape, np.float32, sharding=here)
     params = reading.read(opened, tree)
-    for group in (params["layers"]["attention"], params["layers"]["mlp"]):
+    for part in {"attention", "mlp", "experts"} & set(params["layers"]):
+        group, num_stacked = params["layers"][part], 2 if part == "experts" else 1
         for name in targets & set(group):
-            layers, *shape = group[name].shape
+            stack, shape = group[name].shape[:num_stacked], group[name].shape[num_stacked:]
             inputs, outputs = shape[: NUM_SUMMED[name]], shape[NUM_SUMMED[name] :]
-            group[f"{name}_lora_a"] = jax.numpy.asarray(generator.normal(size=(layers, *inputs, 3)), np.float32)
-            group[f"{name}_lora_b"] = jax.numpy.asarray(generator.normal(size=(layers, 3, *outputs)), np.float32)
+            group[f"{name}_lora_a"] = jax.numpy.asarray(generator.normal(size=(*stack, *inputs, 3)), np.float32)
+            group[f"{name}_lora_b"] = jax.numpy.asarray(generator.normal(size=(*stack, 3, *outputs)), np.float32)
     return params
 
 
@@ -89,6 +92,22 @@ def test_merged_matrices_are_the_base_plus_the_products_of_peft(case, tmp_path):
         changed += 1
     assert not factors, "each factor belongs to a tensor of the model"
     assert changed == options.num_layers * len(stated["target_modules"])
+
+
+@pytest.mark.parametrize("name", sorted(OF_EXPERTS))
+def test_each_expert_gets_its_own_product(name, tmp_path):
+    opened = folder.opened(FIXTURES / name)
+    params = params_of(opened, {"gate", "up", "down"})
+    export.write_weights(tmp_path, opened.model.family, opened.model.options, params, "float32", LORA)
+    base, found = read(FIXTURES / name), read(tmp_path)
+    changed = {key for key in base if not np.array_equal(base[key], found[key])}
+    assert len(changed) == 2 * 4 * 3
+    rows = {weight.path.rpartition("/")[2]: weight for weight in opened.table if weight.stacks == "LE"}
+    for part, row in rows.items():
+        a, b = (np.asarray(params["layers"]["experts"][f"{part}_lora_{end}"]) for end in "ab")
+        for layer, expert in np.ndindex(2, 4):
+            key, added = row.name.format(layer, expert), LORA.alpha / 3 * (a[layer, expert] @ b[layer, expert]).T
+            np.testing.assert_allclose(found[key], base[key] + added, rtol=0, atol=1e-5 * np.abs(added).max())
 
 
 def test_names_are_those_of_peft(tmp_path):
@@ -176,6 +195,11 @@ REFUSED = {
         {"optimizer.trainable": "norm", "lora.rank": "2"},
         "--adapters: got a run with optimizer.trainable=norm, whose weights stand in no adapter; allowed: ",
     ),
+    "of experts": (
+        ["export", "--to=new", f"--workdir={FIXTURES / 'mixtral'}"],
+        {"lora.rank": "2"},
+        "--adapters: got a run with adapters of experts, lora.targets='', for which the package peft has no modules; ",
+    ),
 }
 
 
@@ -185,7 +209,7 @@ def test_adapters_are_refused_with_one_line_where_there_are_none(name, tmp_path,
     monkeypatch.chdir(tmp_path)
     given = [f"--config.{key}={value}" for key, value in overrides.items()]
     with pytest.raises(UserError) as error:
-        hugging_face.main([*words, "--adapters", f"--workdir={FIXTURES / 'llama'}", *given])
+        hugging_face.main([f"--workdir={FIXTURES / 'llama'}", *words, "--adapters", *given])
     [line] = error.value.problems
     assert line.startswith(start)
     assert not (tmp_path / "new").exists()

@@ -128,7 +128,7 @@ REFUSED = {
     "family": (
         "llama",
         {"model_type": "lama"},
-        ["model_type: got 'lama'; allowed: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2; did"],
+        ["model_type: got 'lama'; allowed: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, mixtral, qwen3_moe, gp"],
     ),
     "no family": ("llama", {"model_type": 3}, ["model_type: got '3'"]),
     "later layers": (
@@ -190,6 +190,39 @@ REFUSED = {
             "rope_parameters.sliding_attention.rope_theta: got 50.0, and rope_local_base_freq says 10000.0",
         ],
     ),
+    "dense layers between": (
+        "qwen3-moe",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [0]},
+        ["decoder_sparse_step: got 2; allowed: 1; nearest: none", "mlp_only_layers: got [0]; allowed: []"],
+    ),
+    "dense layers first": (
+        "qwen3-moe",
+        {"first_k_dense_replace": 1, "n_shared_experts": 1},
+        ["first_k_dense_replace: got 1; allowed: keys that meshtrain understands", "n_shared_experts: got 1"],
+    ),
+    "gates that do not add up to 1": (
+        "qwen3-moe",
+        {"norm_topk_prob": False},
+        ["norm_topk_prob: got False; allowed: T"],
+    ),
+    "the same, unsaid": ("qwen3-moe", {"norm_topk_prob": None}, ["norm_topk_prob: got False; allowed: True"]),
+    "a window of experts": (
+        "qwen3-moe",
+        {"use_sliding_window": True, "sliding_window": 6},
+        ["use_sliding_window: got True; allowed: False"],
+    ),
+    "two numbers of experts": (
+        "qwen3-moe",
+        {"num_experts": 8},
+        ["num_local_experts: got 4, and num_experts says 8; allowed: the same"],
+    ),
+    "noise": ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise: got 0.1; allowed: 0.0"]),
+    "more experts than there are": (
+        "mixtral",
+        {"num_experts_per_tok": 5},
+        ["num_experts_per_tok: got 5; allowed: at most the 4 experts"],
+    ),
+    "no experts": ("mixtral", {"num_local_experts": None}, ["num_local_experts: got nothing; allowed: int"]),
     "no width": ("llama", {"hidden_size": None}, ["hidden_size: got nothing; allowed: int"]),
     "a text": (
         "llama",
@@ -219,7 +252,24 @@ def test_what_the_decoder_has_nothing_for_is_refused_by_name_and_value(name, tmp
         assert any(line.startswith(start) for line in lines), (start, lines)
 
 
+def test_experts_in_the_decoders_words(tmp_path):
+    shape = {"num_layers": 2, "embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 119}
+    of_both = {**shape, "num_experts": 4, "expert_dim": 16}
+    qwen = given("qwen3-moe")
+    assert described(FIXTURES / "qwen3-moe").options == DecoderOptions(mlp_dim=48, head_dim=8, qk_norm=True, **of_both)
+    qwen["num_experts"] = qwen.pop("num_local_experts")
+    assert of(tmp_path, qwen) == described(FIXTURES / "qwen3-moe")
+    mixtral = described(FIXTURES / "mixtral").options
+    assert mixtral == DecoderOptions(mlp_dim=mixtral.mlp_dim, **of_both)
+    # The width of an mlp that there is not is no difference, nor are losses of routers.
+    ours = DecoderOptions(mlp_dim=7, balance_weight=0.5, z_weight=0.0, expert_room=2.0, **of_both)
+    assert differences(ours, mixtral, 32, "DIR") == []
+    [line] = differences(DecoderOptions(**{**vars(ours), "experts_per_token": 1}), mixtral, 32, "DIR")
+    assert line.startswith("model.experts_per_token: got 1, and the model in DIR has 2; allowed: 2; nearest: model.ex")
+
+
 WINDOWS = {
+    "mixtral": ("mixtral", {"sliding_window": 6}, 6),
     "mistral": ("mistral-window", {}, 6),
     "mistral without": ("mistral-window", {"sliding_window": "null"}, 0),
     "mistral by default": ("mistral-window", {"sliding_window": None}, 4096),

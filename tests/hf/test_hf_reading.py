@@ -1,11 +1,13 @@
 """Models of each family give the logits that the package transformers computed, on one device, on meshes, by cache."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.hf import folder, reading
+from meshtrain.hf import export, folder, reading
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.partition import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
@@ -39,7 +41,7 @@ def test_logits_in_a_pipeline_are_the_same(name):
 
 
 CACHED = [(name, shape) for shape in ("one device", "sharded") for name in NAMES]
-CACHED += [(name, "in stages") for name in ("gpt2", "mistral-window", "qwen3")]
+CACHED += [(name, "in stages") for name in ("gpt2", "mistral-window", "mixtral", "qwen3")]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,46 @@ def test_logits_of_one_token_after_the_other_are_the_same(name, shape):
     found = jax.jit(logits_of_ids)(params, np.resize(ids, (num_rows, length)))
     got = np.asarray(found)[: len(ids), :, : expected.shape[-1]]
     np.testing.assert_allclose(got, expected[:, given - 1 :], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "router"), [("mixtral", "mlp"), ("mixtral", "block_sparse_moe"), ("qwen3-moe", "mlp")]
+)
+def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router, tmp_path):
+    """As newer versions of transformers have it in memory, and some files: gates before what they multiply."""
+    opened = folder.opened(FIXTURES / name)
+    tensors, size = reading.files.opened(opened.stored), reading.names.sizes(opened.model.options)
+    path_of = {weight.path.rpartition("/")[2]: weight for weight in opened.table if "/experts/" in weight.path}
+    kept = {key: array for key, array in tensors.items() if ".experts." not in key and "gate.weight" not in key}
+    for layer in range(2):
+        of_experts = {
+            part: np.stack([tensors[path_of[part].name.format(layer, expert)] for expert in range(4)])
+            for part in ("gate", "up", "down")
+        }
+        prefix = f"model.layers.{layer}"
+        kept[f"{prefix}.mlp.experts.gate_up_proj"] = np.concatenate([of_experts["gate"], of_experts["up"]], axis=1)
+        kept[f"{prefix}.mlp.experts.down_proj"] = of_experts["down"]
+        kept[f"{prefix}.{router}.gate.weight"] = tensors[path_of["router"].name.format(layer)]
+    assert kept["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 2 * size["X"], size["D"])
+    shapes = {key: array.shape for key, array in kept.items()}
+    export.write_file(tmp_path / "model.safetensors", shapes, kept.values(), "float32")
+    shutil.copy(FIXTURES / name / "config.json", tmp_path)
+    fused = folder.opened(tmp_path)
+    table = {weight.path: weight for weight in fused.table}
+    ours, theirs = reading.files.opened(fused.stored), {weight.path: weight for weight in opened.table}
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    bar = type("Bar", (), {"update": lambda self, n: None})()
+    for part in ("gate", "up", "down", "router"):
+        path = f"layers/experts/{part}"
+        found = []
+        for rows, stored in ((table, ours), (theirs, tensors)):
+            row = rows[path]
+            stack = reading.names.stack(row, size)
+            views = [reading.names.as_ours(stored[key], row, size) for key in reading.names.tensor_names(row, size)]
+            shape = (*stack, *(size[letter] for letter in row.layout.split()))
+            leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=one)
+            found.append(np.asarray(reading._array(views, leaf, bar, stack=stack)))
+        np.testing.assert_array_equal(*found)
 
 
 class Bar:
@@ -122,7 +164,7 @@ def test_a_shard_of_the_layers_has_its_own_layers():
     tensors = reading.files.opened(opened.stored)
     views = [tensors[table["layers/mlp_norm/scale"].name.format(layer)] for layer in range(2)]
     bar = type("Bar", (), {"update": lambda self, n: None})()
-    np.testing.assert_array_equal(np.asarray(reading._array(views, leaf, bar, is_stacked=True)), np.stack(views))
+    np.testing.assert_array_equal(np.asarray(reading._array(views, leaf, bar, stack=(2,))), np.stack(views))
 
 
 def test_padding_of_the_vocabulary_is_zero():
@@ -131,7 +173,7 @@ def test_padding_of_the_vocabulary_is_zero():
     view = np.ones((119, 32), np.float32)
     leaf = jax.ShapeDtypeStruct((128, 32), np.float32, sharding=one)
     bar = type("Bar", (), {"update": lambda self, n: None})()
-    table = np.asarray(reading._array([view], leaf, bar, is_stacked=False))
+    table = np.asarray(reading._array([view], leaf, bar, stack=()))
     assert opened.model.options.padded_vocab_size == 128
     assert (table[:119] == 1).all()
     assert (table[119:] == 0).all()
