@@ -83,4 +83,38 @@ EXPERTS: tuple[Mutant, ...] = (
         "each device along the expert axis takes its experts for the first ones",
         ("parity/test_parity_experts.py::test_mesh_changes_no_number_and_no_count[fsdp2-expert2-tensor2]",),
     ),
+    Mutant(
+        "the last block alone",
+        "models/blocks.py",
+        "return sums.at[owner].add(found)",
+        "return sums.at[owner].set(found)",
+        "the gradient of an expert's weights is that of its last block of rows",
+        ("models/test_models_blocks.py::test_products_and_gradients_are_those_of_each_rows_own_weight",),
+    ),
+    Mutant(
+        "the first block alone",
+        "models/blocks_gpu.py",
+        "bounds[expert + 1] * steps_a_block",
+        "(bounds[expert] + 1) * steps_a_block",
+        "the kernel for GPUs adds up the gradient of an expert's weights over its first block of rows",
+        (
+            "models/test_models_blocks.py::test_the_kernels_compute_products_and_gradients_of_the_loop[gpu-shape0-float32]",
+        ),
+    ),
+    Mutant(
+        "gates for what they multiply",
+        "hf/names.py",
+        '"model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (2 X) D", 0),',
+        '"model.layers.{}.mlp.experts.gate_up_proj", "E D X", "E (2 X) D", 1),',
+        "in files with one tensor for all experts of a layer, gates are what they multiply",
+        ("hf/test_hf_reading.py::test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights[mixtral-mlp]",),
+    ),
+    Mutant(
+        "gates that add up to 1 unsaid",
+        "hf/families.py",
+        '"norm_topk_prob": False}',
+        '"norm_topk_prob": True}',
+        "a config.json that does not say that gates add up to 1 is taken for one that does",
+        ("hf/test_hf_config.py::test_what_the_decoder_has_nothing_for_is_refused_by_name_and_value[the same, unsaid]",),
+    ),
 )

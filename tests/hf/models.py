@@ -25,7 +25,7 @@ def assembled(directory, shape, *, folds_pipeline=False):
     opened = folder.opened(directory)
     with np.load(directory / "expected.npz") as file:
         ids, expected = file["input_ids"], file["logits"]
-    num_rows = max(len(ids), shape["data"] * shape["fsdp"])
+    num_rows = max(len(ids), shape["data"] * shape["fsdp"] * shape["expert"])
     # A pipeline of three splits the rows, too.
     options = dataclasses.replace(opened.model.options, vocab_multiple=128 * shape["pipeline"])
     config = Config(model=options, batch_size=num_rows, sequence_length=ids.shape[1], data=DATA)

@@ -34,6 +34,11 @@ def test_logits_of_sharded_weights_are_the_same(name):
     check(name, SHARDED)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_logits_of_experts_on_several_devices_are_the_same(name):
+    check(name, ONE | {"expert": 4, "tensor": 2})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_in_a_pipeline_are_the_same(name):
