@@ -38,6 +38,22 @@ CONTEXT: tuple[Mutant, ...] = (
         (f"{_EXCHANGE}[repeated where 6 divides no 4]",),
     ),
     Mutant(
+        "every part is the first",
+        "models/exchange.py",
+        'place = {"first": jax.lax.axis_index(axes) * q.shape[1]} if causal else {}',
+        'place = {"first": 0 * jax.lax.axis_index(axes)} if causal else {}',
+        "where keys are gathered, each part of the queries is masked as the first one",
+        ("models/test_models_exchange.py::test_keys_are_gathered_where_there_is_no_head_for_each_device[xla-0]",),
+    ),
+    Mutant(
+        "blocks of part of a sequence are skipped",
+        "models/blockwise.py",
+        "if not self.causal or self.is_part:",
+        "if not self.causal:",
+        "attention in blocks leaves out keys before a part of the sequence",
+        ("models/test_models_exchange.py::test_keys_are_gathered_where_there_is_no_head_for_each_device[blockwise-0]",),
+    ),
+    Mutant(
         "repeated exchanges are free",
         "plan/exchange.py",
         "(PASSES + again)",

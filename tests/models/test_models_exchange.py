@@ -18,9 +18,9 @@ BATCH_SIZE, LENGTH, HEAD_DIM = 2, 16, 4
 QUERIES, TOKENS = PartitionSpec("fsdp", "context", "tensor"), PartitionSpec("fsdp", "context")
 
 
-def arrays(num_heads, num_kv_heads, num_keys=LENGTH):
+def arrays(num_heads, num_kv_heads, num_keys=LENGTH, length=LENGTH):
     """(q, k, v, cotangent)."""
-    shapes = [(LENGTH, num_heads), (num_keys, num_kv_heads), (num_keys, num_kv_heads), (LENGTH, num_heads)]
+    shapes = [(length, num_heads), (num_keys, num_kv_heads), (num_keys, num_kv_heads), (length, num_heads)]
     keys = jax.random.split(jax.random.key(0), 4)
     return [jax.random.normal(key, (BATCH_SIZE, *shape, HEAD_DIM)) for key, shape in zip(keys, shapes, strict=True)]
 
@@ -68,13 +68,15 @@ def test_heads_are_split_in_place_of_the_sequence(heads, sizes):
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("how", ["xla", "blockwise"])
 def test_keys_are_gathered_where_there_is_no_head_for_each_device(how, window):
-    """Parts of four tokens: documents end inside of them, and windows reach into the part before."""
-    documents, options = (documents_of(LENGTH),) * 2, {"causal": True, "window": window, "scale": None, "cap": 0.0}
+    """Documents end inside of parts, windows reach into the part before, and a block of queries sees none of a block
+    of keys."""
+    length, options = 64, {"causal": True, "window": window, "scale": None, "cap": 0.0}
+    documents = (1 + (jnp.arange(length) >= jnp.array([[7], [32]])).astype(jnp.int32),) * 2
     expected = functools.partial(_by_jax, how="xla", **options)
-    attend = expected if how == "xla" else functools.partial(blockwise.attend, name="heads", **options)
-    on_parts = exchange.by_keys(attend, ("context",), causal=True)
-    given = arrays(2, 1)
-    assert_equal_to_one_device(on_parts, given, documents, expected, context=4, fsdp=2)
+    in_blocks = functools.partial(blockwise.attend, name="heads", largest_block=16, **options)
+    on_parts = exchange.by_keys(expected if how == "xla" else in_blocks, ("context",), causal=True)
+    given = arrays(2, 1, length, length)
+    assert_equal_to_one_device(on_parts, given, documents, expected, context=2, fsdp=2)
 
 
 def test_keys_of_a_memory_are_gathered_without_an_order():
