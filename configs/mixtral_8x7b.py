@@ -1,6 +1,6 @@
 """Mixtral 8x7B (Jiang et al. 2024): 8 experts in each layer, of which a token goes through two; 64 GPUs.
 
-Purpose: weights in 64 pieces, and all experts of a layer on each GPU while it computes; 2.1 M tokens a step.
+Purpose: one expert of a layer on each GPU of a host, weights in 64 pieces; 2.1 M tokens a step.
 Parameters: 46,702,792,704 (46.7 B), of which 12,879,925,248 (12.9 B) are active for a token.
 Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
 Time: not known.
@@ -18,7 +18,8 @@ from meshtrain.config import default
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     config = default()
-    config.mesh.fsdp = 64
+    config.mesh.fsdp = 8
+    config.mesh.expert = 8
     config.num_steps = 100_000
     config.batch_size = 512
     config.sequence_length = 4096

@@ -1,6 +1,6 @@
 """Qwen3-235B-A22B (Yang et al. 2025): 128 experts in each layer, of which a token goes through eight; 512 GPUs.
 
-Purpose: weights in 512 pieces, and all experts of a layer on each GPU while it computes; 8.4 M tokens a step.
+Purpose: 16 experts of a layer on each GPU of a host, weights in 512 pieces; 8.4 M tokens a step.
 Parameters: 235,093,634,560 (235.1 B), of which 22,190,763,520 (22.2 B) are active for a token.
 Expected: not known: it has not been run on such a cluster; what each device holds is checked from shapes alone.
 Time: not known.
@@ -18,7 +18,8 @@ from meshtrain.config import default
 def get_config() -> ml_collections.ConfigDict:
     """Returns the configuration."""
     config = default()
-    config.mesh.fsdp = 512
+    config.mesh.fsdp = 64
+    config.mesh.expert = 8
     config.num_steps = 100_000
     config.batch_size = 2048
     config.sequence_length = 4096

@@ -4,6 +4,22 @@ from scripts.mutant import Mutant
 
 EXPERTS: tuple[Mutant, ...] = (
     Mutant(
+        "tokens sent once",
+        "plan/experts.py",
+        "OF_TOKENS, OF_CHOICES = 4, 3",
+        "OF_TOKENS, OF_CHOICES = 2, 3",
+        "plan forgets what the backward pass of experts sends",
+        ("plan/test_plan_experts.py::test_tokens_are_gathered_and_results_scattered_in_each_pass",),
+    ),
+    Mutant(
+        "experts are gathered",
+        "plan/minimum.py",
+        "and shape[axis] > 1 and axis not in stay]",
+        "and shape[axis] > 1]",
+        "plan counts experts among the weights that are gathered over their own axis",
+        ("plan/test_plan_experts.py::test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both",),
+    ),
+    Mutant(
         "counts cross in few bits",
         "layout/replicas.py",
         "sent = x.astype(jnp.float32 if weight.is_counted else self.wire_dtype)",

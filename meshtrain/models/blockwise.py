@@ -208,7 +208,7 @@ def blockwise_forward(
     num_sequences, length, num_groups, per_group, head_dim = q.shape
     shape = (num_sequences, num_groups, length, per_group)
     empty = (jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, LOWEST), jnp.zeros(shape, jnp.float32))
-    (_, (sums, most, total)), _ = jax.lax.scan(add, (_begun(blocks, q), empty), None, length=blocks.num_pairs)
+    (_, (sums, most, total)), _ = jax.lax.scan(add, (_start(blocks), empty), None, length=blocks.num_pairs)
     total = jnp.where(total == 0, 1, total)  # of a query that sees no key
     heads = (sums / total[..., None]).swapaxes(1, 2).astype(q.dtype)
     return heads, most + jnp.log(total)
@@ -259,23 +259,13 @@ def blockwise_backward(
         return (_next(blocks, i, j), tuple(pasted)), None
 
     empty = [jnp.zeros(x.swapaxes(1, 2).shape, jnp.float32) for x in (q, k, v)]
-    (_, found), _ = jax.lax.scan(add, (_begun(blocks, q), tuple(empty)), None, length=blocks.num_pairs)
+    (_, found), _ = jax.lax.scan(add, (_start(blocks), tuple(empty)), None, length=blocks.num_pairs)
     dq, dk, dv = (x.swapaxes(1, 2).astype(q.dtype) for x in found)
     return dq, dk, dv
 
 
 def _start(blocks: Blocks) -> tuple[jax.Array, jax.Array]:
     return jnp.int32(0), jnp.int32(blocks.first(0))
-
-
-def _begun(blocks: Blocks, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `_start`, in a way that it depends on the queries.
-
-    Otherwise what is visible would depend on nothing, and `jax.checkpoint` would compute it ahead for all pairs of
-    blocks: as many numbers as queries times keys.
-    """
-    (i, j), _ = jax.lax.optimization_barrier((_start(blocks), q))
-    return i, j
 
 
 def _next(blocks: Blocks, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:

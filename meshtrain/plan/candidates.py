@@ -11,8 +11,8 @@ from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, model_axes, parti
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
 from meshtrain.layout.zero import MAX_LEVEL
+from meshtrain.plan import experts
 from meshtrain.plan.changes import SPLITS_SUMS, Change, with_change, with_level
-from meshtrain.plan.exchange import is_by_heads
 from meshtrain.plan.guess import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
 from meshtrain.plan.sequences import sizes_to_try
 from meshtrain.plan.topology import Cluster
@@ -53,11 +53,10 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
     capacity = usable_bytes(accelerator) if accelerator else math.inf
     devices_each = len(cluster.devices) // cluster.num_hosts
     found = []
-    for shape in meshes(len(cluster.devices), sizes_to_try(config, len(cluster.devices))):
+    shares = experts.sizes_to_try(config, len(cluster.devices), devices_each)
+    for shape in meshes(len(cluster.devices), sizes_to_try(config, len(cluster.devices)), shares):
         if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > devices_each:
             continue  # every layer would communicate over the network
-        if shape[CONTEXT] > 1 and not is_by_heads(config, shape):
-            continue  # gathered keys and values take no kernel, and nearly twice the products of attention
         if placement_problems(config, shape, weights):
             continue
         for change in ways(config, shape, only_mesh=only_mesh):

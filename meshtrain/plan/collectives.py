@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshtrain.launch.links import wire_share
-from meshtrain.layout.axes import CONTEXT
+from meshtrain.layout.axes import CONTEXT, EXPERT
 from meshtrain.plan.flops import is_product
 from meshtrain.plan.groups import axes_of, axes_of_pairs, replica_groups
 from meshtrain.plan.hlo import CALLED, Instruction, Program
@@ -224,11 +224,17 @@ def layer_gradients(found: Iterable[Collective], axis: str, wire_bytes: float) -
 def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
     """Returns the traffic along one axis alone, or along axes joined by `+` and each of them.
 
-    What runs along `context` alone is attention's exchange, and belongs to that axis only: weights are gathered over
-    all axes that store them together.
+    What runs along `context` or `expert` alone is an exchange of activations, and belongs to that axis only: weights
+    are gathered over all axes that store them together. Those of experts are not gathered over `expert`.
     """
     joined = set(axes.split("+"))
-    return [row for row in rows if row.axis == axes or (set(row.axis.split("+")) <= joined and row.axis != CONTEXT)]
+
+    def is_part(row: Traffic) -> bool:
+        along = set(row.axis.split("+"))
+        is_of_experts = EXPERT in joined and EXPERT not in along
+        return along <= joined and row.axis not in (CONTEXT, EXPERT) and not is_of_experts
+
+    return [row for row in rows if row.axis == axes or is_part(row)]
 
 
 def sent_along(rows: Iterable[Traffic], axes: str) -> float:

@@ -24,7 +24,6 @@ from meshtrain.layout.axes import CONTEXT, PIPELINE
 from meshtrain.layout.rules import Rules
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.entry import Entry
-from meshtrain.models.exchange import has_heads
 from meshtrain.step.precision import compute_dtype
 
 PASSES = 2  # forward and backward
@@ -40,18 +39,6 @@ def unit_axes(batch: Mapping[str, Any], rules: Rules) -> tuple[str, ...]:
     entries = [entry for entry in batch.values() if isinstance(entry, Entry)]
     has_sequence = any("sequence" in entry.axes for entry in entries)
     return (*rules.activations["batch"], *(rules.activations["sequence"] if has_sequence else ()))
-
-
-def is_by_heads(config: Config, shape: Mapping[str, int]) -> bool:
-    """Returns whether a decoder's attention is exchanged by heads, not by gathering keys and values.
-
-    Args:
-      config: of the run.
-      shape: the size of each mesh axis.
-    """
-    if not isinstance(config.model, DecoderOptions):
-        return True
-    return has_heads(config.model.num_heads, shape[CONTEXT] * shape["tensor"])
 
 
 def exchange_bytes(config: Config, shape: Mapping[str, int], units: float) -> float | None:
@@ -75,6 +62,5 @@ def exchange_bytes(config: Config, shape: Mapping[str, int], units: float) -> fl
     again = 0.0 if config.remat.policy == "none" else 1 / config.remat.every
     one_head = (parts - 1) / parts * units * model.width_of_head * itemsize
     heads, kv_heads = (num // shape["tensor"] for num in (model.num_heads, model.num_kv_heads))
-    # Of keys and values that are gathered, a device gets those of all parts.
-    arrays = 2 * (heads + math.lcm(kv_heads, parts)) if is_by_heads(config, shape) else 2 * kv_heads * parts
-    return model.num_layers / shape[PIPELINE] * arrays * (PASSES + again) * one_head
+    each = 2 * (heads + math.lcm(kv_heads, parts)) * (PASSES + again)
+    return model.num_layers / shape[PIPELINE] * each * one_head

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.config.attention import implementation
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
-from meshtrain.layout.axes import CONTEXT
+from meshtrain.layout.axes import CONTEXT, EXPERT
 from meshtrain.plan.collectives import Traffic, along
 from meshtrain.plan.compile import Compiled
-from meshtrain.plan.exchange import is_by_heads
 from meshtrain.plan.memory import Memory
 from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.sequences import activations_dominate, in_more_parts
@@ -26,7 +25,6 @@ REMATERIALIZED = re.compile(r"Involuntary full rematerialization.*?(?:for HLO op
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 OFFLOAD = "pinned_host"
 APART = "model.within_documents=false where neighbouring documents may see each other"
-FEWER_PARTS = "mesh.context x mesh.tensor that divides model.num_heads: then it is exchanged by heads"
 SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"
 
 
@@ -157,7 +155,7 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
                 "look at the constraint in that line",
             )
         )
-    if axis == CONTEXT:
+    if axis in (CONTEXT, EXPERT):
         return found  # products before and after an exchange wait for it, however large microbatches are
     hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
     of_all = sent / max(1.0, sum(row.wire_bytes for row in rows))
@@ -193,7 +191,5 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
         return [Finding(slower, APART if config.model.within_documents else "heads of at most 128")]
     if compiled.attention != "blockwise":
         return []
-    if not is_by_heads(config, compiled.assembly.mesh.shape):
-        return [Finding(f"attention is a loop in plain JAX: {chosen[1]}", FEWER_PARTS)]
     change = SPLASH if cluster.platform == "tpu" else "a 16-bit policy; no window or cap with documents"
     return [Finding(f"attention is a loop in plain JAX, slower than a kernel: {chosen[1]}", change)]

@@ -18,7 +18,7 @@ from meshtrain.config.config import Config, num_microbatches
 from meshtrain.config.tasks import abstract_task
 from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
 from meshtrain.layout import fit
-from meshtrain.layout.axes import CONTEXT, DATA, storage_axes
+from meshtrain.layout.axes import CONTEXT, DATA, EXPERT, storage_axes
 from meshtrain.layout.partition import is_names, num_parts
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.rules import default_rules
@@ -33,6 +33,7 @@ from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.plan.exchange import exchange_bytes, unit_axes
+from meshtrain.plan.experts import num_rows, row_bytes, token_bytes
 from meshtrain.step.placed import abstract_params
 from meshtrain.step.precision import as_stored, cast, compute_dtype, output_dtype, product_name
 
@@ -42,6 +43,7 @@ EFFICIENCY = 0.6
 FLOAT32_BYTES = 4
 GATHERS_AND_SCATTER = 3
 REDUCTIONS_A_LAYER = 5
+EXPERTS = "experts"  # the logical axis of their dim
 STORED = "stored"  # what is sent along all axes that store weights, together
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
@@ -67,6 +69,13 @@ class Weights:
     def num_parameters(self) -> int:
         """Parameters as they are stored."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def share_of_experts(self) -> float:
+        """The share of the parameters that the expert axis splits and does not gather."""
+        axes = dict(leaves_with_paths(self.axes, is_leaf=is_names))
+        leaves = leaves_with_paths(self.params)
+        return sum(math.prod(leaf.shape) for path, leaf in leaves if EXPERTS in axes[path]) / self.num_parameters
 
     @property
     def num_trained(self) -> int:
@@ -143,6 +152,8 @@ def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) ->
     tensor, layers = shape["tensor"], task.num_layers / shape["pipeline"]
     layer = KEPT_SEEN * residual / 2 * (10 + 24 / tensor)
     layers *= _microbatches_kept(config, shape)
+    rows = num_rows(config, shape, units)
+    of_rows = rows * row_bytes(config, shape, config.remat.policy)
     if config.remat.policy == "none":
         kept = layers * layer
     else:
@@ -155,6 +166,8 @@ def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) ->
         chunks = num_chunks(int(units), math.ceil(columns), output_dtype(config.precision), config.model.loss_chunk)
         of_weight = FLOAT32_BYTES * task.width * columns if chunks > 1 else 0
         logits = logits / chunks + of_weight
+    # A layer that computes has all of its rows.
+    kept += layers * of_rows + rows * row_bytes(config, shape, "none")
     return state_bytes(config, shape, weights) + kept + logits
 
 
@@ -219,8 +232,11 @@ def _sending_seconds(
     units = task.num_units / num_parts(_unit_axes(config, task), shape)
     activation = itemsize * units * task.width
     chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1
+    split = shape[EXPERT]
+    gathered = of_stage * (1 - weights.share_of_experts * (1 - 1 / split))
     seconds = {
-        STORED: GATHERS_AND_SCATTER * itemsize * of_stage * parts / storing_speed if storing > 1 else 0.0,
+        STORED: GATHERS_AND_SCATTER * itemsize * gathered * parts / storing_speed if storing > 1 else 0.0,
+        EXPERT: token_bytes(config, shape, units) / (link if split * shape["tensor"] <= devices_each else network),
         CONTEXT: (exchange_bytes(config, shape, units) or 0.0) / (link if inside else network),
         "tensor": 2 * REDUCTIONS_A_LAYER * activation * task.num_layers / shape["pipeline"] / link,
         DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / storing / network,

@@ -18,6 +18,8 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
               these and the scatter after attention (save_attention, full or offload)
     context   weights as over fsdp: where both are larger than 1, the entry of weights is `fsdp+context`, and `context`
               is attention's exchange alone (`exchange.py`)
+    expert    likewise: weights are the entry `fsdp+expert` but for those of experts, which stay split by expert and are
+              the entry `fsdp`; `expert` is what the tokens of experts send (`experts.py`)
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
 
 The last three are of a transformer, and need a task that states its width (for tensor its number of layers; what is
@@ -26,24 +28,23 @@ exchanged is known of the decoder).
 
 import dataclasses
 import math
-import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
-from meshtrain.layout.axes import AXES, CONTEXT, DATA, PIPELINE
+from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, PIPELINE
 from meshtrain.layout.groups import Groups
-from meshtrain.layout.partition import STACKED, Names, num_parts
+from meshtrain.layout.partition import ROUTER, STACKED, Names, num_parts
 from meshtrain.layout.placement import axes_in
 from meshtrain.layout.trees import select
 from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.models.remat import SUMS_AGAIN
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.plan.exchange import exchange_bytes, unit_axes
+from meshtrain.plan.experts import token_bytes
 from meshtrain.step.precision import compute_dtype, param_dtype
 
 TENSOR = "tensor"
@@ -63,27 +64,28 @@ class Sizes:
       num_microbatches: M.
       activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype; 0: unknown.
       residual_bytes: R, the same between layers, where sequence parallelism splits the sequence over tensor.
-      gather_bytes: what a device sends to gather all weights over the axes that store them, in the compute dtype: those
-        of layers twice, the others once.
+      gather_bytes: (joined) axes -> what a device sends to gather the weights that are stored over them, in the dtype
+        in which they compute: those of layers twice, the others once.
       scatter_bytes: the same for one scatter of the gradients of those that are trained.
       reduced_bytes: of the gradients that replicas all-reduce over data, in the dtype in which they cross it.
       scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise. Of
         compressed gradients both are the bytes of an array for which a ring sends as much.
       updated_bytes: of the parameters of those, which are gathered over data after the update.
       layers_of_stage: L / S.
-      exchange_bytes: what the layers of a stage send along context for the attention of one microbatch; None: unknown.
+      exchange_bytes: axis -> what the layers of a stage send along it for one microbatch besides weights: attention
+        along context (None: unknown), tokens of experts along expert.
     """
 
     num_microbatches: int
     activation_bytes: float
     residual_bytes: float
-    gather_bytes: float
-    scatter_bytes: float
+    gather_bytes: Mapping[str, float]
+    scatter_bytes: Mapping[str, float]
     reduced_bytes: float
     scattered_bytes: float
     updated_bytes: float
     layers_of_stage: float
-    exchange_bytes: float | None
+    exchange_bytes: Mapping[str, float | None]
 
 
 def sizes(assembly: Assembly) -> Sizes:
@@ -93,21 +95,20 @@ def sizes(assembly: Assembly) -> Sizes:
     parts = num_microbatches(config, shape)
     units = task.num_units / (parts * num_parts(unit_axes(task.batch, assembly.rules), shape))
     activations = units * task.width * itemsize
-    parameters = assembly.state.params
-    trained, _ = select(parameters, assembly.replicas.trained)
+    weights = _weights(assembly)
     reduced, scattered = reduced_and_scattered(assembly)
     reduced_itemsize, scattered_itemsize = _wire_itemsizes(assembly)
     return Sizes(
         num_microbatches=parts,
         activation_bytes=activations,
         residual_bytes=activations / (shape[TENSOR] if config.layout.sequence_parallel else 1),
-        gather_bytes=_gathered(assembly) * itemsize,
-        scatter_bytes=_missing(trained, assembly.rules.storage_axes) * itemsize,
+        gather_bytes=gathered_bytes(assembly),
+        scatter_bytes=_by_axes(assembly, (weight for weight in weights if weight.is_trained)),
         reduced_bytes=reduced * reduced_itemsize,
         scattered_bytes=scattered * scattered_itemsize,
         updated_bytes=scattered * jnp.dtype(param_dtype(config.precision)).itemsize,
         layers_of_stage=task.num_layers / shape[PIPELINE],
-        exchange_bytes=exchange_bytes(config, shape, units),
+        exchange_bytes={CONTEXT: exchange_bytes(config, shape, units), EXPERT: token_bytes(config, shape, units)},
     )
 
 
@@ -165,33 +166,70 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     return share * (2 * reduced + scattered)
 
 
-def _gathered(assembly: Assembly) -> int:
-    """Returns the elements that a device sends to gather each weight as often as a microbatch uses it.
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A weight that is stored in shards.
 
-    Without a stack of layers nothing says which weights belong to layers, and all count as such.
+    Attributes:
+      axes: over which it is gathered before it computes, joined by `+`.
+      missing_bytes: what the other devices store of what one computes with, in the dtype in which it computes.
+      of_layer: whether it belongs to one of a stack of layers.
+      is_trained: whether it has a gradient.
     """
-    axes = jax.tree.leaves(jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params)
-    missing = [_missing(leaf, assembly.rules.storage_axes) for leaf in jax.tree.leaves(assembly.state.params)]
-    stacked = [bool(set(one.names) & set(STACKED)) for one in axes]
-    times = [GATHERS if of_layer or not any(stacked) else 1 for of_layer in stacked]
-    return sum(map(operator.mul, times, missing))
+
+    axes: str
+    missing_bytes: float
+    of_layer: bool
+    is_trained: bool
 
 
-def _missing(tree: Any, storage_axes: Sequence[str]) -> int:
-    """Returns the elements of its weights that one device does not store, but the others of its group do."""
-    missing = 0
-    for leaf in jax.tree.leaves(tree):
-        num_shards = num_parts(
-            [axis for axis in axes_in(leaf.sharding.spec) if axis in storage_axes], leaf.sharding.mesh.shape
-        )
-        missing += math.prod(leaf.sharding.shard_shape(leaf.shape)) * (num_shards - 1)
-    return missing
+def _weights(assembly: Assembly) -> list[_Weight]:
+    """Returns all weights. Without a stack of layers nothing says which belong to layers, and all count as such."""
+    rules, shape, found = assembly.rules, dict(assembly.mesh.shape), list[_Weight]()
+    params = assembly.state.params
+    trained = assembly.replicas.trained or jax.tree.map(lambda _: True, params)
+    names = jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params
+    leaves = [jax.tree.leaves(tree) for tree in (params, names, trained)]
+    has_stack = any(set(axes.names) & set(STACKED) for axes in leaves[1])
+    itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
+    for leaf, axes, is_trained in zip(*leaves, strict=True):
+        stay = [axis for name in axes.names if name for axis in rules.gathered[name]]
+        # The partitioner gathers over all storage axes of a weight together.
+        over = [axis for axis in AXES if axis in rules.storage_axes and shape[axis] > 1 and axis not in stay]
+        num_shards = num_parts([axis for axis in axes_in(leaf.sharding.spec) if axis in over], shape)
+        elements = math.prod(leaf.sharding.shard_shape(leaf.shape)) * (num_shards - 1)
+        size = FLOAT32_BYTES if ROUTER in axes.names else itemsize
+        of_layer = bool(set(axes.names) & set(STACKED)) or not has_stack
+        found.append(_Weight("+".join(over), elements * size, of_layer, is_trained))
+    return found
+
+
+def _by_axes(assembly: Assembly, weights: Iterable[_Weight]) -> dict[str, float]:
+    """Returns (joined) axes -> bytes; the first entry is that of weights without experts."""
+    shape, found = assembly.mesh.shape, dict[str, float]()
+    if storing := [axis for axis in AXES if shape[axis] > 1 and axis in assembly.rules.storage_axes]:
+        found["+".join(storing)] = 0.0
+    for weight in weights:
+        if weight.axes:
+            found[weight.axes] = (found[weight.axes] if weight.axes in found else 0.0) + weight.missing_bytes
+    return found
+
+
+def gathered_bytes(assembly: Assembly) -> dict[str, float]:
+    """Returns (joined) axes -> what a device sends to gather each weight as often as a microbatch uses it."""
+    once, again = (_by_axes(assembly, some) for some in (_weights(assembly), _of_layers(assembly)))
+    return {axes: once[axes] + (GATHERS - 1) * (again[axes] if axes in again else 0.0) for axes in once}
+
+
+def _of_layers(assembly: Assembly) -> list[_Weight]:
+    return [weight for weight in _weights(assembly) if weight.of_layer]
 
 
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     """Returns the least bytes on the wire for each axis larger than 1, in mesh order; unknown ones are left out.
 
-    Several axes that store weights are one entry, joined by `+`: the partitioner gathers over them together.
+    Several axes that store weights are one entry, joined by `+`: the partitioner gathers over them together. Weights of
+    experts are gathered over fewer axes than others, and then have an entry of their own.
     """
     shape, size = dict(assembly.mesh.shape), sizes(assembly)
     larger = [axis for axis in AXES if shape[axis] > 1]
@@ -201,15 +239,17 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
         share = (shape[axis] - 1) / shape[axis]
         replicated = share * _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
         if storing and axis == storing[0]:
-            each = size.gather_bytes + SCATTERS * size.scatter_bytes
-            least["+".join(storing)] = size.num_microbatches * each + replicated
-        if axis == CONTEXT:
+            for joined, gathered in size.gather_bytes.items():
+                each = gathered + SCATTERS * (size.scatter_bytes[joined] if joined in size.scatter_bytes else 0.0)
+                least[joined] = size.num_microbatches * each
+            least["+".join(storing)] += replicated
+        if axis in size.exchange_bytes:
             # Weights and the exchange are one entry where no other axis stores weights.
-            weights = least[axis] if axis in least else 0.0
-            if size.exchange_bytes is None:
+            weights, exchanged = least[axis] if axis in least else 0.0, size.exchange_bytes[axis]
+            if exchanged is None:
                 least.pop(axis, None)
             else:
-                least[axis] = weights + size.num_microbatches * size.exchange_bytes
+                least[axis] = weights + size.num_microbatches * exchanged
         elif axis in storing:
             continue
         elif axis == DATA:
@@ -235,22 +275,19 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     """
     if assembly.program is None:
         return {}
-    size, storing, idle = sizes(assembly), assembly.rules.storage_axes, idle_share(assembly)
-    params = assembly.state.params["layers"]
-    trained = select(assembly.state.params, assembly.replicas.trained)[0]["layers"]
-    itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
-    of_weights = GATHERS * _missing(params, storing) + SCATTERS * _missing(trained, storing)
+    size, idle = sizes(assembly), idle_share(assembly)
+    layers = _of_layers(assembly)
+    gathered, scattered = (_by_axes(assembly, some) for some in (layers, (one for one in layers if one.is_trained)))
     reductions = _reductions_of_layers(assembly, size)
-    stores = [axis for axis in storing if assembly.mesh.shape[axis] > 1]
     found: dict[str, float] = {}
     for axis, least in wire_bytes_minimum(assembly).items():
-        exchanged = (size.exchange_bytes or 0.0) if axis == CONTEXT else 0.0
         if axis == TENSOR:
             by_others = least * LOOKUP_AND_HEAD / (reductions + LOOKUP_AND_HEAD)
-        elif axis == CONTEXT and len(stores) > 1:
-            by_others = 0.0
-        elif set(axis.split("+")) & set(storing):
-            by_others = least - size.num_microbatches * (of_weights * itemsize + exchanged)
+        elif axis in gathered or axis in size.exchange_bytes:
+            of_weights = GATHERS * gathered[axis] if axis in gathered else 0.0
+            of_weights += SCATTERS * scattered[axis] if axis in scattered else 0.0
+            exchanged = (size.exchange_bytes[axis] or 0.0) if axis in size.exchange_bytes else 0.0
+            by_others = least - size.num_microbatches * (of_weights + exchanged)
         else:
             continue
         found[axis] = idle * max(0.0, sent[axis] - by_others)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from meshtrain.config.attention import exchanged
 from meshtrain.launch.compiler import options_of
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.mesh import describe
@@ -59,7 +58,6 @@ def _title(plan: Plan) -> str:
         f"compiled     in {plan.compiled.seconds:.1f} s, attention {plan.compiled.attention}, "
         f"remat {config.remat.policy}, {config.precision.policy}",
         f"memory       {verdict(plan)}",
-        *(f"exchange     {line}" for line in exchanged(config, dict(assembly.mesh.shape))),
     ]
     return "\n".join(lines)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import CONTEXT, PIPELINE, batch_axes
-from meshtrain.plan.exchange import is_by_heads
 from meshtrain.plan.memory import Memory
 from meshtrain.words.numbers import divisors
 
@@ -43,8 +42,6 @@ def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, Any]:
     """
     halved = next((axis for axis in reversed(batch_axes()) if shape[axis] % 2 == 0), None)
     if config.sequence_length < LONG_TOKENS or halved is None:
-        return {}
-    if not is_by_heads(config, {**shape, CONTEXT: 2 * shape[CONTEXT]}):
         return {}
     change = {f"mesh.{halved}": shape[halved] // 2, f"mesh.{CONTEXT}": 2 * shape[CONTEXT]}
     if shape[PIPELINE] > 1:

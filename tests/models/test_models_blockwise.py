@@ -149,29 +149,3 @@ def num_runs(jaxpr, name=blockwise.TRACED_NAME):
     here = sum(equation.params.get("name") == name and bool(equation.outvars) for equation in jaxpr.eqns)
     inside = (inner for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
     return here + sum(num_runs(inner, name) for inner in inside)
-
-
-def test_a_recomputed_layer_keeps_nothing_for_each_pair_of_a_query_and_a_key():
-    """What `jax.checkpoint` finds to depend on no input it computes ahead, for all pairs of blocks at once."""
-    length, block = 2048, 128
-    x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
-
-    @jax.checkpoint
-    def layer(x, scale):
-        heads = blockwise.attend(scale * x, x, x, None, causal=True, name="heads", largest_block=block)
-        return heads, None
-
-    def loss(scales, x):
-        return jnp.sum(jax.lax.scan(layer, x, scales)[0])
-
-    traced = jax.jit(jax.grad(loss)).trace(jax.ShapeDtypeStruct((3,), jnp.float32), x).jaxpr
-    largest = max(variable.aval.size for equation in equations(traced.jaxpr) for variable in equation.outvars)
-    assert x.size <= largest < length * length / 16
-
-
-def equations(jaxpr):
-    """Yields the equations of a jaxpr, those of inner ones too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)

@@ -11,7 +11,6 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import candidates, changes, findings, guess, report, sequences
 from meshtrain.plan.memory import Memory
 from meshtrain.step.held import Statistics
-from meshtrain.step.precision import PrecisionOptions
 from tests.plan.test_plan_candidates import cluster_of, shapes
 
 GIB = 2**30
@@ -55,12 +54,11 @@ def test_half_of_the_batch_axis_becomes_twice_the_parts_and_the_microbatches(sma
     assert sequences.in_more_parts(config, shape_of(data=2, fsdp=4, context=2)) == {
         "mesh.fsdp": 2, "mesh.context": 4, "accumulation_steps": 4,
     }  # fmt: skip
-    assert sequences.in_more_parts(config, shape_of(data=2, context=2))["mesh.data"] == 1
+    assert sequences.in_more_parts(config, shape_of(data=2, context=4))["mesh.data"] == 1
     in_pipeline = small(sequence_length=65_536, pipeline=PipelineOptions("1f1b", num_microbatches=4))
     change = sequences.in_more_parts(in_pipeline, shape_of(fsdp=2, pipeline=2))
     assert change == {"mesh.fsdp": 1, "mesh.context": 2, "pipeline.num_microbatches": 8}
-    assert sequences.in_more_parts(config, shape_of(context=2)) == {}
-    assert sequences.in_more_parts(config, shape_of(fsdp=2, context=4)) == {}  # there are 4 heads
+    assert sequences.in_more_parts(config, shape_of(context=8)) == {}
     assert sequences.in_more_parts(small(sequence_length=4_096), shape_of(fsdp=8)) == {}
 
 
@@ -96,23 +94,6 @@ def test_advice_names_the_axis_where_activations_dominate(small):
         "mesh.fsdp=2, mesh.context=4, accumulation_steps=2"
     )
     assert findings._long_sequences(compiled, held(20 * GIB)) == []
-
-
-def test_a_search_has_no_mesh_with_more_devices_a_sequence_than_heads(small):
-    cluster = cluster_of("h100", 1, 8)
-    model = dataclasses.replace(small().model, num_heads=2, num_kv_heads=2)
-    config = small(sequence_length=65_536, batch_size=8, model=model)
-    found = [one.shape for one in candidates.candidates(config, cluster, only_mesh=True)]
-    assert {shape["context"] * shape["tensor"] for shape in found if shape["context"] > 1} == {2}
-
-
-def test_advice_where_keys_are_gathered_is_a_mesh_whose_devices_divide_the_heads(small):
-    config = small(sequence_length=65_536, precision=PrecisionOptions("bfloat16"))
-    mesh = SimpleNamespace(shape=shape_of(context=8))
-    compiled = SimpleNamespace(attention="blockwise", assembly=SimpleNamespace(config=config, mesh=mesh))
-    (found,) = findings._attention(compiled, cluster_of("h100", 1, 8))
-    assert found.line().startswith("attention is a loop in plain JAX: no kernel takes a part of the queries")
-    assert found.change == findings.FEWER_PARTS
 
 
 def test_the_longest_sequence_is_what_growing_temporaries_leave_room_for(small):

@@ -1,0 +1,119 @@
+"""What experts send and hold, by formula, and which sizes of their axis a search tries."""
+
+import dataclasses
+
+import pytest
+
+from meshtrain.assemble import assemble
+from meshtrain.layout.axes import AXES
+from meshtrain.models.remat import RematOptions
+from meshtrain.plan import candidates, experts, guess, minimum, topology
+from meshtrain.plan.collectives import Traffic, sent_along
+from meshtrain.step.precision import PrecisionOptions
+from tests.plan.conftest import MODEL
+
+BFLOAT16 = PrecisionOptions("bfloat16")
+EXPERTS = dataclasses.replace(MODEL, num_experts=8, experts_per_token=2, expert_dim=32)
+ATTENTION, ROUTER, OF_EXPERTS = 2 * 4 * 64 * 64, 2 * 64 * 8, 2 * 8 * 3 * 64 * 32  # of both layers
+TABLE_AND_HEAD = 2 * 256 * 64
+
+
+def shape_of(**sizes):
+    return dict.fromkeys(AXES, 1) | sizes
+
+
+def assembled(config, **sizes):
+    return assemble(config, shape_of(**sizes), topology.open_cluster("cpu:8").devices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remat", "tokens", "choices"),
+    [
+        ({"fsdp": 8}, RematOptions("none"), 0, 0),
+        ({"expert": 2}, RematOptions("none"), 2 * 4, 2 * 3),
+        ({"expert": 4}, RematOptions("none"), 2 * 4 * 3, 2 * 3 * 3),
+        ({"expert": 2, "pipeline": 2}, RematOptions("none"), 4, 3),
+        ({"expert": 2}, RematOptions("full"), 2 * 5, 2 * 5),
+        ({"expert": 2}, RematOptions("selective", every=2), 2 * 4.5, 2 * 4),
+    ],
+    ids=str,
+)
+def test_tokens_are_gathered_and_results_scattered_in_each_pass(small, sizes, remat, tokens, choices):
+    """A thousand tokens of 64 numbers in bfloat16, with two choices of 4 bytes each: layers x passes x (n - 1)."""
+    config = small(model=EXPERTS, remat=remat, precision=BFLOAT16)
+    found = experts.token_bytes(config, shape_of(**sizes), 1000)
+    assert found == tokens * 1000 * 64 * 2 + choices * 1000 * 2 * 4
+    assert experts.token_bytes(small(remat=remat), shape_of(**sizes), 1000) == 0
+
+
+def test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both(small):
+    least = minimum.wire_bytes_minimum(assembled(small(model=EXPERTS, precision=BFLOAT16), fsdp=2, expert=4))
+    of_layers = 3 * (2 * ATTENTION + 4 * ROUTER)  # routers compute in float32
+    tokens = 2 * 3 * 2 * 32 * (4 * 64 * 2 + 3 * 2 * 4)  # two sequences of 32 on a device
+    assert least == {
+        "fsdp+expert": 7 / 8 * (of_layers + 2 * 2 * TABLE_AND_HEAD),
+        "fsdp": 1 / 2 * 3 * 2 * OF_EXPERTS / 4,
+        "expert": tokens,
+    }
+    assert list(least) == ["fsdp+expert", "fsdp", "expert"]
+
+
+def test_where_only_the_expert_axis_stores_weights_they_and_tokens_are_one_entry(small):
+    config = small(model=EXPERTS, precision=BFLOAT16)
+    least = minimum.wire_bytes_minimum(assembled(config, data=2, expert=4))
+    of_weights = 3 / 4 * (3 * (2 * ATTENTION + 4 * ROUTER) + 2 * 2 * TABLE_AND_HEAD)
+    assert set(least) == {"data", "expert"}
+    assert least["expert"] == of_weights + 2 * 3 * 2 * 32 * (4 * 64 * 2 + 3 * 2 * 4)
+    one = minimum.wire_bytes_minimum(assembled(config, fsdp=8))
+    assert one["fsdp"] == 7 / 8 * (3 * (2 * (ATTENTION + OF_EXPERTS) + 4 * ROUTER) + 2 * 2 * TABLE_AND_HEAD)
+
+
+def test_idle_rows_send_tokens_as_well(small):
+    assembly = assembled(small(model=EXPERTS), pipeline=2, fsdp=2, expert=2)
+    least = minimum.wire_bytes_minimum(assembly)
+    idle = minimum.idle_bytes(assembly, least)
+    assert idle["expert"] == pytest.approx(least["expert"] / 3)
+    assert idle["fsdp"] == pytest.approx(least["fsdp"] / 3)
+    outer = 2 * 3 / 4 * 2 * 4 * TABLE_AND_HEAD / 2  # two microbatches; the pipeline has half of both tables, float32
+    assert idle["fsdp+expert"] == pytest.approx((least["fsdp+expert"] - outer) / 3)
+
+
+def test_what_runs_along_the_axis_alone_is_not_sent_for_weights():
+    sizes = {"expert": 1.0, "fsdp": 2.0, "fsdp+expert": 4.0, "expert+context": 8.0, "fsdp+expert+context": 16.0}
+    rows = [Traffic(axis, "all-gather", 1, size, size, 1.0, 1.0, ()) for axis, size in sizes.items()]
+    entries = ("expert", "fsdp", "fsdp+expert", "fsdp+expert+context")
+    assert [sent_along(rows, axes) for axes in entries] == [1.0, 2.0, 4.0, 4.0 + 8.0 + 16.0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "rows"),
+    [({"fsdp": 8}, 0.0, 2), ({"expert": 2}, 0.0, 4), ({"expert": 8}, 0.0, 8), ({"expert": 8}, 1.25, 2.5)],
+    ids=str,
+)
+def test_room_for_rows_is_that_of_the_worst_case(small, sizes, room, rows):
+    config = small(model=dataclasses.replace(EXPERTS, expert_room=room))
+    assert experts.num_rows(config, shape_of(**sizes), 1000) == 1000 * rows
+    assert experts.num_rows(small(), shape_of(**sizes), 1000) == 0
+
+
+def test_what_rows_keep_counts_in_the_guess(small):
+    def guessed(policy, num_experts):
+        model = dataclasses.replace(EXPERTS, num_experts=num_experts)
+        config = small(model=model, remat=RematOptions(policy), precision=BFLOAT16)
+        shape = shape_of(expert=8)
+        weights = guess.weights_of(config)
+        return guess.guessed_bytes(config, shape, weights) - guess.state_bytes(config, shape, weights)
+
+    rows, row = 8 * 2 * 32, 2 * (2 * 64 + 3 * 32)  # in bfloat16: two wide, three narrow
+    kept = {"full": row, "none": 3 * row, "selective": row + 2 * 2 * (64 + 2 * 32)}
+    for policy, expected in kept.items():
+        assert guessed(policy, 8) - guessed(policy, 0) == pytest.approx(rows * expected, rel=1e-9)
+
+
+def test_a_search_splits_experts_inside_a_host_and_only_where_there_are_some(small):
+    assert experts.sizes_to_try(small(), 64, 8) == [1]
+    assert experts.sizes_to_try(small(model=EXPERTS), 64, 8) == [1, 2, 4, 8]
+    assert experts.sizes_to_try(small(model=EXPERTS), 64, 4) == [1, 2, 4]
+    assert experts.sizes_to_try(small(model=dataclasses.replace(EXPERTS, num_experts=6)), 64, 8) == [1, 2]
+    sizes = {shape["expert"] for shape in candidates.meshes(16, [1], [1, 2, 8])}
+    assert sizes == {1, 2, 8}
