@@ -48,6 +48,7 @@ FAMILIES = {
         tied_embeddings=True,
         biases=True,
     ),
+    "experts": dataclasses.replace(GROUPED, num_experts=4, expert_dim=8, router="sigmoid", shared_experts=1),
 }
 
 

@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 
+from meshtrain.assemble import assemble
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
+from meshtrain.models.metrics import LEFT_OUT
 from meshtrain.models.remat import RematOptions
 from tests.parity import runs
 
@@ -48,3 +52,18 @@ def test_other_meshes_and_levels_change_no_number_and_no_count(mesh, changes, as
 def test_muon_moves_each_expert_as_one_matrix_and_biases_as_counts_say(assert_parity):
     config = runs.with_optimizer(dataclasses.replace(CONFIG, model=DEEPSEEK), "muon", clip_norm=0.1)
     assert_parity(config, expert=2, fsdp=2)
+
+
+def test_a_step_with_too_little_room_counts_what_it_leaves_out_and_changes_nothing():
+    model = dataclasses.replace(MIXTRAL, num_layers=1, expert_room=1.0)
+    assembly = assemble(dataclasses.replace(CONFIG, model=model), runs.sizes(expert=4), jax.devices()[:4])
+    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    before = runs.by_path(state.params)
+    batch = runs.example_batches(1)[0]
+    placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
+    state, metrics = assembly.train_step(state, placed)
+    num_choices = model.experts_per_token * batch["tokens"].size
+    assert 0 < metrics[LEFT_OUT] < num_choices / 2
+    assert metrics["skipped_steps"] == 1
+    for path, leaf in runs.by_path(state.params).items():
+        np.testing.assert_array_equal(leaf, before[path], err_msg=path)

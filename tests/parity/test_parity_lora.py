@@ -39,13 +39,17 @@ CONFIG = {
     "data": {"source": "synthetic"},
 }
 IN_CHUNKS = {"schedule": "interleaved_1f1b", "num_microbatches": 2, "num_chunks": 2}
+EXPERTS = {"num_experts": 4, "expert_dim": 24, "shared_experts": 1, "router": "sigmoid"}
+OF_EXPERTS = {"model": CONFIG["model"] | EXPERTS}
 MESHES = {
     "data, context and tensor": (
         {"zero": {"level": 1}, "accumulation_steps": 2},
         {"data": 2, "context": 2, "tensor": 2},
     ),
     "a pipeline in chunks": ({"zero": {"level": 2}, "pipeline": IN_CHUNKS}, {"data": 2, "pipeline": 2}),
+    "experts": (OF_EXPERTS | {"accumulation_steps": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}),
 }
+SLOW = ("experts",)
 
 
 def batch():
@@ -83,13 +87,16 @@ def stepped(changes, axes):
 
 
 @functools.cache
-def on_one_device():
-    return stepped({}, {})
+def on_one_device(*, has_experts):
+    return stepped(OF_EXPERTS if has_experts else {}, {})
 
 
-@pytest.mark.parametrize(("changes", "axes"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("changes", "axes"),
+    [pytest.param(*given, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, given in MESHES.items()],
+)
 def test_adapters_get_the_gradients_of_one_device_and_nothing_else_moves(changes, axes):
-    _, start, _, expected, expected_loss = on_one_device()
+    _, start, _, expected, expected_loss = on_one_device(has_experts="model" in changes)
     assembly, before, after, gradients, loss = stepped(changes, axes)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert set(gradients) == set(expected) == {path for path in before if is_adapter(path)}
