@@ -19,6 +19,7 @@ from meshtrain.words.tables import format_bytes
 
 LARGE = (
     "llama3_8b=h100:8x8",
+    "llama3_8b_long=h100:8x8",
     "llama3_70b=a100:256x8",
     "gpt3_175b=a100:512x8",
     "llama3_405b=h100:896x8",
