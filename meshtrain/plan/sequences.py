@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import CONTEXT, PIPELINE, batch_axes
+from meshtrain.layout.axes import CONTEXT, EXPERT, PIPELINE, batch_axes
 from meshtrain.plan.memory import Memory
 from meshtrain.words.numbers import divisors
 
@@ -40,7 +40,7 @@ def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, Any]:
       config: of the step.
       shape: its mesh.
     """
-    halved = next((axis for axis in reversed(batch_axes()) if shape[axis] % 2 == 0), None)
+    halved = next((axis for axis in reversed(batch_axes()) if axis != EXPERT and shape[axis] % 2 == 0), None)
     if config.sequence_length < LONG_TOKENS or halved is None:
         return {}
     change = {f"mesh.{halved}": shape[halved] // 2, f"mesh.{CONTEXT}": 2 * shape[CONTEXT]}

@@ -55,6 +55,7 @@ def test_half_of_the_batch_axis_becomes_twice_the_parts_and_the_microbatches(sma
         "mesh.fsdp": 2, "mesh.context": 4, "accumulation_steps": 4,
     }  # fmt: skip
     assert sequences.in_more_parts(config, shape_of(data=2, context=4))["mesh.data"] == 1
+    assert sequences.in_more_parts(config, shape_of(data=2, expert=2))["mesh.data"] == 1  # experts stay split
     in_pipeline = small(sequence_length=65_536, pipeline=PipelineOptions("1f1b", num_microbatches=4))
     change = sequences.in_more_parts(in_pipeline, shape_of(fsdp=2, pipeline=2))
     assert change == {"mesh.fsdp": 1, "mesh.context": 2, "pipeline.num_microbatches": 8}
