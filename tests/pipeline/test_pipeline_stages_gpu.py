@@ -77,7 +77,8 @@ def copies(program):
     for line, where, runs in program.instructions("fusion", "copy", "transpose", "convert", "dynamic-slice"):
         inside = program.computations[line.attribute("calls")] if line.opcode == "fusion" else []
         if where not in fused and not any(each.opcode in ("dot", "custom-call") for each in inside):
-            found.update({dims: runs for dims in arrays(line, "bf16")})
+            for dims in arrays(line, "bf16"):
+                found[dims] += runs
     return found
 
 
