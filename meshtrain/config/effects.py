@@ -67,10 +67,7 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     if isinstance(config.model, DecoderOptions) and not config.model.window:
         found |= _changed(config.model, "model", "model.window=0", only=("global_every", "rope_local_base"))
     if isinstance(config.model, DecoderOptions):
-        if config.model.num_experts:
-            found |= _changed(config.model, "model", f"model.num_experts={config.model.num_experts}", only=("mlp_dim",))
-        else:
-            found |= _changed(config.model, "model", "model.num_experts=0", only=OF_EXPERTS)
+        found |= _of_experts(config, config.model)
     if config.local_steps.period == 0:
         fields = ("groups", "outer_learning_rate", "outer_momentum")
         found |= _changed(config.local_steps, "local_steps", "local_steps.period=0", only=fields)
@@ -82,6 +79,23 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
             found |= _changed(config.precision, "precision", "all weights are trained", only=("frozen_dtype",))
     if not config.checkpoint.keep_best:
         found |= _changed(config.checkpoint, "checkpoint", "checkpoint.keep_best=0", only=("best_metric",))
+    return found
+
+
+def _of_experts(config: Config, model: DecoderOptions) -> dict[str, str]:
+    """Returns the options of experts and routers that the model does not have, and of the mlp in place of experts."""
+    if model.num_experts:
+        found = _changed(model, "model", f"model.num_experts={model.num_experts}", only=("mlp_dim",))
+    else:
+        found = _changed(model, "model", "model.num_experts=0", only=OF_EXPERTS)
+    if config.task != "decoder":  # a user's own may have routers
+        return found
+    if not model.num_experts or model.router == "softmax":
+        why = f"model.router={model.router}" if model.num_experts else "model.num_experts=0"
+        found |= _changed(config.optimizer, "optimizer", why, only=("balance_rate",))
+    if not model.num_experts or not model.expert_room:
+        why = f"model.expert_room={model.expert_room}" if model.num_experts else "model.num_experts=0"
+        found |= _changed(config.guard, "guard", why, only=("allow_left_out",))
     return found
 
 
