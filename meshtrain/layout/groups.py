@@ -158,9 +158,9 @@ def groups_of(
     """
     if replicas.mesh.shape[DATA] > 1 and not replicas.is_manual:
         raise UserError(
-            f"local_steps.groups: got {num_groups} on mesh.data = {replicas.mesh.shape[DATA]} with fsdp or tensor and "
-            "a task without `takes_manual_axes`, or with weights split over data; allowed: a task with it, or one "
-            "device along data; nearest: mesh.data=1"
+            f"local_steps.groups: got {num_groups} on mesh.data = {replicas.mesh.shape[DATA]} with fsdp or an axis "
+            "after it and a task without `takes_manual_axes`, or with weights split over data; allowed: a task with "
+            "it, or one device along data; nearest: mesh.data=1"
         )
     fields = {field.name: getattr(replicas, field.name) for field in dataclasses.fields(replicas)}
     return Groups(**fields, num_groups=num_groups, placement=placement, axes_of_batch=axes_of_batch)

@@ -52,7 +52,7 @@ def late(replicas: Replicas) -> Late:
     """
     if replicas.mesh.shape[DATA] > 1 and not replicas.is_manual:
         raise UserError(
-            "local_steps.delay: got 1 with fsdp or tensor and a task without `takes_manual_axes`, or with weights "
-            "split over data; allowed: 0, or a task with it; nearest: local_steps.delay=0"
+            "local_steps.delay: got 1 with fsdp or an axis after it and a task without `takes_manual_axes`, or with "
+            "weights split over data; allowed: 0, or a task with it; nearest: local_steps.delay=0"
         )
     return Late(**{field.name: getattr(replicas, field.name) for field in dataclasses.fields(replicas)})

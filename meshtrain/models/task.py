@@ -100,9 +100,9 @@ class Task:
       num_parameters: parameters without padding; 0: they are counted, padding included.
       num_active_parameters: those that one token goes through, where experts are some of all; 0: all.
       share_of_experts: of the weights with a dim `experts`, the share that a token goes through.
-      takes_manual_axes: whether the model can be traced where the data axis is manual and fsdp or tensor is not. Then
-        gradients are reduced over data once a step. Otherwise, on meshes with fsdp or tensor, data is left to the
-        partitioner, which reduces gradients once a microbatch. A plain `table[tokens]` in a sharded table does not
+      takes_manual_axes: whether the model can be traced where the data axis is manual and other axes are not. Then
+        gradients are reduced over data once a step. Otherwise, on meshes with fsdp or an axis after it, data is left to
+        the partitioner, which reduces gradients once a microbatch. A plain `table[tokens]` in a sharded table does not
         support it: XLA's partitioner aborts the process. `lookup.look_up` does.
       width: D, of the residual stream; the learning rate `noam` is a function of it. 0: unknown.
       num_layers: layers, for estimates of memory and time; 0: unknown.

@@ -73,13 +73,14 @@ def replicas_of(
     is_manual &= level == zero.MAX_LEVEL or not any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
     if level == 2 and not is_manual:
         raise UserError(
-            "zero.level: got 2 with fsdp or tensor and a task without `takes_manual_axes`, or with weights split over "
-            "data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
+            "zero.level: got 2 with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights "
+            "split over data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
         )
     if compression.is_on and mesh.shape[DATA] > 1 and not is_manual:
         raise UserError(
-            f"compression.kind: got {compression.kind} with fsdp or tensor and a task without `takes_manual_axes`, or "
-            "with weights split over data; allowed: none, or a task with it; nearest: compression.kind=none"
+            f"compression.kind: got {compression.kind} with fsdp or an axis after it and a task without "
+            "`takes_manual_axes`, or with weights split over data; allowed: none, or a task with it; nearest: "
+            "compression.kind=none"
         )
     return Replicas(mesh, specs, level, is_manual, wire_dtype, trained, compression)
 

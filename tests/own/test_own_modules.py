@@ -174,6 +174,6 @@ def test_parameters_are_counted_where_the_task_does_not_say():
 def test_what_replicas_add_up_by_themselves_is_refused_where_a_plain_look_up_would_end_the_process():
     config = dataclasses.replace(CONFIG, zero=ZeroOptions(level=2))
     shape = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
-    with pytest.raises(UserError, match=r"zero\.level: got 2 with fsdp or tensor .* nearest: zero\.level=1"):
+    with pytest.raises(UserError, match=r"zero\.level: got 2 with fsdp or an axis after it .* nearest: zero\.level=1"):
         assemble(config, shape, jax.devices()[:4], plain, RULES)
     assemble(config, dict.fromkeys(AXES, 1) | {"data": 4}, jax.devices()[:4], plain, RULES)
