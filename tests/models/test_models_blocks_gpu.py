@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.config.config import Config
+from meshtrain.layout.mesh import MeshOptions
 from meshtrain.models.blocks import arranged, product
-from meshtrain.plan import flops, hlo
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.plan import blocks, flops, hlo
 from meshtrain.plan.topology import open_cluster
 from meshtrain.plan.traced import traced_flops
+from meshtrain.step.precision import PrecisionOptions
+from tests.plan.conftest import planned
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -27,7 +32,6 @@ def step(platform, rows, weights, chosen, cotangent):
     ("card", "weights", "dtype"),
     [
         ("h100:1x1", (16, 2048, 768), jnp.bfloat16),
-        ("h100:1x1", (8, 4096, 14336), jnp.bfloat16),
         ("a100:1x1", (16, 2048, 768), jnp.float32),
         ("v5e:2x2", (16, 2048, 768), jnp.float32),
         ("v6e:2x2", (8, 4096, 14336), jnp.bfloat16),
@@ -49,3 +53,31 @@ def test_the_work_is_that_of_active_rows_and_padding_and_nothing_is_stored_besid
     # On TPUs the products of blocks without rows become zeros in a copy.
     copied = jnp.dtype(dtype).itemsize * num_rows * (height + width) if cluster.platform == "tpu" else 0
     assert program.memory_analysis().temp_size_in_bytes <= copied + 2**21
+
+
+def test_a_step_on_an_expert_axis_counts_an_even_load_and_none_of_the_room_beyond():
+    """Four devices have the tokens of all four, and room for all of their choices."""
+    model = DecoderOptions(
+        num_layers=2, embed_dim=512, num_heads=4, num_kv_heads=2, vocab_size=1024, num_experts=8, experts_per_token=2,
+        expert_dim=256,
+    )  # fmt: skip
+    config = Config(
+        batch_size=8,
+        sequence_length=1024,
+        model=model,
+        mesh=MeshOptions(fsdp=2, expert=4),
+        precision=PrecisionOptions("bfloat16"),
+    )
+    plan = planned("h100:1x8", config)
+    assert plan.added_share == pytest.approx(0, abs=0.001)
+    program, num_calls = hlo.read(plan.compiled.text), 0
+    for name, body in program.computations.items():
+        shapes = {line.name: line.shape for line in body}
+        for line in body:
+            if line.opcode == "custom-call" and blocks.kernel(line):
+                num_products, rows, _, contracted = blocks.product(line, shapes)
+                # Two choices of each of 1,024 tokens, and half a block of padding for each of two experts.
+                assert (contracted * num_products if num_products == 2 else rows) == 2048 + M
+                num_calls += program.num_runs[name]
+    # Of two layers: three matrices forward, and two gradients of each.
+    assert num_calls >= 2 * 3 * 3
