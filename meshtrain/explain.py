@@ -14,6 +14,7 @@ import jax
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config import effects
 from meshtrain.config.attention import exchanged, implementation
+from meshtrain.config.blocks import of_experts
 from meshtrain.config.config import check, parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
@@ -47,6 +48,7 @@ def text(assembly: Assembly) -> str:
         f"mesh         {describe(assembly.mesh)}",
         f"batch        {batch_text(assembly)}",
         *attention_text(assembly),
+        *experts_text(assembly),
         "",
         mesh_text(shape),
         "",
@@ -82,6 +84,12 @@ def attention_text(assembly: Assembly) -> list[str]:
         *([] if found is None else [f"attention    {found[0]}: {found[1]}"]),
         *(f"exchange     {text}" for text in exchanged(assembly.config, shape)),
     ]
+
+
+def experts_text(assembly: Assembly) -> list[str]:
+    """Returns one line with what computes the products of experts, and why; none for a model without experts."""
+    found = of_experts(assembly.config, assembly.mesh.devices.flat[0].platform, dict(assembly.mesh.shape))
+    return [] if found is None else [f"experts      products by {found[0]}: {found[1]}"]
 
 
 def trained_text(assembly: Assembly) -> list[str]:

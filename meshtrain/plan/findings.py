@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshtrain.config.attention import implementation
+from meshtrain.config.blocks import LOOP, of_experts
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.layout.axes import CONTEXT, EXPERT
 from meshtrain.plan.collectives import Traffic, along
@@ -65,6 +66,7 @@ def findings(
     for axis, least in minimum.items():
         found += _traffic(axis, least, executor_bytes if axis == "pipeline" else None, rows)
     found += _attention(compiled, cluster)
+    found += _experts(compiled, cluster)
     if added_share is not None and added_share > ADDED:
         found.append(
             Finding(
@@ -167,6 +169,14 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
             )
         )
     return found
+
+
+def _experts(compiled: Compiled, cluster: Cluster) -> list[Finding]:
+    chosen = of_experts(compiled.assembly.config, cluster.platform, dict(compiled.assembly.mesh.shape))
+    if cluster.platform == "cpu" or chosen is None or chosen[0] != LOOP:
+        return []
+    change = "model.expert_dim / mesh.tensor and model.embed_dim that are such multiples"
+    return [Finding(f"products of experts run in a loop in plain JAX, slower than a kernel: {chosen[1]}", change)]
 
 
 def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
