@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from meshtrain.config.config import Config, num_microbatches
-from meshtrain.layout.axes import CONTEXT, EXPERT
+from meshtrain.layout import axes
+from meshtrain.layout.partition import num_parts
 from meshtrain.models import experts
 from meshtrain.models.blocks import kernel_for
 from meshtrain.models.decoder import DecoderOptions
@@ -30,9 +31,11 @@ def of_experts(config: Config, platform: str, mesh_shape: Mapping[str, int]) -> 
     if not isinstance(model, DecoderOptions) or not model.num_experts:
         return None
     # The devices along the expert axis gather their tokens.
-    num_parts = num_microbatches(config, mesh_shape) * mesh_shape["data"] * mesh_shape["fsdp"] * mesh_shape[CONTEXT]
-    given = (max(1, config.batch_size * config.sequence_length // num_parts), model.experts_per_token)
-    num_here, width = model.num_experts // mesh_shape[EXPERT], model.expert_dim // mesh_shape["tensor"]
+    apart = {*axes.batch_axes(), *axes.sequence_axes()} - {*axes.expert_axes()}
+    num_shares = num_microbatches(config, mesh_shape) * num_parts(tuple(apart), mesh_shape)
+    given = (max(1, config.batch_size * config.sequence_length // num_shares), model.experts_per_token)
+    num_here = model.num_experts // num_parts(axes.expert_axes(), mesh_shape)
+    width = model.expert_dim // mesh_shape["tensor"]
     block_rows = experts.block_rows(round(experts.even_load(*given, num_here, model)), num_here)
     num_rows = experts.room(*given, num_here, model) + (num_here + 1) * block_rows
     sizes = (num_here, model.embed_dim, width)
