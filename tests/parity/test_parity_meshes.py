@@ -2,18 +2,19 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
 from tests.parity import runs
+from tests.parity.comparison import assert_same
 
 pytestmark = pytest.mark.slow
 
 # Meshes without a pipeline (most with one: test_parity_schedules.py) beyond those of test_parity_covering.py.
 MESHES = [
     (0, {"fsdp": 8}),
-    (0, {"context": 8}),
     (0, {"tensor": 8}),
     (3, {"data": 2, "fsdp": 2, "context": 2}),
     (1, {"data": 4, "tensor": 2}),
@@ -37,3 +38,14 @@ def test_layers_with_a_window_and_without_are_the_same_in_a_pipeline(assert_pari
     layout = LayoutOptions(sequence_parallel=True)
     config = dataclasses.replace(runs.CONFIG, model=runs.GEMMA, layout=layout)
     assert_parity(config, context=2, tensor=2, pipeline=2)
+
+
+def test_a_device_without_a_target_changes_no_number(monkeypatch):
+    """The last of eight parts of each sequence is padding."""
+    is_padding = np.arange(runs.SEQUENCE_LENGTH) >= runs.SEQUENCE_LENGTH * 7 // 8
+    batches = [
+        {name: np.where(is_padding, array.dtype.type(0), array) for name, array in batch.items()}
+        for batch in runs.example_batches()
+    ]
+    monkeypatch.setattr(runs, "example_batches", lambda _: batches)
+    assert_same(runs.train(runs.CONFIG, runs.sizes(context=8)), runs.reference(runs.CONFIG))
