@@ -90,7 +90,7 @@ def test_gradient_of_a_bfloat16_table_is_summed_in_float32():
 def summed_in(rules, platform, monkeypatch):
     """Returns (primitive, dtype) of each sum over devices in a look-up of bfloat16 rows on such a platform."""
     monkeypatch.setattr(Placement, "platform", platform)
-    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 4}, jax.devices())
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"context": 2, "tensor": 4}, jax.devices())
     table, rows, _ = example()
     traced = jax.make_jaxpr(lambda table: look_up(table, rows, Placement(rules, mesh)))(table.astype(jnp.bfloat16))
     found = []
