@@ -30,6 +30,7 @@ SLOW = [
     ({"data": 2, "expert": 2}, {"model": DEEPSEEK, "zero": ZeroOptions(level=3), "remat": RematOptions("dots")}),
     ({"data": 2, "fsdp": 2, "expert": 2}, {"zero": ZeroOptions(level=1), "remat": AGAIN, "accumulation_steps": 2}),
     ({"expert": 2, "context": 2, "tensor": 2}, {"model": DEEPSEEK, "accumulation_steps": 2}),
+    ({"data": 2, "expert": 2, "pipeline": 2}, {"model": DEEPSEEK, "zero": ZeroOptions(level=1), "remat": AGAIN}),
 ]
 
 
