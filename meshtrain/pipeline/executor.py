@@ -90,8 +90,8 @@ def gradients(
     Args:
       stages: the model, cut into stages.
       program: the schedule with its buffer slots.
-      replicas: the mesh, the shardings of parameters, and how gradients are reduced over data; fsdp and tensor are left
-        to the partitioner.
+      replicas: the mesh, the shardings of parameters, and how gradients are reduced over data; all other axes are
+        left to the partitioner.
       params: float32; layers in the storage that `stages.py` describes.
       batch: microbatches [b, M, ...].
       rng: a typed key.
