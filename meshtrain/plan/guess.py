@@ -166,8 +166,8 @@ def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) ->
         chunks = num_chunks(int(units), math.ceil(columns), output_dtype(config.precision), config.model.loss_chunk)
         of_weight = FLOAT32_BYTES * task.width * columns if chunks > 1 else 0
         logits = logits / chunks + of_weight
-    # A layer that computes has all of its rows.
-    kept += layers * of_rows + rows * row_bytes(config, shape, "none")
+    # A layer that computes has all of its rows, and cotangents of some.
+    kept += layers * of_rows + KEPT_SEEN * rows * row_bytes(config, shape, "none")
     return state_bytes(config, shape, weights) + kept + logits
 
 
