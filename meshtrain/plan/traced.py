@@ -42,7 +42,8 @@ def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int]) -> float:
     return _flops(jaxpr, mesh_shape, frozenset(mesh_shape))
 
 
-def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[str]) -> float:
+def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[str], above: str = "") -> float:
+    """Returns the FLOPs of one device in a traced function; `above` has the scopes of the calls that it is inside."""
     total = 0.0
     share = math.prod(mesh_shape[axis] for axis in automatic)
     for equation in jaxpr.eqns:
@@ -56,18 +57,19 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
             total += _convolution(equation) / share
         elif name in ATTENTION:
             total += ATTENTION[name] * _attention(equation) / share
-        elif name == "pallas_call" and (kernel := SPLASH.match(equation.params["name"])):
+        elif kernel := SPLASH.match(_kernel(equation)):
             total += splash_flops(kernel[1], *_query_and_key(equation)) / share
-        elif name == "pallas_call" and (kernel := TRITON.match(equation.params["name"])):
+        elif kernel := TRITON.match(_kernel(equation)):
             total += triton_flops(kernel[1], *_first_two(equation)) / share
-        elif kernel := blocks.KERNEL.search(_name(equation)):
-            total += _of_blocks(kernel[1], equation) / share
+        elif name == "pallas_call" and (kernel := blocks.KERNEL.search(_scopes(equation, above))):
+            total += _of_blocks(kernel[1], equation, above) / share
         else:
             inside = automatic
             if name == "shard_map":
                 inside = automatic - frozenset(equation.params["newly_manual_axes"])
             times = equation.params["length"] if name == "scan" else _turns(equation) if name == "while" else 1
-            flops = [_flops(inner, mesh_shape, inside) for inner in _inner(equation)]
+            scopes = _scopes(equation, above)
+            flops = [_flops(inner, mesh_shape, inside, scopes) for inner in _inner(equation)]
             if name == "cond" and (said := SOME.search(str(equation.source_info.name_stack))):
                 taken = int(said[1]) / int(said[2])
                 flops = [(1 - taken) * flops[0], taken * flops[1]]
@@ -75,20 +77,23 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
     return total
 
 
-def _name(equation: Any) -> str:
-    """Returns the name of a kernel, or the scope of a jitted one; '' of any other operation."""
-    if equation.primitive.name == "pallas_call":
-        return str(equation.params["name"])
-    return str(equation.source_info.name_stack) if equation.primitive.name in ("jit", "pjit") else ""
+def _kernel(equation: Any) -> str:
+    """Returns the name of a Pallas kernel; '' of one without a name, and of any other operation."""
+    return (equation.params["name"] or "") if equation.primitive.name == "pallas_call" else ""
 
 
-def _of_blocks(part: str, equation: Any) -> float:
+def _scopes(equation: Any, above: str) -> str:
+    """Returns the scopes of an operation, from the outermost, and the name of a kernel."""
+    return f"{above}/{equation.source_info.name_stack}/{_kernel(equation)}"
+
+
+def _of_blocks(part: str, equation: Any, above: str) -> float:
     """Returns the FLOPs of a kernel in `models/blocks.py`, of blocks that have rows; see `plan.blocks.product`."""
     arrays = [variable.aval for variable in equation.invars]
     first, second = (array.shape for array in arrays if array.ndim >= 2)
     result = equation.outvars[0].aval.shape
     size = math.prod(result) * first[1] if part == "times" else second[0] * math.prod(result[1:])
-    return 2.0 * size * blocks.used_share(str(equation.source_info.name_stack))
+    return 2.0 * size * blocks.used_share(_scopes(equation, above))
 
 
 def attention_kernel(jaxpr: core.Jaxpr) -> str:
@@ -97,9 +102,9 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
         name = equation.primitive.name
         if name in ATTENTION:
             return "cudnn"
-        if name == "pallas_call" and SPLASH.match(equation.params["name"]):
+        if SPLASH.match(_kernel(equation)):
             return "splash"
-        if name == "pallas_call" and TRITON.match(equation.params["name"]):
+        if TRITON.match(_kernel(equation)):
             return "triton"
         if name in ("jit", "pjit") and equation.params["name"] == blockwise.TRACED_NAME:
             return "blockwise"

@@ -9,7 +9,7 @@ import pytest
 from meshtrain.models.blocks import How, computed, product
 from meshtrain.plan import flops, hlo
 from meshtrain.plan.products import Product, product_of
-from meshtrain.plan.traced import traced_flops
+from meshtrain.plan.traced import attention_kernel, traced_flops
 from tests.plan import recorded
 
 E, D, F, M, BLOCKS, USED = 4, 256, 128, 16, 10, 5
@@ -22,16 +22,22 @@ def shapes(dtype=jnp.float32):
     return of_rows, jax.ShapeDtypeStruct((E, D, F), dtype), jax.ShapeDtypeStruct((BLOCKS,), jnp.int32)
 
 
-def gradients(how, rows, weights, owners):
-    loss = lambda rows, weights: jnp.sum(jnp.sin(computed(how, rows, weights, owners)))  # noqa: E731
+def gradients(how, runs_again, rows, weights, owners):
+    """The gradients of two layers, as a scan; rows have as many columns as products."""
+    way = lambda rows, weights: jnp.sin(computed(how, rows, weights, owners))  # noqa: E731
+    way = jax.checkpoint(way) if runs_again else way
+    loss = lambda rows, weights: jnp.sum(jax.lax.scan(lambda x, w: (way(x, w), None), rows, weights)[0])  # noqa: E731
     return jax.grad(loss, argnums=(0, 1))(rows, weights)
 
 
+@pytest.mark.parametrize("runs_again", [False, True], ids=["once", "again"])
 @pytest.mark.parametrize("kernel", ["gpu", "tpu", "loop"])
-def test_traced_products_are_those_of_blocks_that_have_rows(kernel):
-    how = How(kernel, USED, BLOCKS)
-    jaxpr = jax.make_jaxpr(functools.partial(gradients, how))(*shapes()).jaxpr
-    assert traced_flops(jaxpr, {"data": 1}) == 3 * ONE
+def test_traced_products_are_those_of_blocks_that_have_rows(kernel, runs_again):
+    how, owners = How(kernel, USED, BLOCKS), shapes()[2]
+    rows, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((BLOCKS * M, D), (2, E, D, D)))
+    jaxpr = jax.make_jaxpr(functools.partial(gradients, how, runs_again))(rows, weights, owners).jaxpr
+    assert traced_flops(jaxpr, {"data": 1}) == 2 * (4 if runs_again else 3) * ONE * D // F
+    assert attention_kernel(jaxpr) == "xla", "a kernel of another kind, or without a name"
 
 
 def test_a_compiled_loop_counts_them_too():
