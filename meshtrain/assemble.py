@@ -40,6 +40,7 @@ from meshtrain.optim.outer import outer_optimizer
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
 from meshtrain.pipeline.program import Program, executable
+from meshtrain.pipeline.reduction import reduces_early
 from meshtrain.pipeline.table import chosen
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
@@ -75,6 +76,7 @@ class Assembly:
       batch: the abstract global batch, each entry with its sharding.
       names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
       layer_bytes: of the gradients of one layer that a device reduces over data inside the backward loop; 0: none.
+      reduces_chunks: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete.
       gathers_early: whether XLA may gather in one layer's turn of a loop for the next layer.
       init: uint32 key data -> state, jitted; each array is created with its sharding.
       train_step: (state, batch) -> (state, metrics), jitted with the devices' compiler options; donates the state.
@@ -97,6 +99,7 @@ class Assembly:
     batch: Mapping[str, jax.ShapeDtypeStruct]
     names: list[Names]
     layer_bytes: int
+    reduces_chunks: bool
     gathers_early: bool
     init: Callable[[jax.Array], TrainState]
     train_step: Any
@@ -177,9 +180,11 @@ def assemble(
     update = _update(config, transformation, schedule_of_rates, scaling, state_shardings.opt_state, replicas)
     step = inner_step(gradients, update, scaling, trained) if outer else train_step(gradients, update, scaling)
     join = outer_step(outer.transformation, groups.mean, trained) if outer and groups else None
-    bytes_of_layer = layer_bytes(params, axes, replicas, config.remat.every)
+    by_chunk = program is not None and reduces_early(program, replicas)
+    bytes_of_layer = 0 if by_chunk else layer_bytes(params, axes, replicas, config.remat.every)
+    is_late = config.local_steps.delay > 0
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
-    options = compiler_options(kind, bytes_of_layer, is_late=config.local_steps.delay > 0, gathers_early=early)
+    options = compiler_options(kind, bytes_of_layer, is_late=is_late, by_chunk=by_chunk, gathers_early=early)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     return Assembly(
         config=config,
@@ -193,6 +198,7 @@ def assemble(
         batch=batch,
         names=names,
         layer_bytes=bytes_of_layer,
+        reduces_chunks=by_chunk,
         gathers_early=early,
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
         train_step=jitted(step, out_shardings=(state_shardings, whole)),

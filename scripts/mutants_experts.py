@@ -22,8 +22,8 @@ EXPERTS: tuple[Mutant, ...] = (
     Mutant(
         "counts cross in few bits",
         "layout/replicas.py",
-        "sent = x.astype(jnp.float32 if weight.is_counted else self.wire_dtype)",
-        "sent = x.astype(self.wire_dtype)",
+        "return jnp.float32 if weight.is_counted else self.wire_dtype",
+        "return self.wire_dtype",
         "with `precision.reduce_dtype=bfloat16` counts of tokens are rounded on their way over data",
         ("step/test_step_counted.py::test_counts_reach_the_optimizer_exactly[level 2]",),
     ),

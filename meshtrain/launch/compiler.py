@@ -53,6 +53,24 @@ LATE_GPU_OPTIONS = (
 )
 
 
+# With gradients that a pipeline reduces beside loops over rows. Their collectives are not joined: XLA's scheduler then
+# ends them before the loop.
+CHUNK_GPU_OPTIONS = (
+    CompilerOption(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        64,
+        "gradients are reduced beside loops over rows; the limit counts all collectives of a loop",
+        "0.11",
+    ),
+    CompilerOption(
+        "xla_gpu_memory_limit_slop_factor",
+        200,
+        "reductions of chunks run beside rows although the scheduler estimates more memory than the step takes",
+        "0.11",
+    ),
+)
+
+
 CPU_OPTIONS = (
     CompilerOption(
         "xla_cpu_copy_insertion_use_region_analysis",
@@ -85,7 +103,7 @@ def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
 
 
 def options_of(
-    device_kind: str, layer_bytes: int = 0, *, is_late: bool = False, gathers_early: bool = True
+    device_kind: str, layer_bytes: int = 0, *, is_late: bool = False, by_chunk: bool = False, gathers_early: bool = True
 ) -> tuple[CompilerOption, ...]:
     """Returns the options for `jax.Device.device_kind`; none for TPUs, whose compiler's defaults suffice.
 
@@ -93,11 +111,13 @@ def options_of(
       device_kind: as JAX names it.
       layer_bytes: see `joining`.
       is_late: whether gradients are applied one step late.
+      by_chunk: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete.
       gathers_early: whether a loop over layers may gather for the next layer, see `Assembly.gathers_early`.
     """
     table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()
     if device_kind.startswith("NVIDIA"):
         table = GPU_OPTIONS + joining(layer_bytes) + (LATE_GPU_OPTIONS if is_late else ())
+        table += CHUNK_GPU_OPTIONS if by_chunk else ()
     table = table if gathers_early else tuple(option for option in table if option.name != PIPELINED_GATHER)
     installed = _numbers(importlib.metadata.version("jaxlib"))
     return tuple(option for option in table if not option.before or installed < _numbers(option.before))
@@ -108,10 +128,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def compiler_options(
-    device_kind: str, layer_bytes: int = 0, *, is_late: bool = False, gathers_early: bool = True
+    device_kind: str, layer_bytes: int = 0, *, is_late: bool = False, by_chunk: bool = False, gathers_early: bool = True
 ) -> dict[str, Any]:
     """Returns the argument `compiler_options` of `jax.jit` for the step; see `options_of`."""
-    options = options_of(device_kind, layer_bytes, is_late=is_late, gathers_early=gathers_early)
+    options = options_of(device_kind, layer_bytes, is_late=is_late, by_chunk=by_chunk, gathers_early=gathers_early)
     return {option.name: option.value for option in options}
 
 

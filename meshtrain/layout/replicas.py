@@ -210,7 +210,7 @@ class Replicas:
 
         # A weight that data does not divide is reduced once, after the last microbatch (`_reduced`).
         def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
-            return self._scattered(leaf, weight, weight.data_dim) if self._scatters_each(weight) else leaf
+            return self._scattered(leaf, weight) if self._scatters_each(weight) else leaf
 
         return self._on_each(scatter, gradients, stored)
 
@@ -226,6 +226,27 @@ class Replicas:
     def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
         """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
         return self._zeros(leaf, weight, is_scattered=_is_scattered(weight))
+
+    def reduced_layers(self, gradients: Any, stored: Any) -> Any:
+        """Returns the gradients of layers reduced over data, in `wire_dtype`; at level 1 the shards of this replica.
+
+        Args:
+          gradients: float32 sums of one replica, local along the manual axes.
+          stored: `Stored` of these parameters.
+        """
+
+        def reduce(leaf: jax.Array, weight: Stored) -> jax.Array:
+            return self._sent(leaf, weight, weight.data_dim if _is_scattered(weight) else 0)
+
+        return self._on_each(reduce, gradients, stored)
+
+    def as_sent(self, gradients: Any, stored: Any) -> Any:
+        """Returns gradients in the dtypes in which they cross data."""
+        return jax.tree.map(lambda leaf, weight: leaf.astype(self._dtype_sent(weight)), gradients, stored)
+
+    def are_scattered(self, stored: Any) -> Any:
+        """Returns a tree of bool: whether `reduced_layers` returns a shard of a gradient."""
+        return jax.tree.map(_is_scattered, stored)
 
     def reducing_layers(self, stored: Mapping[int, Stored]) -> Hook:
         """Returns the hook that reduces the gradients of one layer in its backward pass.
@@ -278,14 +299,20 @@ class Replicas:
         return bool(self.axes) and weight.gradient != weight.parameter
 
     def _reduce(self, x: jax.Array, weight: Stored) -> jax.Array:
-        return self._scattered(x, weight, weight.data_dim if _is_scattered(weight) else 0)
+        return self._sent(x, weight, weight.data_dim if _is_scattered(weight) else 0).astype(jnp.float32)
 
-    def _scattered(self, x: jax.Array, weight: Stored, dim: int) -> jax.Array:
+    def _scattered(self, x: jax.Array, weight: Stored) -> jax.Array:
+        return self._sent(x, weight, weight.data_dim).astype(jnp.float32)
+
+    def _sent(self, x: jax.Array, weight: Stored, dim: int) -> jax.Array:
         """Reduce-scatters over data along `dim`, which is counted from the end; all-reduces where it is 0."""
-        sent = x.astype(jnp.float32 if weight.is_counted else self.wire_dtype)
+        sent = x.astype(self._dtype_sent(weight))
         if dim == 0:
-            return jax.lax.psum(sent, DATA).astype(jnp.float32)
-        return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True).astype(jnp.float32)
+            return jax.lax.psum(sent, DATA)
+        return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True)
+
+    def _dtype_sent(self, weight: Stored) -> DTypeLike:
+        return jnp.float32 if weight.is_counted else self.wire_dtype
 
     def _with_replicas(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs, is_leaf=_is_spec)

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.replicas import Reduced, Replicas
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
 from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
+from meshtrain.pipeline.reduction import Reduction, reduces_early
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 
 
@@ -37,6 +38,7 @@ class Carry(NamedTuple):
     layer_sums: LayerSums  # of this stage's layers
     layers: Params  # float32 gradient sums of this stage's trained layers
     outer: Params  # float32 gradient sums of all other trained parameters; of sharded ones, this stage's shard
+    reduced: Any  # of chunks whose gradients are reduced over data already, see `reduction.py`
 
 
 class Cell(NamedTuple):
@@ -104,11 +106,14 @@ def gradients(
     def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:
         rows = Rows(stages, program, replicas, params, batch, jax.random.wrap_key_data(key_data), seed)
         carry, row = rows.start(), jnp.zeros((), jnp.int32)
-        for segment in segments(program):
+        for segment in segments(program, reduces=rows.reduction is not None):
             carry, row = run_segment(rows, segment, carry, row)
         carry = rows.embed_backward(carry, jnp.int32(program.last_microbatch))
         layer_sums = jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), carry.layer_sums)
-        layers = ring.from_units(carry.layers, rows.num_chunks)
+        units = rows.reduction.finished(carry.layers, carry.reduced) if rows.reduction else carry.layers
+        layers = ring.from_units(units, rows.num_chunks)
+        if rows.reduction:
+            layers = jax.tree.map(Reduced, layers)
         return with_layer_sums(carry.sums, layer_sums), {"layers": layers, **carry.outer}
 
     compute, key_data = replicas.data_parallel(on_stage, MANUAL), jax.random.key_data(rng)
@@ -121,12 +126,19 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 
     def one_round(state: tuple[Carry, jax.Array], _: None) -> tuple[tuple[Carry, jax.Array], None]:
         carry, row = state
+        reduction = rows.reduction if segment.reduces else None
+        if reduction:
+            layers, parts, place = reduction.begin(carry.layers, carry.reduced)
+            carry = carry._replace(layers=layers)
         for child in segment.body:
             if isinstance(child, Segment):
                 carry, row = run_segment(rows, child, carry, row)
             else:
                 run = rows.forward if child.kind == "F" else rows.backward
                 carry, row = run(child, carry, rows.cell(row)), row + 1
+        if reduction:
+            layers, reduced = reduction.end(carry.layers, carry.reduced, parts, place)
+            carry = carry._replace(layers=layers, reduced=reduced)
         return (carry, row), None
 
     if segment.count == 1:
@@ -164,6 +176,9 @@ class Rows:
         zero = jnp.int32(0)
         weights = ring.unit_at(self.units, zero)
         self.unit = SplitLayer(self.run_layers, weights, self.first_input, (zero, zero), self.layer_mask)
+        self.reduction = None
+        if reduces_early(program, replicas):
+            self.reduction = Reduction(program, replicas, self.stored_layers, self.num_units)
 
     def cell(self, row: jax.Array) -> Cell:
         """Returns this stage's cell of a row. The tables are one constant of the compiled program."""
@@ -178,6 +193,7 @@ class Rows:
         x, program = self.first_input, self.program
         cotangent = ring.zeros_like(floating(x))
         buffer = lambda tree, size: jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)  # noqa: E731
+        trained = select(self.units, self.layer_mask)[0]
         return Carry(
             inputs=jax.tree.map(lambda zeros, x: zeros.at[0].set(x), buffer(x, program.num_slots + 1), x),
             kept=buffer(self.unit.kept, (program.num_kept_slots + 1) * self.num_units),
@@ -186,8 +202,9 @@ class Rows:
             leaving=cotangent,
             sums=ring.zeros_like(jax.eval_shape(self.head, self.outer, x, jnp.int32(0))),
             layer_sums=ring.zeros_like(self.unit.sums),
-            layers=self.replicas.zeros(select(self.units, self.layer_mask)[0], self.stored_layers),
+            layers=self.replicas.zeros(trained, self.stored_layers),
             outer=self.replicas.zeros(self.trained_outer, self.stored_outer),
+            reduced=self.reduction.start(trained) if self.reduction else None,
         )
 
     def embed(self, outer: Params, m: jax.Array) -> Any:
@@ -214,14 +231,6 @@ class Rows:
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together
 
-    def first_place(self, cell: Cell) -> Any:
-        """Returns the index of the first unit of the cell's chunk among this stage's units.
-
-        With one chunk it is a constant. XLA then knows which slice each turn of a loop reads, and a product may read
-        the weights where they are.
-        """
-        return np.int32(0) if self.num_chunks == 1 else cell.chunk * self.num_units
-
     def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
         """Runs an F row: reads a stage input, keeps the layers' residuals, sends the output to the next stage."""
 
@@ -231,7 +240,7 @@ class Rows:
             return (y, _write(kept, residuals, slot), place + 1, slot + 1), sums
 
         x = _read(carry.inputs, cell.input_slot)
-        start = x, carry.kept, self.first_place(cell), cell.kept_slot * self.num_units
+        start = x, carry.kept, cell.chunk * self.num_units, cell.kept_slot * self.num_units
         (y, kept, _, _), sums = jax.lax.scan(one, start, None, length=self.num_units)
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
         carry = carry._replace(
@@ -263,19 +272,17 @@ class Rows:
         """
 
         def one(state: Any, _: None) -> tuple[Any, None]:
-            total, cotangent, place, sum_place, slot = state
+            total, cotangent, place, slot = state
             weights, given = ring.unit_at(self.units, place), self.given(cell, place)
             part, cotangent = self.unit.backward(_read(carry.kept, slot), weights, given, cotangent, self.seed)
             part = self.replicas.part(part, self.stored_layers)
-            total = ring.add_at(total, part, sum_place, cell.active)
-            return (total, cotangent, place - 1, sum_place - 1, slot - 1), None
+            return (ring.add_at(total, part, place, cell.active), cotangent, place - 1, slot - 1), None
 
-        # All indices are carried. Of indices computed in the loop's body each kernel would compute its own copy. That
-        # of the sums is never a constant: XLA would evaluate the barrier in `add_at`, and fails (jax 0.12.0.1).
+        # Both indices are carried. Of indices computed in the loop's body each kernel would compute its own copy.
         last = self.num_units - 1
-        firsts = self.first_place(cell), cell.chunk * self.num_units, cell.kept_slot * self.num_units
-        start = carry.layers, cotangent, *(first + last for first in firsts)
-        (total, cotangent, _, _, _), _ = jax.lax.scan(one, start, None, length=self.num_units)
+        places = cell.chunk * self.num_units + last, cell.kept_slot * self.num_units + last
+        start = carry.layers, cotangent, *places
+        (total, cotangent, _, _), _ = jax.lax.scan(one, start, None, length=self.num_units)
         return carry._replace(layers=total), cotangent
 
     def head_backward(self, carry: Carry, cell: Cell, y: Any, cotangent: Any) -> tuple[Carry, Any]:

@@ -96,10 +96,15 @@ Run = tuple[tuple[str, ...], int]  # consecutive rows, and how often they repeat
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Rows that run as one loop of `count` turns. The body is a sequence of rows and inner loops."""
+    """Rows that run as one loop of `count` turns. The body is a sequence of rows and inner loops.
+
+    A turn that `reduces` begins with the reduction over data of the next chunk's gradients, which may run beside the
+    rows of the turn.
+    """
 
     body: tuple["Signature | Segment", ...]
     count: int
+    reduces: bool = False
 
 
 def executable(schedule: Schedule) -> Program:
@@ -242,22 +247,53 @@ def _assign_slots(
     return {name: max(slots.size for slots in of_stages) for name, of_stages in buffers.items()}
 
 
-def segments(program: Program) -> tuple[Segment, ...]:
-    """Returns the rows as loops, so that compile time does not grow with the number of rows.
+def finished(program: Program) -> list[tuple[int, int]]:
+    """Returns (row, chunk) for each chunk, in the order of rows: the last backward row of a chunk on any stage."""
+    is_backward = np.array([kind == "B" for kind in program.kinds])[:, None] & program.active
+    last = [
+        int(np.flatnonzero((is_backward & (program.chunk == chunk)).any(axis=1))[-1])
+        for chunk in range(program.schedule.num_chunks)
+    ]
+    return sorted((row, chunk) for chunk, row in enumerate(last))
+
+
+def segments(program: Program, *, reduces: bool = False) -> tuple[Segment, ...]:
+    """Returns the rows as loops; see `_loops`.
+
+    Args:
+      program: of a schedule.
+      reduces: whether the gradients of a chunk are reduced over data as soon as its last backward row is over. The rows
+        are then cut there. Turns that reduce come in the order of `finished`, one for each chunk.
+    """
+    if not reduces:
+        return _loops(program, 0, len(program.kinds))
+    starts = [row + 1 for row, _ in finished(program)]
+    result = list(_loops(program, 0, starts[0]))
+    for start, stop in itertools.pairwise([*starts, len(program.kinds)]):
+        turn = Segment(_loops(program, start, stop), 1, reduces=True)
+        if turn.body == result[-1].body and result[-1].reduces:
+            turn = dataclasses.replace(turn, count=result.pop().count + 1)
+        result.append(turn)
+    return tuple(result)
+
+
+def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
+    """Returns rows start ... stop - 1 as loops, so that compile time does not grow with the number of rows.
 
     Rows of one loop have the same kind, and all of them or none have a head: its matrix products run in no other row.
     A body has the embedding or its backward pass if one of its rows does, and other rows mask them. A loop in which
     most rows would mask them is cut in two.
 
     Returns:
-      Segments whose rows, in order, are exactly the program's rows.
+      Segments whose rows, in order, are exactly these rows.
     """
     heads = program.head_microbatch >= 0
     letters = ["F" if kind == "F" else "H" if head else "B" for kind, head in zip(program.kinds, heads, strict=True)]
+    letters = letters[start:stop]
     # Two passes: repeats of a row or of a pair of rows, then repeats of groups of those (interleaved schedules).
     runs = [(tuple(body), count) for body, count in _repeats(letters, max_period=2)]
     groups = min((_repeats(some, max_period=len(some)) for some in (runs, _cut(runs))), key=_num_bodies)
-    result, start = list[Segment](), 0
+    result = list[Segment]()
     for group, repeats in groups:
         inner, offset, length = list[Segment](), start, sum(len(run) * times for run, times in group)
         for run, times in group:

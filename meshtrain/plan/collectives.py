@@ -203,7 +203,9 @@ class LayerGradients:
     overlapped_fraction: float
 
 
-def layer_gradients(found: Iterable[Collective], axis: str, wire_bytes: float) -> LayerGradients | None:
+def layer_gradients(
+    found: Iterable[Collective], axis: str, wire_bytes: float, least_count: int = 2
+) -> LayerGradients | None:
     """Returns how much of the gradients of stacked layers is overlapped, or None where there are none to reduce.
 
     XLA joins collectives and drops the names of what they were made of. So those of layers are counted as the
@@ -213,12 +215,14 @@ def layer_gradients(found: Iterable[Collective], axis: str, wire_bytes: float) -
       found: all collectives of a program.
       axis: the data axis.
       wire_bytes: of the gradients of all stacked layers, from their shapes.
+      least_count: how often in a step a collective of layers runs at least; 1 where those of a pipeline's chunks run.
     """
     if not wire_bytes:
         return None
     kinds = ("all-reduce", "reduce-scatter")
-    hidden = [one for one in found if one.axes == axis and one.kind in kinds and one.count > 1 and one.is_overlapped]
-    return LayerGradients(wire_bytes, min(1.0, sum(one.count * one.wire_bytes for one in hidden) / wire_bytes))
+    along = [one for one in found if one.axes == axis and one.kind in kinds and one.count >= least_count]
+    hidden = sum(one.count * one.wire_bytes for one in along if one.is_overlapped)
+    return LayerGradients(wire_bytes, min(1.0, hidden / wire_bytes))
 
 
 def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:

@@ -93,6 +93,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
             cluster.devices[0].device_kind,
             assembly.layer_bytes,
             is_late=config.local_steps.delay > 0,
+            by_chunk=assembly.reduces_chunks,
             gathers_early=assembly.gathers_early,
         )
         | added,

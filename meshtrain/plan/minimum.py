@@ -352,7 +352,7 @@ def executor_bytes(assembly: Assembly) -> float | None:
         row = size.residual_bytes + residual * (part.embed + part.embed_backward)
         return row + (2 * residual + numbers if part.head else 0.0)
 
-    rows = segments(program)
+    rows = segments(program, reduces=assembly.reduces_chunks)
     # Nothing reads what the very last row sends, and outside of a loop the compiler drops it.
     unsent = size.residual_bytes if rows[-1].count == 1 else 0.0
     return sum(of(segment) for segment in rows) + 2 * residual - unsent

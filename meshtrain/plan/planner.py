@@ -1,14 +1,23 @@
 """Plans one step: compiles a configuration for a cluster and collects memory, traffic, work, time and findings."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config, check
 from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.mesh import mesh_shape
 from meshtrain.plan import findings, paying
-from meshtrain.plan.collectives import LayerGradients, Traffic, collectives, layer_gradients, sent_along, traffic
+from meshtrain.plan.collectives import (
+    Collective,
+    LayerGradients,
+    Traffic,
+    collectives,
+    layer_gradients,
+    sent_along,
+    traffic,
+)
 from meshtrain.plan.compile import Compiled, compile_step, outer_program_of, program_of
 from meshtrain.plan.flops import Work, matmul_flops
 from meshtrain.plan.memory import Memory, memory
@@ -160,7 +169,7 @@ def plan(
         minimum=least,
         idle_bytes=idle_bytes(assembly, {axis: sent_along(rows, axis) for axis in least}),
         executor_bytes=executor_bytes(assembly),
-        layer_gradients=layer_gradients(sent, DATA, layer_gradient_bytes(assembly)) if program else None,
+        layer_gradients=_layer_gradients(assembly, sent) if program else None,
         work=matmul_flops(program) if program else None,
         model_flops=model_flops(assembly),
         timing=modelled,
@@ -174,6 +183,10 @@ def plan(
     advice = paying.advice(assembly, cluster, assumptions, compute_seconds)
     found += [findings.Finding(what, change) for what, change in advice]
     return dataclasses.replace(made, findings=tuple(found))
+
+
+def _layer_gradients(assembly: Assembly, sent: Sequence[Collective]) -> LayerGradients | None:
+    return layer_gradients(sent, DATA, layer_gradient_bytes(assembly), least_count=1 if assembly.reduces_chunks else 2)
 
 
 def _outer(compiled: Compiled, cluster: Cluster, assumptions: Assumptions) -> Outer | None:

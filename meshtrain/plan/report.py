@@ -128,7 +128,8 @@ def _communication(plan: Plan) -> str:
             + ", ".join(f"{idle / sent_along(plan, axis):.1%} of {axis}" for axis, idle in plan.idle_bytes.items())
         )
     if layers := plan.layer_gradients:
-        hidden = f"{layers.overlapped_fraction:.0%} hidden by the backward loop"
+        by = "the backward loop" if plan.compiled.assembly.program is None else "later rows"
+        hidden = f"{layers.overlapped_fraction:.0%} hidden by {by}"
         parts.append(f"gradients of stacked layers: {_bytes(layers.wire_bytes)} over data, {hidden}")
     return "\n\n".join(parts)
 
@@ -236,6 +237,7 @@ def _options(plan: Plan) -> str:
         plan.cluster.devices[0].device_kind,
         assembly.layer_bytes,
         is_late=is_late,
+        by_chunk=assembly.reduces_chunks,
         gathers_early=assembly.gathers_early,
     )
     rows = [(option.name, str(option.value), option.reason) for option in options]

@@ -286,7 +286,7 @@ BREAKS = {
     "layers counted from each stage's first": (ring, "first_layer", lambda *_: 0),
     "activations stay where they are": (ring, "to_next", lambda x, _: x),
     "cotangents stay where they are": (ring, "to_previous", lambda x, _: x),
-    "replicas keep their gradients to themselves": (Replicas, "_scattered", lambda self, x, *_: x),
+    "replicas keep their gradients to themselves": (Replicas, "_sent", lambda self, x, *_: x),
     "a dropped spec": (placement_room, "manual_specs", without_manual_axes),
 }  # fmt: skip
 

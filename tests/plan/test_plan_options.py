@@ -69,6 +69,14 @@ def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch):
     assert compiler.compiler_options("TPU v5", large) == {}
 
 
+def test_chunks_of_a_pipeline_are_reduced_beside_loops_on_gpus(monkeypatch):
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: "0.10.2")
+    without, given = (compiler.compiler_options("NVIDIA H200", by_chunk=each) for each in (False, True))
+    added = {"xla_gpu_experimental_parallel_collective_overlap_limit": 64, "xla_gpu_memory_limit_slop_factor": 200}
+    assert given == without | added
+    assert compiler.compiler_options("cpu", by_chunk=True) == compiler.compiler_options("cpu")
+
+
 NOISE = """
 import os, time
 from meshtrain.launch.quiet import captured
