@@ -196,8 +196,8 @@ STEP: tuple[Mutant, ...] = (
     Mutant(
         "residuals of one layer for all",
         "pipeline/executor.py",
-        "place, cell.active), cotangent, place - 1, slot - 1), None",
-        "place, cell.active), cotangent, place - 1, slot), None",
+        "return (total, cotangent, place - 1, sum_place - 1, slot - 1), None",
+        "return (total, cotangent, place - 1, sum_place - 1, slot), None",
         "each layer of a chunk runs backward from the residuals of its last layer",
         ("pipeline/test_pipeline_executor.py::test_sums_and_gradients_are_those_of_one_device[1f1b]",),
     ),

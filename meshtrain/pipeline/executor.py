@@ -231,6 +231,14 @@ class Rows:
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together
 
+    def first_place(self, cell: Cell) -> Any:
+        """Returns the index of the first unit of the cell's chunk among this stage's units.
+
+        With one chunk it is a constant. XLA then knows which slice each turn of a loop reads, and a product may read
+        the weights where they are.
+        """
+        return np.int32(0) if self.num_chunks == 1 else cell.chunk * self.num_units
+
     def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
         """Runs an F row: reads a stage input, keeps the layers' residuals, sends the output to the next stage."""
 
@@ -240,7 +248,7 @@ class Rows:
             return (y, _write(kept, residuals, slot), place + 1, slot + 1), sums
 
         x = _read(carry.inputs, cell.input_slot)
-        start = x, carry.kept, cell.chunk * self.num_units, cell.kept_slot * self.num_units
+        start = x, carry.kept, self.first_place(cell), cell.kept_slot * self.num_units
         (y, kept, _, _), sums = jax.lax.scan(one, start, None, length=self.num_units)
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
         carry = carry._replace(
@@ -272,17 +280,19 @@ class Rows:
         """
 
         def one(state: Any, _: None) -> tuple[Any, None]:
-            total, cotangent, place, slot = state
+            total, cotangent, place, sum_place, slot = state
             weights, given = ring.unit_at(self.units, place), self.given(cell, place)
             part, cotangent = self.unit.backward(_read(carry.kept, slot), weights, given, cotangent, self.seed)
             part = self.replicas.part(part, self.stored_layers)
-            return (ring.add_at(total, part, place, cell.active), cotangent, place - 1, slot - 1), None
+            total = ring.add_at(total, part, sum_place, cell.active)
+            return (total, cotangent, place - 1, sum_place - 1, slot - 1), None
 
-        # Both indices are carried. Of indices computed in the loop's body each kernel would compute its own copy.
+        # All indices are carried. Of indices computed in the loop's body each kernel would compute its own copy. That
+        # of the sums is never a constant: XLA would evaluate the barrier in `add_at`, and fails (jax 0.12.0.1).
         last = self.num_units - 1
-        places = cell.chunk * self.num_units + last, cell.kept_slot * self.num_units + last
-        start = carry.layers, cotangent, *places
-        (total, cotangent, _, _), _ = jax.lax.scan(one, start, None, length=self.num_units)
+        firsts = self.first_place(cell), cell.chunk * self.num_units, cell.kept_slot * self.num_units
+        start = carry.layers, cotangent, *(first + last for first in firsts)
+        (total, cotangent, _, _, _), _ = jax.lax.scan(one, start, None, length=self.num_units)
         return carry._replace(layers=total), cotangent
 
     def head_backward(self, carry: Carry, cell: Cell, y: Any, cotangent: Any) -> tuple[Carry, Any]:

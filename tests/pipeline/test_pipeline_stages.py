@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import default, resolve
@@ -95,6 +96,22 @@ def test_a_cast_in_the_rows_is_noticed(monkeypatch):
         for equation, in_loop in found
         if equation.primitive.name == "convert_element_type"
     )
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_loops_over_one_chunk_read_weights_at_an_index_that_the_compiler_knows(num_chunks):
+    found, sizes = traced(num_chunks)
+    stacks = {2 * num_chunks * size for size in sizes}  # of the two layers in each chunk of a stage
+    loops = [
+        equation
+        for equation, _ in found
+        if equation.primitive.name == "scan" and equation.params["length"] == 2
+        and stacks & {var.aval.size for var in equation.invars if var.aval.dtype == jnp.bfloat16}
+    ]  # fmt: skip
+    assert len(loops) > 1, "of forward and of backward rows"
+    for loop in loops:
+        constants = [var for var in loop.invars if isinstance(var, Literal) and var.aval.dtype == jnp.int32]
+        assert len(constants) == (1 if num_chunks == 1 else 0)
 
 
 def test_layers_that_were_cast_before_compute_the_same_bits():

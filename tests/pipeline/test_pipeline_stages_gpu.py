@@ -1,5 +1,7 @@
-"""How the GPU compiler adds a layer's gradient to its accumulator: `scripts/test --plan` runs this."""
+"""How the GPU compiler reads weights and adds gradients: `scripts/test --plan` runs this."""
 
+import collections
+import functools
 import re
 
 import jax
@@ -36,25 +38,60 @@ CONFIG = {
 SHAPE = dict.fromkeys(AXES, 1) | {"pipeline": 4, "tensor": 2}
 
 
-def kernels_in_loops():
-    """Returns the matrices of one layer of a stage, and (number of layers, matrix) of each float32 result in a loop."""
+@functools.cache
+def compiled():
+    """Returns the abstract weights of the layers, and the program that was read."""
     step = compile_step(resolve(CONFIG, reads_data=False), SHAPE, open_cluster("h100:1x8"))
-    leaves = jax.tree.leaves(step.assembly.state.params["layers"])
-    matrices = {leaf.sharding.shard_shape(leaf.shape)[2:] for leaf in leaves if leaf.ndim > 3}
-    program = hlo.read(step.text)
+    return step.assembly, hlo.read(step.text)
+
+
+def matrices_of(assembly):
+    """Returns how many matrices with these dims one layer has on a device."""
+    leaves = jax.tree.leaves(assembly.state.params["layers"])
+    return collections.Counter(leaf.sharding.shard_shape(leaf.shape)[2:] for leaf in leaves if leaf.ndim > 3)
+
+
+def arrays(line, dtype):
+    """Yields the dims of each array of a result, without those of size 1."""
+    for text in re.findall(rf"{dtype}\[([\d,]+)\]", line.shape):
+        yield tuple(size for size in map(int, text.split(",")) if size > 1)
+
+
+def kernels_in_loops(assembly, program):
+    """Returns the matrices of one layer of a stage, and (number of layers, matrix) of each float32 result in a loop."""
+    matrices = set(matrices_of(assembly))
     fused = {line.attribute("calls") for line, _, _ in program.instructions("fusion")}
     found = []
     for line, where, runs in program.instructions("fusion", "copy", "convert", "add", "custom-call", "dynamic-slice"):
         if runs > 1 and where not in fused:
-            for text in re.findall(r"f32\[([\d,]+)\]", line.shape):
-                dims = tuple(size for size in map(int, text.split(",")) if size > 1)
+            for dims in arrays(line, "f32"):
                 found += [(1, dims)] if dims in matrices else []
                 found += [(dims[0], dims[1:])] if dims[1:] in matrices else []
     return matrices, found
 
 
+def copies(program):
+    """Returns how often a kernel that is no product writes a 16-bit array with these dims."""
+    fused = {line.attribute("calls") for line, _, _ in program.instructions("fusion")}
+    found = collections.Counter()
+    for line, where, runs in program.instructions("fusion", "copy", "transpose", "convert", "dynamic-slice"):
+        inside = program.computations[line.attribute("calls")] if line.opcode == "fusion" else []
+        if where not in fused and not any(each.opcode in ("dot", "custom-call") for each in inside):
+            for dims in arrays(line, "bf16"):
+                found[dims] += runs
+    return found
+
+
+def test_a_weight_is_copied_at_most_once_for_each_product():
+    """A product needs its weight as an array of its own; see docs/pipeline.md."""
+    assembly, program = compiled()
+    num_rows, found = assembly.program.active.shape[0], copies(program)
+    for dims, number in matrices_of(assembly).items():
+        assert 0 < found[dims] <= number * num_rows, dims
+
+
 def test_one_kernel_adds_a_gradient_and_no_float32_gradient_of_a_layer_stands_beside_it():
-    matrices, found = kernels_in_loops()
+    matrices, found = kernels_in_loops(*compiled())
     assert {dims for num_layers, dims in found if num_layers == 2} == matrices, "the sums are added up in loops"
     assert not [dims for num_layers, dims in found if num_layers == 1]
 
@@ -67,5 +104,5 @@ def test_a_gradient_beside_its_accumulator_is_noticed(monkeypatch):
         return jax.tree.map(add, total, part)
 
     monkeypatch.setattr(ring, "add_at", in_two_kernels)
-    _, found = kernels_in_loops()
+    _, found = kernels_in_loops(*compiled.__wrapped__())
     assert [dims for num_layers, dims in found if num_layers == 1]
