@@ -23,7 +23,7 @@ from meshtrain.words.errors import run
 
 SHOWN_EVERY = 30
 HEADER = (
-    "| seed | parameters, active | experts | dense | experts against dense |",
+    "| seed | parameters, active: experts; dense | experts | dense | experts against dense |",
     "| --- | --- | --- | --- | --- |",
 )
 # (tokens trained on so far, mean loss of validation targets).
