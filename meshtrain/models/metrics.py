@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 # The metric of tokens that experts had no room for; `step.guard` skips a step where it is above 0.
 LEFT_OUT = "left_out_tokens"
+EACH = "_each"  # ends the name under which the load of each expert is logged, beside that of the `Load`
 
 
 class Ratio(NamedTuple):
@@ -62,6 +63,28 @@ def logged(metric: Any, weight: Any) -> Any:
         mean = metric.counts.mean(axis=-1)
         return (metric.counts.max(axis=-1) / (mean + (mean == 0))).mean()
     return metric / weight
+
+
+def all_logged(metrics: Metrics, weight: Any) -> dict[str, Any]:
+    """Returns what is logged of all metrics: a scalar of each, and of a `Load` the load of each expert, float32 [E].
+
+    Args:
+      metrics: of a batch.
+      weight: of the loss, above 0.
+    """
+    found = {name: logged(metric, weight) for name, metric in metrics.items()}
+    return found | {name + EACH: of_each(metric) for name, metric in metrics.items() if isinstance(metric, Load)}
+
+
+def of_each(load: Load) -> jax.Array:
+    """Returns the count of each expert over the mean count, float32 [E]; of several rows (layers) the mean of these.
+
+    >>> print(of_each(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]]))))
+    [2.  1.  0.5 0.5]
+    """
+    mean = load.counts.mean(axis=-1, keepdims=True)
+    loads = load.counts / (mean + (mean == 0))
+    return loads.reshape(-1, loads.shape[-1]).mean(axis=0)
 
 
 def num_left_out(metrics: Metrics) -> jax.Array | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.observe.rows import EVALUATED, Curve, Log
+from meshtrain.observe.rows import EVALUATED, OF_EACH, Curve, Log
 
 # Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.
 MOST_POINTS = 48_000
@@ -76,7 +76,10 @@ def metrics(logs: Sequence[Log]) -> list[str]:
         name
         for log in logs
         for name, curve in log.curves.items()
-        if name not in _LEFT_OUT and name not in units and (name not in _IF_ANY or np.nanmax(curve.values) > 0)
+        if name not in _LEFT_OUT
+        and name not in units
+        and not OF_EACH.fullmatch(name)
+        and (name not in _IF_ANY or np.nanmax(curve.values) > 0)
     )
     rates = tuple(f"{unit}_per_second" for unit in units)
     first, last = ([name for name in group if name in found] for group in (_FIRST, (*_LAST[:4], *rates, *_LAST[4:])))

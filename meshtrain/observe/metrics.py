@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
+
+from meshtrain.observe.rows import OF_EACH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +187,16 @@ class StepClock:
 def scalars(result: Mapping[str, Any]) -> dict[str, float]:
     """Fetches the scalars of a completed step's result: {name: array []} to {name: float}, one transfer for all.
 
-    Arrays that span several processes must be fully replicated.
+    An array [E] becomes E scalars, named after it: `NAME/0`, `NAME/1` and so on. Arrays that span several processes
+    must be fully replicated.
     """
-    return {name: float(value) for name, value in jax.device_get(dict(result)).items()}
+    found = dict[str, float]()
+    for name, value in jax.device_get(dict(result)).items():
+        if np.ndim(value):
+            found |= {f"{name}/{number}": float(one) for number, one in enumerate(value)}
+        else:
+            found[name] = float(value)
+    return found
 
 
 def model_flops_per_second(flops_per_token: float, tokens_per_second: float) -> float:
@@ -217,7 +227,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
     """Returns one readable line of a row of metrics.
 
     Known names come first, in a fixed order and with their units; others (a model's own metrics) follow under their
-    name. None values are left out, and so are values that another entry implies.
+    name. None values are left out, and so are values that another entry implies, and the loads of single experts.
 
     Args:
       values: a row as written to metrics.jsonl.
@@ -256,7 +266,7 @@ def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
             said_already.add(unit)
     parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
     for name, value in values.items():
-        if value is not None and name not in known and name not in said_already:
+        if value is not None and name not in known and name not in said_already and not OF_EACH.fullmatch(name):
             parts.append(f"{name.replace('_', ' ')} {value:.4g}")
     return "  ".join(part for part in parts if part)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
+from meshtrain.observe import loads
 from meshtrain.observe.charts import bars
 from meshtrain.observe.curves import figure, metrics
 from meshtrain.observe.page import as_it_stands, escaped, folded, heading, page, table
@@ -29,6 +30,8 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
       ModuleNotFoundError: Plotly is not installed.
     """
     parts = [table(*_overview(runs)), heading("Curves"), *_curves(runs)]
+    if drawn := _loads(runs):
+        parts += [heading("Load of each expert over the mean, mean of layers"), *drawn]
     parts += [heading("Configuration"), *_configurations(runs)]
     if memory := _memory(runs):
         parts += [heading("Memory of a device"), *memory]
@@ -118,6 +121,12 @@ def _curves(runs: Sequence[Run]) -> list[str]:
         div_id=CURVES,
     )
     return [f"<script>{get_plotlyjs()}</script>", drawn]
+
+
+def _loads(runs: Sequence[Run]) -> list[str]:
+    """Returns a chart for each metric of a run that is the load of experts."""
+    charts = [(run.name, load) for run in runs for load in loads.of_experts(run.log)]
+    return [part for name, load in charts for part in (heading(name, 3), loads.chart(load))]
 
 
 def _configurations(runs: Sequence[Run]) -> list[str]:

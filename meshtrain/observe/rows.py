@@ -8,12 +8,14 @@ import json
 import math
 import numbers
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with
+OF_EACH = re.compile(r"(.+)_each/(\d+)")  # the load of one expert: the name of the metric, and the expert
 _MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
 
 

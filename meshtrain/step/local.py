@@ -20,7 +20,7 @@ import optax
 from meshtrain.layout.groups import GROUPS
 from meshtrain.layout.partition import Names, is_names
 from meshtrain.layout.trees import merged, select
-from meshtrain.models.metrics import Metrics, logged
+from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import Batch, Sums
 from meshtrain.optim.outer import Outer
 from meshtrain.optim.states import state_axes
@@ -149,7 +149,7 @@ def over_groups(metrics: Mapping[str, Any], sums: Sums) -> Metrics:
     """
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums._replace(gradients=None))
     weight = jnp.maximum(total.weight, 1.0)
-    joined: dict[str, Any] = {name: logged(metric, weight) for name, metric in total.metrics.items()}
+    joined = all_logged(total.metrics, weight)
     joined |= {
         "loss": total.loss / weight,
         "weight": total.weight,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.layout.trees import merged, select
-from meshtrain.models.metrics import Metrics, logged, num_left_out
+from meshtrain.models.metrics import Metrics, all_logged, num_left_out
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Sums
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
@@ -84,7 +84,8 @@ def weight_update(
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
-    step, with scaling), the task's own as `metrics.logged` has them, and two of the guard for the loop.
+    step, with scaling), the task's own as `metrics.all_logged` has them (loads of experts are arrays), and two of the
+    guard for the loop.
     """
 
     def update(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
@@ -113,7 +114,7 @@ def weight_update(
         updated = jax.tree.map(
             lambda new, old: new.astype(old.dtype), optax.apply_updates(float32_params, updates), trained
         )
-        metrics = {name: logged(metric, weight) for name, metric in sums.metrics.items()}
+        metrics = all_logged(sums.metrics, weight)
         metrics |= {
             "loss": loss,
             "weight": sums.weight,

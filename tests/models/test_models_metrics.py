@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.models.metrics import Count, Load, Ratio, are_metrics, logged
+from meshtrain.models.metrics import Count, Load, Ratio, all_logged, are_metrics, logged
 
 COUNTS = np.array([[2.0, 2.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0], [4.0, 2.0, 1.0, 1.0]])
 
@@ -32,6 +32,13 @@ def test_layers_that_prefer_different_experts_are_no_balance():
     preferring = Load(np.eye(4))
     assert logged(preferring, 1.0) == 4.0
     assert logged(Load(preferring.counts.sum(axis=0)), 1.0) == 1.0
+
+
+def test_a_load_is_logged_for_each_expert_too():
+    """Of layers the mean: no layer has more weight because more tokens went through it."""
+    found = all_logged({"load": Load(np.concatenate([COUNTS, [[0, 1, 0, 0]]])), "sum": 6.0}, 2.0)
+    assert list(found) == ["load", "sum", "load_each"]
+    np.testing.assert_allclose(found["load_each"], [1 + 4 + 2, 1 + 1 + 4, 1 + 0.5, 1 + 0.5] / np.array(4), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,12 @@ def test_throughput_is_that_of_the_whole_mesh_in_the_compute_dtype(policy, peak)
     assert throughput_of(assembly) == Throughput("tokens", 512, 6e9, 8, peak)
 
 
+def test_loads_of_experts_are_scalars_of_a_row_and_not_of_its_line():
+    values = metrics.scalars({"loss": jnp.float32(2), "load_each": jnp.float32([0.5, 1.5])})
+    assert values == {"loss": 2.0, "load_each/0": 0.5, "load_each/1": 1.5}
+    assert metrics.log_line(values | {"bleu/4": 1.0}) == "loss 2.0000  bleu/4 1"
+
+
 def test_log_line():
     values = {
         "step": 20,

@@ -37,7 +37,7 @@ class Trained:
         a constant of the optimizer.
       losses: of each step.
       grad_norms: of each step, before clipping.
-      loads: of experts in each step, which come from counts of tokens; empty without experts.
+      loads: in each step that of experts and of each of them, which come from counts of tokens; empty without experts.
     """
 
     initial: Leaves
@@ -45,7 +45,7 @@ class Trained:
     gradients: Leaves
     losses: np.ndarray
     grad_norms: np.ndarray
-    loads: tuple[float, ...] = ()
+    loads: tuple[float | list[float], ...] = ()
 
 
 def assert_same(got: Trained, expected: Trained, *, zero_gradients: bool = False) -> None:

@@ -17,7 +17,7 @@ from meshtrain.layout.partition import is_counted
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
-from meshtrain.models.metrics import logged
+from meshtrain.models.metrics import all_logged
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.masks import map_axes
@@ -27,7 +27,7 @@ from tests.parity.comparison import Leaves, Trained
 from tests.quick import exact
 
 NUM_STEPS = 4
-LOAD = "expert_load"  # the metric that has the counts of tokens for each expert
+LOAD = "expert_load"  # begins the names of the metrics that have the counts of tokens for each expert
 BATCH_SIZE, SEQUENCE_LENGTH = 16, 32
 # Of an optimizer's state: what holds the first gradients after one step, times a constant (Adafactor: their squares).
 FIRST_MOMENTS = ("mu", "trace", "row", "column", "full")
@@ -132,7 +132,7 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
         state, metrics = step(state, placed)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-        loads += [float(metrics[name]) for name in metrics if name == LOAD]
+        loads += [np.asarray(metrics[name]).tolist() for name in metrics if name.startswith(LOAD)]
         gradients = gradients or first_moments(assembly.to_kept(state).opt_state)
     final = by_path(assembly.to_kept(state).params)
     return Trained(initial, final, gradients, np.array(losses), np.array(norms), tuple(loads))
@@ -146,7 +146,7 @@ def reference_functions(model: DecoderOptions) -> tuple[Any, Any]:
 
     def mean_loss(params: Any, batch: Any, rng: jax.Array) -> Any:
         loss, weight, metrics = task.loss(params, batch, rng, True)
-        return loss / weight, {name: logged(metric, weight) for name, metric in metrics.items()}
+        return loss / weight, all_logged(metrics, weight)
 
     return jax.jit(task.init), jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
 
@@ -189,6 +189,6 @@ def reference(config: Config) -> Trained:
         params, opt_state, norm = update(found, opt_state, params)
         losses.append(float(loss))
         norms.append(float(norm))
-        loads += [float(metrics[name]) for name in metrics if name == LOAD]
+        loads += [np.asarray(metrics[name]).tolist() for name in metrics if name.startswith(LOAD)]
         gradients = gradients or first_moments(opt_state)
     return Trained(initial, by_path(params), gradients, np.array(losses), np.array(norms), tuple(loads))
