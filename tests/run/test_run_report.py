@@ -66,7 +66,7 @@ def test_odd_values_of_a_pipeline_are_those_of_the_defaults(runs, pipeline):
     assert ">1f1b: 2 stages, 4 microbatches; forward 1, backward 3<" in drawn
 
 
-@pytest.mark.parametrize(("axes", "num_pictures"), [({}, 1), ({"expert": 2}, 0)])
+@pytest.mark.parametrize(("axes", "num_pictures"), [({}, 1), ({"ring": 2}, 0)])
 def test_a_mesh_of_other_axes_is_not_drawn(runs, axes, num_pictures):
     text = "".join(report.meshes(runs(mesh=CONFIG["mesh"] | axes)))
     assert text.count("<svg") == num_pictures
