@@ -11,6 +11,7 @@ from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.metrics import LEFT_OUT
 from meshtrain.models.remat import RematOptions
+from meshtrain.pipeline.schedules import PipelineOptions
 from tests.parity import runs
 
 MIXTRAL = dataclasses.replace(
@@ -18,6 +19,7 @@ MIXTRAL = dataclasses.replace(
 )
 DEEPSEEK = dataclasses.replace(MIXTRAL, router="sigmoid", router_scale=2.5, shared_experts=1, experts_per_token=3)
 CONFIG = dataclasses.replace(runs.CONFIG, model=MIXTRAL)
+IN_CHUNKS = PipelineOptions(schedule="interleaved_1f1b", num_microbatches=4, num_chunks=2)
 SCATTERED, AGAIN = LayoutOptions(sequence_parallel=True), RematOptions("full")
 FAST = [
     ({"fsdp": 2, "expert": 2, "tensor": 2}, {"accumulation_steps": 2, "layout": SCATTERED}),
@@ -31,6 +33,7 @@ SLOW = [
     ({"data": 2, "fsdp": 2, "expert": 2}, {"zero": ZeroOptions(level=1), "remat": AGAIN, "accumulation_steps": 2}),
     ({"expert": 2, "context": 2, "tensor": 2}, {"model": DEEPSEEK, "accumulation_steps": 2}),
     ({"data": 2, "expert": 2, "pipeline": 2}, {"model": DEEPSEEK, "zero": ZeroOptions(level=1), "remat": AGAIN}),
+    ({"expert": 2, "pipeline": 2}, {"model": dataclasses.replace(DEEPSEEK, num_layers=4), "pipeline": IN_CHUNKS}),
 ]
 
 
@@ -53,6 +56,25 @@ def test_other_meshes_and_levels_change_no_number_and_no_count(mesh, changes, as
 def test_muon_moves_each_expert_as_one_matrix_and_biases_as_counts_say(assert_parity):
     config = runs.with_optimizer(dataclasses.replace(CONFIG, model=DEEPSEEK), "muon", clip_norm=0.1)
     assert_parity(config, expert=2, fsdp=2)
+
+
+def test_experts_alone_are_trained_where_a_pattern_says_so():
+    """Routers and their biases stay, though the gradient of a bias is a count; no moments but those of experts."""
+    model = dataclasses.replace(DEEPSEEK, num_layers=1)
+    optimizer = dataclasses.replace(CONFIG.optimizer, trainable="experts/(up|gate|down)")
+    config = dataclasses.replace(CONFIG, model=model, optimizer=optimizer)
+    assembly = assemble(config, runs.sizes(expert=2), jax.devices()[:2])
+    state = assembly.init(jax.random.key_data(jax.random.key(0)))
+    before = runs.by_path(state.params)
+    for batch in runs.example_batches(2):
+        placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
+        state, _ = assembly.train_step(state, placed)
+    trained = {f"layers/experts/{name}" for name in ("up", "gate", "down")}
+    moved = {path for path, leaf in runs.by_path(state.params).items() if (leaf != before[path]).any()}
+    assert moved == trained
+    assert {"layers/experts/router", "layers/experts/router_bias", "layers/experts/shared/up"} <= before.keys() - moved
+    sizes = [leaf.size for leaf in runs.by_path(state.opt_state).values() if leaf.ndim]
+    assert sum(sizes) == 2 * sum(before[path].size for path in trained)
 
 
 def test_a_step_with_too_little_room_counts_what_it_leaves_out_and_changes_nothing():

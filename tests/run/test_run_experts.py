@@ -1,10 +1,13 @@
 """Experts against the dense model of equal active size: what the script trains, and what it says."""
 
+import dataclasses
+import re
+
 import pytest
 
 from meshtrain.config.config import parse
 from meshtrain.config.tasks import abstract_task
-from scripts import experts_by_kind
+from scripts import bench_experts, experts_by_kind
 
 
 def test_the_dense_model_has_the_work_of_the_experts_of_a_token():
@@ -13,6 +16,13 @@ def test_the_dense_model_has_the_work_of_the_experts_of_a_token():
     routers = config.model.num_layers * config.model.embed_dim * config.model.num_experts
     assert sparse.num_active_parameters == dense.num_parameters + routers
     assert dense.num_active_parameters == 0
+
+
+def test_the_benchmark_compares_models_of_the_same_active_size():
+    found = bench_experts.configurations(8, 64)
+    sparse, dense = (abstract_task(found[name]) for name in ("program", "plain"))
+    routers = bench_experts.DENSE.num_layers * bench_experts.DENSE.embed_dim * 8
+    assert sparse.num_active_parameters == dense.num_parameters + routers
 
 
 @pytest.mark.parametrize(
@@ -35,3 +45,18 @@ def test_three_steps_of_experts_and_dense(tmp_path, capsys):
     assert row.startswith("| 0 | 15,568, 10,960; 10,832, 10,832 | 5.5")
     assert said.startswith("experts")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_steps_of_experts_and_of_the_dense_model_take_turns(monkeypatch, capsys):
+    """One layer in place of four, and one round after those that warm up."""
+    small = dataclasses.replace(
+        bench_experts.DENSE, num_layers=1, embed_dim=32, mlp_dim=64, num_heads=2, num_kv_heads=2
+    )
+    monkeypatch.setattr(bench_experts, "DENSE", small)
+    assert bench_experts.main(["--rounds=1", "--batch-size=2", "--sequence-length=32"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(", 64 tokens a step")
+    assert re.match(
+        r"8 experts, top 2 / dense of the active size: \d+\.\d\d \((within|above) the goal of 1\.5\)", second
+    )

@@ -14,6 +14,11 @@ from meshtrain.words.errors import UserError
 FSDP = ("mesh.fsdp=2",)
 CONTEXT = ("mesh.context=4",)
 INTERLEAVED = ("mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.num_chunks=2")
+EXPERTS = (
+    *(f"model.{name}" for name in ("num_layers=1", "num_experts=8", "expert_dim=16", "router=sigmoid")),
+    "learning_rate.name=constant",  # its rates do not depend on the number of steps
+    "eval_every=0",
+)
 STEPS = list(range(1, 11))
 
 
@@ -84,6 +89,19 @@ def test_shards_of_sequences_go_on_with_what_one_device_saved(run, stopped, stra
     resumed = run(stopped(), *CONTEXT)
     assert list(resumed.losses) == STEPS
     np.testing.assert_allclose(list(resumed.losses.values()), list(straight.losses.values()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_go_on_on_one_device_and_back_with_their_biases_bit_by_bit(run, tmp_path):
+    """Two steps on expert 4, two on one device, two on expert 4 again, against six without a stop."""
+    whole = run(tmp_path / "whole", *EXPERTS, "num_steps=6")
+    wanted = whole.result.state.params["layers"]["experts"]["router_bias"]
+    assert len(np.unique(np.abs(wanted))) > 2, "biases that all moved one way would hide a part that is lost"
+    for num_steps, mesh in ((2, "mesh.expert=4"), (4, "mesh.expert=1"), (6, "mesh.expert=4")):
+        parts = run(tmp_path / "parts", *EXPERTS, mesh, f"num_steps={num_steps}")
+    assert list(parts.losses) == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(list(parts.losses.values()), list(whole.losses.values()), rtol=1e-5)
+    np.testing.assert_array_equal(parts.result.state.params["layers"]["experts"]["router_bias"], wanted)
 
 
 def test_layers_are_kept_in_layer_order(stopped, straight):
