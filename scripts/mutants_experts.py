@@ -44,6 +44,22 @@ EXPERTS: tuple[Mutant, ...] = (
         ("step/test_step_counted.py::test_a_step_in_which_tokens_were_left_out_is_skipped",),
     ),
     Mutant(
+        "loads by name",
+        "observe/loads.py",
+        "for number in sorted(names)]",
+        "for number in sorted(names, key=str)]",
+        "a report draws the load of expert 10 in the row of expert 2",
+        ("observe/test_observe_loads.py::test_a_row_for_each_expert_in_their_order",),
+    ),
+    Mutant(
+        "load of all layers together",
+        "models/metrics.py",
+        "mean = load.counts.mean(axis=-1, keepdims=True)",
+        "mean = load.counts.mean(keepdims=True)",
+        "a layer that fewer tokens went through has less weight in the load of each expert",
+        ("models/test_models_metrics.py::test_a_load_is_logged_for_each_expert_too",),
+    ),
+    Mutant(
         "a tie with the mean",
         "optim/balance.py",
         "| ((whole == floor) & (rest > 0))",
