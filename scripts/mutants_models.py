@@ -139,6 +139,15 @@ MODELS: tuple[Mutant, ...] = (
         ("models/test_models_head.py::test_a_mesh_changes_no_number_and_reduces_the_weight_once[fsdp4-tensor2]",),
     ),
     Mutant(
+        "head gathered in float32",
+        "models/head.py",
+        "place.weight(place.as_stored(weight, product.names), product.names)",
+        "place.weight(weight, product.names)",
+        "the weight of a head that makes all logits at once is gathered before its cast, in float32",
+        ("models/test_models_head.py::test_the_whole_product_gathers_its_weight_after_the_cast",),
+        was_unnoticed=True,
+    ),
+    Mutant(
         "gathers early everywhere",
         "models/remat.py",
         "return placement.gathers_weights or not splits_sequence or options.policy not in SUMS_AGAIN",

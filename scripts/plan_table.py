@@ -22,6 +22,7 @@ LARGE = (
     "llama3_8b_long=h100:8x8",
     "llama3_70b=a100:256x8",
     "mixtral_8x7b=h100:8x8",
+    "qwen3_30b_a3b=h100:8x8",
     "qwen3_235b_a22b=h100:64x8",
     "gpt3_175b=a100:512x8",
     "llama3_405b=h100:896x8",

@@ -74,6 +74,18 @@ class Placement:
         spec_of_weight = self.weight_spec(w.shape, names)
         return self._constrained(w, spec_of_weight) if self.gathers_weights else w
 
+    def as_stored(self, w: jax.Array, names: Names) -> jax.Array:
+        """Returns `w`, a weight in its compute dtype, constrained to the sharding in which it is stored.
+
+        Without this constraint the partitioner may move the gather of `weight` before the cast to the compute dtype,
+        and gather float32. Returns `w` itself where no axis splits weights for storage only. `names` has a logical axis
+        or None for each dim.
+
+        Raises:
+          UserError: see `partition.problems`.
+        """
+        return self._constrained(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
+
     def cotangent(self, x: jax.Array, names: Names) -> jax.Array:
         """Returns `x` unchanged; its cotangent is constrained to the sharding that an activation with `names` has.
 

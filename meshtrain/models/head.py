@@ -74,7 +74,7 @@ def logits(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     place = product.placement
     x = place.activation(x, ("batch", "sequence", "embed"))
-    gathered = place.weight(weight, product.names)
+    gathered = place.weight(place.as_stored(weight, product.names), product.names)
     kernel = gathered if product.names == KERNEL else gathered.T
     result = capped(jnp.matmul(x, kernel, preferred_element_type=product.output_dtype), product.cap)
     return place.activation(result, ("batch", "sequence", "vocab"))

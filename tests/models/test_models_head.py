@@ -138,6 +138,20 @@ def test_a_mesh_changes_no_number_and_reduces_the_weight_once(sizes, names, dtyp
     assert kinds.count("reduce-scatter") == 1 + bool(how)
 
 
+@pytest.mark.parametrize("names", [head.KERNEL, head.TABLE], ids=["kernel", "table"])
+def test_the_whole_product_gathers_its_weight_after_the_cast(names):
+    """Two products read the gathered weight; the partitioner would gather float32 and cast the result."""
+    place = Placement(default_rules(LayoutOptions()), make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": 8}, jax.devices()))
+    x, weight, *rest = arrays(names)
+    stored = NamedSharding(place.mesh, place.stored_spec(weight.shape, names))
+    product = head.Product(place, names, jnp.float16)
+    loss = lambda x, w: value_and_gradients(product, WHOLE)(x.astype(jnp.float16), w.astype(jnp.float16), *rest)  # noqa: E731
+    given = x, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=stored)
+    text = jax.jit(loss).lower(*given).compile().as_text()
+    found = [match for line in text.splitlines() if (match := COLLECTIVE.search(line))]
+    assert {match[2].partition("[")[0] for match in found if match[3] == "all-gather"} == {"f16"}
+
+
 def products(jaxpr):
     """How many matrix products a jaxpr has, loops and calls included."""
     return len(re.findall(r"\bdot_general\b", str(jaxpr)))
