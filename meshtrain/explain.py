@@ -12,9 +12,8 @@ from pathlib import Path
 import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
-from meshtrain.config import effects
+from meshtrain.config import blocks, effects
 from meshtrain.config.attention import exchanged, implementation
-from meshtrain.config.blocks import of_experts
 from meshtrain.config.config import check, parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
@@ -87,9 +86,13 @@ def attention_text(assembly: Assembly) -> list[str]:
 
 
 def experts_text(assembly: Assembly) -> list[str]:
-    """Returns one line with what computes the products of experts, and why; none for a model without experts."""
-    found = of_experts(assembly.config, assembly.mesh.devices.flat[0].platform, dict(assembly.mesh.shape))
-    return [] if found is None else [f"experts      products by {found[0]}: {found[1]}"]
+    """Returns one line with what computes the products of experts and one with how tokens reach them, if there are."""
+    given = assembly.config, assembly.mesh.devices.flat[0].platform, dict(assembly.mesh.shape)
+    products, exchange = blocks.of_experts(*given), blocks.exchanged(*given)
+    return [
+        *([] if products is None else [f"experts      products by {products[0]}: {products[1]}"]),
+        *([] if exchange is None else [f"exchange     {exchange}"]),
+    ]
 
 
 def trained_text(assembly: Assembly) -> list[str]:

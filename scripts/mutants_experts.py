@@ -116,6 +116,17 @@ EXPERTS: tuple[Mutant, ...] = (
         ("parity/test_parity_experts.py::test_mesh_changes_no_number_and_no_count[fsdp2-expert2-tensor2]",),
     ),
     Mutant(
+        "rows over each other",
+        "models/ragged.py",
+        "ends = jnp.cumsum(counts, axis=0)",
+        "ends = counts",
+        "rows that go to experts of one device are written over each other there",
+        (
+            "models/test_models_ragged.py::"
+            "test_choices_arrive_in_their_order_until_there_is_no_room_and_come_back[of the worst case]",
+        ),
+    ),
+    Mutant(
         "the last block alone",
         "models/blocks.py",
         "return sums.at[owner].add(found)",

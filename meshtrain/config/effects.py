@@ -10,6 +10,8 @@ from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.data.sources import is_own
+from meshtrain.layout.axes import expert_axes
+from meshtrain.layout.partition import num_parts
 from meshtrain.models.convnet_options import ConvnetOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step import loss_scale
@@ -19,7 +21,7 @@ from meshtrain.words.tables import aligned
 
 OF_EXPERTS = (
     "experts_per_token", "expert_dim", "shared_experts", "router", "router_scale", "balance_weight", "z_weight",
-    "expert_room",
+    "expert_room", "expert_exchange",
 )  # fmt: skip
 
 
@@ -67,7 +69,7 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     if isinstance(config.model, DecoderOptions) and not config.model.window:
         found |= _changed(config.model, "model", "model.window=0", only=("global_every", "rope_local_base"))
     if isinstance(config.model, DecoderOptions):
-        found |= _of_experts(config, config.model)
+        found |= _of_experts(config, config.model, mesh_shape)
     if config.local_steps.period == 0:
         fields = ("groups", "outer_learning_rate", "outer_momentum")
         found |= _changed(config.local_steps, "local_steps", "local_steps.period=0", only=fields)
@@ -82,10 +84,12 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     return found
 
 
-def _of_experts(config: Config, model: DecoderOptions) -> dict[str, str]:
+def _of_experts(config: Config, model: DecoderOptions, mesh_shape: Mapping[str, int]) -> dict[str, str]:
     """Returns the options of experts and routers that the model does not have, and of the mlp in place of experts."""
     if model.num_experts:
         found = _changed(model, "model", f"model.num_experts={model.num_experts}", only=("mlp_dim",))
+        if num_parts(expert_axes(), mesh_shape) == 1:
+            found |= _changed(model, "model", "mesh.expert=1", only=("expert_exchange",))
     else:
         found = _changed(model, "model", "model.num_experts=0", only=OF_EXPERTS)
     if config.task != "decoder":  # a user's own may have routers

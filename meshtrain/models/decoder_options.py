@@ -7,6 +7,7 @@ from meshtrain.words.options import option
 
 ROTARY = {"positions": ("rotary",)}
 ROUTERS = ("softmax", "sigmoid")
+EXCHANGES = GATHER, RAGGED = ("gather", "ragged")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,12 @@ class DecoderOptions:
         "rows of experts on a device, as a multiple of the even load; choices beyond are left out and counted, and the "
         "guard skips the step; 0: as many as any choice takes",
         minimum=0.0,
+    )
+    expert_exchange: str = option(
+        "gather",
+        "how tokens reach experts of other devices: all go to all (gather), or each to the devices of its experts by a "
+        "ragged all-to-all (ragged; GPU and TPU, emulated elsewhere), which has open faults",
+        choices=EXCHANGES,
     )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(

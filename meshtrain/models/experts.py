@@ -10,6 +10,9 @@ where tokens go. In it each device
 2. sorts the choices of its own experts into blocks of one expert each (`blocks.py`), and multiplies these rows;
 3. adds up the results of each token, and sends each device the sums of its own tokens.
 
+With `model.expert_exchange=ragged` a token goes to the devices of its experts instead of all (`ragged.py`), and its own
+device adds up what comes back.
+
 All gathers and sums have exact transposes, so that the backward pass needs no code of its own.
 """
 
@@ -28,12 +31,13 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import Names, axes_of_dims
 from meshtrain.layout.placement import Placement, axes_in
-from meshtrain.models import blocks, routing
-from meshtrain.models.decoder_options import DecoderOptions
+from meshtrain.models import blocks, ragged, routing
+from meshtrain.models.decoder_options import RAGGED, DecoderOptions
 from meshtrain.models.layers import GATES, A, B, Mlp, factor_axes, normal, weight
 from meshtrain.models.metrics import LEFT_OUT, Count, Load
 from meshtrain.models.remat import EXPERT_DOWN, EXPERT_UP
 from meshtrain.models.routing import Routing, Tokens
+from meshtrain.models.rows import collected, places_of, spread
 from meshtrain.models.task import LayerSums
 
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
@@ -226,7 +230,8 @@ class _Plan:
         """
         shape, o = x.shape, self.options
         matrices = {name: self._gathered(name, matrix) for name, matrix in matrices.items()}
-        x, chosen, gates = (self._from_all(array.reshape(-1, array.shape[-1])) for array in (x, chosen, gates))
+        x, own, gates = (array.reshape(-1, array.shape[-1]) for array in (x, chosen, gates))
+        chosen, gates = self._from_all(own), self._from_all(gates)
         num_here = matrices["up"].shape[0]
         first = jax.lax.axis_index(self.shared) * num_here if self.shared else 0
         local = chosen.reshape(-1) - first
@@ -234,15 +239,26 @@ class _Plan:
         num_tokens, num_chosen = chosen.shape
         most, even = (f(num_tokens, num_chosen, num_here, o) for f in (room, even_load))
         found = placed(local.reshape(chosen.shape), num_here, int(most), block_rows(round(even), num_here))
-        rows = spread(x, found.tokens, found.places)
+        tokens, places = found.tokens, found.places
+        exchange = None
+        if self.shared and o.expert_exchange == RAGGED:
+            has_op = ragged.has_operation(self.platform)
+            exchange = ragged.exchange_of(own, chosen, num_here, int(most), self.shared, has_op)
+            x = exchange.to_experts(x)
+            tokens, places = ragged.arrivals(local, num_here, int(most), found.choices)
+        else:
+            x = self._from_all(x)
+        rows = spread(x, tokens, places)
         times = functools.partial(
             blocks.product, owners=found.owners, platform=self.platform, share=min(1.0, even / most)
         )
         results = of_rows(o.activation, rows, matrices, times)
         gate = jnp.take(gates.reshape(-1), found.choices, mode="fill", fill_value=0)
         results = (results.astype(jnp.float32) * gate[:, None]).astype(rows.dtype)
-        y = collected(results, found.tokens, found.places)
-        if self.shared:
+        y = collected(results, tokens, places)
+        if exchange:
+            y = exchange.to_tokens(y)
+        elif self.shared:
             y = jax.lax.psum_scatter(y, self.shared, scatter_dimension=0, tiled=True)
         y = y.reshape(shape)
         if self.result != self.x:
@@ -317,10 +333,8 @@ def placed(chosen: jax.Array, num_here: int, room: int, block_rows: int) -> Plac
         left_out = jnp.maximum(jnp.sum(~elsewhere) - room, 0).astype(jnp.float32)
     found = blocks.arranged(flat[kept], num_here, block_rows)
     choices = jnp.take(kept, found.rows, mode="fill", fill_value=num_choices)
-    num_rows = choices.size
-    # Rows of padding write behind the choices.
-    places = jnp.full(num_choices + 1, num_rows, jnp.int32).at[choices].set(jnp.arange(num_rows, dtype=jnp.int32))
-    return Placed(choices, choices // chosen.shape[1], places[:-1].reshape(chosen.shape), found.owners, left_out)
+    places = places_of(choices, num_choices).reshape(chosen.shape)
+    return Placed(choices, choices // chosen.shape[1], places, found.owners, left_out)
 
 
 def of_rows(
@@ -343,41 +357,3 @@ def of_rows(
 
     up, gate = (checkpoint_name(times(rows, name), EXPERT_UP) for name in ("up", "gate"))
     return checkpoint_name(times(GATES[activation](gate) * up, "down"), EXPERT_DOWN)
-
-
-# The next two are each other's transposes. Both read rows instead of adding to them, which kernels do in any order.
-@jax.custom_vjp
-def spread(x: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the activations of each row's token, [R, D], zeros for padding.
-
-    Args:
-      x: [t, D].
-      tokens: see `Placed`.
-      places: see `Placed`.
-    """
-    return jnp.take(x, tokens, axis=0, mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def collected(rows: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the sum of each token's rows, [t, D], added up in float32.
-
-    Args:
-      rows: [R, D].
-      tokens: see `Placed`.
-      places: see `Placed`.
-    """
-    of_choices = jnp.take(rows, places, axis=0, mode="fill", fill_value=0)
-    return jnp.sum(of_choices, axis=1, dtype=jnp.float32).astype(rows.dtype)
-
-
-def _of_spread(indices: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return collected(cotangent, *indices), None, None
-
-
-def _of_collected(indices: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return spread(cotangent, *indices), None, None
-
-
-spread.defvjp(lambda x, *indices: (spread(x, *indices), indices), _of_spread)
-collected.defvjp(lambda rows, *indices: (collected(rows, *indices), indices), _of_collected)

@@ -141,10 +141,13 @@ def _collective(
 
 
 def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:
-    """Returns the bytes of the whole arrays: results of a gather, else operands."""
+    """Returns the bytes of the whole arrays: results of a gather, what an even load sends if ragged, else operands."""
     if kind == "all-gather":
         shape = parts(line.shape)[1] if line.opcode.endswith("-start") else line.shape
         return num_bytes(shape)
+    if kind == "ragged-all-to-all":
+        # One of both arrays has the choices of a device, which is the even load; the other has room for the worst.
+        return min(num_bytes(shapes[name]) for name in line.operands[:2])
     return sum(num_bytes(shapes[name]) for name in line.operands if name in shapes)
 
 

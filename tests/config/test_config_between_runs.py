@@ -21,8 +21,12 @@ def nested(key, value):
 
 
 @pytest.mark.parametrize(
-    "key", ["accumulation_steps", "data.path", "model.attention", "model.loss_chunk", "mesh.tensor", "num_steps"]
-)
+    "key",
+    [
+        "accumulation_steps", "data.path", "model.attention", "model.loss_chunk", "model.expert_exchange",
+        "mesh.tensor", "num_steps",
+    ],
+)  # fmt: skip
 def test_what_changes_no_number_is_no_difference(key):
     assert difference(nested(key, 1), nested(key, 2)) == []
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax.core import meta
 
-from meshtrain.config.blocks import LOOP, of_experts
+from meshtrain.config.blocks import LOOP, exchanged, of_experts
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.placement import Placement
@@ -45,3 +45,17 @@ def test_the_width_is_that_of_one_device():
     assert of_experts(wide, "cpu", ONE) == (LOOP, "there is no kernel for cpu")
     dense = dataclasses.replace(wide, model=dataclasses.replace(MODEL, num_experts=0))
     assert of_experts(dense, "cuda", ONE) is None
+
+
+def test_the_exchange_is_emulated_where_the_platform_has_none_and_there_is_none_inside_a_device():
+    gathers = Config(batch_size=8, sequence_length=64, model=MODEL)
+    config = dataclasses.replace(gathers, model=dataclasses.replace(MODEL, expert_exchange="ragged"))
+    split = ONE | {"expert": 2}
+    assert exchanged(gathers, "cuda", split) == "tokens gathered over expert, results reduce-scattered"
+    for platform in ("cuda", "tpu"):
+        assert exchanged(config, platform, split) == (
+            "tokens go to the devices of their experts by a ragged all-to-all over expert"
+        )
+    assert exchanged(config, "cpu", split).endswith("emulated by gathering all rows: XLA has none for cpu")
+    assert exchanged(config, "cuda", ONE) is None
+    assert exchanged(dataclasses.replace(config, model=dataclasses.replace(MODEL, num_experts=0)), "cpu", split) is None

@@ -262,7 +262,8 @@ def test_experts_in_the_decoders_words(tmp_path):
     mixtral = described(FIXTURES / "mixtral").options
     assert mixtral == DecoderOptions(mlp_dim=mixtral.mlp_dim, **of_both)
     # The width of an mlp that there is not is no difference, nor are losses of routers.
-    ours = DecoderOptions(mlp_dim=7, balance_weight=0.5, z_weight=0.0, expert_room=2.0, **of_both)
+    free = {"balance_weight": 0.5, "z_weight": 0.0, "expert_room": 2.0, "expert_exchange": "ragged"}
+    ours = DecoderOptions(mlp_dim=7, **free, **of_both)
     assert differences(ours, mixtral, 32, "DIR") == []
     [line] = differences(DecoderOptions(**{**vars(ours), "experts_per_token": 1}), mixtral, 32, "DIR")
     assert line.startswith("model.experts_per_token: got 1, and the model in DIR has 2; allowed: 2; nearest: model.ex")
