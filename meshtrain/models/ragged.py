@@ -26,8 +26,6 @@ def has_operation(platform: str) -> bool:
 class Way(NamedTuple):
     """What one device sends to each of n devices and gets from each, in rows: int32 [n] each.
 
-    The arguments of `jax.lax.ragged_all_to_all`, in its order.
-
     Attributes:
       reads: the first row that it sends to each device.
       sends: how many.
@@ -90,7 +88,15 @@ def sent(how: How, rows: jax.Array, way: Way, back: Way) -> jax.Array:
     if not how.has_operation:
         return _emulated(how, rows, way)
     empty = jnp.zeros((how.result, rows.shape[1]), rows.dtype)
-    arrived: jax.Array = jax.lax.ragged_all_to_all(rows, empty, *way, axis_name=how.axes)
+    arrived: jax.Array = jax.lax.ragged_all_to_all(
+        rows,
+        empty,
+        input_offsets=way.reads,
+        send_sizes=way.sends,
+        output_offsets=way.writes,
+        recv_sizes=way.gets,
+        axis_name=how.axes,
+    )
     return arrived
 
 
