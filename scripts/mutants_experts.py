@@ -94,8 +94,8 @@ EXPERTS: tuple[Mutant, ...] = (
     Mutant(
         "one place for all choices of a token",
         "models/experts.py",
-        "places[:-1].reshape(chosen.shape)",
-        "jnp.broadcast_to(places[:-1].reshape(chosen.shape)[:, :1], chosen.shape)",
+        "places_of(choices, num_choices).reshape(chosen.shape)",
+        "jnp.broadcast_to(places_of(choices, num_choices).reshape(chosen.shape)[:, :1], chosen.shape)",
         "the first expert of a token stands for all of its experts",
         ("models/test_models_experts.py::test_results_and_gradients_are_those_of_a_loop_over_all_experts",),
     ),
