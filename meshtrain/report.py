@@ -11,7 +11,7 @@ from typing import Any
 from meshtrain.layout.axes import AXES, PIPELINE
 from meshtrain.layout.picture import mesh_figure
 from meshtrain.observe.charts import svg
-from meshtrain.observe.page import escaped, heading
+from meshtrain.observe.page import WIDE, escaped, heading
 from meshtrain.observe.report import mesh_shape, run_page, together
 from meshtrain.observe.runs import Run, opened
 from meshtrain.pipeline.chart import figure
@@ -25,7 +25,7 @@ from meshtrain.words.paths import refuse_target
 
 ENDINGS = (".html", ".htm")
 MOST_ACTIONS = 2000  # in a chart of a schedule: beyond, cells are too small to be read
-# As `meshtrain pipeline` draws it: the recomputed forward, and twice its time for the gradients.
+# Of all chunks of a stage, in all charts alike: the recomputed forward, and twice its time for the gradients.
 FORWARD, BACKWARD = Fraction(1), Fraction(3)
 
 
@@ -85,7 +85,7 @@ def meshes(runs: Sequence[Run]) -> list[str]:
         shape = _known_mesh(one)
         assert shape is not None
         parts += [heading(names, 3)] * (len(runs) > 1)
-        parts.append(svg(mesh_figure(dict(shape)), "picture of the mesh"))
+        parts.append(WIDE.format(svg(mesh_figure(dict(shape)), "picture of the mesh")))
     return [heading("Mesh"), *parts] if parts else []
 
 
@@ -108,9 +108,9 @@ def schedules(runs: Sequence[Run]) -> list[str]:
             size = f"{found.num_stages} stages and {found.num_microbatches} microbatches"
             parts.append(f"<p>{escaped(found.name)}: {size}, too many to draw here</p>")
             continue
-        half = BACKWARD / 2
-        costs = Costs(FORWARD, half, half) if is_split(found) else Costs(FORWARD, BACKWARD)
-        parts.append(svg(figure(found, costs), "chart of the schedule"))
+        forward, backward = FORWARD / found.num_chunks, BACKWARD / found.num_chunks
+        costs = Costs(forward, backward / 2, backward / 2) if is_split(found) else Costs(forward, backward)
+        parts.append(WIDE.format(svg(figure(found, costs), "chart of the schedule")))
     return [heading("Schedule"), *parts] if parts else []
 
 

@@ -147,7 +147,7 @@ def mesh_figure(shape: Mapping[str, int]) -> "Figure":
         heading = _heading(shape, block, always=_block_axes()[0])
         heading = f"…   {heading}" if _gap(shape, blocks, i, _block_axes()) else heading
         canvas.text(x + 0.18, y + 0.22, heading, fontsize=9.5, weight="bold", va="center", color="#333a44")
-        if i % panels_across == 0:
+        if i % panels_across == 0 and shape[PIPELINE] > 1:
             _stages(canvas, y, shown[PIPELINE])
         _cards(canvas, x, y, shape, block, shown[PIPELINE], across)
     canvas.text(0.25, height - 0.3, _note(shape), fontsize=8, va="center", color="#4a525e")
@@ -183,7 +183,7 @@ def _cards(
     """Draws the cards of one panel, and the headings of its columns."""
     for k, at in enumerate(across):
         left = x + 0.2 + k * 1.12
-        canvas.text(left + 0.5, y + 0.46, _heading(shape, at), fontsize=7, ha="center", va="center")
+        canvas.text(left + 0.5, y + 0.46, _heading(shape, at), fontsize=8, ha="center", va="center")
         for j, p in enumerate(stages):
             _card(canvas, left, y + 0.62 + j * 1.5, shape, {**block, PIPELINE: p, **at})
 
@@ -205,9 +205,9 @@ def _card(canvas: Any, x: float, y: float, shape: Mapping[str, int], at: Mapping
     paper, ink = STAGE_COLOURS[stage % len(STAGE_COLOURS)], SLICE_COLOURS[stage % len(SLICE_COLOURS)]
     _box(canvas, x + 0.05, y + 0.05, 1.0, 1.36, "#c9ced6", "#c9ced6", rounding=0.08)
     _box(canvas, x, y, 1.0, 1.36, paper, ink, rounding=0.08)
-    canvas.text(x + 0.5, y + 0.17, f"device {_index(shape, at)}", fontsize=7.5, ha="center", va="center", color="#222")
+    canvas.text(x + 0.5, y + 0.17, f"device {_index(shape, at)}", fontsize=8.5, ha="center", va="center", color="#222")
     for left, below, word in ((0.5, 0.56, "batch"), (0.22, 1.28, "layers"), (0.66, 1.28, "weights")):
-        canvas.text(x + left, y + below, word, fontsize=5.5, ha="center", va="center", color="#4a525e")
+        canvas.text(x + left, y + below, word, fontsize=7.5, ha="center", va="center", color="#4a525e")
     rows = axes.storage_axes()
     columns = tuple(axis for axis in _weight_axes() if axis not in rows)
     batch, tokens, stages, down, across = (

@@ -13,7 +13,12 @@ if TYPE_CHECKING:  # imported where it is used, because it takes half a second
 
 COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a")
 FITS = {True: "#1a7f37", None: "#9a6700", False: "#c0262d"}
-_WIDTH_INCHES, _BAR_INCHES = 9.0, 0.27
+RESIDUAL, ACTIVATIONS, PEAK = "residual of compressed gradients", "activations and temporaries", "peak, by the compiler"
+_HELD = ("parameters", "gradients", "optimizer", "batch", ACTIVATIONS, RESIDUAL, PEAK)
+# Bars of these names have the same colours on every page; the peak is no part beside the others, and grey.
+_OF_HELD = dict(zip(_HELD, (*COLOURS, "#5d6673"), strict=True))
+WIDTH_INCHES = 12.1  # the width of the page's text
+_BAR_INCHES = 0.27
 
 
 def svg(figure: "Figure", what: str) -> str:
@@ -47,10 +52,13 @@ def bars(rows: Sequence[tuple[str, float]], limit: tuple[str, int] | None, step:
     from matplotlib.figure import Figure
 
     height = _BAR_INCHES * len(rows) + (0.45 if limit else 0.15)
-    figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
     axes = figure.add_subplot()
     places, sizes = range(len(rows)), [size for _, size in rows]
-    colours = [COLOURS[number // step % len(COLOURS)] for number in places]
+    by_place = (COLOURS[number // step % len(COLOURS)] for number in places)
+    colours = [
+        _OF_HELD[label] if label in _OF_HELD else colour for (label, _), colour in zip(rows, by_place, strict=True)
+    ]
     drawn = axes.barh(places, sizes, height=0.7, color=colours)
     axes.bar_label(drawn, [format_bytes(int(size)) for size in sizes], padding=4, fontsize=9)
     axes.set_yticks(places, [_plain(label) for label, _ in rows], fontsize=9)
@@ -74,7 +82,7 @@ def scatter(points: Sequence[tuple[float, float, str, bool | None]], capacity: i
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH_INCHES, 4.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, 4.6), layout="constrained")
     axes = figure.add_subplot()
     most_seconds = 1.1 * max(point[0] for point in points)
     most_bytes = 1.1 * max([point[1] for point in points] + [float(capacity or 0)])

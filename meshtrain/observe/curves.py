@@ -5,6 +5,7 @@ N: points of a curve.
 
 import html
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,12 @@ MOST_POINTS = 48_000
 MOST_POINTS_A_CURVE = 4_000
 FEWEST_POINTS_A_CURVE = 30
 COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a", "#c0392b", "#8a7a12")
-PANEL_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 250, 90, 50
+PANEL_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 250, 124, 50
+TITLE_PIXELS, TITLE_CHARACTERS = 38, 40  # of a panel's title: the height of two lines, and the width of one
 COLUMNS = 3
+FONT = {"family": "system-ui, sans-serif", "size": 12, "color": "#1d2733"}
+# A title stands above its panel: beside it, it would lie over the ticks' labels, or be longer than the panel is high.
+ABOVE = {"x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
 FEW = 40  # points: fewer are drawn as dots, too, because a line through one point would be invisible
 
 # In this order; a task's own metrics stand between the two groups.
@@ -47,6 +52,7 @@ _LEFT_OUT = (
     "restore_seconds",
 )
 _IF_ANY = ("skipped_steps", "left_out_tokens")  # all zero in most runs
+_IF_SEVERAL = ("save_blocking_seconds",)  # most runs save once, and one point is no curve
 _TITLES = {
     "grad_norm": "gradient norm",
     "mfu": "MFU",
@@ -71,7 +77,7 @@ def title(metric: str) -> str:
 
 def metrics(logs: Sequence[Log]) -> list[str]:
     """Returns the metrics that get a panel, in their order on the page."""
-    units = {log.unit for log in logs}
+    units = dict.fromkeys(log.unit for log in logs)
     found = dict.fromkeys(
         name
         for log in logs
@@ -80,6 +86,7 @@ def metrics(logs: Sequence[Log]) -> list[str]:
         and name not in units
         and not OF_EACH.fullmatch(name)
         and (name not in _IF_ANY or np.nanmax(curve.values) > 0)
+        and (name not in _IF_SEVERAL or len(curve.steps) > 1)
     )
     rates = tuple(f"{unit}_per_second" for unit in units)
     first, last = ([name for name in group if name in found] for group in (_FIRST, (*_LAST[:4], *rates, *_LAST[4:])))
@@ -142,7 +149,12 @@ def figure(runs: Mapping[str, Log]) -> dict[str, Any]:
         traces[-1]["showlegend"] = name not in named
         named.add(name)
     units = dict.fromkeys(log.unit for log in runs.values() if log.unit)
-    return {"data": traces, "layout": _layout(panels, places, " or ".join(units))}
+    layout = _layout(panels, places, " or ".join(units))
+    for axis in {trace["yaxis"] for trace in traces}:
+        values = {value for trace in traces if trace["yaxis"] == axis for value in trace["y"]} - {None}
+        if len(values) == 1:  # Plotly would number the surroundings of a constant, to half a unit
+            layout[axis.replace("y", "yaxis")] |= {"tickvals": [*values], "ticktext": [f"{max(values):,.7g}"]}
+    return {"data": traces, "layout": layout}
 
 
 def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.ndarray, curve: Curve) -> dict[str, Any]:
@@ -173,17 +185,23 @@ def _layout(panels: Sequence[str], places: Sequence[tuple[Any, Any, Any]], units
     inner_pixels = num_rows * PANEL_PIXELS
     layout: dict[str, Any] = {
         "height": inner_pixels + TOP_PIXELS + BOTTOM_PIXELS,
-        "margin": {"t": TOP_PIXELS, "b": BOTTOM_PIXELS, "l": 70, "r": 20},
-        "grid": {"rows": num_rows, "columns": COLUMNS, "pattern": "independent", "xgap": 0.22, "ygap": 0.3},
+        "margin": {"t": TOP_PIXELS, "b": BOTTOM_PIXELS, "l": 60, "r": 20},
+        "grid": {"rows": num_rows, "columns": COLUMNS, "pattern": "independent", "xgap": 0.2, "ygap": 0.3},
         "hovermode": "x unified",
-        "template": {"layout": {"font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1d2733"}}},
-        "legend": {"orientation": "h", "x": 0, "y": 1 + 8 / inner_pixels, "yanchor": "bottom"},
+        "template": {"layout": {"font": FONT, "annotationdefaults": ABOVE}},
+        "legend": {"orientation": "h", "x": 0, "y": 1 + TITLE_PIXELS / inner_pixels, "yanchor": "bottom"},
+        "annotations": [],
     }
     for number, metric in enumerate(panels):
         suffix = str(number + 1) if number else ""
         shared = {"gridcolor": "#e3e7ec", "zerolinecolor": "#c6ccd4", "linecolor": "#8c95a3"}
-        layout[f"xaxis{suffix}"] = shared | {"title": {"text": "steps"}} | ({"matches": "x"} if number else {})
-        layout[f"yaxis{suffix}"] = shared | {"title": {"text": html.escape(title(metric))}, "exponentformat": "power"}
+        text = {"title": {"text": "steps"}} if number >= len(panels) - COLUMNS else {}
+        layout[f"xaxis{suffix}"] = shared | text | ({"matches": "x"} if number else {})
+        # Five digits before a power: 65,536 stays a number.
+        layout[f"yaxis{suffix}"] = shared | {"exponentformat": "power", "minexponent": 5, "separatethousands": True}
+        lines = textwrap.wrap(title(metric), TITLE_CHARACTERS, max_lines=2, placeholder=" ...")
+        place = {"xref": f"x{suffix} domain", "yref": f"y{suffix} domain"}
+        layout["annotations"].append(place | {"text": "<br>".join(html.escape(line) for line in lines)})
     layout["updatemenus"] = _buttons(panels, places, units, inner_pixels)
     return layout
 
@@ -197,7 +215,7 @@ def _buttons(
     for index, (label, text) in enumerate((("steps", "steps"), (units, units), ("time", "seconds since the start"))):
         if all(value is None for place in places for value in place[index]):
             continue  # rows that say nothing of it
-        axes: dict[str, Any] = {f"xaxis{suffix}.title.text": text for suffix in suffixes}
+        axes: dict[str, Any] = {f"xaxis{suffix}.title.text": text for suffix in suffixes[-COLUMNS:]}
         axes |= {f"xaxis{suffix}.autorange": True for suffix in suffixes}
         x = {"x": [place[index] for place in places]}
         over.append({"label": html.escape(label), "method": "update", "args": [x, axes]})

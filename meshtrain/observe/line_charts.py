@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshtrain.observe.charts import COLOURS, svg
+from meshtrain.observe.charts import COLOURS, WIDTH_INCHES, svg
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure
@@ -87,8 +87,10 @@ def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
 
 
 def line_chart(panels: Sequence[Panel], note: str) -> str:
-    """Returns a chart as an element of an HTML page; see `figure_of`."""
-    return svg(figure_of(panels, note), "lines over devices")
+    """Returns a chart as an element of an HTML page, as wide as its text; see `figure_of`."""
+    drawn = figure_of(panels, note)
+    drawn.set_figwidth(WIDTH_INCHES)
+    return svg(drawn, "lines over devices")
 
 
 def picture(panels: Sequence[Panel], note: str, kind: str) -> bytes:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.observe.charts import svg
+from meshtrain.observe.charts import WIDTH_INCHES, svg
 from meshtrain.observe.rows import OF_EACH, Log
 
 _MOST_COLUMNS = 400  # more would be narrower than what a screen shows
@@ -51,8 +51,8 @@ def chart(loads: Loads) -> str:
     num_steps, num_experts = len(loads.steps), len(loads.values)
     kept = np.unique(np.linspace(0, num_steps - 1, min(num_steps, _MOST_COLUMNS)).astype(int))
     steps, values = loads.steps[kept], loads.values[:, kept]
-    first = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
-    figure = Figure(figsize=(9.0, min(4.6, 1.0 + 0.2 * num_experts)), layout="constrained")
+    first = max(0, steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1))
+    figure = Figure(figsize=(WIDTH_INCHES, min(4.6, 1.0 + 0.2 * num_experts)), layout="constrained")
     axes = figure.add_subplot()
     # As a picture inside the chart: thousands of rectangles would make the page slow.
     most = max(2.0, float(np.nanmax(loads.values)))

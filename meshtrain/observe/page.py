@@ -10,9 +10,10 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;paddin
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}h3{font-size:1rem;font-weight:600}
 pre{background:#f4f6f8;padding:1rem;overflow:auto;font-size:12px}svg.still{max-width:100%;height:auto}
 svg.still *{stroke-linejoin:round;stroke-linecap:butt}.fits{color:#1a7f37}.not{color:#c0262d}.unclear{color:#9a6700}
-.wide{overflow:auto}table{border-collapse:collapse;font-size:13px}
+.wide{overflow:auto}.wide svg.still{max-width:none}table{border-collapse:collapse;font-size:13px}
 td,th{text-align:left;padding:.25rem .9rem .25rem 0;border-bottom:1px solid #e3e7ec;vertical-align:top}
 td.number{text-align:right;font-variant-numeric:tabular-nums}"""
+WIDE = '<div class="wide">{}</div>'  # what is in it keeps its size, and scrolls where the window is narrower
 
 
 def escaped(text: str) -> str:
@@ -65,4 +66,4 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "")
             for cell, side in zip(row, sides, strict=True)
         )
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+    return WIDE.format(f"<table>{''.join(lines)}</table>")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import numpy as np
 
 from meshtrain.observe import loads
-from meshtrain.observe.charts import bars
+from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars
 from meshtrain.observe.curves import figure, metrics
 from meshtrain.observe.page import as_it_stands, escaped, folded, heading, page, table
 from meshtrain.observe.rows import EVALUATED
@@ -15,7 +15,7 @@ from meshtrain.words.flags import flatten
 from meshtrain.words.tables import format_bytes
 
 CURVES = "curves"  # the id of the element that holds them
-_HELD = ("parameters", "gradients", "moments", "batch")
+_HELD = {"parameters": "parameters", "gradients": "gradients", "moments": "optimizer", "batch": "batch"}
 _ABSENT = "-"
 
 
@@ -113,7 +113,7 @@ def _curves(runs: Sequence[Run]) -> list[str]:
 
     drawn = to_html(
         figure({run.name: run.log for run in runs}),
-        config={"displaylogo": False, "responsive": True},
+        config={"displaylogo": False, "displayModeBar": False, "responsive": True},
         include_plotlyjs=False,
         full_html=False,
         validate=False,
@@ -143,6 +143,8 @@ def _configurations(runs: Sequence[Run]) -> list[str]:
 def differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Returns a row for each field that is not the same in all configurations: its dotted key and each one's value.
 
+    Between runs of several tasks, a field that some lack belongs to a task: to lack it is no difference.
+
     >>> differences([{"seed": 1, "mesh": {"data": 2}}, {"seed": 1, "mesh": {"data": 4}, "task": "decoder"}])
     [['mesh.data', '2', '4'], ['task', '-', 'decoder']]
 
@@ -150,9 +152,10 @@ def differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
       configs: nested, as config.json holds them.
     """
     flat = [flatten(config) for config in configs]
+    has_tasks = len({_shown(one["task"]) for one in flat if "task" in one}) > 1
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [[key, *(_shown(one[key]) if key in one else _ABSENT for one in flat)] for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    return [row for row in rows if len(set(row[1:]) - ({_ABSENT} if has_tasks else set())) > 1]
 
 
 def _shown(value: object) -> str:
@@ -185,10 +188,10 @@ def _held(run: Run) -> tuple[tuple[str, float], ...] | None:
     """Returns (what, bytes) for each part of a device's memory, None where the run's folder does not say."""
     if not all(_is_count(run.device, f"{name}_bytes") for name in _HELD):
         return None
-    held = [(name, float(run.device[f"{name}_bytes"])) for name in _HELD]
+    held = [(label, float(run.device[f"{name}_bytes"])) for name, label in _HELD.items()]
     if _is_count(run.device, "residual_bytes") and run.device["residual_bytes"]:
-        held.append(("residual of compressed gradients", float(run.device["residual_bytes"])))
+        held.append((RESIDUAL, float(run.device["residual_bytes"])))
     if all(_is_count(run.device, f"{name}_bytes") for name in ("temporary", "peak")):
         temporary = max(0, run.device["temporary_bytes"] - run.device["gradients_bytes"])
-        held += [("activations and temporaries", float(temporary)), ("peak, by the compiler", run.device["peak_bytes"])]
+        held += [(ACTIVATIONS, float(temporary)), (PEAK, run.device["peak_bytes"])]
     return tuple(held)

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
-from meshtrain.pipeline.schedules import Schedule, describe, is_split
+from meshtrain.pipeline.schedules import Schedule, build, describe, is_split
 from meshtrain.words.errors import UserError
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
@@ -118,15 +118,22 @@ def write_picture(schedule: Schedule, costs: Costs, path: str, *, in_step: bool 
 
 
 def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figure":
-    """Returns a chart as a matplotlib figure; the arguments are those of `write_picture`."""
+    """Returns a chart as a matplotlib figure; the arguments are those of `write_picture`.
+
+    Its time goes on to where gpipe ends with as many stages, layers and microbatches, which gives schedules one scale.
+    """
     # Without pyplot, whose state is global to the process.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    spans = (run_in_step if in_step else run_freely)(schedule, costs)
-    makespan, stages = float(max(span.end for span in spans)), schedule.num_stages
-    shortest = min(float(span.end - span.start) for span in spans)
-    inches = min(max(makespan * 0.28 / (shortest or 1.0), 6.0), 40.0)
+    run, stages, num_chunks = run_in_step if in_step else run_freely, schedule.num_stages, schedule.num_chunks
+    spans = run(schedule, costs)
+    backward = costs.backward + (costs.weight_gradient if is_split(schedule) else 0)
+    gpipe = build("gpipe", num_stages=stages, num_microbatches=schedule.num_microbatches)
+    whole = Costs(costs.forward * num_chunks, backward * num_chunks, transfer=costs.transfer)
+    own_end, gpipe_end = (float(max(span.end for span in timed)) for timed in (spans, run(gpipe, whole)))
+    end = max(own_end, gpipe_end)
+    inches = min(max(end * 0.28 / float(min(whole.forward, whole.backward)), 8.0), 40.0)
     drawn = Figure(figsize=(inches, 0.42 * stages + 1.5), layout="constrained")
     axes = drawn.add_subplot()
     groups = collections.defaultdict[tuple[int, str, int], list[tuple[float, float]]](list)
@@ -134,29 +141,30 @@ def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figur
         bar = (float(span.start), float(span.end - span.start))
         groups[span.stage, span.action.kind, span.action.chunk].append(bar)
     for (stage, kind, chunk), bars in groups.items():
-        shade = _lighter(COLOURS[kind], chunk / max(schedule.num_chunks - 1, 1))
+        shade = _lighter(COLOURS[kind], chunk / max(num_chunks - 1, 1))
         axes.broken_barh(bars, (stage - 0.46, 0.92), facecolors=shade, edgecolors="white", linewidth=0.8)
-    _write_numbers(axes, spans, inches * 72 / makespan)
-    axes.set(xlim=(0, makespan), ylim=(stages - 0.5, -0.5))
+    _write_numbers(axes, spans, inches * 72 / end)
+    axes.set(xlim=(0, end), ylim=(stages - 0.5, -0.5), xlabel="time" + ", to the end of gpipe" * (own_end < gpipe_end))
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     title, bubbles, memory = caption(schedule, costs)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(
-        f"{bubbles}\n{memory}" + ("; lighter: later chunks" if schedule.num_chunks > 1 else ""), loc="left", fontsize=9
-    )
+    axes.set_title(title, loc="left", fontsize=10, pad=24)
+    drawn.supxlabel(f"{bubbles}\n{memory}", x=0.01, ha="left", fontsize=9)
     kinds = [kind for kind in COLOURS if any(span.action.kind == kind for span in spans)]
     words = WORDS | {"B": "input gradient"} if is_split(schedule) else WORDS
     handles = [Patch(color=COLOURS[kind], label=words[kind]) for kind in kinds]
-    drawn.legend(handles=handles, loc="outside lower right", ncols=len(kinds), frameon=False, fontsize=9)
+    if num_chunks > 1:
+        handles.append(Patch(color=_lighter(COLOURS["F"], 1), label="lighter: later chunks"))
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), frameon=False, fontsize=9)
     return drawn
 
 
-def _lighter(colour: str, share: float) -> tuple[float, ...]:
+def _lighter(colour: str, share: float) -> tuple[float, float, float]:
     """Returns `#rrggbb` mixed with white, which distinguishes the chunks of a stage."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return tuple(part + (1 - part) * 0.55 * share for part in parts)
+    red, green, blue = (part + (1 - part) * 0.55 * share for part in parts)
+    return red, green, blue
 
 
 def _write_numbers(axes: Any, spans: list[Span], points: float) -> None:

@@ -1,6 +1,6 @@
 """A plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
 
-from meshtrain.observe.charts import bars, scatter
+from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars, scatter
 from meshtrain.observe.line_charts import Line, Panel, line_chart
 from meshtrain.observe.page import as_it_stands, escaped, heading, page
 from meshtrain.plan import report, scaling_report, search
@@ -18,16 +18,16 @@ def plan_page(plan: Plan) -> str:
     memory, stats = plan.memory, plan.memory.compiler
     held = [
         ("parameters", memory.parameters_bytes),
-        ("optimizer", memory.optimizer_bytes),
-        *([("residual", memory.residual_bytes)] if memory.residual_bytes else []),
         ("gradients", memory.gradients_bytes),
-        ("activations and temporaries", memory.activations_bytes or 0),
+        ("optimizer", memory.optimizer_bytes),
         ("batch", memory.batch_bytes),
+        *([(RESIDUAL, memory.residual_bytes)] if memory.residual_bytes else []),
+        (ACTIVATIONS, memory.activations_bytes or 0),
     ]
     charts = [f'<p class="{CLASSES[memory.fits]}"><b>{escaped(report.verdict(plan))}</b></p>']
     limit = ("capacity", memory.capacity_bytes) if memory.capacity_bytes else None
     if stats:
-        held.append(("peak, by the compiler", stats.peak_bytes))
+        held.append((PEAK, stats.peak_bytes))
     charts += [heading("Memory of a device"), bars([(name, float(size)) for name, size in held], limit)]
     if plan.traffic:
         rows = [(f"{row.axis}, {row.kind}", row.wire_bytes) for row in plan.traffic]

@@ -1,6 +1,7 @@
 """The page of runs in a real browser: curves, legend, zoom, hover, buttons; no errors, and nothing is fetched."""
 
 import http.server
+import itertools
 import threading
 
 import pytest
@@ -40,9 +41,7 @@ def opened(browser, page):
 
 def test_every_curve_is_drawn(opened):
     assert opened.run(VISIBLE) == 2 * NUM_PANELS
-    titles = opened.run(
-        "[...page.querySelectorAll('.infolayer [class^=g-y][class$=title] text')].map(one => one.textContent)"
-    )
+    titles = opened.run("[...page.querySelectorAll('.annotation-text')].map(one => one.textContent)")
     assert titles == [
         "loss",
         "evaluation loss",
@@ -55,6 +54,42 @@ def test_every_curve_is_drawn(opened):
     boxes = opened.run("[...document.querySelectorAll('svg.still')].map(one => one.getBoundingClientRect().height)")
     assert len(boxes) == 3, "memory, mesh and schedule"
     assert min(boxes) > 50
+
+
+def test_no_text_lies_over_another(browser, tmp_path):
+    """Titles of panels and axes, labels of ticks, legend and buttons, with names and numbers as long as they get."""
+    found = {"a_metric_of_ones_own_whose_name_takes_more_than_a_line": 0.5, "expert_load": 1.5, "loss_scale": 65536.0}
+    name = "a name of a run that reaches over all three of the panels below it, whose titles " + "stand " * 10
+    rows = [row | found | {"throughput": 1e-7 * row["step"]} for row in metrics(60)]
+    browser.open(written(tmp_path / "long.html", folder(tmp_path / name, rows), folder(tmp_path / "other")))
+    selector = ".annotation-text, [class$=tick] text, [class$=title] text, .legendtext, .updatemenu-button"
+    boxes = browser.run(
+        "[...page.querySelectorAll(arguments[0])].map(one => { const box = one.getBoundingClientRect();"
+        " return [one.textContent, box.left, box.top, box.right, box.bottom] })",
+        selector,
+    )
+    assert {"loss", "65,536", "steps", "other", "time", "largest load of an expert over the mean"} <= {
+        text for text, *_ in boxes
+    }
+    over = [
+        (one, other)
+        for (one, left, top, right, bottom), (other, other_left, other_top, other_right, other_bottom) in (
+            itertools.combinations(boxes, 2)
+        )
+        if min(right, other_right) - max(left, other_left) > 1 and min(bottom, other_bottom) - max(top, other_top) > 1
+    ]
+    assert over == []
+    width = browser.run("page.getBoundingClientRect().right")
+    assert max(right for *_, right, _ in boxes) <= width
+
+
+def test_words_in_pictures_are_large_enough_to_read(opened):
+    heights = opened.run(
+        "[...document.querySelectorAll('svg.still text')].map(one => [one.textContent,"
+        " one.getScreenCTM().a * parseFloat(getComputedStyle(one).fontSize)])"
+    )
+    assert {"device 0", "weights", "stage 0", "optimizer"} <= {text for text, _ in heights}
+    assert min(pixels for _, pixels in heights) >= 9
 
 
 def test_a_name_is_text_wherever_it_stands(opened):

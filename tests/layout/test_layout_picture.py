@@ -50,6 +50,13 @@ def test_a_device_with_a_part_of_each_sequence_has_a_piece_of_the_batch_in_both_
     assert not any("parts of each" in text.get_text() for text in mesh_figure(shape_of(data=8)).axes[0].texts)
 
 
+@pytest.mark.parametrize(("sizes", "labels"), [({"data": 2, "expert": 4}, 0), ({"data": 2, "pipeline": 4}, 4)])
+def test_stages_are_named_where_there_is_a_pipeline(sizes, labels):
+    texts = mesh_figure(shape_of(**sizes)).axes[0].texts
+    assert sum(text.get_text().startswith("pipeline ") for text in texts) == labels
+    assert min(text.get_fontsize() for text in texts) >= 7.5, "points: 10 pixels on a page"
+
+
 def test_devices_in_letters_are_those_of_the_mesh():
     sizes = shape_of(data=1, pipeline=2, fsdp=2, tensor=2)
     text = mesh_text(sizes)

@@ -26,6 +26,15 @@ def test_neighbours_share_a_colour():
     assert set(widths(charts.bars([("a", 1.0), ("b", 1.0), ("c", 1.0)], None, step=2))) == set(charts.COLOURS[:2])
 
 
+def test_parts_of_a_device_have_their_colours_whatever_stands_beside_them():
+    held = ["parameters", "gradients", "optimizer", charts.RESIDUAL, "batch", charts.ACTIVATIONS, charts.PEAK]
+    of_all = widths(charts.bars([(label, 1.0 + place) for place, label in enumerate(held)], None))
+    assert len(of_all) == len(held)
+    longest = max(of_all, key=of_all.get)
+    assert longest not in charts.COLOURS, "the peak is no part beside the others"
+    assert set(widths(charts.bars([(charts.PEAK, 2.0), ("parameters", 1.0)], None))) == {longest, charts.COLOURS[0]}
+
+
 def test_points_are_labelled_and_coloured_by_whether_they_fit():
     svg = charts.scatter([(1.0, 1 << 30, "data <2>", True), (2.0, 3 << 30, "fsdp 2", False)], 2 << 30)
     for text in ("data &lt;2&gt;", ">fsdp 2<", ">capacity<", ">2 GiB<", charts.FITS[True], charts.FITS[False]):

@@ -1,5 +1,6 @@
 """Curves as a Plotly figure: thinned so that extremes stay, a panel for each metric, over steps, units or time."""
 
+import html
 import json
 import math
 
@@ -84,8 +85,57 @@ def test_a_run_is_one_entry_of_the_legend_in_all_panels():
     first, second, third = (one["line"]["color"] for one in drawn["data"])
     assert first == third != second
     layout = drawn["layout"]
-    assert (layout["yaxis"]["title"]["text"], layout["yaxis2"]["title"]["text"]) == ("loss", "evaluation loss")
+    assert [one["text"] for one in layout["annotations"]] == ["loss", "evaluation loss"]
     assert layout["xaxis2"]["matches"] == "x", "panels zoom together"
+
+
+def test_a_title_stands_over_its_panel_in_lines_as_wide_as_it():
+    name = "a_metric_<b>_whose_name_would_not_fit_into_" + "two_lines_of_" * 4
+    layout = curves.figure({"a": log(loss=curve([1.0]), expert_load=curve([2.0]), **{name: curve([1.0])})})["layout"]
+    first, load, long = layout["annotations"]
+    assert (first["text"], first["xref"], first["yref"]) == ("loss", "x domain", "y domain")
+    assert (load["text"], load["xref"], load["yref"]) == (curves.title("expert_load"), "x2 domain", "y2 domain")
+    lines = [html.unescape(line) for line in long["text"].split("<br>")]
+    assert len(lines) == 2
+    assert lines[0].startswith("a metric <b> whose")
+    assert lines[1].endswith(" ...")
+    assert max(map(len, lines)) <= curves.TITLE_CHARACTERS
+    above = layout["template"]["layout"]["annotationdefaults"]
+    assert (above["y"], above["yanchor"]) == (1, "bottom")
+    assert not any("title" in layout[axis] for axis in layout if axis.startswith("yaxis"))
+
+
+def test_only_the_lowest_panels_name_what_they_are_drawn_over():
+    names = [f"metric_{number}" for number in range(5)]
+    layout = curves.figure({"a": log(**{name: curve([1.0]) for name in names})})["layout"]
+    assert [axis for axis in layout if axis.startswith("xaxis") and "title" in layout[axis]] == [
+        "xaxis3",
+        "xaxis4",
+        "xaxis5",
+    ]
+    for button in layout["updatemenus"][0]["buttons"]:
+        named = {key for key in button["args"][1] if "title" in key}
+        assert named == {"xaxis3.title.text", "xaxis4.title.text", "xaxis5.title.text"}
+
+
+def test_a_constant_is_one_number_on_its_axis():
+    found = {"loss": curve([3.0, 2.0]), "loss_scale": curve([65536.0, NAN, 65536.0])}
+    layout = curves.figure({"a": log(**found, seconds=[0.0]), "b": log(**found, seconds=[0.0])})["layout"]
+    assert (layout["yaxis2"]["tickvals"], layout["yaxis2"]["ticktext"]) == ([65536], ["65,536"])
+    assert "tickvals" not in layout["yaxis"]
+    assert (layout["yaxis"]["minexponent"], layout["yaxis"]["separatethousands"]) == (5, True), "98,304 as well"
+
+
+def test_rates_come_in_the_order_of_their_runs():
+    units = ["images", "tokens", "rows", "pairs", "frames"]
+    runs = [log(unit, loss=curve([1.0]), **{f"{unit}_per_second": curve([9.0])}) for unit in units]
+    assert curves.metrics(runs) == ["loss", *(f"{unit}_per_second" for unit in units)]
+
+
+def test_a_run_that_saved_once_has_no_panel_of_saves():
+    once, twice = (log(loss=curve([3.0, 2.0]), save_blocking_seconds=curve(saves)) for saves in ([0.1], [0.1, 0.2]))
+    assert curves.metrics([once, once]) == ["loss"]
+    assert curves.metrics([once, twice]) == ["loss", "save_blocking_seconds"]
 
 
 def test_gaps_are_null_and_numbers_keep_seven_digits():

@@ -50,10 +50,12 @@ def test_a_column_reaches_to_its_step_and_long_runs_have_few(monkeypatch):
     loads.chart(loads.Loads(steps, np.ones((2, 3))))
     loads.chart(loads.Loads(steps[:1], np.ones((2, 1))))
     loads.chart(loads.Loads(np.arange(10_000), np.full((2, 10_000), 3.0)))
+    loads.chart(loads.Loads(np.array([1, 10]), np.ones((2, 2))))
     meshes = [figure.axes[0].collections[0] for figure in drawn]
     edges = [mesh.get_coordinates()[0, :, 0].tolist() for mesh in meshes]
     assert edges[:2] == [[0, 5, 10, 30], [4, 5]]
     assert (len(edges[2]), edges[2][-1]) == (401, 9999)
-    assert [mesh.get_clim() for mesh in meshes[1:]] == [(0, 2), (0, 3)]
+    assert edges[3] == [0, 1, 10], "no step comes before the first one"
+    assert [mesh.get_clim() for mesh in meshes[1:]] == [(0, 2), (0, 3), (0, 2)]
     assert isinstance(drawn[0], Figure)
     assert all(mesh.get_rasterized() for mesh in meshes)

@@ -95,6 +95,24 @@ def test_configurations_that_are_the_same_say_so(runs):
     assert "The configurations are the same." in report.run_page(runs(a={}, b={}), [])
 
 
+def test_fields_of_one_task_are_no_difference_between_tasks():
+    decoder = {"task": "decoder", "seed": 0, "model": {"num_layers": 8, "num_kv_heads": 8}}
+    seq2seq = {"task": "seq2seq", "seed": 0, "model": {"num_layers": 2, "source_length": 32}}
+    convnet = {"task": "convnet", "seed": 1, "model": {"channels": 3}}
+    assert report.differences([decoder, seq2seq, convnet]) == [
+        ["task", "decoder", "seq2seq", "convnet"],
+        ["seed", "0", "0", "1"],
+        ["model.num_layers", "8", "2", "-"],
+    ]
+    older = {"task": "decoder", "seed": 0, "model": {"num_layers": 8}}
+    assert report.differences([decoder, older]) == [["model.num_kv_heads", "8", "-"]]
+
+
+def test_the_page_has_no_toolbar(runs):
+    """Plotly's holds a button that uploads the chart."""
+    assert '"displayModeBar": false' in without_plotly(report.run_page(runs(a={}), []))
+
+
 @pytest.mark.parametrize(
     ("device", "mesh", "wanted"),
     [

@@ -2,11 +2,12 @@ import json
 import pathlib
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 
 from meshtrain.pipeline import __main__ as program
-from meshtrain.pipeline.chart import as_text
+from meshtrain.pipeline.chart import as_text, figure
 from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import NAMES, build
 from meshtrain.pipeline.table import format_table
@@ -111,6 +112,34 @@ def test_pictures_are_written(suffix, printed, tmp_path):
             b"lighter: later chunks",
         ]
         assert all(word in content for word in words)
+
+
+def test_schedules_with_the_same_work_are_drawn_on_one_time_scale():
+    """A stage's forward takes 1 and its backward 3; with two chunks, each of them takes half."""
+    numbers, costs = {"num_stages": 4, "num_microbatches": 8}, Costs(Fraction(1), Fraction(3))
+    halves = Costs(Fraction(1, 2), Fraction(3, 2))
+    drawn = [figure(build(name, **numbers), costs) for name in ("gpipe", "1f1b")]
+    drawn.append(figure(build("interleaved_1f1b", **numbers, num_chunks=2), halves))
+    assert [one.get_figwidth() for one in drawn] == pytest.approx([44 * 0.28] * 3)
+    assert {one.axes[0].get_xlim() for one in drawn} == {(0, 44)}
+    assert [one.axes[0].get_xlabel() for one in drawn] == ["time", "time", "time, to the end of gpipe"]
+    slow = figure(build("1f1b", **numbers), Costs(Fraction(1), Fraction(3), transfer=Fraction(9)))
+    assert slow.axes[0].get_xlim()[1] > 44
+    assert slow.axes[0].get_xlabel() == "time", "it takes longer than gpipe"
+
+
+def test_the_legend_stands_between_title_and_chart_and_says_what_lighter_means():
+    drawn = figure(build("interleaved_1f1b", num_stages=2, num_microbatches=4, num_chunks=2), Costs())
+    drawn.canvas.draw()
+    axes = drawn.axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "forward",
+        "backward",
+        "lighter: later chunks",
+    ]
+    legend, chart, title = (one.get_window_extent() for one in (axes.get_legend(), axes.patch, axes._left_title))
+    assert chart.y1 - 1 <= legend.y0 < legend.y1 <= title.y0 + 1
+    assert 0 <= title.x0 < title.x1 <= drawn.bbox.x1, "the title is inside of the picture"
 
 
 @pytest.mark.parametrize(

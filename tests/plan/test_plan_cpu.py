@@ -13,6 +13,7 @@ from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.lora import LoraOptions
+from meshtrain.observe import charts
 from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import calibration, changes, collectives, page, report
@@ -234,6 +235,15 @@ def test_a_page_needs_nothing_else(plan, small):
     assert "src=" not in text
     assert "url(" not in text.replace("url(#", "")  # what matplotlib draws refers to itself
     assert text.count("<svg") == text.count("</svg>") >= 3
+
+
+def test_memory_has_the_colours_of_the_page_of_runs(plan, small):
+    text = page.plan_page(plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})))
+    drawn = re.findall(r'clip-path[^>]* style="fill: (#\w+)"/>', text.partition("</svg>")[0])
+    held = ("parameters", "gradients", "optimizer", "batch", charts.ACTIVATIONS, charts.PEAK)
+    of_runs = charts.bars([(label, 1.0) for label in held], None)
+    assert drawn == re.findall(r'clip-path[^>]* style="fill: (#\w+)"/>', of_runs)
+    assert len(set(drawn)) == len(held)
 
 
 def test_a_page_escapes_what_it_is_given(plan, small):

@@ -1,6 +1,7 @@
 """The command `report`: its arguments, the pictures that it draws, and a real run's page."""
 
 import html
+import re
 import sys
 
 import pytest
@@ -38,6 +39,18 @@ def test_a_real_run_becomes_a_page(straight, tmp_path, capsys):
 def test_the_schedule_is_that_of_the_configuration(runs):
     [_, drawn] = report.schedules(runs())
     assert ">1f1b: 2 stages, 6 microbatches; forward 1, backward 3<" in drawn
+
+
+def test_chunks_share_the_time_of_their_stage(tmp_path):
+    """So charts of runs can be compared: half as many layers take half as long."""
+    chunked = CONFIG["pipeline"] | {"schedule": "interleaved_1f1b", "num_microbatches": 4, "num_chunks": 2}
+    whole = CONFIG["pipeline"] | {"num_microbatches": 4}
+    configs = {"whole": CONFIG | {"pipeline": whole}, "chunked": CONFIG | {"pipeline": chunked}}
+    found, _ = opened([str(folder(tmp_path / name, config=config)) for name, config in configs.items()])
+    _, _, first, _, second = report.schedules(found)
+    assert "2 chunks a stage; forward 0.5, backward 1.5<" in second
+    widths = [re.search(r'width="([\d.]+)pt"', drawn)[1] for drawn in (first, second)]
+    assert widths[0] == widths[1]
 
 
 def test_a_schedule_too_large_to_draw_is_named(runs):
