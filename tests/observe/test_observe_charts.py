@@ -2,10 +2,13 @@
 
 import re
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from meshtrain.observe import charts
+from meshtrain.observe import charts, line_charts, loads
+from meshtrain.observe.line_charts import Line, Panel
+from meshtrain.observe.page import STYLE
 
 
 def widths(svg):
@@ -48,6 +51,25 @@ def test_a_chart_is_an_element_that_needs_nothing_else_and_changes_nothing_else(
     assert "://" not in svg
     assert "<style" not in svg
     assert charts.bars([("a", 1.0)], None) == charts.bars([("a", 1.0)], None), "the same bytes each time"
+
+
+PANEL = Panel("strong", [Line("data", [(8, 8.0, True), (16, 14.0, True)])])
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        lambda: charts.bars([("a", 1.0)], None),
+        lambda: charts.scatter([(1.0, 1 << 30, "data 2", True)], None),
+        lambda: line_charts.line_chart([PANEL], "a note"),
+        lambda: loads.chart(loads.Loads(np.array([10]), np.ones((2, 1)))),
+    ],
+    ids=["bars", "scatter", "lines", "loads"],
+)
+def test_charts_are_as_wide_as_the_page(drawn):
+    page_pixels = int(re.search(r"max-width:(\d+)px", STYLE)[1])
+    pixels = float(re.search(r' width="([\d.]+)pt"', drawn())[1]) * 96 / 72
+    assert 0.95 * page_pixels <= pixels <= page_pixels
 
 
 def test_dollars_are_text():
