@@ -104,8 +104,8 @@ class DecoderOptions:
     )
     expert_room: float = option(
         0.0,
-        "rows of experts on a device, as a multiple of the even load; choices beyond are left out and counted, and the "
-        "guard skips the step; 0: as many as any choice takes",
+        "rows of experts on a device in training, as a multiple of the even load; choices beyond are left out and "
+        "counted, and the guard skips the step; 0: as many as any choice takes",
         minimum=0.0,
     )
     expert_exchange: str = option(

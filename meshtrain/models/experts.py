@@ -65,7 +65,8 @@ class Experts(nn.Module):
         Args:
           x: [b, T, D].
           layer: int32 scalar, the layer's index in the whole model.
-          tokens: for losses and counts; None: there are none, as in generation.
+          tokens: for losses and counts; None: there are none, as in evaluation and generation, and no choice is left
+            out: a result would depend on the mesh, and there is no step to skip.
 
         Returns:
           The results, and what the router adds to the loss and to metrics, see `Stages.repeated`.
@@ -80,7 +81,8 @@ class Experts(nn.Module):
             bias = weight(self, "router_bias", (o.num_experts,), ("router",), zeros, place, jnp.float32)
         logits = routing.logits(x, router)
         to = routing.routed(logits, bias, o.experts_per_token, o.router, o.router_scale)
-        result, left_out = self._of_experts(x, to)
+        options = o if tokens is not None else dataclasses.replace(o, expert_room=0.0)
+        result, left_out = self._of_experts(x, to, options)
         sums = None
         if tokens is not None:
             counts = routing.counts(to.chosen, tokens, o.num_experts)
@@ -92,9 +94,9 @@ class Experts(nn.Module):
             result = result + shared(x)
         return result, sums
 
-    def _of_experts(self, x: jax.Array, to: Routing) -> tuple[jax.Array, jax.Array | None]:
+    def _of_experts(self, x: jax.Array, to: Routing, o: DecoderOptions) -> tuple[jax.Array, jax.Array | None]:
         """Returns what the experts add for each token [b, T, D], and how many choices found no room."""
-        o, place = self.options, self.placement
+        place = self.placement
         matrices = self._matrices(x.shape[-1])
         axes = {name: axes for name, (_, axes) in matrices.items()}
         arrays = {name: array for name, (array, _) in matrices.items()}

@@ -1,18 +1,23 @@
 """Experts on a mesh: the numbers of plain JAX on one device, the counts of tokens and the biases bit by bit."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.generation.loop import Request
+from meshtrain.generation.sampling import Sampling
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.metrics import LEFT_OUT
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.run.generating import generator
 from tests.parity import runs
+from tests.quick import QUICK
 
 MIXTRAL = dataclasses.replace(
     runs.LLAMA, num_layers=2, num_kv_heads=4, num_experts=8, expert_dim=16, balance_weight=0.1, z_weight=0.01
@@ -95,3 +100,35 @@ def test_a_step_with_too_little_room_counts_what_it_leaves_out_and_changes_nothi
     assert metrics["skipped_steps"] == 1
     for path, leaf in runs.by_path(state.params).items():
         np.testing.assert_array_equal(leaf, before[path], err_msg=path)
+
+
+TIGHT = dataclasses.replace(CONFIG, model=dataclasses.replace(MIXTRAL, num_layers=1, expert_room=1.25, init_std=0.3))
+
+
+@functools.cache
+def tight(num_devices):
+    """A model whose steps have too little room, on an expert axis of this size, and its first weights."""
+    assembly = assemble(TIGHT, runs.sizes(expert=num_devices), jax.devices()[:num_devices])
+    return assembly, assembly.init(jax.random.key_data(jax.random.key(0))).params
+
+
+def test_an_evaluation_has_room_for_every_choice():
+    batch, losses = runs.example_batches(1)[0], []
+    for assembly, params in map(tight, (1, 4, 8)):
+        placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
+        sums = assembly.eval_step(params, placed)
+        losses.append(float(sums["loss"] / sums["weight"]))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+def test_one_prompt_has_one_text_whatever_stands_beside_it():
+    drawn = [[] for _ in range(8)]
+
+    def take(row, tokens, is_last):
+        drawn[row] += tokens
+        return False
+
+    requests = [Request([3, 1, 4, 1, 5])] * len(drawn)
+    generator(*tight(4), -1, QUICK).draw(requests, 8, Sampling(), 0, take)
+    assert drawn == drawn[:1] * len(drawn)
+    assert len(drawn[0]) == 8
