@@ -45,6 +45,11 @@ Metrics = Mapping[str, jax.Array | Ratio | Count | Load]
 _KINDS = (Ratio, Count, Load)
 
 
+def divisor(weight: Any) -> Any:
+    """Returns what a sum is divided by: its weight, or 1 where that is 0, as without any target."""
+    return weight + (weight == 0)
+
+
 def logged(metric: Any, weight: Any) -> Any:
     """Returns what is logged of a metric, a scalar.
 
@@ -53,16 +58,16 @@ def logged(metric: Any, weight: Any) -> Any:
 
     Args:
       metric: of any kind, of arrays or of floats. A `Ratio` of weight 0 and a `Load` without counts give 0.
-      weight: of the loss, above 0.
+      weight: of the loss.
     """
     if isinstance(metric, Ratio):
-        return metric.sum / (metric.weight + (metric.weight == 0))
+        return metric.sum / divisor(metric.weight)
     if isinstance(metric, Count):
         return metric.sum
     if isinstance(metric, Load):
         mean = metric.counts.mean(axis=-1)
-        return (metric.counts.max(axis=-1) / (mean + (mean == 0))).mean()
-    return metric / weight
+        return (metric.counts.max(axis=-1) / divisor(mean)).mean()
+    return metric / divisor(weight)
 
 
 def all_logged(metrics: Metrics, weight: Any) -> dict[str, Any]:
@@ -70,7 +75,7 @@ def all_logged(metrics: Metrics, weight: Any) -> dict[str, Any]:
 
     Args:
       metrics: of a batch.
-      weight: of the loss, above 0.
+      weight: of the loss.
     """
     found = {name: logged(metric, weight) for name, metric in metrics.items()}
     return found | {name + EACH: of_each(metric) for name, metric in metrics.items() if isinstance(metric, Load)}
@@ -83,7 +88,7 @@ def of_each(load: Load) -> jax.Array:
     [2.  1.  0.5 0.5]
     """
     mean = load.counts.mean(axis=-1, keepdims=True)
-    loads = load.counts / (mean + (mean == 0))
+    loads = load.counts / divisor(mean)
     return loads.reshape(-1, loads.shape[-1]).mean(axis=0)
 
 

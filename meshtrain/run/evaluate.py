@@ -67,8 +67,7 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
 
 def means(sums: dict[str, Any]) -> dict[str, float]:
     """Returns loss and metrics of `summed`, each divided by its weight; empty where the sums are."""
-    weight = max(sums["weight"], 1.0) if sums else 1.0
-    return {name: float(logged(value, weight)) for name, value in sums.items() if name != "weight"}
+    return {name: float(logged(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
 
 
 def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:

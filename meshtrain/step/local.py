@@ -148,10 +148,8 @@ def over_groups(metrics: Mapping[str, Any], sums: Sums) -> Metrics:
       sums: of the groups, each [G].
     """
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums._replace(gradients=None))
-    weight = jnp.maximum(total.weight, 1.0)
-    joined = all_logged(total.metrics, weight)
+    joined = all_logged({**total.metrics, "loss": total.loss}, total.weight)
     joined |= {
-        "loss": total.loss / weight,
         "weight": total.weight,
         "grad_norm": jnp.mean(metrics["grad_norm"]),
         "learning_rate": jnp.mean(metrics["learning_rate"]),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.layout.trees import merged, select
-from meshtrain.models.metrics import Metrics, all_logged, num_left_out
+from meshtrain.models.metrics import Metrics, all_logged, divisor, num_left_out
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Sums
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
@@ -89,7 +89,7 @@ def weight_update(
     """
 
     def update(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
-        weight = jnp.maximum(sums.weight, 1.0)
+        weight = divisor(sums.weight)
         loss = sums.loss / weight
         divided = lambda tree: jax.tree.map(lambda gradient: gradient / (weight * seed), tree)  # noqa: E731
         mean_gradients = except_counts(divided, cast(sums.gradients, jnp.float32), counted)

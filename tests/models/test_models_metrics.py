@@ -27,6 +27,12 @@ def test_what_is_logged(metric, expected):
     np.testing.assert_allclose(logged(metric, 2.0), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("weight", "mean"), [(6.1e-2, 4.0), (1e-4, 4.0), (6.1, 4.0), (0.0, 0.0)])
+def test_a_mean_is_the_sum_over_any_positive_weight(weight, mean):
+    np.testing.assert_allclose(logged(jnp.float32(4.0 * weight), jnp.float32(weight)), mean, rtol=1e-6)
+    assert logged(np.float64(4.0 * weight), np.float64(weight)) == pytest.approx(mean)
+
+
 def test_layers_that_prefer_different_experts_are_no_balance():
     """The sum of their counts is even, and each of them sends all tokens to one expert."""
     preferring = Load(np.eye(4))

@@ -13,6 +13,7 @@ import pytest
 from meshtrain import evaluate
 from meshtrain.data.own import Data
 from meshtrain.models.task import Entry, Ratio, Task
+from meshtrain.run.evaluate import means
 from meshtrain.store.checkpoint import CHECKPOINTS
 from meshtrain.training import train
 from meshtrain.words.errors import UserError
@@ -52,6 +53,11 @@ def answered(capsys, run, *words):
     assert evaluate.main([f"--workdir={run}", "--json", *words]) == 0
     [line] = capsys.readouterr().out.splitlines()
     return json.loads(line)
+
+
+@pytest.mark.parametrize(("weight", "mean"), [(1e-4, 4.0), (0.5, 4.0), (0.0, 0.0)])
+def test_a_mean_is_the_sum_over_any_positive_weight(weight, mean):
+    assert means({"loss": 4.0 * weight, "weight": weight}) == pytest.approx({"loss": mean})
 
 
 def test_the_validation_split_has_the_loss_of_the_run(straight, capsys):

@@ -103,6 +103,19 @@ def test_the_gradient_named_is_that_of_the_trained_weight_and_a_frozen_one_stays
     assert guard.name_of_first(bad.params, int(metrics[guard.FIRST_NOT_FINITE])) == "gradients/b"
 
 
+@pytest.mark.parametrize("weight", [1e-4, 0.3, 6.0, 0.0])
+def test_the_mean_of_a_batch_is_its_sum_over_any_positive_weight(weight):
+    def gradients(params, batch, rng, seed):
+        sums = jax.tree.map(lambda leaf: 3 * batch["weight"][0] * jnp.ones_like(leaf), params)
+        return Sums(5 * batch["weight"][0], batch["weight"][0], {"extra": 2 * batch["weight"][0]}, sums)
+
+    step = jax.jit(train_step(gradients, weight_update(ADAM, lambda count: RATE, 0.0, GUARD)))
+    _, metrics = step(start(), {"weight": jnp.float32([weight])})
+    got = [float(metrics[name]) for name in ("loss", "extra", "grad_norm", "weight")]
+    is_there = weight > 0
+    np.testing.assert_allclose(got, [5 * is_there, 2 * is_there, 3 * np.sqrt(7) * is_there, weight], rtol=1e-5)
+
+
 def test_each_step_draws_from_a_key_of_its_own_a_skipped_one_among_them():
     def gradients(params, batch, rng, seed):
         drawn = {"drawn": jax.random.uniform(rng)}

@@ -28,7 +28,7 @@ from meshtrain.plan import hlo
 from meshtrain.plan.collectives import collectives
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
-from meshtrain.step.local import in_groups, inner_step, outer_step
+from meshtrain.step.local import in_groups, inner_step, outer_step, over_groups
 from meshtrain.step.state import init_state
 from meshtrain.step.step import weight_update
 
@@ -266,6 +266,13 @@ def test_each_group_is_clipped_by_its_own_norm():
     np.testing.assert_allclose(moved, [0.25, 0.5, 0.5], rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], np.mean([0.5, 1.0, 10.0]), rtol=1e-6)
     assert metrics["extra"] == 2.0
+
+
+def test_the_loss_of_all_groups_is_their_sum_over_their_weight():
+    sums = Sums(jnp.float32([1.0, 0.2]), jnp.float32([0.5, 0.3]), {"extra": jnp.float32([0.4, 0.0])}, None)
+    names = ("grad_norm", "learning_rate", "skipped_steps", guard.IN_A_ROW, guard.FIRST_NOT_FINITE)
+    found = over_groups(dict.fromkeys(names, jnp.zeros(2)), sums)
+    np.testing.assert_allclose([found["loss"], found["extra"], found["weight"]], [1.5, 0.5, 0.8], rtol=1e-6)
 
 
 @pytest.mark.parametrize("losses, gradients", [([1, np.nan, 1], [1, 1, 1]), ([1, 1, 1], [1, np.inf, 1])])
