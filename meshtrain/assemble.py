@@ -157,7 +157,7 @@ def assemble(
     schedule_of_rates = learning_rates(config, task)
     transformation = optimizer(config.optimizer, schedule_of_rates, select(axes, trained)[0])
 
-    scaling = loss_scaling(config, task, shape)
+    scaling = loss_scaling(config, task)
     num_residuals = mesh.shape[DATA] if config.compression.has_residual or config.local_steps.delay else 0
 
     def init(key_data: jax.Array) -> TrainState:
@@ -263,11 +263,10 @@ def learning_rates(config: Config, task: Task) -> Schedule:
     )
 
 
-def loss_scaling(config: Config, task: Task, shape: Mapping[str, int]) -> loss_scale.Scaling | None:
+def loss_scaling(config: Config, task: Task) -> loss_scale.Scaling | None:
     """Returns how the loss is scaled for the backward pass; None: not at all."""
     in_float16 = compute_name(config.precision) == "float16"
-    num_targets = task.num_units // num_microbatches(config, shape)
-    return loss_scale.scaling(config.loss_scale, num_targets, computes_in_float16=in_float16)
+    return loss_scale.scaling(config.loss_scale, task.num_units, computes_in_float16=in_float16)
 
 
 def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None:

@@ -20,7 +20,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "what the backward pass saves or recomputes, and which kernel runs: the same function": (
         "remat", "model.attention", "model.loss_chunk", "model.expert_exchange",
     ),
-    # Dropout is keyed by a sequence's index in the global batch, and the loss scale is that of the mean loss: neither
+    # Dropout is keyed by a sequence's index in the global batch, and the loss scale is that of its mean loss: neither
     # depends on the number of parts. Only the order of a sum changes, as with another mesh or number of microbatches.
     # An auxiliary loss that is not a sum over sequences depends on both.
     "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),

@@ -8,6 +8,7 @@ after a number of good steps, and halves after an overflow.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,14 @@ class Scaling:
 
     Attributes:
       options: the rule.
-      num_targets: targets in a microbatch. The task's loss is their sum, and the scale is relative to their mean, up to
-        a power of two, so that it does not depend on the size of a microbatch.
+      num_targets: targets in the global batch. The task's loss is their sum, and the scale is relative to their mean,
+        up to a power of two, so that it depends neither on the size of the batch nor on the number of its parts.
+      largest: the largest number that the backward pass can hold; infinity for float32 and bfloat16.
     """
 
     options: LossScaleOptions
     num_targets: int
+    largest: float = math.inf
 
 
 @jax.tree_util.register_dataclass
@@ -81,11 +84,12 @@ def scaling(options: LossScaleOptions, num_targets: int, *, computes_in_float16:
 
     Args:
       options: options without problems.
-      num_targets: targets in a microbatch.
-      computes_in_float16: whether "auto" means dynamic.
+      num_targets: targets in the global batch.
+      computes_in_float16: whether "auto" means dynamic, and gradients have the range of float16.
     """
     is_on = computes_in_float16 if options.mode == "auto" else options.mode == "dynamic"
-    return Scaling(options, num_targets) if is_on else None
+    largest = float(jnp.finfo(jnp.float16).max) if computes_in_float16 else math.inf
+    return Scaling(options, num_targets, largest) if is_on else None
 
 
 def first_scale(scaling: Scaling | None) -> LossScale:
@@ -104,6 +108,24 @@ def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
     rounding are the same with and without scaling.
     """
     return state.scale if scaling is None else state.scale * 2.0 ** -math.floor(math.log2(scaling.num_targets))
+
+
+def overflowed(scaling: Scaling | None, squares: jax.Array, gradients: Any, factor: jax.Array) -> jax.Array:
+    """Returns the sums of squares, float32 [leaves], infinite for each array with a sum that float16 cannot hold.
+
+    One microbatch on one device adds up the gradients of its targets in float16. The sums of several parts are added in
+    float32, and may not overflow where the whole does: with this rule the same steps are skipped.
+
+    Args:
+      scaling: the rule; None, or one without a largest number, changes nothing.
+      squares: the sum of squares of each gradient, in the order of `jax.tree.leaves`.
+      gradients: of the mean loss, a tree of float32 arrays.
+      factor: what they were divided by, weight times seed, a float32 scalar.
+    """
+    if scaling is None or scaling.largest == math.inf:
+        return squares
+    most = jnp.stack([jnp.max(jnp.abs(gradient)) for gradient in jax.tree.leaves(gradients)])
+    return jnp.where(most * factor > scaling.largest, jnp.inf, squares)
 
 
 def after(scaling: Scaling | None, state: LossScale, loss: jax.Array, norm: jax.Array) -> tuple[LossScale, jax.Array]:

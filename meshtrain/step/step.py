@@ -96,7 +96,8 @@ def weight_update(
         trained, frozen = select(state.params, mask)
         # A zero for each frozen weight, because the guard reports a gradient by its index among all parameters.
         of_loss = without_counts(mean_gradients, counted)
-        squares = square_sums(merged(of_loss, jax.tree.map(lambda _: jnp.float32(0), frozen)))
+        of_all = merged(of_loss, jax.tree.map(lambda _: jnp.float32(0), frozen))
+        squares = loss_scale.overflowed(scaling, square_sums(of_all), of_all, weight * seed)
         norm, residual = jnp.sqrt(jnp.sum(squares)), state.residual
         if reduce is not None:
             mean_gradients, residual = reduce(mean_gradients, residual)

@@ -73,6 +73,15 @@ def test_the_seed_is_a_power_of_two(num_targets, seed):
     assert loss_scale.seed(None, loss_scale.first_scale(None)) == 1
 
 
+@pytest.mark.parametrize("is_float16, held", [(True, [True, True, False]), (False, [True, True, True])])
+def test_a_sum_over_the_batch_that_float16_cannot_hold_is_an_overflow(is_float16, held):
+    rule = loss_scale.scaling(LossScaleOptions("dynamic"), 4, computes_in_float16=is_float16)
+    gradients = [jnp.float32([0, -1]), jnp.float32([65504 / 8]), jnp.float32([0, -65536 / 8])]
+    squares = loss_scale.overflowed(rule, jnp.ones(3), gradients, jnp.float32(8))
+    assert np.isfinite(squares).tolist() == held
+    same(loss_scale.overflowed(None, jnp.ones(3), gradients, jnp.float32(8)), jnp.ones(3))
+
+
 @pytest.mark.parametrize(
     "mesh", [{}, pytest.param({"data": 2, "tensor": 2, "pipeline": 2}, marks=pytest.mark.slow)], ids=name
 )
@@ -105,6 +114,26 @@ def test_an_overflow_in_float16_is_skipped_and_made_up_for_on_every_mesh(mesh, b
     np.testing.assert_allclose(*losses, rtol=1e-3)
     moved = np.abs(taken[-1].state.params["head"]["kernel"] - after.params["head"]["kernel"]).max()
     assert moved > 1e-3
+
+
+@pytest.mark.parametrize(
+    "accumulation_steps, num_microbatches, mesh",
+    [(8, 1, {}), (1, 4, {"data": 2, "pipeline": 2})],
+    ids=["accumulation", "data and pipeline"],
+)
+def test_the_same_steps_are_skipped_with_any_number_of_parts(accumulation_steps, num_microbatches, mesh, base, steps):
+    """Parts whose float16 sums do not overflow where that of the whole batch does are skipped with it."""
+    rule = dataclasses.replace(FLOAT16_RULE, initial=2.0**23)
+    config = dataclasses.replace(base, precision=PrecisionOptions("float16"), loss_scale=rule)
+    pipeline = dataclasses.replace(base.pipeline, num_microbatches=num_microbatches)
+    parts = dataclasses.replace(config, accumulation_steps=accumulation_steps, pipeline=pipeline)
+    reference, got = (
+        [(step.metrics["loss_scale"], step.metrics["skipped_steps"], step.metrics["loss"]) for step in run[1:]]
+        for run in (steps(config, num_steps=8), steps(parts, num_steps=8, **mesh))
+    )
+    assert [row[:2] for row in got] == [row[:2] for row in reference]
+    assert len({row[1] for row in reference}) > 3, "several steps are skipped"
+    np.testing.assert_allclose([row[2] for row in got], [row[2] for row in reference], rtol=1e-4)
 
 
 @pytest.mark.slow
