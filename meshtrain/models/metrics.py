@@ -46,7 +46,7 @@ _KINDS = (Ratio, Count, Load)
 
 
 def divisor(weight: Any) -> Any:
-    """Returns what a sum is divided by: its weight, or 1 where that is 0, as without any target."""
+    """Returns what a sum is divided by: its weight, or 1 where that is 0."""
     return weight + (weight == 0)
 
 

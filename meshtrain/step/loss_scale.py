@@ -111,16 +111,10 @@ def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
 
 
 def overflowed(scaling: Scaling | None, squares: jax.Array, gradients: Any, factor: jax.Array) -> jax.Array:
-    """Returns the sums of squares, float32 [leaves], infinite for each array with a sum that float16 cannot hold.
+    """Returns the sums of squares of gradients, float32 [leaves], infinite for each that float16 cannot hold.
 
-    One microbatch on one device adds up the gradients of its targets in float16. The sums of several parts are added in
-    float32, and may not overflow where the whole does: with this rule the same steps are skipped.
-
-    Args:
-      scaling: the rule; None, or one without a largest number, changes nothing.
-      squares: the sum of squares of each gradient, in the order of `jax.tree.leaves`.
-      gradients: of the mean loss, a tree of float32 arrays.
-      factor: what they were divided by, weight times seed, a float32 scalar.
+    A device adds up a microbatch's gradients in float16, and those of several microbatches in float32. With this rule
+    the same steps overflow in any number of parts. `factor`, weight times seed, is what gradients were divided by.
     """
     if scaling is None or scaling.largest == math.inf:
         return squares

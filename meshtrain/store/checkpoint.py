@@ -28,7 +28,7 @@ from meshtrain.store import integrity, keeping
 from meshtrain.store.arrays import leaves_by_path, nested, refuse_mismatches
 from meshtrain.store.failure import save_failed
 from meshtrain.store.keeping import CheckpointOptions
-from meshtrain.store.manager import EXTRA, STATE, manager
+from meshtrain.store.manager import EXTRA, STATE, manager, renamed
 from meshtrain.words.errors import SaveFailed, UserError
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
@@ -128,7 +128,7 @@ class Checkpoints:
         keeping.write_ratings(self.directory, {**keeping.read_ratings(self.directory), step: values})
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
-        """Returns the newest step with matching checksums, and a line for each newer one that is damaged.
+        """Returns the newest step with matching checksums and state, and a line for each newer one that is damaged.
 
         All processes call it together; each reads a part of the files. With `options`, damaged checkpoints are moved
         to the folder `damaged`. The step is None if no save was ever completed.
@@ -139,9 +139,7 @@ class Checkpoints:
         self.wait()
         damaged, whole = dict[int, str](), None
         for step in reversed(keeping.saved_steps(self.directory)):
-            found = integrity.damage(self.directory / str(step), peers.index(), peers.count())
-            lines = [line for part in peers.gathered(f"damage {step}", found) for line in part]
-            if not lines:
+            if not (lines := self._damage(step)):
                 whole = step
                 break
             damaged[step] = f"checkpoint {self.directory / str(step)}: {lines[0]}"
@@ -159,18 +157,22 @@ class Checkpoints:
         return whole, list(damaged.values())
 
     def refuse_damaged(self, step: int) -> None:
-        """Compares the files of a step with their checksums. All processes call it together; each reads a part.
+        """Compares the files of a step with their checksums, and its state with its name; processes call it together.
 
         Raises:
           UserError: no such step, or it is damaged.
         """
         self.refuse_unknown(step)
+        if lines := self._damage(step):
+            found = f"checkpoint {self.directory / str(step)}: {lines[0]}"
+            others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
+            raise UserError(f"{found}; allowed: one that is whole; nearest: step {others}")
+
+    def _damage(self, step: int) -> list[str]:
         directory = self.directory / str(step)
         found = integrity.damage(directory, peers.index(), peers.count())
         lines = [line for part in peers.gathered(f"damage {step}", found) for line in part]
-        others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
-        if lines:
-            raise UserError(f"checkpoint {directory}: {lines[0]}; allowed: one that is whole; nearest: step {others}")
+        return lines or renamed(directory)
 
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Reads the whole state of a step, each array straight onto its sharding.

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from meshtrain.store import chatter
@@ -20,6 +21,21 @@ def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(create=False, **(all_stay if writes else {}))
     handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
+def renamed(directory: Path) -> list[str]:
+    """Returns one line if a whole checkpoint's state is of another step than its folder is named after; else no line.
+
+    A state without a step, such as imported weights, may have any name. All processes call it together.
+    """
+    chatter.silence()
+    with ocp.PyTreeCheckpointer() as reader:
+        if "step" not in reader.metadata(directory / STATE).item_metadata.tree:
+            return []
+        as_number = {"step": ocp.RestoreArgs(restore_type=np.ndarray)}
+        wanted = ocp.args.PyTreeRestore({"step": 0}, as_number, partial_restore=True)
+        step = int(reader.restore(directory / STATE, wanted)["step"])
+    return [] if str(step) == directory.name else [f"its state is that of step {step}: renamed, copied or linked"]
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshtrain.store import integrity, keeping
 from meshtrain.store.checkpoint import CHECKPOINTS
+from meshtrain.store.manager import renamed
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
 from meshtrain.words.paths import expanded, what_is_at
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         )
     is_damaged = False
     for directory in found:
-        damage = integrity.damage(directory)
+        damage = integrity.damage(directory) or renamed(directory)
         is_damaged |= bool(damage)
         print(f"{directory}: {f'damaged: {damage[0]}' if damage else 'whole'}", flush=True)
         for line in damage[1:]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import resource
 import shutil
 import threading
@@ -147,6 +148,26 @@ def test_verify_says_what_is_whole(saved, capsys):
     assert verify.main([str(saved / "3")]) == 0
     with pytest.raises(UserError, match="got nothing there"):
         verify.main([str(saved / "4")])
+
+
+@pytest.mark.parametrize(("place", "newest"), [(shutil.move, 1), (os.symlink, 2), (shutil.copytree, 2)])
+def test_a_save_under_the_name_of_another_step_is_treated_as_damaged(place, newest, tmp_path, capsys):
+    directory = tmp_path / CHECKPOINTS
+    with Checkpoints(directory, CheckpointOptions()) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state(step) | {"step": jnp.int32(step)}, {})
+    place(directory / "2", directory / "4")
+    said = "its state is that of step 2: renamed, copied or linked"
+    assert verify.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"{directory / '4'}: damaged: {said}"
+    with Checkpoints(directory, None) as checkpoints, pytest.raises(UserError, match=f"{said}; allowed: .*nearest"):
+        checkpoints.refuse_damaged(4)
+    restore_params(tmp_path, wanted()["params"])
+    assert f"WARNING: checkpoint {directory / '4'}: {said}" in capsys.readouterr().err
+    with Checkpoints(directory, CheckpointOptions()) as checkpoints:
+        assert checkpoints.newest_whole() == (newest, [f"checkpoint {directory / '4'}: {said}"])
+    assert (tmp_path / "damaged" / "4").is_dir()
+    assert saved_steps(directory)[-1] == newest
 
 
 def test_each_process_adds_up_its_own_files_and_the_first_puts_them_together(tmp_path):
