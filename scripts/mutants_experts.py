@@ -4,6 +4,27 @@ from scripts.mutant import Mutant
 
 EXPERTS: tuple[Mutant, ...] = (
     Mutant(
+        "all experts refused",
+        "config/experts.py",
+        "options.experts_per_token > options.num_experts",
+        "options.experts_per_token >= options.num_experts",
+        "as many experts a token as there are is refused",
+        ("config/test_config_experts.py::test_a_token_may_go_through_all_experts",),
+        was_unnoticed=True,
+    ),
+    Mutant(
+        "evaluation leaves tokens out",
+        "models/experts.py",
+        "options = o if tokens is not None else dataclasses.replace(o, expert_room=0.0)",
+        "options = o",
+        "evaluation and generation leave out tokens without notice, others on each mesh",
+        (
+            "parity/test_parity_experts.py::test_an_evaluation_has_room_for_every_choice",
+            "parity/test_parity_experts.py::test_one_prompt_has_one_text_whatever_stands_beside_it",
+        ),
+        was_unnoticed=True,
+    ),
+    Mutant(
         "tokens sent once",
         "plan/experts.py",
         "OF_TOKENS, OF_CHOICES = 4, 3",

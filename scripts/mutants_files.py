@@ -62,6 +62,15 @@ FILES: tuple[Mutant, ...] = (
     ),
     # store
     Mutant(
+        "names are not compared",
+        "store/checkpoint.py",
+        "return lines or renamed(directory)",
+        "return lines",
+        "a renamed checkpoint resumes at the wrong step",
+        ("store/test_store_integrity.py::test_a_save_under_the_name_of_another_step_is_treated_as_damaged",),
+        was_unnoticed=True,
+    ),
+    Mutant(
         "checksum not compared",
         "store/integrity.py",
         'return "" if _sha256(path) == expected["sha256"] else f"{name}: its bytes have changed"',

@@ -4,6 +4,15 @@ from scripts.mutant import Mutant
 
 HF: tuple[Mutant, ...] = (
     Mutant(
+        "rotary base unsaid",
+        "hf/families.py",
+        '"num_key_value_heads": None, "rope_theta": 10000.0',
+        '"num_key_value_heads": None, "rope_theta": 500000.0',
+        "a Llama that does not say its rotary base has that of Llama 3",
+        ("hf/test_hf_config.py::test_what_an_absent_key_means_is_what_transformers_says",),
+        was_unnoticed=True,
+    ),
+    Mutant(
         "strange keys ignored",
         "hf/config.py",
         "if value is None or key in understood or key in HARMLESS or key in family.idle:",

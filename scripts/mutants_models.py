@@ -204,6 +204,15 @@ MODELS: tuple[Mutant, ...] = (
         "the table's gradient is reduced over the axes of the vocabulary instead of the batch's",
         ("models/test_models_lookup.py::test_split_table_gives_the_same_rows_and_gradient[sizes2-False]",),
     ),
+    Mutant(
+        "scaled positions in windows",
+        "models/decoder.py",
+        "options.rope_local_base, None)",
+        "options.rope_local_base, scaling)",
+        "layers with a window have the scaled rotary positions of those without one",
+        ("models/test_models_layers.py::test_options_reach_the_angles",),
+        was_unnoticed=True,
+    ),
     # optim
     Mutant(
         "warm-up from zero",

@@ -1,8 +1,17 @@
-"""Planted faults of the planner's time."""
+"""Planted faults of the planner's time and memory."""
 
 from scripts.mutant import Mutant
 
 PLAN: tuple[Mutant, ...] = (
+    Mutant(
+        "gradients are activations",
+        "plan/memory.py",
+        "max(0, stats.temporary_bytes - state.gradients) if stats",
+        "stats.temporary_bytes if stats",
+        "the activations of the account of memory contain the sums of gradients",
+        ("plan/test_plan_cpu.py::test_level_three_over_data_is_planned_like_fsdp",),
+        was_unnoticed=True,
+    ),
     Mutant(
         "slow end hides transfers",
         "plan/timing.py",

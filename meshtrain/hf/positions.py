@@ -94,7 +94,7 @@ def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
                 f"rope_parameters.{name}: got {shown(newer[name])}, and rope_theta or rope_scaling say "
                 f"{shown(older[name])}; allowed: the same; {PUBLISHED}"
             )
-    stated = {"rope_type": "default"} | ({"rope_theta": 10000.0} if "rope_theta" in family.absent else {})
+    stated = {"rope_type": "default", **{key: family.absent[key] for key in _ROPE_KEYS if key in family.absent}}
     stated |= older | newer
     where = "rope_parameters" if newer else "rope_scaling"
     if stated["rope_type"] not in ("default", "llama3"):

@@ -27,6 +27,11 @@ def test_contradictions_are_refused_with_a_line_each(change, line):
         resolve(default(), {"model.num_experts": "8", key: value})
 
 
+def test_a_token_may_go_through_all_experts():
+    config = resolve(default(), {"model.num_experts": "8", "model.experts_per_token": "8"})
+    assert config.model.experts_per_token == config.model.num_experts
+
+
 def test_contradictions_are_reported_together():
     asked = dict(change.split("=") for change in list(BROKEN)[2:6])
     with pytest.raises(UserError) as caught:

@@ -57,9 +57,9 @@ def test_options_reach_the_angles():
         angles_of(scaled, positions), np.asarray(positions)[..., None] * scaled_frequencies()[0], rtol=1e-5
     )
     assert angles_of(DecoderOptions(positions="learned"), positions) is None
-    local = dataclasses.replace(scaled, rope_local_base=50.0)
+    local = dataclasses.replace(scaled, rope_local_base=BASE / 2)
     assert angles_of(local, positions).shape == (1, 3, 64), "no layer has a window"
-    unscaled = angles_of(dataclasses.replace(plain, rope_base=50.0), positions)
+    unscaled = angles_of(dataclasses.replace(plain, rope_base=BASE / 2), positions)
     np.testing.assert_array_equal(angles_of(dataclasses.replace(local, window=4), positions), unscaled)
     both = angles_of(dataclasses.replace(local, window=4, global_every=2), positions)
     np.testing.assert_array_equal(both.local, unscaled)

@@ -137,6 +137,18 @@ def test_rounding_to_bfloat16_has_the_right_mean_and_keeps_what_is_not_finite():
     assert np.array_equal(np.asarray(strange, np.float32), [np.inf, -np.inf, np.nan], equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_array_is_rounded_with_random_bits_of_its_own(kind):
+    axes = dict.fromkeys(("one", "other"), ("embed", "mlp"))
+    transformation = optimizer(OptimizerOptions(moments=kind), lambda count: jnp.float32(0.0), axes)
+    gradient = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
+    params = dict.fromkeys(axes, jnp.asarray(gradient))
+    _, state = jax.jit(transformation.update)(params, transformation.init(params), params)
+    [stored] = [part for part in state if isinstance(part, StoredMoments)]
+    differing = np.mean(np.asarray(stored.inner.nu["one"]) != np.asarray(stored.inner.nu["other"]))
+    assert 0.1 < differing < 0.9
+
+
 def test_the_block_of_another_size_is_a_power_of_two():
     wrong = OptimizerOptions(moments="8bit", moment_block=100)
     assert check(wrong) == ["optimizer.moment_block: got 100; allowed: a power of two from 32 to 4096; nearest: 64"]

@@ -240,14 +240,15 @@ def test_adafactor_remembers_far_less_than_adam():
 
 
 def test_muon_makes_each_hidden_matrix_orthogonal_and_leaves_the_rest_to_adam():
-    params, gradients = tree(0), tree(1)
-    muon, adam = (build(name, rate=1.0, weight_decay=0.0) for name in ("muon", "adam"))
+    axes = {**AXES, "layers": {**AXES["layers"], "down": ("layers", "mlp", "embed")}}
+    params, gradients = tree(0, axes), tree(1, axes)
+    muon, adam = (build(name, axes, rate=1.0, weight_decay=0.0) for name in ("muon", "adam"))
     updates = update_once(muon, gradients, params)
     of_adam = update_once(adam, gradients, params)
     layers = updates["layers"]
     for layer in range(NUM_LAYERS):
-        for name in ("query", "output", "up"):
-            matrix = np.asarray(layers[name])[layer].reshape(128, -1)
+        for name, num_rows in {"query": 128, "output": 128, "up": 128, "down": 512}.items():
+            matrix = np.asarray(layers[name])[layer].reshape(num_rows, -1)
             singular = np.linalg.svd(matrix, compute_uv=False) / (0.2 * max(matrix.shape) ** 0.5)
             # Newton-Schulz with Muon's coefficients ends near 1; the smallest values of a square matrix lag behind.
             assert 0.6 < np.median(singular) < 1.2

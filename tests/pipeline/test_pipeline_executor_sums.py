@@ -47,10 +47,11 @@ def first(outer, batch, rng, train, axis):
 def repeated(layers, activations, batch, rng, start, train):
     """Layers of which each adds a square of its gates to the loss; the layer's number is what the counter says.
 
-    Its row of the load says how many gates are open and how many are not.
+    Its row of the load, counted from `start`, says how many gates are open and how many are not.
     """
 
-    def one(activations, weights):
+    def one(activations, layer):
+        index, weights = layer
         x, depth = activations["x"], activations["depth"]
         gate = jax.nn.sigmoid(x @ weights["router"] + activations["gate"])
         kept = (batch[SEQUENCE_INDEX] * 5 + depth * 3) % 7 > 1
@@ -58,11 +59,12 @@ def repeated(layers, activations, batch, rng, start, train):
         x = x + (jnp.where(kept[:, None, None], grown, 0) if train else grown)
         balance = jnp.sum(jnp.mean(gate, axis=-1) ** 2)
         opened = jnp.sum(gate > 0.5)
-        load = jnp.zeros((MOST_LAYERS, 2)).at[depth[0]].set(jnp.stack([opened, gate.size - opened]))
+        load = jnp.zeros((MOST_LAYERS, 2)).at[index].set(jnp.stack([opened, gate.size - opened]))
         metrics = {"balance": balance, "load": Load(load)}
         return {"x": x, "gate": gate, "depth": depth + 1}, (0.5 * balance, metrics)
 
-    y, sums = jax.lax.scan(one, activations, layers)
+    indices = start + jnp.arange(layers["router"].shape[0])
+    y, sums = jax.lax.scan(one, activations, (indices, layers))
     return y, jax.tree.map(lambda each: jnp.sum(each, axis=0), sums)
 
 

@@ -84,6 +84,7 @@ def test_level_three_over_data_is_planned_like_fsdp(plan, small):
     made = plan("cpu:8", small({"data": 8}, zero=ZeroOptions(3)))
     size = 4 * made.compiled.assembly.task.num_parameters
     assert (made.memory.parameters_bytes, made.memory.gradients_bytes) == (size // 8, size // 8)
+    assert made.memory.activations_bytes + size // 8 == made.memory.compiler.temporary_bytes
     assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
     other = 4 * (2 * 256 * 64 + 64)  # table, head and last norm, which are gathered once
     assert made.minimum == {"data": 7 / 8 * (3 * size - other)}

@@ -80,6 +80,9 @@ def test_a_ratio_is_summed_over_shards_and_microbatches_and_divided_by_its_own_w
     state = assembly.init(jax.random.key_data(jax.random.key(0)))
     batch = {"numbers": numbers, "weights": np.ones(8, np.float32)}
     placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
+    sums = assembly.eval_step(state.params, placed)
+    assert (sums["loss"], sums["weight"], sums["plain"]) == (numbers.sum(), 8, numbers.sum())
+    assert sums["large"] == Ratio(5 + 9 + 6, 3)
     _, metrics = assembly.train_step(state, placed)
     assert {name: float(metrics[name]) for name in ("plain", "large", "none")} == {
         "plain": numbers.mean(),
