@@ -10,7 +10,8 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter of the gradients;
               one gather of what is not in the stack of layers: the loss applies the head's weight forward and backward
               at once, and the backward pass of a look-up reads no table.
-              Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product
+              Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product.
+              Where the partitioner reduces over data, it does so over both together: one entry, the sum of the two
     tensor    2 (n - 1) / n of A, M times: 4 a layer, one for the look-up and one for the head. The backward pass
               repeats some (Korthikanti et al. 2022): one more a layer for the sum after attention (remat.policy
               save_attention, full or offload). With sequence parallelism a sum is a scatter and a gather, half of it
@@ -47,7 +48,7 @@ from meshtrain.plan.exchange import exchange_bytes, unit_axes
 from meshtrain.plan.experts import token_bytes
 from meshtrain.step.precision import compute_dtype, param_dtype
 
-TENSOR = "tensor"
+FSDP, TENSOR = "fsdp", "tensor"
 FLOAT32_BYTES = 4
 REDUCTIONS_A_LAYER = 4
 GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention
@@ -183,31 +184,39 @@ class _Weight:
     is_trained: bool
 
 
+def _storing(assembly: Assembly) -> list[str]:
+    """Returns the axes larger than 1 that store weights, in mesh order, and data where its gradients cross both."""
+    shape, stored = assembly.mesh.shape, set(assembly.rules.storage_axes)
+    if DATA not in assembly.replicas.axes and shape[FSDP] > 1 and shape[EXPERT] == 1:
+        stored.add(DATA)  # the partitioner all-reduces a gradient over data and fsdp together
+    return [axis for axis in AXES if shape[axis] > 1 and axis in stored]
+
+
 def _weights(assembly: Assembly) -> list[_Weight]:
-    """Returns all weights. Without a stack of layers nothing says which belong to layers, and all count as such."""
+    """Returns all weights."""
     rules, shape, found = assembly.rules, dict(assembly.mesh.shape), list[_Weight]()
+    storing = _storing(assembly)
     params = assembly.state.params
     trained = assembly.replicas.trained or jax.tree.map(lambda _: True, params)
     names = jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params
     leaves = [jax.tree.leaves(tree) for tree in (params, names, trained)]
-    has_stack = any(set(axes.names) & set(STACKED) for axes in leaves[1])
     itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
     for leaf, axes, is_trained in zip(*leaves, strict=True):
         stay = [axis for name in axes.names if name for axis in rules.gathered[name]]
         # The partitioner gathers over all storage axes of a weight together.
-        over = [axis for axis in AXES if axis in rules.storage_axes and shape[axis] > 1 and axis not in stay]
+        over = [axis for axis in storing if axis not in stay]
         num_shards = num_parts([axis for axis in axes_in(leaf.sharding.spec) if axis in over], shape)
         elements = math.prod(leaf.sharding.shard_shape(leaf.shape)) * (num_shards - 1)
         size = FLOAT32_BYTES if ROUTER in axes.names else itemsize
-        of_layer = bool(set(axes.names) & set(STACKED)) or not has_stack
+        of_layer = bool(set(axes.names) & set(STACKED))
         found.append(_Weight("+".join(over), elements * size, of_layer, is_trained))
     return found
 
 
 def _by_axes(assembly: Assembly, weights: Iterable[_Weight]) -> dict[str, float]:
     """Returns (joined) axes -> bytes; the first entry is that of weights without experts."""
-    shape, found = assembly.mesh.shape, dict[str, float]()
-    if storing := [axis for axis in AXES if shape[axis] > 1 and axis in assembly.rules.storage_axes]:
+    found = dict[str, float]()
+    if storing := _storing(assembly):
         found["+".join(storing)] = 0.0
     for weight in weights:
         if weight.axes:
@@ -228,12 +237,11 @@ def _of_layers(assembly: Assembly) -> list[_Weight]:
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     """Returns the least bytes on the wire for each axis larger than 1, in mesh order; unknown ones are left out.
 
-    Several axes that store weights are one entry, joined by `+`: the partitioner gathers over them together. Weights of
-    experts are gathered over fewer axes than others, and then have an entry of their own.
+    Several axes that store weights are one entry, joined by `+`: the partitioner gathers over them together, and
+    reduces gradients over data with them where data is left to it. Weights of experts are gathered over fewer axes than others, and then have an entry of their own.
     """
     shape, size = dict(assembly.mesh.shape), sizes(assembly)
-    larger = [axis for axis in AXES if shape[axis] > 1]
-    storing = [axis for axis in larger if axis in assembly.rules.storage_axes]
+    larger, storing = [axis for axis in AXES if shape[axis] > 1], _storing(assembly)
     least: dict[str, float] = {}
     for axis in larger:
         share = (shape[axis] - 1) / shape[axis]

@@ -4,17 +4,20 @@ import dataclasses
 
 import pytest
 
-from docs import own_model
+from docs import own_images, own_model
 from meshtrain.config import resolve
+from meshtrain.layout.mesh import MeshOptions
 from meshtrain.plan import candidates, changes, report, search
 from meshtrain.plan.findings import _attention
 from tests.plan.test_plan_candidates import cluster_of, shapes
 
 
 @pytest.fixture(scope="module")
-def own():
-    given = own_model.get_config()
-    given.data.source, given.batch_size, given.sequence_length = "synthetic", 16, 16
+def own(request):
+    """The configuration of a page's example; of `own_model` unless a test asks for another."""
+    given = (request.param if hasattr(request, "param") else own_model).get_config()
+    if given.task.startswith("docs.own_model"):
+        given.data.source, given.batch_size, given.sequence_length = "synthetic", 16, 16
     return resolve(given)
 
 
@@ -24,12 +27,21 @@ def test_a_step_is_planned_from_the_command_line_s_configuration(plan, own):
     assert made.memory.parameters_bytes == made.memory.gradients_bytes == size // 8
     assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
     # Level 3: every matrix is split over data and fsdp besides tensor. Without num_layers, tensor's least is not known.
-    assert made.minimum == {"data+fsdp": 3 * 3 / 4 * size / 2}
+    assert made.minimum == {"data+fsdp": 2 * 3 / 4 * size / 2}
     assert made.model_flops is made.mfu is None
     text = report.text(made)
     assert "172,032 parameters; 16 sequences of 16 tokens a step, 256 tokens" in text
     assert report.to_json(made)["wire_bytes_minimum"] == made.minimum
     assert _attention(made.compiled, cluster_of("h100", 1, 8)) == []
+
+
+@pytest.mark.parametrize("own", [own_model, own_images], indirect=True)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_what_crosses_data_and_fsdp_at_once_counts_for_both(plan, own, level):
+    mesh = MeshOptions(data=2, fsdp=4)
+    made = plan("cpu:8", dataclasses.replace(own, mesh=mesh, zero=dataclasses.replace(own.zero, level=level)))
+    assert list(made.minimum) == ["data+fsdp"]
+    assert report.sent_along(made, "data+fsdp") >= made.minimum["data+fsdp"]
 
 
 def test_a_search_has_the_meshes_that_its_own_weights_fit(own):
