@@ -28,6 +28,8 @@ TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
 SECTIONS = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+# jax 0.12 starts fusions that only slice ahead of their use.
+FUSIONS = ("fusion", "fusion-start")
 # These operations pass on a number unchanged; a loop counter may go through them.
 TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "opt-barrier", "copy-done", "copy-start")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from meshtrain.assemble import Assembly
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.plan.compile import Compiled
-from meshtrain.plan.hlo import Program
+from meshtrain.plan.hlo import FUSIONS, Program
 from meshtrain.plan.shapes import num_bytes, parts
 from meshtrain.plan.topology import Cluster
 from meshtrain.step.held import Statistics, bytes_of_device, held
@@ -128,7 +128,7 @@ def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[
 
 def largest(program: Program) -> tuple[Buffer, ...]:
     """Returns the largest arrays that the program makes outside of fusions, one for each source line and shape."""
-    fused = {name for line, _, _ in program.instructions("fusion") for name in (line.attribute("calls"),)}
+    fused = {name for line, _, _ in program.instructions(*FUSIONS) for name in (line.attribute("calls"),)}
     found: dict[tuple[str, str], Buffer] = {}
     for computation, body in program.computations.items():
         if computation in fused or not program.num_runs[computation]:

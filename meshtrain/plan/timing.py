@@ -22,7 +22,7 @@ from meshtrain.launch.links import Link, Links, link_for
 from meshtrain.plan import blocks
 from meshtrain.plan.collectives import Collective, collectives
 from meshtrain.plan.flops import attention_flops, convolution_flops, dot_flops, is_attention, is_triton, library_flops
-from meshtrain.plan.hlo import Instruction, Program, branch_shares, trip_count
+from meshtrain.plan.hlo import FUSIONS, Instruction, Program, branch_shares, trip_count
 from meshtrain.plan.moved import moved_bytes
 from meshtrain.plan.products import product_of, shape_share
 from meshtrain.plan.shapes import dtypes
@@ -297,7 +297,7 @@ class Streams:
         """Returns the seconds of one operation: computing, and sending where a TPU's fusion carries a transfer."""
         body = [line]
         inside = shapes
-        if line.opcode == "fusion" and (called := line.attribute("calls")):
+        if line.opcode in FUSIONS and (called := line.attribute("calls")):
             body = self.program.computations[called]
             inside = {one.name: one.shape for one in body}
         sent = sum(self.transfers[one.name] for one in body if one.name in self.transfers)

@@ -18,7 +18,6 @@ from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan import findings, hlo, memory, minimum, timing, topology
-from meshtrain.plan import moved as moving
 from meshtrain.plan.collectives import Collective, Traffic, sent_along
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
@@ -353,36 +352,3 @@ def test_loops_cost_their_body_each_time():
     whole, computed, _ = streams(recorded.GPU_LOOPS)
     assert whole == computed == pytest.approx(15 * streams(recorded.GPU_LOOPS.replace('"n":"5"', '"n":"1"').replace(
         '"n":"3"', '"n":"1"'))[0])  # fmt: skip
-
-
-def test_a_slice_of_a_large_array_moves_the_slice():
-    text = recorded.entry(
-        "%w = f32[1024,1024]{1,0} parameter(0)",
-        "%i = s32[] parameter(1)",
-        "%dynamic-slice = f32[1,1024]{1,0} dynamic-slice(%w, %i, %i), dynamic_slice_sizes={1,1024}",
-    )
-    seconds = streams(text)[0]
-    speed = H100.memory_bytes_per_second * timing.Assumptions().memory_efficiency
-    assert seconds == pytest.approx(2 * 4096 / speed)
-
-
-def test_a_slice_behind_a_bitcast_moves_the_slice():
-    """As a fusion of GPUs reads one layer of a stack; what is read otherwise as well is read whole."""
-    lines = (
-        "%p = f32[4,256,256]{2,1,0} parameter(0)",
-        "%i = s32[] parameter(1)",
-        "%bitcast = f32[4,65536]{1,0} bitcast(%p)",
-        "%slice = f32[1,65536]{1,0} dynamic-slice(%bitcast, %i, %i), dynamic_slice_sizes={1,65536}",
-    )
-    line = "%fusion = f32[1,65536]{1,0} fusion(%p, %i), kind=kLoop, calls=%fused"
-
-    def moved(*body):
-        fused = "%fused (p: f32[]) -> f32[] {\n" + "".join(f"  {one}\n" for one in body) + "}\n"
-        program = hlo.read(recorded.entry(*lines[:2], line, before=fused))
-        [fusion] = [one for one, _, _ in program.instructions("fusion")]
-        return moving.moved_bytes(fusion, program.computations["fused"], {})
-
-    layer = 4 * 65536
-    assert moved(*lines, "ROOT %copy = f32[1,65536]{1,0} negate(%slice)") == 2 * layer + 4  # the index
-    whole = "%sum = f32[4]{0} reduce(%bitcast, %i), dimensions={1}, to_apply=%add"
-    assert moved(*lines, whole, "ROOT %t = (f32[1,65536]{1,0}, f32[4]{0}) tuple(%slice, %sum)") > 4 * layer
