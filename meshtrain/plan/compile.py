@@ -12,7 +12,7 @@ from meshtrain.config.config import Config
 from meshtrain.launch.compiler import compiler_options
 from meshtrain.launch.quiet import captured
 from meshtrain.layout import loops, placement
-from meshtrain.models import layers
+from meshtrain.models import fp8, layers
 from meshtrain.plan.attention import as_on_target
 from meshtrain.plan.hlo import Program, read
 from meshtrain.plan.topology import Cluster
@@ -143,6 +143,8 @@ def outer_program_of(compiled: Compiled) -> Program | None:
 
 
 def _places_for_others(file: str, function: str) -> bool:
-    """Returns whether a function adds constraints or runs loops for its caller, which is the source to report."""
+    """Returns whether a function adds constraints, runs loops or multiplies for its caller, which is the source."""
     of_layers = (layers.weight.__qualname__, layers.gather_sequence.__qualname__)
-    return file in (placement.__file__, loops.__file__) or (file == layers.__file__ and function in of_layers)
+    return file in (placement.__file__, loops.__file__, fp8.__file__) or (
+        file == layers.__file__ and function in of_layers
+    )
