@@ -57,8 +57,8 @@ def line(name: str, cluster: str) -> str:
         format_bytes(stats.peak_bytes),
         f"{format_bytes(memory.capacity_bytes or 0)}: {report.VERDICTS[memory.fits]}",
         ", ".join(f"{axis} {ratio:.2f}" for axis, ratio in ratios.items()),
-        f"{timing.low_seconds:.3g} to {timing.high_seconds:.3g} s",
-        f"{mfu[0]:.0%} to {mfu[1]:.0%}",
+        report.step_interval(timing),
+        report.interval(mfu, ".0%"),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -238,7 +238,8 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     """Returns the least bytes on the wire for each axis larger than 1, in mesh order; unknown ones are left out.
 
     Several axes that store weights are one entry, joined by `+`: the partitioner gathers over them together, and
-    reduces gradients over data with them where data is left to it. Weights of experts are gathered over fewer axes than others, and then have an entry of their own.
+    reduces gradients over data with them where data is left to it. Weights of experts are gathered over fewer axes than
+    others, and then have an entry of their own.
     """
     shape, size = dict(assembly.mesh.shape), sizes(assembly)
     larger, storing = [axis for axis in AXES if shape[axis] > 1], _storing(assembly)

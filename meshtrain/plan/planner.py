@@ -88,8 +88,8 @@ class Plan:
     findings: tuple[findings.Finding, ...]
 
     @property
-    def mfu(self) -> tuple[float, float] | None:
-        """Modelled model FLOPs utilization, (low, high), with full attention as PaLM counts it.
+    def mfu(self) -> tuple[float, float, float] | None:
+        """Modelled model FLOPs utilization, (low, middle, high), with full attention as PaLM counts it.
 
         The peak is that of most products' dtype, as in the training log; None if none is published.
         """
@@ -100,8 +100,8 @@ class Plan:
         peak = peak_flops_per_second(accelerator.device_kinds[0], dtype)
         if peak is None:
             return None
-        share = self.model_flops[1] / peak
-        return share / self.timing.high_seconds, share / self.timing.low_seconds
+        share, timing = self.model_flops[1] / peak, self.timing
+        return share / timing.high_seconds, share / timing.step_seconds, share / timing.low_seconds
 
     @property
     def recomputed_share(self) -> float | None:

@@ -165,10 +165,20 @@ def _outer(plan: Plan) -> str:
     parts = [_collectives(outer.traffic, when)] if outer.traffic else []
     parts.append(aligned(rows, ("groups are joined", "on the wire of data", "least"), "<>>"))
     if outer.timing:
-        low, high = outer.timing.low_seconds, outer.timing.high_seconds
-        seconds = f"{low:.3g} to {high:.3g} s {when}, which is not in the step below"
+        seconds = f"{step_interval(outer.timing)} {when}, which is not in the step below"
         parts.append(aligned([("outer step", seconds, "modelled")], ("time", "an outer step", "")))
     return "\n\n".join(parts)
+
+
+def interval(numbers: tuple[float, float, float], form: str, unit: str = "") -> str:
+    """Returns (low, middle, high) as text; `form` is how each number is written, `unit` stands after each."""
+    low, middle, high = (f"{number:{form}}" for number in numbers)
+    return f"{low} to {high}{unit}, middle {middle}{unit}"
+
+
+def step_interval(timing: Timing) -> str:
+    """Returns the modelled seconds of a step."""
+    return interval((timing.low_seconds, timing.step_seconds, timing.high_seconds), ".3g", " s")
 
 
 def working_ratios(plan: Plan) -> dict[str, float]:
@@ -210,10 +220,10 @@ def _time(plan: Plan) -> str:
     if timing is None or accelerator is None:
         return ""
     units = task.num_units
-    low, high = timing.low_seconds, timing.high_seconds
-    rows = [("step", f"{low:.3g} to {high:.3g} s"), (f"{task.unit}/s", f"{units / high:,.0f} to {units / low:,.0f}")]
+    rates = units / timing.high_seconds, units / timing.step_seconds, units / timing.low_seconds
+    rows = [("step", step_interval(timing)), (f"{task.unit}/s", interval(rates, ",.0f"))]
     if plan.mfu:
-        rows.append(("MFU", f"{plan.mfu[0]:.0%} to {plan.mfu[1]:.0%}, full attention counted"))
+        rows.append(("MFU", f"{interval(plan.mfu, '.0%')}, full attention counted"))
     rows += [
         ("computing alone", f"{timing.compute_seconds * timing.factor:.3g} s"),
         ("sending alone", f"{timing.wire_seconds * timing.factor:.3g} s"),
@@ -300,9 +310,11 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "modelled": {
             "step_seconds_low": timing and timing.low_seconds,
+            "step_seconds": timing and timing.step_seconds,
             "step_seconds_high": timing and timing.high_seconds,
             "mfu_low": plan.mfu and plan.mfu[0],
-            "mfu_high": plan.mfu and plan.mfu[1],
+            "mfu": plan.mfu and plan.mfu[1],
+            "mfu_high": plan.mfu and plan.mfu[2],
             "calibration_factor": timing and timing.factor,
             "assumptions": timing and dataclasses.asdict(timing.assumptions),
             "links": timing and _links_json(timing),
@@ -331,5 +343,6 @@ def _outer_json(plan: Plan) -> dict[str, Any] | None:
         "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in outer.traffic],
         "wire_bytes_minimum": outer.minimum_bytes,
         "seconds_low": outer.timing and outer.timing.low_seconds,
+        "seconds": outer.timing and outer.timing.step_seconds,
         "seconds_high": outer.timing and outer.timing.high_seconds,
     }

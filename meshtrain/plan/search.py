@@ -10,7 +10,7 @@ from meshtrain.plan import planner
 from meshtrain.plan.candidates import Candidate, candidates
 from meshtrain.plan.changes import arguments, with_change
 from meshtrain.plan.planner import Plan
-from meshtrain.plan.report import UNKNOWN, VERDICTS
+from meshtrain.plan.report import UNKNOWN, VERDICTS, interval, step_interval
 from meshtrain.plan.report import to_json as plan_json
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.topology import Cluster
@@ -140,8 +140,8 @@ def text(found: Found) -> str:
                 describe(one),
                 _memory(plan),
                 format_bytes(stats.peak_bytes) if stats else "-",
-                f"{timing.low_seconds:.3g} to {timing.high_seconds:.3g} s" if timing else "-",
-                f"{plan.mfu[0]:.0%} to {plan.mfu[1]:.0%}" if plan.mfu else "-",
+                step_interval(timing) if timing else "-",
+                interval(plan.mfu, ".0%") if plan.mfu else "-",
             )
         )
     header = ("way", "memory", "peak", "step, modelled", "MFU, modelled")

@@ -101,19 +101,26 @@ def test_sources_name_the_model_rather_than_what_adds_its_constraints(plan, smal
 
 
 @pytest.mark.parametrize(("policy", "peak"), [("bfloat16", 989.4e12), ("float32", 494.7e12)])
-def test_utilization_is_of_the_peak_of_the_compute_dtype(plan, small, policy, peak):
+def test_utilization_is_of_the_peak_of_the_compute_dtype_and_each_interval_has_its_middle(plan, small, policy, peak):
     made = plan("cpu:8", small({"data": 8}))
     config = dataclasses.replace(made.compiled.assembly.config, precision=PrecisionOptions(policy))
     compiled = dataclasses.replace(made.compiled, assembly=dataclasses.replace(made.compiled.assembly, config=config))
     h100 = next(one for one in ACCELERATORS if one.name == "h100")
-    low, high = dataclasses.replace(
+    made = dataclasses.replace(
         made,
         compiled=compiled,
         cluster=dataclasses.replace(made.cluster, accelerator=h100),
         timing=Timing(1.0, 0.5, 2.0, 1.0, 0.0, 1.0, Assumptions()),
         model_flops=(0.5e12, 1e12),
-    ).mfu
-    assert (low, high) == pytest.approx((1e12 / peak / 2, 1e12 / peak / 0.5))
+    )
+    assert made.mfu == pytest.approx((1e12 / peak / 2, 1e12 / peak, 1e12 / peak / 0.5))
+    for line in (
+        "step 0.5 to 2 s, middle 1 s modelled",
+        "tokens/s 256 to 1,024, middle 512 modelled",
+        f"MFU {made.mfu[0]:.0%} to {made.mfu[2]:.0%}, middle {made.mfu[1]:.0%}, full attention counted modelled",
+    ):
+        assert line in " ".join(report.text(made).split())
+    assert [report.to_json(made)["modelled"][name] for name in ("step_seconds", "mfu")] == [1.0, made.mfu[1]]
 
 
 def test_axes_of_size_one_are_left_out(plan, small):
@@ -154,7 +161,7 @@ def test_the_json_has_what_programs_rely_on(plan, small):
     memory = ("arguments", "temporary", "peak", "capacity", "parameters", "gradients", "optimizer")
     wanted = {f"memory.{name}_bytes" for name in memory}
     wanted |= {"num_devices", "fits", "flops.compiled", "flops.model_causal", "flops.model_full"}
-    wanted |= {"modelled.step_seconds_low", "modelled.step_seconds_high"}
+    wanted |= {"modelled.step_seconds_low", "modelled.step_seconds", "modelled.step_seconds_high"}
     wanted |= {f"wire_bytes_minimum.{axis}" for axis in ("data", "pipeline", "tensor")}
     assert wanted <= keys(content)
     row = {"axis", "kind", "count", "logical_bytes", "wire_bytes", "asynchronous_fraction", "overlapped_fraction"}
