@@ -48,7 +48,6 @@ LATE_GPU_OPTIONS = (
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         64,
         "late gradients are reduced beside the whole step; of one collective at a time all but one wait for its end",
-        "0.11",
     ),
 )
 
@@ -60,13 +59,11 @@ CHUNK_GPU_OPTIONS = (
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         64,
         "gradients are reduced beside loops over rows; the limit counts all collectives of a loop",
-        "0.11",
     ),
     CompilerOption(
         "xla_gpu_memory_limit_slop_factor",
         200,
         "reductions of chunks run beside rows although the scheduler estimates more memory than the step takes",
-        "0.11",
     ),
 )
 
@@ -97,9 +94,7 @@ def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
         return ()
     reason = "joins what a layer's gradients send: products run beside one collective, not beside each of several"
     kinds = ("all_reduce", "reduce_scatter")
-    return tuple(
-        CompilerOption(f"xla_gpu_{kind}_combine_threshold_bytes", layer_bytes, reason, "0.11") for kind in kinds
-    )
+    return tuple(CompilerOption(f"xla_gpu_{kind}_combine_threshold_bytes", layer_bytes, reason) for kind in kinds)
 
 
 def options_of(

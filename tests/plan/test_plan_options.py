@@ -15,8 +15,10 @@ from meshtrain.launch import compiler
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.plan import compile as compiling
+from meshtrain.plan import topology
 
 ROOT = pathlib.Path(__file__).parents[2]
+VERSIONS = ("0.10.2", "0.12.0.1")
 
 
 def test_training_and_planning_read_the_same_table():
@@ -59,8 +61,9 @@ def test_gathers_are_not_moved_where_they_would_repeat_a_sum(monkeypatch):
     assert late.items() <= early.items()
 
 
-def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: "0.10.2")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch, version):
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
     large, small = 2 * compiler.JOINED_BYTES, compiler.JOINED_BYTES
     added = compiler.compiler_options("NVIDIA H200", large).items() - compiler.compiler_options("NVIDIA H200").items()
     assert added == {(f"xla_gpu_{kind}_combine_threshold_bytes", large) for kind in ("all_reduce", "reduce_scatter")}
@@ -69,12 +72,28 @@ def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch):
     assert compiler.compiler_options("TPU v5", large) == {}
 
 
-def test_chunks_of_a_pipeline_are_reduced_beside_loops_on_gpus(monkeypatch):
-    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: "0.10.2")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_reduced_beside_other_work_lifts_the_limit_on_gpus(monkeypatch, version):
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+    late = compiler.compiler_options("NVIDIA H200", is_late=True)
+    assert late["xla_gpu_experimental_parallel_collective_overlap_limit"] == 64
     without, given = (compiler.compiler_options("NVIDIA H200", by_chunk=each) for each in (False, True))
     added = {"xla_gpu_experimental_parallel_collective_overlap_limit": 64, "xla_gpu_memory_limit_slop_factor": 200}
     assert given == without | added
     assert compiler.compiler_options("cpu", by_chunk=True) == compiler.compiler_options("cpu")
+
+
+@pytest.mark.gpu_compiler
+def test_the_compiler_knows_every_option_of_the_table():
+    """XLA refuses a compilation with an option that it does not know."""
+    cluster = topology.open_cluster("h100:1x2")
+    sharding = jax.sharding.SingleDeviceSharding(cluster.devices[0])
+    number = jax.ShapeDtypeStruct((), "float32", sharding=sharding)
+    lowered = jax.jit(lambda x: x + 1).trace(number).lower(lowering_platforms=("cuda",))
+    kind, large = cluster.devices[0].device_kind, 100 * compiler.JOINED_BYTES
+    options = compiler.compiler_options(kind, large, is_late=True, by_chunk=True)
+    assert len(options) > len(compiler.compiler_options(kind))
+    assert lowered.compile(compiler_options=options).as_text()
 
 
 NOISE = """
