@@ -11,21 +11,28 @@ class CompilerOption:
 
     Attributes:
       name: as XLA knows it.
-      value: a bool or a number; XLA refuses it as text.
+      value: a bool or a number, which XLA refuses as text; or the name of an enum's value.
       reason: its purpose, in one line.
       before: the first jaxlib version without this option (removed, crashing, or untested); "" for none.
+      since: the first jaxlib version with it; "" for all.
     """
 
     name: str
     value: Any
     reason: str
     before: str = ""
+    since: str = ""
 
 
-PIPELINED_GATHER = "xla_gpu_enable_pipelined_all_gather"
+PIPELINED = {
+    "all_gather": "gathers the next layer's weights early",
+    "reduce_scatter": "scatters gradients during the next layer",
+    "all_reduce": "sums gradients during the next layer",
+}
+PIPELINED_GATHERS = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather")
 
-# On jaxlib 0.10.2 matrix products overlap at least 90 % of FSDP's traffic with these. jaxlib 0.12.0 does not know the
-# pipelined ones, and its compiler aborts with the estimator.
+# On jaxlib 0.10.2 matrix products overlap at least 90 % of FSDP's traffic with these. jaxlib 0.12.0 has other names for
+# the pipelined ones (see LARGE_GPU_OPTIONS), and its compiler aborts with the estimator.
 GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_latency_hiding_scheduler", True, "starts collectives early; some GPUs (A100) do not by default"
@@ -36,9 +43,16 @@ GPU_OPTIONS = (
         "weighs collectives by size; older GPUs guess by default",
         "0.11",
     ),
-    CompilerOption(PIPELINED_GATHER, True, "gathers the next layer's weights early", "0.11"),
-    CompilerOption("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters gradients during the next layer", "0.11"),
-    CompilerOption("xla_gpu_enable_pipelined_all_reduce", True, "sums gradients during the next layer", "0.11"),
+    *(CompilerOption(f"xla_gpu_enable_pipelined_{kind}", True, why, before="0.11") for kind, why in PIPELINED.items()),
+)
+
+
+# With layers whose gradients are larger than LARGE_BYTES on a device. jaxlib 0.12 copies what pipelined loops carry,
+# which costs smaller layers more than it hides (modelled).
+LARGE_BYTES = 128 * 2**20
+LARGE_GPU_OPTIONS = tuple(
+    CompilerOption(f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON", why, since="0.12")
+    for kind, why in PIPELINED.items()
 )
 
 
@@ -113,9 +127,14 @@ def options_of(
     if device_kind.startswith("NVIDIA"):
         table = GPU_OPTIONS + joining(layer_bytes) + (LATE_GPU_OPTIONS if is_late else ())
         table += CHUNK_GPU_OPTIONS if by_chunk else ()
-    table = table if gathers_early else tuple(option for option in table if option.name != PIPELINED_GATHER)
+        table += LARGE_GPU_OPTIONS if layer_bytes > LARGE_BYTES else ()
+    table = table if gathers_early else tuple(option for option in table if option.name not in PIPELINED_GATHERS)
     installed = _numbers(importlib.metadata.version("jaxlib"))
-    return tuple(option for option in table if not option.before or installed < _numbers(option.before))
+    return tuple(
+        option
+        for option in table
+        if (not option.before or installed < _numbers(option.before)) and installed >= _numbers(option.since or "0")
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -90,10 +90,24 @@ def test_the_compiler_knows_every_option_of_the_table():
     sharding = jax.sharding.SingleDeviceSharding(cluster.devices[0])
     number = jax.ShapeDtypeStruct((), "float32", sharding=sharding)
     lowered = jax.jit(lambda x: x + 1).trace(number).lower(lowering_platforms=("cuda",))
-    kind, large = cluster.devices[0].device_kind, 100 * compiler.JOINED_BYTES
+    kind, large = cluster.devices[0].device_kind, 2 * compiler.LARGE_BYTES
     options = compiler.compiler_options(kind, large, is_late=True, by_chunk=True)
     assert len(options) > len(compiler.compiler_options(kind))
     assert lowered.compile(compiler_options=options).as_text()
+
+
+@pytest.mark.parametrize(("version", "num_added"), [("0.10.2", 0), ("0.12.0.1", 3)])
+def test_the_loops_of_large_layers_are_pipelined_under_their_new_names(monkeypatch, version, num_added):
+    monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
+
+    def pipelined(layer_bytes, **given):
+        names = compiler.compiler_options("NVIDIA H200", layer_bytes, **given)
+        return [name for name in names if name.startswith("xla_gpu_pipeline_")]
+
+    assert pipelined(compiler.LARGE_BYTES) == []
+    assert len(pipelined(compiler.LARGE_BYTES + 1)) == num_added
+    late = pipelined(compiler.LARGE_BYTES + 1, gathers_early=False)
+    assert late == [name for name in pipelined(compiler.LARGE_BYTES + 1) if "gather" not in name]
 
 
 NOISE = """
