@@ -155,8 +155,8 @@ AROUND: tuple[Mutant, ...] = (
     Mutant(
         "level 3 sends nothing",
         "plan/minimum.py",
-        "storing = [axis for axis in larger if axis in assembly.rules.storage_axes]",
-        'storing = [axis for axis in larger if axis == "fsdp"]',
+        "if shape[axis] > 1 and axis in stored]",
+        "if shape[axis] > 1 and axis == FSDP]",
         "at ZeRO level 3 data is said to have nothing to send",
         ("plan/test_plan_arithmetic.py::test_the_least_of_data_follows_the_wire_dtype_and_zero[3-float32-12-4]",),
         was_unnoticed=True,

@@ -35,8 +35,8 @@ EXPERTS: tuple[Mutant, ...] = (
     Mutant(
         "experts are gathered",
         "plan/minimum.py",
-        "and shape[axis] > 1 and axis not in stay]",
-        "and shape[axis] > 1]",
+        "[axis for axis in storing if axis not in stay]",
+        "storing",
         "plan counts experts among the weights that are gathered over their own axis",
         ("plan/test_plan_experts.py::test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both",),
     ),

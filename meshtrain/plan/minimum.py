@@ -48,7 +48,8 @@ from meshtrain.plan.exchange import exchange_bytes, unit_axes
 from meshtrain.plan.experts import token_bytes
 from meshtrain.step.precision import compute_dtype, param_dtype
 
-FSDP, TENSOR = "fsdp", "tensor"
+FSDP = "fsdp"
+TENSOR = "tensor"
 FLOAT32_BYTES = 4
 REDUCTIONS_A_LAYER = 4
 GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention
