@@ -56,10 +56,12 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
             "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train "
             "--config=configs/3d.py"
         )
-    for name, least in (("processes", 1), ("devices", 1), ("restarts", 0)):
+    limits = {"processes": (1, local.MAX_PROCESSES), "devices": (1, local.MAX_SIMULATED), "restarts": (0, sys.maxsize)}
+    for name, (least, most) in limits.items():
         value = getattr(arguments, name)
-        if value is not None and value < least:
-            found.append(f"--{name}: got {value}; allowed: at least {least}; nearest: {least}")
+        if value is not None and not least <= value <= most:
+            allowed, near = ("at least", least) if value < least else ("at most", most)
+            found.append(f"--{name}: got {value}; allowed: {allowed} {near}; nearest: {near}")
     on_gpus = bool(gpus) and arguments.devices is None  # --devices asks for simulated CPU devices
     num_processes: int = len(gpus) if arguments.processes is None else arguments.processes
     if not num_processes and arguments.processes is None:

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 
 from meshtrain.launch import cluster, peers
+from meshtrain.launch.local import MAX_SIMULATED
 from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError
 
-_MAX_SIMULATED = 8192  # each costs JAX a thread and 0.1 MB: about four seconds and 1 GB at this number
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
 _CACHE = Path("~/.cache/meshtrain/jax")
 # JAX keeps only what took a second to compile; small programs are most of the start-up time on a CPU.
@@ -75,11 +75,11 @@ def simulate(num_devices: int) -> None:
       num_devices: how many; the largest mesh that is to be trained on here.
 
     Raises:
-      UserError: JAX has started with another number, or the number is not from 1 to 2048.
+      UserError: JAX has started with another number, or the number is not from 1 to 8192.
     """
-    if not 1 <= num_devices <= _MAX_SIMULATED:
-        near = min(max(num_devices, 1), _MAX_SIMULATED)
-        raise UserError(f"simulate: got {num_devices}; allowed: 1 to {_MAX_SIMULATED} devices; nearest: {near}")
+    if not 1 <= num_devices <= MAX_SIMULATED:
+        near = min(max(num_devices, 1), MAX_SIMULATED)
+        raise UserError(f"simulate: got {num_devices}; allowed: 1 to {MAX_SIMULATED} devices; nearest: {near}")
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
         jax.config.update("jax_platforms", "cpu")
@@ -227,8 +227,8 @@ def _simulate(num_devices: int) -> None:
     """
     if _setting("jax_num_cpu_devices") >= num_devices:
         return
-    if _setting("jax_platforms") == "cpu" and num_devices > _MAX_SIMULATED:
-        raise UserError(f"mesh: got {num_devices} simulated devices; allowed: at most {_MAX_SIMULATED}; nearest: that")
+    if _setting("jax_platforms") == "cpu" and num_devices > MAX_SIMULATED:
+        raise UserError(f"mesh: got {num_devices} simulated devices; allowed: at most {MAX_SIMULATED}; nearest: that")
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:

@@ -227,7 +227,7 @@ run(lambda: meshtrain.simulate(4))
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.py")), ids=lambda path: path.stem)
 def test_the_devices_of_every_configuration_can_be_simulated_for_explain(path):
-    assert 1 <= math.prod(load(str(path), []).mesh.values()) <= distributed._MAX_SIMULATED
+    assert 1 <= math.prod(load(str(path), []).mesh.values()) <= distributed.MAX_SIMULATED
 
 
 @pytest.mark.parametrize(("number", "near"), [(0, 1), (-3, 1), (10**6, 8192)])

@@ -43,6 +43,11 @@ def test_on_gpus_each_gets_one():
     assert "JAX_NUM_CPU_DEVICES" not in found[0]
 
 
+def test_the_coordinator_listens_on_this_machine_alone():
+    own = local.environment(local.Job(("-c", ""), 2), 0, "127.0.0.1:9", {"JAX_COORDINATOR_BIND_ADDRESS": "[::]:9"})
+    assert own["JAX_COORDINATOR_BIND_ADDRESS"] == "127.0.0.1:9"
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -164,6 +169,8 @@ def is_gone(pid):
         (["--", "-c", ""], "--processes: got nothing; allowed: at least 1"),
         (["--processes=0", "--", "-c", ""], "--processes: got 0; allowed: at least 1; nearest: 1"),
         (["--processes=2", "--devices=0", "--", "x"], "--devices: got 0; allowed: at least 1; nearest: 1"),
+        (["--processes=1000000", "--", "x"], "--processes: got 1000000; allowed: at most 256; nearest: 256"),
+        (["--processes=2", "--devices=1000000000", "--", "x"], "--devices: got 1000000000; allowed: at most 8192"),
         (["--processes=2", "--restarts=-1", "--", "x"], "--restarts: got -1; allowed: at least 0; nearest: 0"),
         (["--processes=two", "--", "x"], "--processes: invalid int value: 'two'; allowed: a whole number"),
         (["--proceses=2", "--", "x"], "--proceses=2: unknown; allowed: --processes, --devices, --restarts"),
