@@ -16,10 +16,14 @@ from typing import Any
 from meshtrain.words.errors import UserError
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+WITHOUT_JAX = ("deactivate", "slurm", "ompi")  # ways to meet whose address the environment says
+_BY_HAND = f"each process with its {', '.join(EXPLICIT)}"
 # Where JAX meets if nobody names a port: jax/_src/clusters, a port of the last 4096 by the number of the job.
 _NUM_PORTS = 4096
 _FIRST_PORT = 65535 - _NUM_PORTS + 1
 _KUBERNETES_PORT = 55527
+_RANGES = re.compile(r"|\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")  # between the brackets of Slurm's lists
+_MOST = 2**32  # of the numbers that schedulers count with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,12 @@ class Meeting:
     index: int
     num_hosts: int | None = None
     names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises UserError where the address is not host:port."""
+        if not _is_address(self.address):
+            allowed = "host:port, from 1 to 65535, in JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_BIND_ADDRESS"
+            raise UserError(f"processes: got {self.address}; allowed: {allowed}; nearest: localhost:9901")
 
     @property
     def host(self) -> str:
@@ -62,7 +72,7 @@ def processes(environ: Mapping[str, str], platforms: str) -> dict[str, Any] | No
       platforms: JAX's platforms as the user or JAX chose them, such as `cpu` or `tpu,cpu`; empty: not chosen.
 
     Raises:
-      UserError: some of the three JAX variables are missing or not numbers; Open MPI without an address to connect to.
+      UserError: a variable that is read is missing or no number; Open MPI without an address to connect to.
     """
     if "JAX_NUM_PROCESSES" in environ or "JAX_PROCESS_ID" in environ:
         return _explicit(environ)
@@ -102,14 +112,12 @@ def meeting(
     if method == "slurm":
         return _in_slurm(environ, address, how["num_processes"])
     if method == "ompi":
-        return Meeting(
-            address or _address_of_open_mpi(environ["OMPI_MCA_orte_hnp_uri"]),
-            how["num_processes"],
-            int(environ["OMPI_COMM_WORLD_RANK"]),
-        )
+        count = how["num_processes"]
+        index, _ = _numbers(environ, OMPI_COMM_WORLD_RANK=count, OMPI_COMM_WORLD_LOCAL_RANK=count)
+        return Meeting(address or _address_of_open_mpi(environ), count, index)
     if method == "k8s" and num_processes:
         return _in_kubernetes(environ, address, num_processes, full_name())
-    wanted = "--processes=N" if method == "k8s" else f"each process with its {', '.join(EXPLICIT)}"
+    wanted = "--processes=N" if method == "k8s" else _BY_HAND
     raise UserError(f"processes: got {method}, where only JAX knows the others; allowed: {wanted}; nearest: that")
 
 
@@ -118,9 +126,14 @@ def hosts_of(text: str) -> list[str]:
 
     >>> hosts_of("node[1-2,007],login")
     ['node1', 'node2', 'node007', 'login']
+
+    Raises:
+      UserError: something else than numbers stands between brackets.
     """
     found = []
     for prefix, inside, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
+        if not _RANGES.fullmatch(inside):
+            raise UserError(f"SLURM_STEP_NODELIST: got {text}; allowed: names such as node[1-4,7]; nearest: {_BY_HAND}")
         for part in inside.split(","):
             first, _, last = part.partition("-")
             last = last or first
@@ -134,19 +147,22 @@ def hosts_of(text: str) -> list[str]:
 def _in_slurm(environ: Mapping[str, str], address: str | None, num_processes: int) -> Meeting:
     listed = environ["SLURM_STEP_NODELIST"]
     hosts, num_hosts = hosts_of(listed), _count(environ, "SLURM_STEP_NUM_NODES")
+    # JAX reads all of these, once the processes meet.
+    below = {"SLURM_PROCID": num_processes, "SLURM_LOCALID": num_processes, "SLURM_NTASKS": _MOST}
+    index, _, _, job = _numbers(environ, **below, SLURM_JOB_ID=_MOST)
     if not address:
         # As JAX reads the list: what follows the brackets does not count.
         prefix, number = re.match(r"([^,\[]*)(?:\[([^,\-]*))?", listed).groups(default="")  # type: ignore[union-attr]
-        address = f"{prefix}{number}:{_FIRST_PORT + int(environ['SLURM_JOB_ID']) % _NUM_PORTS}"
+        address = f"{prefix}{number}:{_FIRST_PORT + job % _NUM_PORTS}"
     # Consecutive tasks share a host, which is how srun fills them unless it is told otherwise.
     even = len(hosts) == num_hosts and num_processes % num_hosts == 0
     names = tuple(hosts[i * num_hosts // num_processes] for i in range(num_processes)) if even else ()
-    return Meeting(address, num_processes, int(environ["SLURM_PROCID"]), num_hosts, names)
+    return Meeting(address, num_processes, index, num_hosts, names)
 
 
 def _in_kubernetes(environ: Mapping[str, str], address: str | None, num_processes: int, full_name: str) -> Meeting:
     # The pods of an Indexed Job are JOB-0, JOB-1, ..., and the service gives them its name as their domain.
-    index = int(environ["JOB_COMPLETION_INDEX"])
+    [index] = _numbers(environ, JOB_COMPLETION_INDEX=num_processes)
     own, _, domain = full_name.partition(".")
     job = own.removesuffix(f"-{index}")
     names = tuple(f"{job}-{i}" for i in range(num_processes))
@@ -155,26 +171,52 @@ def _in_kubernetes(environ: Mapping[str, str], address: str | None, num_processe
     return Meeting(address, num_processes, index, num_processes, names)
 
 
-def _address_of_open_mpi(uri: str) -> str:
+def _address_of_open_mpi(environ: Mapping[str, str]) -> str:
     """Returns the address that JAX takes from an URI such as `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
-    port = _FIRST_PORT + int(uri.partition(".")[0]) // _NUM_PORTS % _NUM_PORTS
-    found = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", uri)
+    uri = environ["OMPI_MCA_orte_hnp_uri"]
+    found = re.match(r"(\d{1,12})\..*?(?:tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]])", uri)
     if found is None:
-        raise UserError(f"processes: got '{uri}' from Open MPI; allowed: an address; nearest: {', '.join(EXPLICIT)}")
-    return f"{found[1] or found[2]}:{port}"
+        raise UserError(f"OMPI_MCA_orte_hnp_uri: got {uri}; allowed: NUMBER.0;tcp://ADDRESS:PORT; nearest: {_BY_HAND}")
+    return f"{found[2] or found[3]}:{_FIRST_PORT + int(found[1]) // _NUM_PORTS % _NUM_PORTS}"
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    return int(environ.get(name) or "1")  # without the variable there is one
+    return _numbers(environ, **{name: _MOST})[0] if environ.get(name) else 1  # without the variable there is one
+
+
+def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:
+    """Returns the numbers that variables hold, each below its limit.
+
+    Raises:
+      UserError: a line for each that is missing, no whole number, or not below its limit.
+    """
+    found = {name: environ.get(name) or "nothing" for name in below}
+    wrong = [name for name, value in found.items() if not (_is_whole(value) and int(value) < below[name])]
+    if wrong:
+        lines = (f"{name}: got {found[name]}; allowed: a number below {below[name]}" for name in wrong)
+        raise UserError(*(f"{line}, as the scheduler sets it; nearest: {_BY_HAND}" for line in lines))
+    return [int(value) for value in found.values()]
+
+
+def _is_whole(text: str) -> bool:
+    return text.isdecimal() and len(text) <= 12  # Python reads no number of thousands of digits
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and _is_whole(port) and 0 < int(port) < 2**16
 
 
 def _explicit(environ: Mapping[str, str]) -> dict[str, Any] | None:
     address, count, index = (environ.get(name) or "" for name in EXPLICIT)
     if count == "1":
         return None
-    if not (":" in address and count.isdecimal() and index.isdecimal() and int(index) < int(count)):
+    if not (_is_address(address) and _is_whole(count) and _is_whole(index) and int(index) < int(count)):
         got = ", ".join(f"{name}={environ.get(name) or '(not set)'}" for name in EXPLICIT)
-        raise UserError(f"processes: got {got}; allowed: host:port, a number, and a number from 0 to one less")
+        raise UserError(
+            f"processes: got {got}; allowed: host:port with a port from 1 to 65535, a number, and a number from 0 to "
+            "one less; nearest: localhost:9901, 2 and 0"
+        )
     return {
         "coordinator_address": address,
         "num_processes": int(count),
@@ -200,7 +242,7 @@ def _open_mpi(environ: Mapping[str, str]) -> str:
         return "mpi4py"
     raise UserError(
         f"processes: got {environ['OMPI_COMM_WORLD_SIZE']} from Open MPI without an address to meet at; "
-        f"allowed: pip install mpi4py, or each process with its {', '.join(EXPLICIT)}"
+        f"allowed: pip install mpi4py, or {_BY_HAND}"
     )
 
 

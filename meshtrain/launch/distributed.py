@@ -17,6 +17,7 @@ import jax
 
 from meshtrain.launch import cluster, peers
 from meshtrain.launch.local import MAX_SIMULATED
+from meshtrain.launch.meeting import meet
 from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError
 
@@ -210,6 +211,8 @@ def _meet(how: Mapping[str, Any]) -> None:
     """
     if jax.distributed.is_initialized():
         return
+    if how["cluster_detection_method"] in cluster.WITHOUT_JAX and (meeting := cluster.meeting(os.environ)):
+        meet(meeting, os.environ)
     try:
         jax.distributed.initialize(**how)
     except (RuntimeError, ValueError) as error:

@@ -19,9 +19,10 @@ from typing import Any
 
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.meeting import Hub, Member, Unreachable
 from meshtrain.probe import alone, findings, machine, together
 from meshtrain.probe.findings import Finding
-from meshtrain.probe.rollcall import Hub, Member, RollCall, Single, Unreachable, token
+from meshtrain.probe.rollcall import RollCall, Single, offsets, token
 from meshtrain.words import flags
 from meshtrain.words.errors import EXIT_USER_ERROR, UserError, leave_at_once, run
 from meshtrain.words.paths import expanded
@@ -111,7 +112,7 @@ def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding],
     fix = "the same driver and libraries on all machines, if a job fails"
     libraries = {process: each["libraries"] for process, each in said.items()}
     found += together.same("libraries", libraries, fix, findings.warning)
-    found += together.clocks(hub.offsets())
+    found += together.clocks(offsets(hub))
     looked = _looked(hub, workdir, own["token"], meeting, limit)
     found += together.shared({process: tuple(each) for process, each in looked.items()}, len(said))
     goes_on = len(said) == meeting.num_processes and not any(

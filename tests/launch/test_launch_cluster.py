@@ -24,6 +24,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1,10.108.0.1:34911",
 }
+BY_HAND = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
 
 
@@ -93,3 +94,47 @@ def test_by_hand_or_alone():
     assert meeting({}) is None
     with pytest.raises(UserError, match="got gketpu, where only JAX knows the others"):
         meeting({"JAX_PLATFORMS": "tpu", "TPU_WORKER_HOSTNAMES": "a,b"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "junk"}, "SLURM_STEP_NUM_TASKS"),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "-4"}, "SLURM_STEP_NUM_NODES"),
+        ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID"),
+        ({**SLURM, "SLURM_LOCALID": "9" * 5000}, "SLURM_LOCALID"),
+        ({name: SLURM[name] for name in SLURM if name != "SLURM_JOB_ID"}, "SLURM_JOB_ID"),
+        ({name: SLURM[name] for name in SLURM if name != "SLURM_NTASKS"}, "SLURM_NTASKS"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[a-b]"}, "SLURM_STEP_NODELIST"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[1-99999999]"}, "SLURM_STEP_NODELIST"),
+        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "localhost:http"}, "JAX_COORDINATOR_ADDRESS"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "junk"}, "OMPI_COMM_WORLD_SIZE"),
+        ({name: OPEN_MPI[name] for name in OPEN_MPI if name != "OMPI_COMM_WORLD_RANK"}, "OMPI_COMM_WORLD_RANK"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "x"}, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "junk"}, "OMPI_MCA_orte_hnp_uri"),
+        ({"JAX_PLATFORMS": "tpu", "MEGASCALE_NUM_SLICES": "junk"}, "MEGASCALE_NUM_SLICES"),
+        ({**BY_HAND, "JAX_COORDINATOR_ADDRESS": "localhost:http"}, "JAX_COORDINATOR_ADDRESS"),
+        ({**BY_HAND, "JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS"),
+        ({**BY_HAND, "JAX_COORDINATOR_ADDRESS": ":99999"}, "JAX_COORDINATOR_ADDRESS"),
+        ({**BY_HAND, "JAX_NUM_PROCESSES": "x"}, "JAX_NUM_PROCESSES"),
+        ({**BY_HAND, "JAX_NUM_PROCESSES": "9" * 5000}, "JAX_NUM_PROCESSES"),
+        ({**BY_HAND, "JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID"),
+    ],
+)
+def test_junk_is_a_line_that_names_the_variable(environ, name):
+    with pytest.raises(UserError) as refusal:
+        meeting(environ)
+    [line] = refusal.value.problems
+    assert name in line
+    assert "; allowed: " in line
+    assert "; nearest: " in line
+
+
+def test_all_that_a_scheduler_leaves_out_comes_at_once():
+    with pytest.raises(UserError) as refusal:
+        meeting({**SLURM, "SLURM_PROCID": "x", "SLURM_LOCALID": "", "SLURM_JOB_ID": "y"})
+    assert [line.partition(":")[0] for line in refusal.value.problems] == [
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_JOB_ID",
+    ]

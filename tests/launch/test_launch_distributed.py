@@ -265,3 +265,19 @@ assert len(start(8)[0]) == 8
     started = [launch(code, HOME=str(tmp_path), JAX_PROCESS_ID=str(i), **environ) for i in range(2)]
     printed = [finish(process)[0].strip() for process in started]
     assert printed == [f"8 4 {main} 8 devices are simulated on 2 processes" for main in (True, False)]
+
+
+def test_of_two_processes_with_one_number_each_says_so_in_a_line_and_no_stack():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    code = "from meshtrain.launch import meeting; meeting.LINE_SECONDS = 3; run(lambda: start(3) and None)"
+    environ = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "3", "JAX_PLATFORMS": "cpu"}
+    started = [launch(code, JAX_PROCESS_ID=index, **environ) for index in "011"]
+    ended = [process.communicate(timeout=120)[1].splitlines() for process in started]
+    assert sorted(process.returncode for process in started) == [2, 2, 4]
+    assert ended[0][-1] == (
+        "meshtrain: error: processes: 127.0.0.1 says that it is process 1, and so does another process; "
+        "allowed: each number once; nearest: start each process once, with its own JAX_PROCESS_ID"
+    )
+    assert {line.split(": ")[1] for lines in ended for line in lines} <= {"error", "lost", "waiting"}, ended

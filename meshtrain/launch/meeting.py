@@ -1,0 +1,377 @@
+"""Messages between the processes of a job before JAX connects them: over TCP, through process 0, each with a limit.
+
+JAX ends a process without a word about the others when one of them is missing. Here process 0 listens at the port that
+JAX will listen at. The others connect, and stay connected when it has stopped listening, so that process 0 can say who
+is missing or stuck whatever JAX does. A message is one line of JSON. `meet` waits until all are there.
+"""
+
+import json
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self, TypeVar
+
+from meshtrain.launch.cluster import Meeting
+from meshtrain.words.errors import LostPeer, UserError
+
+LINE_SECONDS = 15.0  # between two lines about those that are awaited
+TRY_SECONDS = 10.0  # for a port that was in use a moment ago, and for name servers
+MEET_SECONDS = 300.0  # as long as JAX waits
+_ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
+_NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+_MOST_BYTES = 2**22  # of a message: more is from something else
+_RETRY_SECONDS = 0.2
+_CONNECT_SECONDS = 5.0
+_CLOCK_SECONDS = 2.0
+_GRACE_SECONDS = 10.0  # process 0 waits for the others first, and answers then
+_CLOCK, _ALL = "clock", "all"
+_T = TypeVar("_T")
+
+
+class Unreachable(Exception):
+    """Process 0 cannot be reached, or does not answer; the text is what was seen."""
+
+
+class Refused(Unreachable):
+    """Two processes say that they are the same one, or that the job has different sizes; the text names them."""
+
+
+def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
+    """Waits until all processes of a job are there, five minutes at most; prints every 15 s for whom.
+
+    Args:
+      meeting: where they meet.
+      environ: of this process.
+
+    Raises:
+      UserError: the address does not resolve, process 0 cannot listen there, or two processes have one number.
+      LostPeer: a process has not come, or has ended meanwhile.
+    """
+    where, number = (next(name for name in names if environ.get(name)) for names in (_ADDRESSES, _NUMBERS))
+    begun = time.monotonic()
+
+    def wait_for(missing: Iterable[int], why: str = "") -> None:
+        seconds = time.monotonic() - begun
+        names = f"process {', '.join(map(str, sorted(missing)))} of {meeting.num_processes}"
+        line = f"{seconds:.0f} s for {names} at {meeting.address} ({where}){why}"
+        if seconds > MEET_SECONDS:
+            raise Unreachable(f"waited {line}")
+        print(f"meshtrain: waiting: {line}", file=sys.stderr, flush=True)
+
+    try:
+        if "KUBERNETES_SERVICE_HOST" not in environ:  # there a name resolves once its pod has started
+            wrong = f"{where}: got {meeting.address}, which does not resolve"
+            fix = "allowed: host:port of process 0; nearest: its IP address, or mend DNS"
+            _tried(lambda: socket.getaddrinfo(meeting.host, meeting.port), wrong, fix)
+        if meeting.index:
+            _follow(meeting, f"{number}={meeting.index}", wait_for)
+            return
+        wrong = f"{where}: got {meeting.address}, where process 0 cannot listen"
+        fix = f"allowed: a port that is free; nearest: another port, or {number}=1 if process 0 is there already"
+        with _tried(lambda: Hub(meeting, environ), wrong, fix) as hub:
+            _lead(meeting, hub, wait_for)
+    except Refused as why:
+        fix = f"start each process once, with its own {number}"
+        raise UserError(f"processes: {why}; allowed: each number once; nearest: {fix}") from None
+    except Unreachable as reason:
+        raise LostPeer(f"{reason}, before all processes had met") from None
+
+
+def _lead(meeting: Meeting, hub: "Hub", wait_for: Callable[..., None]) -> None:
+    """Waits in process 0 until the others have registered, and tells them."""
+    everybody = set(range(meeting.num_processes))
+    while (missing := everybody - hub.exchange("meet", None, LINE_SECONDS).keys()) or hub.ended():
+        if hub.refused:
+            raise Refused(hub.refused[0])
+        if gone := hub.ended():
+            raise Unreachable(f"process {gone[0]} has ended")
+        wait_for(missing)
+    hub.stop_listening()
+    hub.wait_for_the_end(_CONNECT_SECONDS)
+
+
+def _follow(meeting: Meeting, own: str, wait_for: Callable[..., None]) -> None:
+    """Waits in another process until process 0 says that all are there."""
+    everybody, has_registered = set(range(meeting.num_processes)), False
+    while True:
+        pause = 0.0
+        try:
+            with Member(meeting, LINE_SECONDS) as member:
+                pause = LINE_SECONDS  # what answers at once would be asked without end
+                while missing := everybody - member.exchange("meet", None, LINE_SECONDS).keys():
+                    has_registered = True
+                    wait_for(missing)
+            return
+        except Unreachable as reason:
+            if has_registered or isinstance(reason, Refused):
+                raise
+            strange = f": another program answers there, or a job that has its {own} already"
+            wait_for([0], strange if pause else f": {reason}")
+            time.sleep(pause)
+
+
+def _tried(act: Callable[[], _T], wrong: str, fix: str) -> _T:
+    """Returns what `act` returns, which may fail for a while."""
+    deadline = time.monotonic() + TRY_SECONDS
+    while True:
+        try:
+            return act()
+        except OSError as failure:
+            if time.monotonic() > deadline:
+                raise UserError(f"{wrong} ({failure.strerror}); {fix}") from failure
+        time.sleep(_RETRY_SECONDS)
+
+
+class Hub:
+    """Process 0's side: it listens until all have registered, and passes on what they say."""
+
+    def __init__(self, meeting: Meeting, environ: Mapping[str, str]) -> None:
+        """Listens at the port of the meeting.
+
+        Args:
+          meeting: where the processes meet.
+          environ: of this process; JAX_COORDINATOR_BIND_ADDRESS names another address to listen at, as for JAX.
+
+        Raises:
+          OSError: another program has the port, or the address is not of this machine.
+        """
+        self._num_others = meeting.num_processes - 1
+        self._is_listening = True
+        self._own: dict[int, _Connection] = {}
+        self.refused: list[str] = []
+        bound = Meeting(environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{meeting.port}", 1, 0)
+        if bound.host == "::" and socket.has_dualstack_ipv6():
+            self._server = socket.create_server(("", bound.port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            family = socket.AF_INET6 if ":" in bound.host and bound.host != "::" else socket.AF_INET
+            self._server = socket.create_server(("" if bound.host == "::" else bound.host, bound.port), family=family)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+
+    def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
+        """Returns process -> value, of those that answered in time, and tells them the same."""
+        self._pump(time.monotonic() + seconds, lambda: self._has_all(name))
+        found = {0: value, **{i: one.said[name] for i, one in sorted(self._own.items()) if name in one.said}}
+        for one in self._own.values():
+            one.send({"name": name, _ALL: {str(process): each for process, each in found.items()}})
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the connections."""
+        if self._is_listening:
+            self.stop_listening()
+        for one in list(self._selector.get_map().values()):
+            one.data.close()
+        self._selector.close()
+
+    def stop_listening(self) -> None:
+        """Leaves the port, so that JAX can listen there; the connections stay."""
+        self._is_listening = False
+        self._selector.unregister(self._server)
+        self._server.close()
+
+    def others(self) -> list[int]:
+        """Returns the processes that have registered."""
+        return sorted(self._own)
+
+    def ask_clock(self, process: int) -> float | None:
+        """Returns what the clock of a process says, in seconds; None: it does not answer."""
+        one = self._own[process]
+        one.said.pop(_CLOCK, None)
+        one.send({"name": _CLOCK})
+        self._pump(time.monotonic() + _CLOCK_SECONDS, lambda: _CLOCK in one.said or not one.is_open)
+        return one.said.get(_CLOCK)
+
+    def wait_for_the_end(self, seconds: float) -> None:
+        """Waits until the others have ended: JAX would abort them if this process ended first."""
+        self._pump(time.monotonic() + seconds, lambda: not any(one.is_open for one in self._own.values()))
+
+    def ended(self) -> list[int]:
+        """Returns the processes whose connection is closed."""
+        return sorted(process for process, one in self._own.items() if not one.is_open)
+
+    def _has_all(self, name: str) -> bool:
+        """Returns whether nobody is left who could still say this."""
+        is_complete = len(self._own) == self._num_others or not self._is_listening
+        return is_complete and all(name in one.said or not one.is_open for one in self._own.values())
+
+    def _pump(self, deadline: float, is_done: Callable[[], bool]) -> None:
+        """Reads what arrives until something is done, or the time is over."""
+        while not is_done() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(min(left, 1.0)):
+                if key.fileobj is self._server:
+                    self._accept()
+                else:
+                    self._read(key.data)
+
+    def _accept(self) -> None:
+        connected, address = self._server.accept()
+        connected.settimeout(_CONNECT_SECONDS)
+        one = _Connection(connected, str(address[0]))
+        self._selector.register(connected, selectors.EVENT_READ, one)
+
+    def _read(self, one: "_Connection") -> None:
+        for message in one.read():
+            if one.process is None and not self._registers(one, message):
+                continue
+            one.said[str(message["name"])] = message["value"]
+        if not one.is_open:
+            self._selector.unregister(one.socket)
+            one.close()
+
+    def _registers(self, one: "_Connection", message: Mapping[str, Any]) -> bool:
+        process, count = message["process"], message["num_processes"]
+        if count != self._num_others + 1:
+            why = f"{one.address} was started as one of {count} processes, process 0 as one of {self._num_others + 1}"
+        elif process in self._own or not 0 < process <= self._num_others:
+            why = f"{one.address} says that it is process {process}, and so does another process"
+        else:
+            one.process, self._own[process] = process, one
+            return True
+        self.refused.append(why)
+        one.send({"name": message["name"], "refused": why})
+        return False
+
+
+class Member:
+    """The side of every process but 0."""
+
+    def __init__(self, meeting: Meeting, seconds: float) -> None:
+        """Connects to process 0, which may not listen yet.
+
+        Args:
+          meeting: where the processes meet.
+          seconds: how long it tries.
+
+        Raises:
+          Unreachable: it cannot connect; the text is the reason of the last attempt.
+        """
+        self._meeting = meeting
+        self._buffer = b""
+        deadline = time.monotonic() + seconds
+        while True:
+            patience = max(0.1, min(_CONNECT_SECONDS, deadline - time.monotonic()))
+            try:
+                self._socket = socket.create_connection((meeting.host, meeting.port), timeout=patience)
+                return
+            except TimeoutError:
+                reason = f"{meeting.address} does not answer"
+            except ConnectionRefusedError:
+                reason = f"{meeting.address} refuses the connection: nothing listens there"
+            except OSError as failure:
+                reason = f"{meeting.address}: {failure.strerror or failure}"
+            if time.monotonic() + _RETRY_SECONDS >= deadline:
+                raise Unreachable(reason)
+            time.sleep(_RETRY_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the connection."""
+        self._socket.close()
+
+    def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
+        """Returns what `Hub.exchange` returns in process 0.
+
+        Raises:
+          Unreachable: process 0 has ended, does not answer in time, or refuses this process.
+        """
+        self._send(name, value)
+        deadline = time.monotonic() + seconds + _GRACE_SECONDS
+        while True:
+            message = self._receive(deadline, seconds)
+            if "refused" in message:
+                raise Refused(message["refused"])
+            if message["name"] == _CLOCK:
+                self._send(_CLOCK, time.time())
+            elif message["name"] == name:
+                return {int(process): each for process, each in message[_ALL].items()}
+
+    def _send(self, name: str, value: Any) -> None:
+        message = {
+            "process": self._meeting.index,
+            "num_processes": self._meeting.num_processes,
+            "name": name,
+            "value": value,
+        }
+        try:
+            self._socket.settimeout(_CONNECT_SECONDS)
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as failure:
+            raise Unreachable(f"process 0 has ended ({failure.strerror or failure})") from failure
+
+    def _receive(self, deadline: float, seconds: float) -> Mapping[str, Any]:
+        while b"\n" not in self._buffer:
+            try:
+                self._socket.settimeout(max(0.01, deadline - time.monotonic()))
+                piece = self._socket.recv(2**16)
+            except TimeoutError:
+                raise Unreachable(f"process 0 has not answered for {seconds + _GRACE_SECONDS:.0f} s") from None
+            except OSError as failure:
+                raise Unreachable(f"process 0 has ended ({failure.strerror or failure})") from failure
+            if not piece:
+                raise Unreachable("process 0 has ended")
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or "name" not in found:
+            raise Unreachable(f"{self._meeting.address} is another program's: {line[:40]!r}")
+        return found
+
+
+class _Connection:
+    """A connection that process 0 has accepted, and the newest message of each name."""
+
+    def __init__(self, connected: socket.socket, address: str) -> None:
+        self.socket = connected
+        self.address = address.removeprefix("::ffff:")
+        self.process: int | None = None
+        self.said: dict[str, Any] = {}
+        self.is_open = True
+        self._buffer = b""
+
+    def close(self) -> None:
+        self.is_open = False
+        self.socket.close()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        if self.is_open:
+            try:
+                self.socket.sendall(json.dumps(message).encode() + b"\n")
+            except OSError:
+                self.is_open = False
+
+    def read(self) -> list[Mapping[str, Any]]:
+        """Returns the messages that are complete; something else than a message closes the connection."""
+        try:
+            piece = self.socket.recv(2**16)
+        except OSError:
+            piece = b""
+        self._buffer += piece
+        *complete, self._buffer = self._buffer.split(b"\n")
+        self.is_open = bool(piece) and len(self._buffer) <= _MOST_BYTES
+        found: list[Mapping[str, Any]] = []
+        for line in complete:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if isinstance(message, dict) and _has_all(message):
+                found.append(message)
+            else:
+                self.is_open = False
+        return found
+
+
+def _has_all(message: Mapping[str, Any]) -> bool:
+    kinds = {"process": int, "num_processes": int, "name": str}
+    return "value" in message and all(isinstance(message.get(key), kind) for key, kind in kinds.items())
