@@ -1,10 +1,10 @@
 """One command line: `python -m meshtrain COMMAND ...`, and `meshtrain COMMAND ...` once the package is installed."""
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from meshtrain.launch.importing import imported
 from meshtrain.words.errors import UserError, run, unknown
 from meshtrain.words.tables import aligned
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(line if "did you mean" in line else f"{line}; nearest: {_EXAMPLE}")
     module, _ = COMMANDS[command]
     # Only this module is imported: others may load JAX, which takes longer than `--help` should take.
-    return importlib.import_module(module).main(rest) or 0
+    return imported(module)[0].main(rest) or 0
 
 
 def console() -> NoReturn:

@@ -6,8 +6,15 @@ the seconds that the imports take.
 
 import gc
 import importlib
+import os
 import sys
+import traceback
+from pathlib import Path
 from types import ModuleType
+
+from meshtrain.words.errors import UserError
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def imported(*names: str) -> list[ModuleType]:
@@ -17,6 +24,9 @@ def imported(*names: str) -> list[ModuleType]:
 
     Args:
       names: dotted names, imported in this order.
+
+    Raises:
+      UserError: JAX refuses a variable, or a package that is found first is broken or another one.
     """
     if all(name in sys.modules for name in names):
         return [sys.modules[name] for name in names]
@@ -25,7 +35,31 @@ def imported(*names: str) -> list[ModuleType]:
     try:
         modules = [importlib.import_module(name) for name in names]
         gc.freeze()
+    except Exception as error:
+        if line := _refusal(error):
+            raise UserError(line) from error
+        raise
     finally:
         if was_enabled:
             gc.enable()
     return modules
+
+
+def _refusal(error: Exception) -> str:
+    """Returns the line about a variable or a package that keeps modules from being imported; empty for our own bugs."""
+    named = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
+    if named:
+        name = max(named, key=len)
+        return f"{name}: got {os.environ[name]}; allowed: what JAX takes ({error}); nearest: leave {name} out"
+    frames = [
+        frame.filename for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename
+    ]
+    # A name that is missing from a package is looked for by another file, so the last frame is not the package's.
+    missing = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else getattr(error, "name", None)
+    package = str(missing).partition(".")[0]
+    file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else None
+    file = file or getattr(error, "filename", None) or frames[-1]
+    if file.startswith(_PACKAGE):
+        return ""
+    what = f"packages: got {type(error).__name__}: {error}, from {file}; allowed: the packages that pip has installed"
+    return f"{what}; nearest: take that folder off PYTHONPATH, or install the package again"

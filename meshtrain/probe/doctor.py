@@ -7,7 +7,6 @@ Whatever hangs is given up after a limit, and named.
 
 import argparse
 import contextlib
-import importlib
 import os
 import socket
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.importing import imported
 from meshtrain.launch.meeting import Hub, Member, Unreachable
 from meshtrain.probe import alone, findings, machine, together
 from meshtrain.probe.findings import Finding
@@ -212,8 +212,8 @@ def _examined(
             # Imported here, by name: the first stage needs no JAX, and finds out whether it is whole.
             options = None
             if arguments.config is not None or any(key.startswith("mesh.") for key in arguments.overrides):
-                options = importlib.import_module("meshtrain.probe.chosen").mesh_options(arguments)
-            exercise = importlib.import_module("meshtrain.probe.exercise")
+                options = imported("meshtrain.probe.chosen")[0].mesh_options(arguments)
+            [exercise] = imported("meshtrain.probe.exercise")
             result.update(exercise.exercised(options, lambda what: progress.append((time.monotonic(), what))))
         except UserError as failure:
             result["refused"] = list(failure.problems)

@@ -154,7 +154,7 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
 
 def _others_may_wait() -> bool:
     """Returns whether this is one of several processes: JAX's shutdown barrier would wait for all of them."""
-    return "jax" in sys.modules and bool(sys.modules["jax"].distributed.is_initialized())
+    return "jax.distributed" in sys.modules and bool(sys.modules["jax.distributed"].is_initialized())
 
 
 def warn(line: str) -> None:

@@ -1,12 +1,14 @@
 """Imports at the start: collected neither during nor after, and the collector is left as it was."""
 
 import gc
+import os
 import subprocess
 import sys
 
 import pytest
 
 from meshtrain.launch.importing import imported
+from meshtrain.words.errors import UserError
 
 
 @pytest.fixture
@@ -40,6 +42,7 @@ collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 from meshtrain import main
 from meshtrain.launch.importing import imported
+from meshtrain.words.errors import UserError
 collections.clear()
 imported("meshtrain.config.config", "meshtrain.training")
 assert not collections, collections
@@ -48,3 +51,57 @@ assert "jax" in sys.modules and "flax.linen" in sys.modules and "flax.nnx" not i
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_variable_that_jax_refuses_is_a_line(monkeypatch, tmp_path):
+    (tmp_path / "reads_a_variable.py").write_text('raise ValueError("Invalid value for JAX flag jax_made_up_number")')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("JAX_MADE_UP", "right")
+    monkeypatch.setenv("JAX_MADE_UP_NUMBER", "junk")
+    with pytest.raises(
+        UserError, match=r"^JAX_MADE_UP_NUMBER: got junk; allowed: .*; nearest: leave JAX_MADE_UP_NUMBER out$"
+    ):
+        imported("reads_a_variable")
+
+
+@pytest.mark.parametrize(
+    ("text", "uses", "said"),
+    [
+        ("", "made_up.numpy", "ModuleNotFoundError: No module named 'made_up.numpy'; 'made_up' is not a package"),
+        ("", "made_up\nmade_up.Array", "AttributeError: module 'made_up' has no attribute 'Array'"),
+        ("def (", "made_up", "SyntaxError: invalid syntax"),
+        ("raise RuntimeError('broken')", "made_up", "RuntimeError: broken"),
+        ("import no_such_module", "made_up", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_package_that_is_broken_or_another_one_is_a_line_with_its_file(text, uses, said, monkeypatch, tmp_path):
+    (tmp_path / "made_up.py").write_text(text)
+    (tmp_path / "ours.py").write_text(f"import {uses}")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("made_up", "ours"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(UserError) as refusal:
+        imported("ours")
+    [line] = refusal.value.problems
+    assert line.startswith(f"packages: got {said}")
+    assert f", from {tmp_path / 'made_up.py'}; allowed: " in line
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setitem(sys.modules, "meshtrain.words.named", None)
+    monkeypatch.delitem(sys.modules, "meshtrain.words.flags", raising=False)
+    monkeypatch.delitem(sys.modules, "meshtrain.config.tasks", raising=False)
+    with pytest.raises(ImportError, match=r"meshtrain\.words\.named"):
+        imported("meshtrain.config.tasks")
+
+
+@pytest.mark.parametrize("command", ["train", "explain"])
+def test_a_shadowed_jax_is_one_line_and_no_traceback(tmp_path, command):
+    (tmp_path / "jax.py").touch()
+    words = [sys.executable, "-m", "meshtrain", command, "--config=configs/tiny.py", f"--workdir={tmp_path / 'run'}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith("meshtrain: error: packages: got ")
+    assert f", from {tmp_path / 'jax.py'}; " in line
