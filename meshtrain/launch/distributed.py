@@ -5,9 +5,12 @@ Everything here must happen before the first device query, and nothing in the pa
 """
 
 import contextlib
+import functools
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +46,7 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
       UserError: fewer devices than needed; on several processes, another number than needed; processes that cannot
         connect, or an incomplete description of them.
     """
+    _refuse_flags(os.environ.get("XLA_FLAGS") or "")
     _choose_platform()
     how = processes(os.environ)
     if how is not None and "num_processes" not in how:
@@ -201,6 +205,21 @@ def nvidia_answers(environ: Mapping[str, str]) -> bool:
         return subprocess.run([program, "-L"], capture_output=True, timeout=20, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
+
+
+@functools.cache
+def _refuse_flags(flags: str) -> None:
+    """Asks XLA in another process, for 0.2 s, whether it takes XLA_FLAGS: if not, it ends the process that asks.
+
+    Raises:
+      UserError: it does not.
+    """
+    if not flags:
+        return
+    asks = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
+    said = subprocess.run(asks, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
+    if found := re.search(r"^[EF]\d{4} .*?\] (.*)", said.stderr, re.MULTILINE):
+        raise UserError(f"XLA_FLAGS: got {flags}; allowed: what XLA takes ({found[1]}); nearest: leave that out")
 
 
 def _meet(how: Mapping[str, Any]) -> None:

@@ -252,6 +252,22 @@ jax.jit(lambda x: x + 1)(1)
     assert len(errors.splitlines()) == len(expected.splitlines()), errors
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("junk", 'Could not open file "junk" to read flags'),
+        ("--xla_no_such_flag=1 --xla_cpu_enable_fast_math=false", "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1"),
+        ("--xla_cpu_enable_fast_math=junk", "Couldn't interpret value junk for flag xla_cpu_enable_fast_math"),
+    ],
+)
+def test_flags_that_xla_would_end_the_process_for_are_a_line(flags, said, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    with pytest.raises(UserError) as refusal:
+        distributed.start(8)
+    [line] = refusal.value.problems
+    assert line.startswith(f"XLA_FLAGS: got {flags}; allowed: what XLA takes ({said}")
+
+
 def test_two_processes_meet_and_share_the_devices(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
