@@ -12,7 +12,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests import quick
+from tests import quick, signals
 
 NUM_DEVICES = 8
 TESTS = pathlib.Path(__file__).parent
@@ -32,7 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets up JAX for eight simulated devices."""
+    """Sets up JAX for eight simulated devices, and signals for what the tests start."""
+    # Workers start from a process that still ignores what they have to survive themselves.
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        signals.handled_instead_of_ignored()
     config.stash[COST] = collections.Counter()
     config.addinivalue_line("markers", "xdist_group(name): one worker runs the group")  # known without xdist, too
     # In the environment too, so that programs which tests start see no accelerator either.

@@ -10,7 +10,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, TypeVar
 
 from meshtrain.launch.cluster import Meeting
@@ -21,6 +21,7 @@ TRY_SECONDS = 10.0  # for a port that was in use a moment ago, and for name serv
 MEET_SECONDS = 300.0  # as long as JAX waits
 _ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
 _NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+_NAMED = 8  # processes that a line names
 _MOST_BYTES = 2**22  # of a message: more is from something else
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
@@ -50,12 +51,12 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
       LostPeer: a process has not come, or has ended meanwhile.
     """
     where, number = (next(name for name in names if environ.get(name)) for names in (_ADDRESSES, _NUMBERS))
-    begun = time.monotonic()
+    begun, everybody = time.monotonic(), set(range(meeting.num_processes))
 
-    def wait_for(missing: Iterable[int], why: str = "") -> None:
+    def wait_for(missing: Collection[int], why: str = "") -> None:
         seconds = time.monotonic() - begun
-        names = f"process {', '.join(map(str, sorted(missing)))} of {meeting.num_processes}"
-        line = f"{seconds:.0f} s for {names} at {meeting.address} ({where}){why}"
+        some = ", ".join(map(str, sorted(missing)[:_NAMED])) + ", ..." * (len(missing) > _NAMED)
+        line = f"{seconds:.0f} s for process {some} of {len(everybody)} at {meeting.address} ({where}){why}"
         if seconds > MEET_SECONDS:
             raise Unreachable(f"waited {line}")
         print(f"meshtrain: waiting: {line}", file=sys.stderr, flush=True)
@@ -71,25 +72,19 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
         wrong = f"{where}: got {meeting.address}, where process 0 cannot listen"
         fix = f"allowed: a port that is free; nearest: another port, or {number}=1 if process 0 is there already"
         with _tried(lambda: Hub(meeting, environ), wrong, fix) as hub:
-            _lead(meeting, hub, wait_for)
+            while (missing := everybody - hub.exchange("meet", None, LINE_SECONDS).keys()) or hub.ended():
+                if hub.refused:
+                    raise Refused(hub.refused[0])
+                if gone := hub.ended():
+                    raise Unreachable(f"process {gone[0]} has ended")
+                wait_for(missing)
+            hub.stop_listening()
+            hub.wait_for_the_end(_CONNECT_SECONDS)
     except Refused as why:
         fix = f"start each process once, with its own {number}"
         raise UserError(f"processes: {why}; allowed: each number once; nearest: {fix}") from None
     except Unreachable as reason:
         raise LostPeer(f"{reason}, before all processes had met") from None
-
-
-def _lead(meeting: Meeting, hub: "Hub", wait_for: Callable[..., None]) -> None:
-    """Waits in process 0 until the others have registered, and tells them."""
-    everybody = set(range(meeting.num_processes))
-    while (missing := everybody - hub.exchange("meet", None, LINE_SECONDS).keys()) or hub.ended():
-        if hub.refused:
-            raise Refused(hub.refused[0])
-        if gone := hub.ended():
-            raise Unreachable(f"process {gone[0]} has ended")
-        wait_for(missing)
-    hub.stop_listening()
-    hub.wait_for_the_end(_CONNECT_SECONDS)
 
 
 def _follow(meeting: Meeting, own: str, wait_for: Callable[..., None]) -> None:
@@ -118,9 +113,9 @@ def _tried(act: Callable[[], _T], wrong: str, fix: str) -> _T:
     while True:
         try:
             return act()
-        except OSError as failure:
+        except (OSError, UnicodeError) as failure:  # UnicodeError: no name can be like that
             if time.monotonic() > deadline:
-                raise UserError(f"{wrong} ({failure.strerror}); {fix}") from failure
+                raise UserError(f"{wrong} ({_why(failure)}); {fix}") from failure
         time.sleep(_RETRY_SECONDS)
 
 
@@ -263,8 +258,8 @@ class Member:
                 reason = f"{meeting.address} does not answer"
             except ConnectionRefusedError:
                 reason = f"{meeting.address} refuses the connection: nothing listens there"
-            except OSError as failure:
-                reason = f"{meeting.address}: {failure.strerror or failure}"
+            except (OSError, UnicodeError) as failure:
+                reason = f"{meeting.address}: {_why(failure)}"
             if time.monotonic() + _RETRY_SECONDS >= deadline:
                 raise Unreachable(reason)
             time.sleep(_RETRY_SECONDS)
@@ -370,6 +365,10 @@ class _Connection:
             else:
                 self.is_open = False
         return found
+
+
+def _why(failure: OSError | UnicodeError) -> str:
+    return (failure.strerror if isinstance(failure, OSError) else "") or str(failure)
 
 
 def _has_all(message: Mapping[str, Any]) -> bool:

@@ -73,6 +73,7 @@ def port(meeting: Meeting, failure: str = "") -> Finding:
     if not failure:
         return ok("port", f"{meeting.port} is free")
     fix = "end the program that has it (ss -ltnp shows it), or another port in JAX_COORDINATOR_ADDRESS"
+    fix = f"{fix}; or its own number in JAX_PROCESS_ID, if another process 0 has it"
     return error("port", f"{meeting.port}: {failure}", fix)
 
 

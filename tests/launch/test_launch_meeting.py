@@ -133,6 +133,8 @@ def test_nothing_at_the_port_ends_after_the_limit():
     _, second = meetings(2)
     with pytest.raises(Unreachable, match="refuses the connection: nothing listens there"):
         Member(second, 0.3)
+    with pytest.raises(Unreachable, match=r"no\.\.name:1: .*label"):
+        Member(Meeting("no..name:1", 2, 1), 0.3)
 
 
 def test_another_program_at_the_port_is_told_from_process_0(threads):
@@ -200,10 +202,10 @@ def test_without_process_0_the_line_says_what_is_seen_and_the_wait_has_an_end(ca
     assert "refuses the connection: nothing listens there\n" in said
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_name_that_does_not_resolve_is_one_line(index, soon):
-    said = refusal(Meeting("no.such.host.invalid:9917", 2, index))
-    assert said.startswith("JAX_COORDINATOR_ADDRESS: got no.such.host.invalid:9917, which does not resolve (")
+@pytest.mark.parametrize(("address", "index"), [("no.such.host.invalid:9917", 0), ("no..name:9917", 1)])
+def test_a_name_that_does_not_resolve_is_one_line(address, index, soon):
+    said = refusal(Meeting(address, 2, index))
+    assert said.startswith(f"JAX_COORDINATOR_ADDRESS: got {address}, which does not resolve (")
     assert said.endswith("; allowed: host:port of process 0; nearest: its IP address, or mend DNS")
 
 

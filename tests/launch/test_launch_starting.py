@@ -76,6 +76,19 @@ def test_what_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_what_a_test_starts_heeds_signals_that_the_tests_ignore():
+    """Under `nohup scripts/test &` they do: programs inherit that signals are ignored."""
+    start = "subprocess.run([sys.executable, '-c', 'import signal; print(int(signal.getsignal(signal.SIGHUP)))'])"
+    code = f"import os, signal, subprocess, sys; from tests import signals\n{start}\n"
+    code += f"signals.handled_instead_of_ignored()\n{start}\nos.kill(os.getpid(), signal.SIGHUP); print('alive')"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        done = subprocess.run([sys.executable, "-u", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert done.stdout.split() == [str(int(signal.SIG_IGN)), str(int(signal.SIG_DFL)), "alive"], done.stderr
+
+
 def test_a_block_that_fails_is_undone_and_one_that_ends_is_not():
     did = []
     with starting.undone(lambda: did.append("ended")):
