@@ -51,14 +51,12 @@ def _refusal(error: Exception) -> str:
     if named:
         name = max(named, key=len)
         return f"{name}: got {os.environ[name]}; allowed: what JAX takes ({error}); nearest: leave {name} out"
-    frames = [
-        frame.filename for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename
-    ]
-    # A name that is missing from a package is looked for by another file, so the last frame is not the package's.
+    loading = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    # A name that a package lacks is looked for by another file.
     missing = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else getattr(error, "name", None)
     package = str(missing).partition(".")[0]
     file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else None
-    file = file or getattr(error, "filename", None) or frames[-1]
+    file = file or getattr(error, "filename", None) or [_PACKAGE, *loading][-1]
     if file.startswith(_PACKAGE):
         return ""
     what = f"packages: got {type(error).__name__}: {error}, from {file}; allowed: the packages that pip has installed"

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from meshtrain.launch import importing
 from meshtrain.launch.importing import imported
 from meshtrain.words.errors import UserError
 
@@ -41,6 +42,7 @@ import gc, sys
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 from meshtrain import main
+from meshtrain.launch import importing
 from meshtrain.launch.importing import imported
 from meshtrain.words.errors import UserError
 collections.clear()
@@ -87,12 +89,15 @@ def test_a_package_that_is_broken_or_another_one_is_a_line_with_its_file(text, u
     assert f", from {tmp_path / 'made_up.py'}; allowed: " in line
 
 
-def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setitem(sys.modules, "meshtrain.words.named", None)
-    monkeypatch.delitem(sys.modules, "meshtrain.words.flags", raising=False)
-    monkeypatch.delitem(sys.modules, "meshtrain.config.tasks", raising=False)
-    with pytest.raises(ImportError, match=r"meshtrain\.words\.named"):
-        imported("meshtrain.config.tasks")
+@pytest.mark.parametrize("text", ["import no_such_module", "import json\njson.loads('{')", "1 / 0"])
+def test_a_bug_of_ours_keeps_its_traceback(text, monkeypatch, tmp_path):
+    (tmp_path / "ours.py").write_text(text)
+    monkeypatch.setattr(importing, "_PACKAGE", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ours", raising=False)
+    with pytest.raises((ModuleNotFoundError, ValueError, ZeroDivisionError)) as bug:
+        imported("ours")
+    assert not isinstance(bug.value, UserError)
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])
