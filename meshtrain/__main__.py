@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from meshtrain.launch.importing import imported
 from meshtrain.words.errors import UserError, run, unknown
+from meshtrain.words.flags import program
 from meshtrain.words.tables import aligned
 
 # command -> (module whose `main(argv)` runs it, one line of text). Each module also runs by itself, with `python -m`.
@@ -36,12 +37,12 @@ def usage() -> str:
     rows = [(command, text) for command, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: python -m meshtrain COMMAND [ARGUMENT ...]",
+            f"usage: {program()} COMMAND [ARGUMENT ...]",
             "",
             aligned(rows, ("command", "what it does")),
             "",
-            "`python -m meshtrain COMMAND --help` lists a command's arguments.",
-            f"An example: python -m meshtrain {_EXAMPLE}",
+            f"`{program()} COMMAND --help` lists a command's arguments.",
+            f"An example: {program()} {_EXAMPLE}",
         ]
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshtrain.launch.importing import imported
 from meshtrain.launch.starting import stops_at_signals
-from meshtrain.words import flags
+from meshtrain.words import config_file, flags
 from meshtrain.words.errors import run
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         config, training = imported("meshtrain.config.config", "meshtrain.training")
         found = flags.unwritable(arguments.workdir)
         if arguments.config is None:
-            found.append("--config: got nothing; allowed: a file with get_config(); nearest: --config=configs/3d.py")
+            found.append(f"--config: got nothing; allowed: a file with get_config(){config_file.near_example()}")
         configuration = config.configure(arguments, found)
         training.train(configuration, arguments.workdir, begun_seconds=begun_seconds)
     return 0

@@ -11,6 +11,7 @@ from meshtrain.config.tasks import TASKS, find
 from meshtrain.layout.axes import AXES, DATA
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
+from meshtrain.words.read_json import read_json
 
 # What may change when a run is started again, and why. The longest name counts: `model.attention` before `model`.
 FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
@@ -62,8 +63,8 @@ def from_json(text: str) -> Config:
       UserError: the text is not JSON, or has an unknown key or a value of a wrong type.
     """
     try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        given = read_json(text)
+    except ValueError as error:
         raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
     config, found = built(given, {})
     if found:

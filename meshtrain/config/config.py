@@ -37,7 +37,7 @@ from meshtrain.pipeline import check as pipeline_check
 from meshtrain.pipeline import table
 from meshtrain.words import flags
 from meshtrain.words.config_file import load
-from meshtrain.words.errors import UserError
+from meshtrain.words.errors import UserError, first_line
 from meshtrain.words.options import problems
 
 
@@ -209,14 +209,18 @@ def built(
     """
     right = "allowed: what meshtrain.config.default() returns, a value in each place; nearest: return config"
     try:
+        options = type(given.model) if isinstance(given, Config) else DecoderOptions
         given = given.to_dict() if isinstance(given, ml_collections.ConfigDict) else given
+        given = dataclasses.asdict(given) if isinstance(given, Config) else given
+        values = flags.flatten(given) if isinstance(given, Mapping) else None
     except ml_collections.config_dict.RequiredValueError as error:
         raise UserError(f"--config: got no value where one is required ({error}); {right}") from error
-    options = type(given.model) if isinstance(given, Config) else DecoderOptions
-    given = dataclasses.asdict(given) if isinstance(given, Config) else given
-    if not isinstance(given, Mapping):
+    except Exception as error:  # whatever a mapping of the user's raises
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"--config: got a mapping that cannot be read ({said}); {right}") from error
+    if values is None:
         raise UserError(f"--config: got {type(given).__name__} from get_config(); {right}")
-    values, texts, found = flags.flatten(given), dict(overrides), list[str]()
+    texts, found = dict(overrides), list[str]()
     try:
         named = [text for text in (texts.get("task"), values.get("task")) if isinstance(text, str)] or [Config.task]
         if make_task is None:
@@ -231,7 +235,7 @@ def built(
         for given_here in (values, texts):
             for key in [key for key in given_here if key == "task" or key == "model" or key.startswith("model.")]:
                 del given_here[key]
-    if values.get("model") == {} and not dataclasses.fields(start.model):
+    if isinstance(values.get("model"), Mapping) and not dataclasses.fields(start.model):
         del values["model"]  # the task has options, and none of them
     found += _drop_other_defaults(start, values, texts)
     typed, wrong = flags.collect(flags.schema(start), values, texts)
@@ -269,7 +273,9 @@ def _drop_other_defaults(start: Config, values: dict[str, Any], texts: Mapping[s
         only_here = set(own) - set(others)
         if not held >= set(others) or set(own) == set(others) or (only_here and held >= only_here):
             continue  # not all of the other task's fields, or this task's
-        same = [key for key, default in others.items() if values[key] == default]
+        # A comparison with an array, or with an object of the user's, may raise.
+        plain = [key for key in others if isinstance(values[key], int | float | str)]
+        same = [key for key in plain if values[key] == others[key]]
         unclear = [key for key in same if key in own and own[key] != others[key] and key not in texts]
         for key in same:
             del values[key]

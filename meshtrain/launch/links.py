@@ -14,12 +14,12 @@ keys of the file are not read.
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from meshtrain.launch.hardware import find as find_accelerator
 from meshtrain.words.errors import Problems, UserError
+from meshtrain.words.numbers import is_finite
 from meshtrain.words.paths import expanded, what_is_at
 
 # As XLA names them. The ring is an all-reduce written with permutes, which no compiled step has.
@@ -210,8 +210,8 @@ def _entry_problems(where: str, entry: Any) -> list[str]:
             _is_whole(entry["num_hosts"]) and _is_whole(size) and 1 <= entry["num_hosts"] <= size,
             "a whole number from 1 to group_size",
         ),
-        "latency_seconds": (_is_finite(entry["latency_seconds"]) and entry["latency_seconds"] >= 0, "at least 0"),
-        "bytes_per_second": (_is_finite(entry["bytes_per_second"]) and entry["bytes_per_second"] > 0, "more than 0"),
+        "latency_seconds": (is_finite(entry["latency_seconds"]) and entry["latency_seconds"] >= 0, "at least 0"),
+        "bytes_per_second": (is_finite(entry["bytes_per_second"]) and entry["bytes_per_second"] > 0, "more than 0"),
     }
     return [
         f"{where}.{name}: got {entry[name]!r}; allowed: {allowed}; {_NEAREST}"
@@ -222,11 +222,6 @@ def _entry_problems(where: str, entry: Any) -> list[str]:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    # Whole numbers of JSON may be larger than any float; a comparison with not-a-number is false.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _link(entry: dict[str, Any]) -> Link:

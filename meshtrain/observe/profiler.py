@@ -40,7 +40,7 @@ def first_and_last_step(options: ProfileOptions) -> tuple[int, int] | None:
     if not text:
         return None
     # Parentheses too: a command line that assigns 10,13 may well hand over a tuple's text.
-    match = re.fullmatch(r"\(?\s*(\d+)\s*(?:,\s*(\d+)\s*)?,?\s*\)?", text)
+    match = re.fullmatch(r"\(?\s*(\d{1,10})\s*(?:,\s*(\d{1,10})\s*)?,?\s*\)?", text)
     allowed = "allowed: FIRST,LAST with 1 <= FIRST <= LAST, or one step"
     if match is None:
         raise UserError(f"profile.steps: got '{options.steps}'; {allowed}; nearest: 10,13")

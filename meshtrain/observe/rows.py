@@ -4,9 +4,7 @@ N: points of a curve.
 """
 
 import dataclasses
-import json
 import math
-import numbers
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
@@ -14,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from meshtrain.words.numbers import is_finite
+from meshtrain.words.read_json import read_json
+
 EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with
-OF_EACH = re.compile(r"(.+)_each/(\d+)")  # the load of one expert: the name of the metric, and the expert
+OF_EACH = re.compile(r"(.+)_each/(\d{1,9})")  # the load of one expert: the name of the metric, and the expert
 _MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
 
 
@@ -68,8 +69,8 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = read_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
@@ -77,7 +78,7 @@ def row_of(line: bytes) -> dict[str, Any] | None:
 def has_goodput(row: Mapping[str, Any]) -> bool:
     """Returns whether a row says how long the run has taken: its useful seconds, and their share."""
     wanted = ("useful_seconds", "timed_steps", "goodput")
-    return all(isinstance(row.get(name), (int, float)) for name in wanted) and row["goodput"] > 0
+    return all(is_finite(row.get(name)) for name in wanted) and row["goodput"] > 0
 
 
 def passed_seconds(row: Mapping[str, Any]) -> float:
@@ -115,8 +116,8 @@ def _curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     found = dict[str, dict[int, float]]()
     for row in rows:
         for name, value in row.items():
-            if name != "step" and (value is None or _is_number(value)):
-                found.setdefault(name, {})[row["step"]] = _finite(value)
+            if name != "step" and (value is None or isinstance(value, float) or is_finite(value)):
+                found.setdefault(name, {})[row["step"]] = float(value) if is_finite(value) else math.nan
     curves = {name: _curve(points) for name, points in found.items()}
     return {name: curve for name, curve in curves.items() if not np.isnan(curve.values).all()}
 
@@ -125,23 +126,11 @@ def _curve(points: Mapping[int, float]) -> Curve:
     return Curve(np.fromiter(points, np.int64, len(points)), np.fromiter(points.values(), np.float64, len(points)))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _finite(value: Any) -> float:
-    try:
-        number = math.nan if value is None else float(value)
-    except OverflowError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
-
-
 def _unit(rows: Iterable[Mapping[str, Any]]) -> tuple[str, float]:
     """Returns the unit of a run and how many a step has, from the newest row with a rate, `UNIT_per_second`."""
     names = {name.removesuffix("_per_second") for row in rows for name in row if name.endswith("_per_second")}
     for row in reversed(list(rows)):
         for name in names & row.keys():
-            if row["step"] and _is_number(row[name]):
+            if row["step"] and is_finite(row[name]):
                 return name, row[name] / row["step"]
     return "", 0.0

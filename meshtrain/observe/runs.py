@@ -1,7 +1,6 @@
 """Opens the folders of runs for a report: configuration, metrics, what a device holds, the sample."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from meshtrain.observe.folder import CONFIG_FILE, DEVICE_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.words.errors import UserError, nearest
 from meshtrain.words.paths import expanded, is_utf8, what_is_at
+from meshtrain.words.read_json import read_json
 
 _WORKDIR = "allowed: a workdir of meshtrain"
 
@@ -95,11 +95,11 @@ def _run(path: str, name: str, folder: pathlib.Path) -> Run:
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("not an object")
         return found
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(
             f"{path}: got no JSON object ({error}); allowed: the file as the run wrote it; nearest: a report without "
             "this run"

@@ -26,7 +26,7 @@ def read_sizes(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     sizes: list[int] = []
     for at, word in enumerate(words):
-        if word == DOTS and at >= 2 and at + 2 == len(words) and re.fullmatch(r"\d+", words[-1]):
+        if word == DOTS and at >= 2 and at + 2 == len(words) and re.fullmatch(r"\d{1,9}", words[-1]):
             sizes += _between(sizes, int(words[-1]))
         elif re.fullmatch(r"\d{1,9}", word):
             sizes.append(int(word))

@@ -26,7 +26,7 @@ GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 TARGETS = Path(__file__).parent / "targets"
 GPUS = ("a100", "h100", "h200", "b200")
 TPUS = ("v4", "v5e", "v5p", "v6e")
-CLUSTER = re.compile(r"(?P<name>[a-z]\w*):(?P<sizes>\d+(?:x\d+)*)$")
+CLUSTER = re.compile(r"(?P<name>[a-z]\w*):(?P<sizes>\d{1,9}(?:x\d{1,9})*)$")
 ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}; cpu:N"
 
 

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("gpus", "processes", "limit"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
-            problems.append(f"--{name}: got {value:g}; allowed: a number above 0; nearest: leave it out")
+            problems.append(f"--{name}: got {value}; allowed: a number above 0; nearest: leave it out")
     if problems:
         raise UserError(*problems)
     meeting = cluster.meeting(os.environ, arguments.processes)

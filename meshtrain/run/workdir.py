@@ -23,7 +23,9 @@ from meshtrain.store.checkpoint import CHECKPOINTS
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
 from meshtrain.words.files import write_whole
+from meshtrain.words.numbers import is_finite
 from meshtrain.words.paths import what_is_at
+from meshtrain.words.read_json import read_json
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
@@ -229,11 +231,11 @@ def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bo
 def _facts(run: pathlib.Path) -> dict[str, Any]:
     """Returns the entries of corpus.json, after a check of their types."""
     facts = _read_json(run / CORPUS_FILE)
-    kinds: dict[str, Any] = {"fingerprint": str, "begun_seconds": (int, float)}
-    for name, kind in kinds.items():
-        if name in facts and not isinstance(facts[name], kind):
+    for name, value in facts.items():
+        is_none = value is None and name != "begun_seconds"  # as the loss of a bigram model of many ids
+        if not (isinstance(value, str) if name == "fingerprint" else is_none or is_finite(value)):
             raise UserError(
-                f"{run / CORPUS_FILE}: got {facts[name]!r} for {name}; allowed: the file as the run wrote it; nearest: "
+                f"{run / CORPUS_FILE}: got {value!r} for {name}; allowed: the file as the run wrote it; nearest: "
                 "another --workdir"
             )
     return facts
@@ -242,13 +244,13 @@ def _facts(run: pathlib.Path) -> dict[str, Any]:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object of a file; an empty one if the file is missing."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError
         return found
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError):
+    except ValueError:
         raise UserError(
             f"{path}: not a JSON object; allowed: the file as the run wrote it; nearest: another --workdir"
         ) from None

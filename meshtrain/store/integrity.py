@@ -16,6 +16,7 @@ from typing import Any
 
 from meshtrain.words.errors import UserError
 from meshtrain.words.files import write_whole
+from meshtrain.words.read_json import read_json
 
 MANIFEST = "manifest.json"
 _OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index
@@ -133,7 +134,7 @@ def _write(path: Path, files: Files) -> None:
 
 def _read(path: Path) -> Files:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path.read_text(encoding="utf-8"))
         files = content["files"]
         if content["sha256"] == _of(files):
             return dict(files)

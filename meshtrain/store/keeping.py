@@ -11,6 +11,7 @@ from pathlib import Path
 from meshtrain.store.integrity import is_sealed
 from meshtrain.words.files import write_whole
 from meshtrain.words.options import option
+from meshtrain.words.read_json import read_json
 
 DAMAGED = "damaged"  # folder beside the checkpoints, for those whose checksums do not match
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # part of the name of a folder that is being written or deleted
@@ -56,7 +57,7 @@ def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Ratings, *, 
 def read_ratings(directory: Path) -> dict[int, dict[str, float]]:
     """Returns {step: {metric: value}} of the checkpoints in a folder; empty where the file is missing or damaged."""
     try:
-        content = json.loads((directory / RATINGS).read_text(encoding="utf-8"))
+        content = read_json((directory / RATINGS).read_text(encoding="utf-8"))
         # A number alone is of a file from before there were several metrics.
         named = {
             int(step): values if isinstance(values, dict) else {CheckpointOptions.best_metric: values}

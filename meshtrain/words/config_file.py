@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from meshtrain.words.errors import UserError, nearest
+from meshtrain.words.errors import UserError, first_line, nearest
 from meshtrain.words.paths import what_is_at
 
-_NEAREST = "; nearest: configs/3d.py, which runs"
+_EXAMPLE = "configs/3d.py"  # of the repository; an installation has none
 _MOST_LISTED = 20  # files of a folder
 
 
@@ -31,7 +31,7 @@ def load(path: str, keys: Sequence[str]) -> Any:
     try:
         exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
         if "get_config" not in module:
-            near = nearest("get_config", [name for name in module if callable(module[name])]) or _NEAREST
+            near = nearest("get_config", [name for name in module if callable(module[name])]) or near_example()
             raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{near}")
         given = module["get_config"]()
         if inspect.iscoroutine(given):
@@ -42,9 +42,16 @@ def load(path: str, keys: Sequence[str]) -> Any:
     except SyntaxError as error:
         line = f":{error.lineno}" if error.lineno else ""
         said = f"{path}{line}: {type(error).__name__}: {error.msg}"
-        raise UserError(f"{said}; allowed: Python in UTF-8{_NEAREST}") from error
+        raise UserError(f"{said}; allowed: Python in UTF-8{near_example()}") from error
     except BaseException as error:  # SystemExit too: a configuration file must not end the program
         raise UserError(_inside(path, error, keys)) from error
+
+
+def near_example() -> str:
+    """Returns `; nearest: ` and a configuration file that runs, for the end of a line."""
+    is_here = what_is_at(_EXAMPLE) == "a file"
+    one_line = "a file of one line, from meshtrain.config import default as get_config"
+    return f"; nearest: {_EXAMPLE if is_here else one_line}"
 
 
 def _no_file(path: str, what: str) -> str:
@@ -55,9 +62,8 @@ def _no_file(path: str, what: str) -> str:
     listed = f"; in that folder: {', '.join(others[:_MOST_LISTED])}" if others else ""
     said = {"nothing there": "does not exist", "a folder": "is not a file but a folder"}
     got = said[what] if what in said else f"cannot be read: {what}"
-    return (
-        f"--config: '{path}' {got}; allowed: a Python file with get_config(){listed}{nearest(path, others) or _NEAREST}"
-    )
+    near = nearest(path, others) or near_example()
+    return f"--config: '{path}' {got}; allowed: a Python file with get_config(){listed}{near}"
 
 
 def _inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
@@ -65,11 +71,11 @@ def _inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
     names = {name for key in keys for name in key.split(".")}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"{path}:{frames[-1].lineno}" if frames else path
-    first_line = (str(error).strip() or "no message").splitlines()[0]
+    said = first_line(error)
     # The message of a ConfigDict for a missing key has the key in two pairs of quotes, and other keys after it.
-    word = re.match(r'\W*(?:Key ")?(\w+)', first_line)
+    word = re.match(r'\W*(?:Key ")?(\w+)', said)
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
-        near = nearest(word[1], names) or _NEAREST
+        near = nearest(word[1], names) or near_example()
         return f"{where}: unknown key '{word[1]}'; allowed: what `python -m meshtrain config` lists{near}"
-    return f"{where}: {type(error).__name__}: {first_line}; allowed: a get_config() that returns{_NEAREST}"
+    return f"{where}: {type(error).__name__}: {said}; allowed: a get_config() that returns{near_example()}"

@@ -19,7 +19,7 @@ EXIT_START_AGAIN = 75  # EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
 
 _LAST_WORDS_SECONDS = 1.0
-_MOST_LINES = 10  # of problems that many inputs share
+MOST_LINES = 10  # of problems that many inputs share
 _ENOUGH = 1000  # such problems: the rest of the input is not read
 _NUMBERS = re.compile(r"\d+")
 _LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a name
@@ -50,7 +50,7 @@ class Problems:
     def add(self, line: str) -> None:
         """Counts a problem, and stores its line if it is one of the first ten."""
         self.count += 1
-        if len(self._first) < _MOST_LINES:
+        if len(self._first) < MOST_LINES:
             self._first.append(line)
 
     def is_enough(self) -> bool:
@@ -80,6 +80,14 @@ class SaveFailed(Exception):
 
 class LostPeer(Exception):
     """Another process of the run has ended or hangs: exit code 4."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, in words where it has none or its `__str__` raises."""
+    try:
+        return (str(error).strip() or "no message").splitlines()[0]
+    except Exception:  # noqa: BLE001  a __str__ of the user's may raise anything
+        return "a message that cannot be shown"
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

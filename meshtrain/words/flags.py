@@ -8,20 +8,22 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
-import numbers
 import pathlib
 import re
+import sys
 import tempfile
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from meshtrain.words.errors import UserError, nearest, unknown
+from meshtrain.words.errors import MOST_LINES, UserError, nearest, unknown
+from meshtrain.words.numbers import is_finite
+from meshtrain.words.options import MOST
 from meshtrain.words.paths import expanded, is_utf8, what_is_at
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_LONGEST = 400  # characters of a value in a line
 _DEEPEST = 20  # nested groups; without a limit a mapping that contains itself would recurse forever
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
@@ -39,8 +41,17 @@ class Entry:
     choices: tuple[str, ...]
 
 
+def program() -> str:
+    """Returns by which name the program runs: `meshtrain`, which an installation has, or `python -m meshtrain`."""
+    return "meshtrain" if pathlib.Path(sys.argv[0]).stem == "meshtrain" else "python -m meshtrain"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UserError, where argparse would print its usage and exit."""
+
+    def __init__(self, prog: str | None = None, **named: Any) -> None:
+        """Takes what argparse takes; the usage names the program as it was typed."""
+        super().__init__(prog and prog.replace("python -m meshtrain", program()), **named)
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError with argparse's message and what is allowed."""
@@ -49,7 +60,8 @@ class Parser(argparse.ArgumentParser):
         action = next((one for one in self._actions if named and named[1] in one.option_strings), None)
         near = "--help"
         if action is not None and action.nargs != 0:
-            near = f"{action.option_strings[-1]}={action.default or action.metavar or action.dest.upper()}"
+            example = 1 if action.type else action.metavar or action.dest.upper()
+            near = f"{action.option_strings[-1]}={action.default or example}"
         said = f"{named[1]}: {named[2]}" if named else f"arguments: {message}"
         raise UserError(said if "allowed: " in said else f"{said}; allowed: {', '.join(words)}; nearest: {near}")
 
@@ -186,11 +198,11 @@ def collect(
       dotted key -> value for every entry, and one line for each unknown key and each value of a wrong type. A wrong
       text is replaced by the value of `given`, and a wrong value by the default.
     """
-    values, problems = {key: entry.default for key, entry in entries.items()}, []
+    values = {key: entry.default for key, entry in entries.items()}
     words: dict[str, Any] = {**given, **texts}
+    problems = _unknown_keys({key: words[key] for key in words if key not in entries}, entries)
     for key, value in words.items():
         if key not in entries:
-            problems.append(_unknown_key(key, value, entries))
             continue
         try:
             values[key] = typed(value, entries[key].kind, is_text=key in texts)
@@ -225,24 +237,21 @@ def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
         return _BOOLS[value.strip().lower()]
     if kind is bool and isinstance(value, bool):
         return value
-    number: Any = None
-    if kind in (int, float) and is_text:
-        number = _number(value)
-    elif kind in (int, float) and not isinstance(value, bool) and isinstance(value, numbers.Real):
-        number = value if isinstance(value, numbers.Integral) else float(value)
-    if number is not None and math.isfinite(number):
-        if kind is float:
-            return float(number)
-        if number == int(number):
-            return int(number)
-    near = f"; nearest: {round(number)}" if kind is int and number is not None and math.isfinite(number) else ""
+    near, number = "", typing.cast(Any, _number(value) if is_text else value)
+    if kind in (int, float) and is_finite(number):
+        if kind is float or number == int(number):
+            return kind(number)
+        near = f"; nearest: {max(1, round(number))}" if 0 < number < MOST[int] else ""
+    elif kind in (int, float) and isinstance(number, int) and not isinstance(number, bool):
+        near = f" of at most {sys.float_info.max_10_exp} digits"
     got = f"'{value}'" if is_text else f"{_shown(value)} ({type(value).__name__})"
     raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){near}")
 
 
 def _shown(value: Any) -> str:
     try:
-        return repr(value)
+        text = repr(value)
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 4 :]}"
     except Exception:  # noqa: BLE001  a __repr__ of the user's may raise anything
         return "something that cannot be shown"
 
@@ -255,6 +264,13 @@ def _number(text: str) -> int | float | None:
         except ValueError:
             continue
     return None
+
+
+def _unknown_keys(given: Mapping[str, Any], entries: Mapping[str, Entry]) -> list[str]:
+    # More than there are fields are no misspelt ones, and the closest field of each would take minutes to find.
+    listed = list(given) if len(given) <= len(entries) else list(given)[:MOST_LINES]
+    more = [f"... and {len(given) - len(listed)} more keys like these"] if len(listed) < len(given) else []
+    return [_unknown_key(key, given[key], entries) for key in listed] + more
 
 
 def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:

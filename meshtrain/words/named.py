@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from meshtrain.words.errors import UserError, nearest
+from meshtrain.words.errors import UserError, first_line, nearest
 
 FORM = "package.module:function"
 
@@ -61,10 +61,9 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
                 f"{key}: got '{name}', and there is no module '{missing}' in {here} or on Python's path; allowed: "
                 f"{allowed}; nearest: {near}"
             ) from error
-        first_line = (str(error).strip() or "no message").splitlines()[0]
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
-            f"{key}: got '{name}', and {module_name} cannot be imported: {type(error).__name__}: {first_line} "
+            f"{key}: got '{name}', and {module_name} cannot be imported: {type(error).__name__}: {first_line(error)} "
             f"({frame.filename}:{frame.lineno}); allowed: a module that Python can import; nearest: python -c 'import "
             f"{module_name}'"
         ) from error

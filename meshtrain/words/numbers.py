@@ -1,6 +1,16 @@
-"""The nearest divisor and the nearest multiple of a size, which error messages suggest."""
+"""Whether a value is a finite number; the nearest divisor and the nearest multiple of a size, for error messages."""
 
 import math
+import numbers
+from typing import Any
+
+
+def is_finite(value: Any) -> bool:
+    """Returns whether a value is a number that float64 holds: no bool, no infinity, no whole number beyond it."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def divisors(number: int) -> list[int]:

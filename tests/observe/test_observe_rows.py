@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from meshtrain.observe import rows
+from meshtrain.observe import loads, rows
 from meshtrain.observe.trackers import MetricsFile
 
 
@@ -101,6 +101,16 @@ def test_rows_that_say_neither_unit_nor_time(log):
 def test_values_that_are_no_numbers_are_no_points(log):
     read = log([{"step": 1, "mfu": None, "note": "text", "flag": True, "loss": 10**400, "accuracy": 1}])
     assert list(read.curves) == ["accuracy"]
+
+
+@pytest.mark.parametrize("name", ["tokens", "useful_seconds", "timed_steps", "goodput", "load_each/" + "9" * 5000])
+@pytest.mark.parametrize("digits", ["9" * 400, "9" * 5000, "1e400", "NaN"])
+def test_a_row_with_a_number_beyond_float64_is_no_time_and_no_rate(log, name, digits):
+    row = {"step": 4, "tokens": 8, "tokens_per_second": 8.0, "useful_seconds": 2.0, "timed_steps": 4, "goodput": 0.5}
+    read = log([row], json.dumps({**row, "step": 8, name: "junk"}).replace('"junk"', digits) + "\n")
+    assert (read.unit, read.units_per_step) == ("tokens", 1.0 if name != "tokens" else 2.0)
+    assert np.isfinite(read.clock.values).all()
+    assert loads.of_experts(read) == []
 
 
 def test_any_unit_and_any_metric(log):

@@ -77,6 +77,22 @@ def test_a_torn_last_line_is_removed(tmp_path, torn):
     assert [row["step"] for row in rows(path)] == [10, 20, 40]
 
 
+@pytest.mark.parametrize("junk", ["9" * 400, "9" * 5000, "-1e400", "NaN", "true", "[1]"])
+@pytest.mark.parametrize("name", ["useful_seconds", "timed_steps", "goodput"])
+def test_a_resume_reads_over_times_that_are_no_numbers(tmp_path, name, junk):
+    path = tmp_path / "metrics.jsonl"
+    times = [
+        {"step": step, "useful_seconds": step / 2, "timed_steps": step, "goodput": 0.5, name: value}
+        for step, value in ((10, 1), (20, "junk"))
+    ]
+    path.write_text("".join(json.dumps(row).replace('"junk"', junk) + "\n" for row in times))
+    with closing(trackers.MetricsFile(path, resume_step=20)) as file:
+        assert (file.done.useful_seconds, file.done.timed_steps) == (
+            times[0]["useful_seconds"],
+            times[0]["timed_steps"],
+        )
+
+
 def test_a_failed_replacement_leaves_the_old_rows(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 10, 20)

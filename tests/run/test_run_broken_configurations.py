@@ -32,7 +32,7 @@ def wrong_values():
     for key, entry in LEAVES.items():
         if entry.kind in (int, float):
             minimum, maximum = bounds[key]
-            yield from ((key, text) for text in ("many", "nan", ""))
+            yield from ((key, text) for text in ("many", "nan", "", "9" * 400, "-" + "9" * 5000))
             yield key, "1e40"
             if minimum is not None:
                 yield key, str(minimum - 1)
@@ -61,8 +61,10 @@ def leaf_cases():
     names = [misspelt(key) for key in LEAVES]
     starts = tuple(f"{name}: unknown key" for name in names)
     yield Case("all leaves misspelt", lambda folder: small(folder, *(f"{name}=1" for name in names)), starts)
-    for key, text in [*list(wrong_values())[::12], ("mesh.data", "many")]:
-        yield Case(f"{key}={text}", lambda folder, key=key, text=text: small(folder, f"{key}={text}"), (f"{key}: ",))
+    for key, text in [*list(wrong_values())[::16], ("mesh.data", "many")]:
+        yield Case(
+            f"{key}={text[:20]}", lambda folder, key=key, text=text: small(folder, f"{key}={text}"), (f"{key}: ",)
+        )
 
 
 def pair_cases():
@@ -72,13 +74,16 @@ def pair_cases():
         (one, a), (other, b) = draw.sample(wrong, 2)
         if one != other:
             yield Case(
-                f"pair {number}: {one}={a} {other}={b}",
+                f"pair {number}: {one}={a[:20]} {other}={b[:20]}",
                 lambda folder, texts=(f"{one}={a}", f"{other}={b}"): small(folder, *texts),
                 (f"{one}: ", f"{other}: "),
             )
 
 
 BODY = "from meshtrain.config import default\ndef get_config():\n    config = default()\n    {}\n    return config\n"
+ITEMS = (
+    "class Items(dict):\n    def items(self): raise ValueError('two\\nlines')\n    def __bool__(self): return True\n"
+)
 FILES: dict[str, str | bytes] = {
     "syntax": "def get_config(:\n",
     "tabs": "def get_config():\n\tx = 1\n        return x\n",
@@ -113,6 +118,23 @@ FILES: dict[str, str | bytes] = {
     "a text that is a number": BODY.format("config.num_steps = '4'"),
     "complex": BODY.format("config.learning_rate.peak = 1j"),
     "nan": BODY.format("config.learning_rate.peak = float('nan')"),
+    "an array in the model of another task": BODY.format(
+        "import numpy; config.task = 'seq2seq'; config.model.num_layers = numpy.zeros(3)"
+    ),
+    "400 digits": BODY.format("config.seed = 10**400"),
+    "5000 digits": BODY.format("config.learning_rate.peak = -(10**5000)"),
+    "a fraction of 400 digits": BODY.format("import fractions; config.seed = fractions.Fraction(10**400)"),
+    "a long list": BODY.format("config.seed = list(range(100_000))"),
+    "100,000 unknown keys": "def get_config():\n    return {f'key{i}': i for i in range(100_000)}\n",
+    "100,000 unknown keys of a group": BODY.format("config.model = {f'num_layer{i}': i for i in range(100_000)}"),
+    "a message that raises": "class E(Exception):\n    def __str__(self): raise ValueError\nraise E\n",
+    "a key that raises": "class K:\n    def __str__(self): raise ValueError\ndef get_config():\n    return {K(): 1}\n",
+    "items that raise": ITEMS + "def get_config():\n    return Items()\n",
+    "items of a group that raise": ITEMS + BODY.format("config.mesh = Items()"),
+    "a comparison that raises": (
+        "class A:\n    def __eq__(self, other): raise ValueError\n    __hash__ = None\n"
+        + BODY.format("config.model = A()")
+    ),
     "cannot be shown": "class A:\n    def __repr__(self): raise ValueError\n" + BODY.format("config.seed = A()"),
     "a zero byte": BODY.format("config.data.path = 'a\\0b'"),
     "half a surrogate pair": BODY.format("config.data.path = '\\udcff'"),
@@ -191,6 +213,10 @@ def across_cases():
         "indivisible": ("mesh.tensor=3",),
         "trace backwards": ("profile.steps=13,10",),
         "trace of words": ("profile.steps=all",),
+        "trace of 5000 digits": (f"profile.steps={'9' * 5000}",),
+        "a rank beyond all bounds": ("lora.rank=1000000000",),
+        "adapters that add nothing": ("lora.rank=2", "lora.alpha=0"),
+        "a vocabulary beyond all bounds": ("model.vocab_size=2147483647",),
         "a path for python": ("data.source=python",),
         "cudnn in float32": ("model.attention=cudnn",),
         "decay before warm-up": ("learning_rate.decay_steps=5", "learning_rate.warmup_steps=10"),

@@ -66,6 +66,7 @@ RUNS = {
             "a number": b"3",
             "not UTF-8": b'{"seed": "\xff"}',
             "deep": b"[" * 200_000,
+            "5000 digits": b'{"seed": "", "begun_seconds": ' + b"9" * 5000 + b"}",
         }.items()
     },
     "another seed": edited("config.json", seed=4),
@@ -73,6 +74,9 @@ RUNS = {
     "a group that is a number": edited("config.json", model=3),
     "a fingerprint that is a number": edited("corpus.json", fingerprint=3),
     "another fingerprint": edited("corpus.json", fingerprint="0" * 64),
+    "begun in 400 digits": edited("corpus.json", begun_seconds=10**400),
+    "a bigram loss of text": edited("corpus.json", bigram_loss_on_16="low"),
+    "a field of 400 digits": edited("config.json", seed=10**400),
     "begun at no time": edited("corpus.json", begun_seconds="yesterday"),
     "metrics of garbage": written("metrics.jsonl", b"garbage\nand more\n"),
     "metrics of bytes": written("metrics.jsonl", bytes(range(256)) * 100),
@@ -172,6 +176,7 @@ TABLES = {
 PROGRAMS = {
     "pipeline.__main__": [
         ["--table"], ["--table="], ["--stages=x"], ["--stages=0"], ["--stages=-1"], ["--stages=99999999"],
+        ["--stages=9999"],
         ["--microbatches=0"], ["--microbatches=99999999"], ["--chunks=0"], ["--chunks=99999999"], ["--schedule=zz"],
         ["--schedule=1f1bb"], ["--forward=x"], ["--forward=nan"], ["--forward=1e-999999999"], ["--backward=1e999999"],
         ["--transfer=-1"], ["--schedule=zero_bubble_h1", "--weight-gradient=5"], ["--columns=3"], ["--columns=x"],
@@ -185,12 +190,15 @@ PROGRAMS = {
     ],
     "plan.__main__": [
         [], ["--cluster="], ["--cluster"], ["--cluster=h100"], ["--cluster=x100:8x8"], ["--cluster=h100:0x8"],
-        ["--cluster=cpu:0"], ["--cluster=cpu:x"], ["--cluster=cpu:99999999999"], ["--cluster=v5e:16"],
+        ["--cluster=cpu:0"], ["--cluster=cpu:x"], ["--cluster=cpu:99999999999"], [f"--cluster=cpu:{'9' * 5000}"],
+        ["--cluster=cpu:8", f"--calibrate=-{'9' * 400}"], ["--cluster=cpu:8", f"--scaling=1,2,...,{'9' * 5000}"],
+        ["--cluster=cpu:8", "--calibrate=long.jsonl"], ["--cluster=v5e:16"],
         ["--cluster=cpu:8", "--search=zzz"], ["--cluster=cpu:8", "--json=nowhere/x.json"],
         ["--cluster=cpu:8", "--json=folder"], ["--cluster=cpu:8", "--html=pipe"], ["--cluster=cpu:8", "--html=loop"],
         ["--cluster=cpu:8", "--calibrate=words.txt"], ["--cluster=cpu:8", "--calibrate=-1"],
         ["--cluster=cpu:8", "--calibrate=nan"], ["--clustr=cpu:8"], ["--cluster=cpu:8", "--config.seed=x"],
     ],
+    "probe.doctor": [[f"--gpus=-{'9' * 400}"], [f"--limit=-{'9' * 400}"]],
     "store.verify": [[], ["x", "y"], ["--zz"], ["words.txt"], [""], ["\udcff"]],
     "generate": [
         ["--workdir=run"], ["--num-tokens=0"], ["--num-tokens=x"], ["--num-tokens=99999999999"], ["--temperature=nan"],
@@ -230,6 +238,7 @@ def program_cases():
 
             def given(folder, words=words, module=module):
                 first = small(folder)[:1]
+                (folder / "long.jsonl").write_text('{"step": 1, "step_seconds": 1' + "0" * 400 + "}\n")
                 odd_things(folder)
                 os.mkfifo(folder / "pipe.png")
                 return [*(first if module in ("plan.__main__", "explain") else []), *words]

@@ -89,7 +89,11 @@ def test_a_damaged_save_is_named_set_aside_and_the_one_before_is_used(saved, dam
         np.testing.assert_array_equal(checkpoints.restore(3, wanted())["params"]["w"], state(30)["params"]["w"])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, remove])
+def nest(path):
+    path.write_bytes(b"[" * 200_000)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, remove, nest])
 def test_so_is_one_whose_manifest_is_damaged(saved, damage):
     damage(saved / "3" / integrity.MANIFEST)
     with Checkpoints(saved, None) as checkpoints:
@@ -311,6 +315,22 @@ def test_old_saves_go_once_the_new_one_is_sealed_and_the_best_stays(higher_is_be
             checkpoints.rate(step, {"eval_loss": loss})
         assert checkpoints.steps() == [best, 4]
     assert read_ratings(tmp_path)[2] == {"eval_loss": 0.3}
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "", "[1]", '{"x": 1}', '{"1": "low"}'])
+def test_damaged_ratings_are_none(content, tmp_path):
+    (tmp_path / RATINGS).write_text(content)
+    assert read_ratings(tmp_path) == {}
+
+
+def test_ratings_beyond_float64_are_no_best_ones(tmp_path):
+    (tmp_path / RATINGS).write_text('{"1": -1' + "0" * 400 + ', "2": 0.5, "3": 0.6}')
+    assert kept(
+        [1, 2, 3], CheckpointOptions(keep_last=1, keep_best=1), read_ratings(tmp_path), higher_is_better=False
+    ) == {
+        2,
+        3,
+    }
 
 
 def test_ratings_of_one_metric_are_read(tmp_path):

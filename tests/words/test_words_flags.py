@@ -3,10 +3,14 @@ import dataclasses
 import pathlib
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 
-from meshtrain.words import config_file, flags
+from meshtrain import __main__
+from meshtrain.config.config import Config, resolve
+from meshtrain.models.decoder import DecoderOptions
+from meshtrain.words import config_file, flags, named
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import option
 
@@ -51,12 +55,30 @@ def test_texts_of_a_command_line(text, kind, value):
         ("nan", float, "got 'nan'; allowed: a number (float)"),
         ("inf", int, "got 'inf'; allowed: a whole number (int)"),
         ("maybe", bool, "got 'maybe'; allowed: true or false (bool)"),
+        ("0.4", int, "got '0.4'; allowed: a whole number (int); nearest: 1"),
+        ("9999999999.5", int, "got '9999999999.5'; allowed: a whole number (int)"),
     ],
 )
 def test_texts_that_are_no_value(text, kind, message):
     with pytest.raises(ValueError) as caught:
         flags.typed(text, kind, is_text=True)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("num_digits", [310, 4300, 5000])
+def test_numbers_beyond_float64_are_refused(num_digits, kind):
+    for value, is_text in (("9" * num_digits, True), (10**num_digits, False), (Fraction(-(10**num_digits)), False)):
+        with pytest.raises(ValueError, match="allowed: a "):
+            flags.typed(value, kind, is_text=is_text)
+
+
+def test_more_unknown_keys_than_there_are_fields_are_ten_lines_and_their_number():
+    _, problems = flags.collect(ENTRIES, {f"inner.s{number}": 1 for number in range(4)}, {})
+    assert len(problems) == 4, "of four fields all can be misspelt"
+    _, problems = flags.collect(ENTRIES, {f"inner.s{number}": 1 for number in range(100_000)}, {})
+    assert problems[9].startswith("inner.s9: unknown key; allowed: inner.size, inner.name")
+    assert problems[10:] == ["... and 99990 more keys like these"]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +177,14 @@ def test_a_missing_value_is_a_users_mistake():
         flags.arguments(["--config"])
 
 
+@pytest.mark.parametrize("typed, said", [("/opt/bin/meshtrain", "meshtrain"), ("x/__main__.py", "python -m meshtrain")])
+def test_a_usage_names_the_program_as_it_was_typed(typed, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [typed])
+    assert __main__.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: {said} COMMAND ")
+    assert flags.Parser(prog="python -m meshtrain report").prog == f"{said} report"
+
+
 def test_help_says_where_the_fields_are_listed_and_loads_nothing_heavy():
     code = (
         "import sys\nfrom meshtrain.main import main\n"
@@ -166,6 +196,9 @@ def test_help_says_where_the_fields_are_listed_and_loads_nothing_heavy():
     assert done.returncode == 0, done.stderr
     assert "python -m meshtrain config" in done.stdout
     assert "--workdir" in done.stdout
+
+
+UNSPEAKABLE = "class Unspeakable(Exception):\n    def __str__(self): raise ValueError\n"
 
 
 def load(path, text):
@@ -188,6 +221,7 @@ def test_load_runs_the_file(tmp_path):
         ("def get_config():\n    return [].seed", ":2: AttributeError: 'list' object has no attribute 'seed'"),
         ("def get_config():\n    raise RuntimeError", ":2: RuntimeError: no message"),
         ("\0", ": SyntaxError: "),
+        (f"{UNSPEAKABLE}def get_config():\n    raise Unspeakable", ":4: Unspeakable: a message that cannot be shown"),
     ],
 )
 def test_a_file_that_cannot_be_run_is_one_line(tmp_path, text, message):
@@ -201,6 +235,25 @@ def test_a_misspelt_group_is_named_with_the_nearest(tmp_path, line):
     text = f"import ml_collections\ndef get_config():\n    config = ml_collections.ConfigDict()\n    {line}"
     with pytest.raises(UserError, match=r"x.py:4: unknown key 'mash'; allowed: .*; did you mean 'mesh'\?$"):
         load(tmp_path / "x.py", text)
+
+
+def test_so_is_a_module_whose_exception_cannot_be_shown(tmp_path, monkeypatch):
+    (tmp_path / "unspeakable.py").write_text(f"{UNSPEAKABLE}raise Unspeakable")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"Unspeakable: a message that cannot be shown \(.*unspeakable.py:3\)"):
+        named.function("task", "unspeakable:f", ["decoder"])
+
+
+def test_the_nearest_file_is_one_that_is_there(tmp_path, monkeypatch):
+    """An installation has no folder configs: the line ends with a file that anyone can write."""
+    with pytest.raises(UserError, match=r"; nearest: configs/3d.py$"):
+        config_file.load(str(tmp_path / "zzz.py"), [])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        config_file.load("configs/3d.py", [])
+    _, _, line = str(caught.value).partition("; nearest: a file of one line, ")
+    assert resolve(load(tmp_path / "x.py", line)) == Config(model=DecoderOptions(vocab_size=257))
 
 
 def test_a_file_that_is_not_there(tmp_path):
