@@ -26,6 +26,7 @@ from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions, compute_name, in_fp8
 from meshtrain.words.errors import UserError
 from meshtrain.words.numbers import nearest_divisor, nearest_multiple
+from meshtrain.words.options import MOST
 
 
 def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -185,6 +186,12 @@ def transformer(options: DecoderOptions | Seq2SeqOptions, precision: PrecisionOp
         )
     if options.dropout_rate >= 1:
         found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
+    most = MOST[int] // options.vocab_multiple * options.vocab_multiple
+    if options.padded_vocab_size > most:
+        found.append(
+            f"model.vocab_size: got {options.vocab_size}; allowed: at most {most}, a multiple of model.vocab_multiple, "
+            f"as ids of padding are int32 too; nearest: {most}"
+        )
     if options.attention == "cudnn" and compute_name(precision) == "float32":
         found.append(
             "model.attention: got cudnn computing in float32; allowed: cudnn with a 16-bit policy; nearest: "

@@ -191,8 +191,7 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
             f"lora.rank: got {config.lora.rank} with task={name_of(make_task)}; allowed: 0, or the tasks decoder and "
             "seq2seq, whose layers apply adapters; nearest: lora.rank=0"
         ]
-    _, axes = abstract_weights(dataclasses.replace(config, lora=LoraOptions()), make_task)
-    return lora.problems(config.lora, axes)
+    return lora.problems(config.lora, *abstract_weights(dataclasses.replace(config, lora=LoraOptions()), make_task))
 
 
 @functools.lru_cache(maxsize=8)

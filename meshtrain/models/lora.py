@@ -184,12 +184,13 @@ def _product(a: jax.Array, b: jax.Array, like: jax.Array) -> jax.Array:
     )  # fmt: skip
 
 
-def problems(options: LoraOptions, axes: Any) -> list[str]:
-    """Returns one line for each reason why these options fit no weight of a task.
+def problems(options: LoraOptions, params: Any, axes: Any) -> list[str]:
+    """Returns one line for each reason why these options fit no weight of a task, or train nothing.
 
     Args:
       options: each field within its bounds.
-      axes: the logical axes of the weights of the task without adapters.
+      params: the abstract weights of the task without adapters.
+      axes: their logical axes.
     """
     names = dict(leaves_with_paths(axes, is_leaf=is_names))
     targets = [path for path in names if is_hidden_matrix(names[path])]
@@ -201,6 +202,19 @@ def problems(options: LoraOptions, axes: Any) -> list[str]:
     tables = [path for path in matched if matrix_dims(names[path]) is not None and path not in targets]
     if options.targets and tables:
         return [f"{TARGETS}: got '{options.targets}', which matches {tables[0]}, no matrix of a layer; {allowed}"]
-    if not set(matched) & set(targets):
+    chosen = [path for path in targets if path in matched]
+    if not chosen:
         return [f"{TARGETS}: got '{options.targets}', which matches no matrix of a layer; {allowed}"]
-    return []
+    shapes, found = {path: leaf.shape for path, leaf in leaves_with_paths(params)}, list[str]()
+    both = [
+        [math.prod(shapes[path][dim] for dim in part) for part in matrix_dims(names[path]) or ()] for path in chosen
+    ]
+    largest = max(map(min, both))
+    if options.rank > largest:
+        found.append(
+            f"lora.rank: got {options.rank}; allowed: at most {largest}, the rank that a matrix with an adapter can "
+            f"have; nearest: {largest}"
+        )
+    if not options.alpha:
+        found.append("lora.alpha: got 0.0, with which adapters add nothing; allowed: above 0; nearest: 16.0")
+    return found

@@ -120,6 +120,20 @@ def test_targets_are_found_in_the_paths_of_matrices(targets, adapted):
         assert not is_adapter(name) or len(stored & set(leaf)) == 1, "each factor has one dim that fsdp splits"
 
 
+@pytest.mark.parametrize("targets, most", [("", 16), ("key|value", 8)])
+def test_a_rank_is_at_most_that_of_the_largest_matrix(targets, most):
+    params, axes = named_params(base("decoder").init)
+    assert lora.problems(LoraOptions(rank=most, targets=targets), params, axes) == []
+    [line] = lora.problems(LoraOptions(rank=10**9, targets=targets), params, axes)
+    assert line.startswith(f"lora.rank: got 1000000000; allowed: at most {most}, ")
+    assert line.endswith(f"; nearest: {most}")
+
+
+def test_adapters_that_would_add_nothing_are_refused():
+    [line] = lora.problems(LoraOptions(rank=2, alpha=0.0), *named_params(base("decoder").init))
+    assert line.startswith("lora.alpha: got 0.0, with which adapters add nothing; allowed: above 0; nearest: 16.0")
+
+
 @pytest.mark.parametrize(
     ("targets", "start", "end"),
     [
@@ -131,7 +145,6 @@ def test_targets_are_found_in_the_paths_of_matrices(targets, adapted):
     ],
 )
 def test_targets_without_a_matrix_are_refused(targets, start, end):
-    _, axes = named_params(base("decoder").init)
-    [line] = lora.problems(LoraOptions(rank=3, targets=targets), axes)
+    [line] = lora.problems(LoraOptions(rank=3, targets=targets), *named_params(base("decoder").init))
     assert line.startswith(f"lora.targets: {start}allowed: a regular expression found in paths of layers/attention/key")
     assert line.endswith(end)
