@@ -35,7 +35,7 @@ def _block_axes() -> tuple[str, ...]:
 
 def _shown(shape: Mapping[str, int]) -> dict[str, list[int]]:
     """Returns the indices to draw of each axis: all of a small mesh, the ends of the longest axes of a large one."""
-    room = {axis: shape[axis] for axis in AXES}
+    room = {axis: min(shape[axis], MAX_DEVICES_SHOWN + 1) for axis in AXES}
     while math.prod(room.values()) > MAX_DEVICES_SHOWN:
         room[max(room, key=lambda axis: room[axis])] -= 1
     return {axis: [*range(num - 1), shape[axis] - 1] for axis, num in room.items()}

@@ -1,6 +1,7 @@
 """The page of one or several runs: a table, their curves, what differs between them, memory, and samples."""
 
 import json
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from meshtrain.words.tables import format_bytes
 CURVES = "curves"  # the id of the element that holds them
 _HELD = {"parameters": "parameters", "gradients": "gradients", "moments": "optimizer", "batch": "batch"}
 _ABSENT = "-"
+MOST_DEVICES = 1 << 18  # more than a cluster has; pictures of far more would take minutes
 
 
 def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
@@ -85,15 +87,15 @@ def _last(run: Run, metric: str) -> float | None:
 
 def _is_count(values: Mapping[str, object], name: str) -> bool:
     value = values[name] if name in values else None
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def mesh_shape(run: Run) -> dict[str, int] | None:
-    """Returns axis -> size of the mesh that a run used, None where its folder does not say."""
+    """Returns axis -> size of the mesh that a run used, None where its folder does not say or says absurd sizes."""
     for values in (run.device, run.config):
         mesh = values["mesh"] if "mesh" in values else None
         if isinstance(mesh, dict) and mesh and all(_is_count(mesh, axis) and mesh[axis] for axis in mesh):
-            return dict(mesh)
+            return dict(mesh) if math.prod(mesh.values()) <= MOST_DEVICES else None
     return None
 
 

@@ -15,6 +15,7 @@ from meshtrain.words.options import option
 
 Kind = Literal["F", "B", "W"]
 MAX_SIZE = 1 << 18  # actions of one kind in a table: building and proving this many takes ten seconds
+MAX_STAGES = 1 << 10  # a table has more rows than stages, so that its idle cells grow as their square
 NAMES = ("gpipe", "1f1b", "1f1b_classic", "interleaved_1f1b", "zero_bubble_h1")
 
 
@@ -94,6 +95,8 @@ def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: i
     lines += [
         f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
     ]
+    if num_stages > MAX_STAGES:
+        lines.append(f"pipeline: got {num_stages} stages; allowed: at most {MAX_STAGES}; nearest: {MAX_STAGES}")
     if lines:
         return lines
     size = num_stages * num_microbatches * num_chunks

@@ -10,6 +10,7 @@ from meshtrain import report
 from meshtrain.observe.runs import opened
 from meshtrain.words.errors import UserError
 from tests.observe.folders import CONFIG, DEVICE, folder
+from tests.run.broken import deadline
 
 
 @pytest.fixture
@@ -90,6 +91,31 @@ def test_runs_on_the_same_mesh_share_a_picture(tmp_path):
     paths = [str(folder(tmp_path / f"{i}", device={"mesh": mesh})) for i, mesh in enumerate(meshes)]
     text = "".join(report.meshes(opened(paths)[0]))
     assert (text.count("<svg"), "<h3>0, 2</h3>" in text, "<h3>1</h3>" in text) == (2, True, True)
+
+
+JUNK = ("9" * 400, "9" * 5000, "-1e400", "9" * 300, '"\\ud800"', "[]")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "device.json", "config.json"])
+def test_values_that_no_run_writes_are_no_reason_to_give_up(name, tmp_path):
+    """In each run all numbers of the file's last line are others; the page shows what is left."""
+    for number, junk in enumerate(JUNK):
+        path = folder(tmp_path / f"{number}", device=None if name == "config.json" else DEVICE) / name
+        before, found, last = path.read_text().rpartition('{"step": 30' if name == "metrics.jsonl" else "{")
+        path.write_text(before + found + re.sub(r"(?<=: )[\d.]+", lambda _, junk=junk: junk, last))
+    page = tmp_path / "page.html"
+    assert report.main([*(str(tmp_path / f"{number}") for number in range(len(JUNK))), f"--html={page}"]) == 0
+    assert "<h1>" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 10**18}, {"pipeline": 10**9}, {"fsdp": 10**7}, {"data": 1 << 17}, {"pipeline": 1 << 16}]
+)
+def test_a_mesh_of_any_size_is_answered_at_once(runs, sizes):
+    with deadline(5):
+        found = runs(mesh=dict.fromkeys(CONFIG["mesh"], 1) | sizes)
+        assert report.schedules(found) == []
+        assert len(report.meshes(found)) == (2 if sizes == {"data": 1 << 17} or sizes == {"pipeline": 1 << 16} else 0)
 
 
 @pytest.mark.parametrize(
