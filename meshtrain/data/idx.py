@@ -94,9 +94,10 @@ def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
     dims = struct.unpack(f">{num_dims}I", first[4:])
     if 0 in dims:
         raise UserError(f"{key}: got '{path}', whose header says {_said(dims)}; allowed: sizes above 0; nearest: 1")
-    expected, stored = 4 + 4 * num_dims + math.prod(dims), path.stat().st_size
+    own, stored = 4 + 4 * num_dims, path.stat().st_size
+    expected = own + math.prod(dims)
     if expected > _MOST_GROWTH * stored if _is_compressed(path) else expected != stored:
-        raise UserError(_cut(path, f"has {stored} bytes, and its header says {_said(dims)}", key))
+        raise UserError(_cut(path, f"has {stored} bytes, and its header says {own} + {_said(dims)}", key))
     return dims
 
 
@@ -178,7 +179,8 @@ def _wrong_beginning(path: Path, first: bytes, magic: int, key: str) -> str:
     got = int.from_bytes(first[:4])
     wanted = f"0x{magic:08x}, as IDX files of {_NAMES[magic]} begin"
     if len(first) >= 4 and got in _NAMES:
-        near = "the other file of the two" if magic == LABELS else f"'{_images_of(path)}'"
+        is_swapped = magic == LABELS or _images_of(path) == os.fspath(path)  # under the other one's name
+        near = "the other file of the two" if is_swapped else f"'{_images_of(path)}'"
         return f"{key}: got '{path}', a file of {_NAMES[got]}; allowed: {wanted}; nearest: {near}"
     return f"{key}: got '{path}', which begins with 0x{first[:4].hex()}; allowed: {wanted}; nearest: a file of MNIST"
 

@@ -126,7 +126,7 @@ def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], size: tuple[int, ..
         first = int(np.argmax(labels >= num_classes))
         found.append(
             f"{key}: got label {labels[first]} of image {first}; allowed: 0 to {num_classes - 1}, below the task's "
-            f"number of classes; nearest: model.num_classes={labels.max() + 1}"
+            f"number of classes; nearest: model.num_classes={labels.max() + 1}, or the labels of these images"
         )
     return found
 

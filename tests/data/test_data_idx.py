@@ -65,6 +65,11 @@ def test_labels_have_the_name_of_their_images(images, labels, tmp_path):
 MOST = 2**32 - 1
 BROKEN = {
     "labels for images": ({"images": LABELS_FILE}, "a file of labels; allowed: 0x00000803"),
+    "labels under the name of images, both": (
+        {"images": LABELS_FILE, "labels": IMAGES_FILE},
+        "nearest: the other file",
+    ),
+    "labels too long": ({"labels": LABELS_FILE + b"\0" * 3}, "has 16 bytes, and its header says 8 + 5 bytes; allowed"),
     "images for labels": ({"labels": IMAGES_FILE}, "a file of images; allowed: 0x00000801"),
     "no labels": ({"labels": None}, "'{folder}/a-labels-idx1-ubyte', which does not exist; allowed: a file of labels"),
     "floats": ({"images": idx(PIXELS, 0x0D03)}, "begins with 0x00000d03; allowed: 0x00000803"),
@@ -72,8 +77,8 @@ BROKEN = {
     "a picture": ({"images": b"\x89PNG\r\n\x1a\n" * 9}, "begins with 0x89504e47"),
     "one byte": ({"images": b"\0"}, "begins with 0x00; allowed"),
     "cut in its header": ({"images": IMAGES_FILE[:10]}, "ends within its header, after 10 bytes"),
-    "cut": ({"images": IMAGES_FILE[:-1]}, "has 75 bytes, and its header says 5 x 4 x 3 bytes"),
-    "too long": ({"images": IMAGES_FILE + b"\0"}, "has 77 bytes, and its header says 5 x 4 x 3 bytes"),
+    "cut": ({"images": IMAGES_FILE[:-1]}, "has 75 bytes, and its header says 16 + 5 x 4 x 3 bytes"),
+    "too long": ({"images": IMAGES_FILE + b"\0"}, "has 77 bytes, and its header says 16 + 5 x 4 x 3 bytes"),
     "no image": ({"images": struct.pack(">4I", IMAGES, 0, H, W)}, "says 0 x 4 x 3 bytes; allowed: sizes above 0"),
     "fewer labels": (
         {"labels": idx(NUMBERS[:4])},
@@ -81,7 +86,7 @@ BROKEN = {
     ),
     "a huge claim, compressed": (
         {"images": gzip.compress(struct.pack(">4I", IMAGES, MOST, MOST, MOST))},
-        "says 4294967295 x 4294967295 x 4294967295 bytes; allowed: whole IDX files",
+        "says 16 + 4294967295 x 4294967295 x 4294967295 bytes; allowed: whole IDX files",
     ),
     "a header that is no gzip": ({"images": b"\x1f\x8b" + bytes(50)}, "is damaged (Unknown compression method)"),
     "compressed, cut in its header": (
