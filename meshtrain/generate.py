@@ -28,7 +28,7 @@ from meshtrain.words.errors import Problems, UserError, run, warn
 from meshtrain.words.files import write_whole
 from meshtrain.words.paths import is_utf8, target_problems
 
-MAX_TEMPERATURE = 1e6  # at which all tokens are equally probable
+MAX_TEMPERATURE = 1_000_000  # at which all tokens are equally probable
 MAX_TOKENS, MAX_SAMPLES, MAX_SEED, MAX_STEP = 1_000_000, 100_000, 2**32 - 1, 10**12
 _SHOWN = 60  # characters of a prompt in a title
 DEFAULT_PROMPT, DEFAULT_TOKENS, DEFAULT_TEMPERATURE = "def ", 200, 0.8
@@ -79,7 +79,7 @@ def _number_problems(arguments: argparse.Namespace) -> list[str]:
     for flag, value, least, most in bounds:
         if value is not None and not least <= value <= most:
             near = most if value > most else least
-            found.append(f"{flag}: got {value}; allowed: {least} to {most:,}; nearest: {near:g}")
+            found.append(f"{flag}: got {value}; allowed: {least} to {most:,}; nearest: {near}")
     if not 0 < arguments.top_p <= 1:
         found.append(f"--top-p: got {arguments.top_p}; allowed: above 0, at most 1; nearest: 1")
     return found

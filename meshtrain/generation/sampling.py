@@ -8,13 +8,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+_LEAST_TEMPERATURE = 1e-6  # float32 logits divided by far less are infinite, and the choice would be random
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a token is chosen. The three apply in this order, as in Hugging Face's generation.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the most probable token.
+      temperature: logits are divided by it; below 1e-6 the most probable token is taken, as at 0.
       top_k: only the most probable tokens, this many, are left; 0: all of them.
       top_p: only the most probable tokens are left whose probabilities sum to this, the token that crosses it included
         (nucleus sampling, Holtzman et al. 2020); 1: all of them.
@@ -46,7 +48,7 @@ def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampl
       index: int32 scalar, how many tokens the rows have been given before.
       sampling: how to choose.
     """
-    if sampling.temperature == 0.0:
+    if sampling.temperature < _LEAST_TEMPERATURE:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = kept(logits / sampling.temperature, sampling)
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, index)

@@ -41,6 +41,14 @@ def test_tokens_that_are_as_probable_as_the_last_one_stay():
     assert np.isfinite(kept(logits, Sampling(1.0, top_p=0.3))).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-38, 1e-30, 9e-7])
+def test_what_float32_cannot_divide_by_is_greedy(temperature):
+    logits = jnp.asarray([[2.0, 9.0, 8.0, -3.0]])
+    keys = jax.random.split(jax.random.key(0), 1)
+    drawn = {int(choose(logits, keys, jnp.int32(i), Sampling(temperature))[0]) for i in range(20)}
+    assert drawn == {1}
+
+
 def test_zero_is_greedy_and_temperature_comes_before_the_others():
     keys = jax.random.split(jax.random.key(0), 1)
     assert choose(jnp.asarray(LOGITS), keys, jnp.int32(0), Sampling(0.0, top_k=3)).tolist() == [1]

@@ -28,7 +28,18 @@ FLAGS = {
     "top-p nan": (["--top-p=nan"], ["--top-p: got nan; "]),
     "num-samples 0": (["--num-samples=0"], ["--num-samples: got 0; allowed: 1 to 100,000; nearest: 1"]),
     "seed negative": (["--seed=-1"], ["--seed: got -1; allowed: 0 to"]),
-    "seed too large": (["--seed=4294967296"], ["--seed: got 4294967296; "]),
+    "seed too large": (
+        ["--seed=4294967296"], ["--seed: got 4294967296; allowed: 0 to 4,294,967,295; nearest: 4294967295"],
+    ),
+    "seed of 400 digits": ([f"--seed={'9' * 400}"], ["--seed: got 9"]),
+    "seed of 5000 digits": ([f"--seed={'9' * 5000}"], ["--seed: invalid int value: '9"]),
+    "seed no number": (["--seed=one"], ["--seed: invalid int value: 'one'"]),
+    "too many tokens": (
+        ["--num-tokens=2000000"], ["--num-tokens: got 2000000; allowed: 1 to 1,000,000; nearest: 1000000"],
+    ),
+    "temperature too high": (
+        ["--temperature=1e300"], ["--temperature: got 1e+300; allowed: 0 to 1,000,000; nearest: 1000000"],
+    ),
     "step negative": (["--step=-5"], ["--step: got -5; allowed: 0 to"]),
     "stop empty": (["--stop="], ["--stop: got ''; allowed: a text in UTF-8, not empty; nearest: leave it out"]),
     "out is empty": (["--out="], ["--out: got ''"]),
