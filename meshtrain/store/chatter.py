@@ -27,7 +27,8 @@ def silence() -> None:
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     is_raised = record.exc_info is not None and record.exc_info[0] is not None
-    return (record.levelno >= logging.ERROR and not is_raised) or "orbax" not in Path(record.pathname).parts
+    is_reported = is_raised or "Metadata file: %s" in str(record.msg)  # a damaged file: by its checksum
+    return (record.levelno >= logging.ERROR and not is_reported) or "orbax" not in Path(record.pathname).parts
 
 
 def _is_task_of_others(record: logging.LogRecord) -> bool:

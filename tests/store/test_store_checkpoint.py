@@ -160,6 +160,13 @@ def test_orbax_keeps_quiet_and_others_do_not(tmp_path, caplog):
         checkpoints.save(1, {"w": jnp.zeros(1)}, {})
     with ocp.CheckpointManager(tmp_path) as plain:
         plain.item_metadata(1)
+    description = tmp_path / "1" / "_CHECKPOINT_METADATA"
+    description.write_bytes(description.read_bytes()[:-1])
+    with (
+        Checkpoints(tmp_path, None) as checkpoints,
+        pytest.raises(UserError, match=r"_CHECKPOINT_METADATA: .* bytes instead"),
+    ):
+        checkpoints.newest_whole()
     assert not caplog.records
     logging.getLogger("absl").warning("of another library")
     assert [record.message for record in caplog.records] == ["of another library"]
