@@ -1,6 +1,7 @@
 """Errors and exit codes. A user's mistake is one line for each problem, exit code 2. Programs start through `run`."""
 
 import difflib
+import errno
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ EXIT_LOST_PEER = 4
 EXIT_NOT_SAVED = 74  # EX_IOERR of sysexits.h
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
 
 _LAST_WORDS_SECONDS = 1.0
 MOST_LINES = 10  # of problems that many inputs share
@@ -123,13 +125,35 @@ def one_line(problem: str) -> str:
 def run(entry: Callable[[], int | None]) -> NoReturn:
     """Runs a program and exits with its code; prints one line for each problem of a UserError.
 
-    Any other exception is a bug and keeps its traceback.
+    Output that nobody reads, or that finds no room, ends the program too: see `lost_output`. Any other exception is a
+    bug and keeps its traceback.
 
     Args:
       entry: the program, without arguments; it returns its exit code or None for 0.
     """
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # `>&-`: there is none
+    code = EXIT_FINISHED
     try:
-        code = entry() or EXIT_FINISHED
+        code = _code_of(entry)
+        sys.stdout.flush()
+    except Exception as error:
+        code = code or (lost_output() if isinstance(error, OSError) else EXIT_FINISHED)
+        if not code and _others_may_wait():
+            leave_at_once(EXIT_BUG, traceback.format_exc().rstrip())
+        if not code:
+            raise
+    if code not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
+        sys.stderr.flush()
+        # When process 0 exits, JAX aborts the others. Waiting gives them time to print the same error.
+        time.sleep(_LAST_WORDS_SECONDS)
+        leave_at_once(code)
+    sys.exit(code)
+
+
+def _code_of(entry: Callable[[], int | None]) -> int:
+    """Runs a program and returns its exit code, after the lines that say why it is not 0."""
+    try:
+        return entry() or EXIT_FINISHED
     except UserError as error:
         for problem in error.problems:
             print(f"meshtrain: error: {one_line(problem)}", file=sys.stderr)
@@ -147,17 +171,33 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
         leave_at_once(EXIT_LOST_PEER, f"meshtrain: lost: {error}")
     except KeyboardInterrupt:
         leave_at_once(EXIT_INTERRUPTED)
-    except Exception:
-        if _others_may_wait():
-            leave_at_once(EXIT_BUG, traceback.format_exc().rstrip())
-        raise
-    if code not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
-        sys.stderr.flush()
-        # When process 0 exits, JAX aborts the others. Waiting gives them time to print the same error.
-        time.sleep(_LAST_WORDS_SECONDS)
-        leave_at_once(code)
-    sys.stdout.flush()
-    sys.exit(code)
+    except SystemExit as end:  # argparse ends `--help` so, before what it printed has left the buffer
+        if end.code:
+            raise
+        code = EXIT_FINISHED
+    return code
+
+
+def lost_output() -> int:
+    """Returns the exit code for standard output or error that cannot be written, and 0 where both can.
+
+    A closed pipe (`| head`) ends the program without a word, another reason with one line. Standard output gets an empty
+    line, because an unbuffered stream forgets that a write has failed.
+    """
+    code = EXIT_FINISHED
+    for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr)):
+        try:
+            print(end="\n" if stream is sys.stdout else "", file=stream, flush=True)
+        except OSError as error:
+            # What is still in the buffer goes nowhere: Python's own flush at the end would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if error.errno == errno.EPIPE:
+                code = code or EXIT_CLOSED_PIPE
+                continue
+            code = code or EXIT_NOT_SAVED
+            said = f"meshtrain: error: {name}: cannot be written ({error.strerror}); allowed: a place with room"
+            print(f"{said}; nearest: another file", file=sys.stderr)
+    return code
 
 
 def _others_may_wait() -> bool:
@@ -172,8 +212,11 @@ def warn(line: str) -> None:
 
 def leave_at_once(code: int, message: str = "") -> NoReturn:
     """Ends the process without exit handlers, which would wait for threads and for processes that do not answer."""
-    if message:
-        print(message, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        if message:
+            print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = code or lost_output()
     os._exit(code)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -12,23 +13,26 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a new file beside `path`, which takes its place when the block ends; an error in the block leaves `path`.
 
     The content is on the disk before the file gets its name, so that a power cut leaves the old file or the new one.
+    A link at `path` is replaced, and the file that it leads to stays as it is.
 
     Args:
-      path: the file to replace or to make; its folder exists.
+      path: the file to replace, whose permissions stay, or to make; its folder exists.
 
     Raises:
       OSError: the content cannot be written; `path` is as before.
     """
     path = Path(path)
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with new.open("wb") as file:
+    # The new file lies in a folder of its own, which nobody else can name or write. It is opened like any other, because
+    # the files of `tempfile` itself are readable by their owner alone.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".meshtrain-", ignore_cleanup_errors=True) as folder:
+        new = Path(folder, path.name)
+        with new.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        with contextlib.suppress(OSError):  # nothing is there, or the file system has no permissions
+            new.chmod(path.stat().st_mode & 0o777)
         new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

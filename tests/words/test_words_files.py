@@ -47,3 +47,44 @@ def test_the_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monke
     monkeypatch.setattr(pathlib.Path, "replace", replaced)
     write_whole(tmp_path / "a.json", "new")
     assert did == ["fsync", "replace"]
+
+
+def test_a_file_of_the_user_s_beside_it_stays(tmp_path):
+    (tmp_path / "a.html.new").write_text("a user's own")
+    write_whole(tmp_path / "a.html", "page")
+    assert (tmp_path / "a.html.new").read_text() == "a user's own"
+
+
+def test_a_link_beside_it_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    (tmp_path / "a.html.new").symlink_to(victim)
+    write_whole(tmp_path / "a.html", "page")
+    assert victim.read_text() == "whole"
+    assert not (tmp_path / "a.html").is_symlink()
+
+
+def test_while_it_is_written_nobody_else_can_reach_it(tmp_path):
+    with replacing(tmp_path / "a.html") as file:
+        (folder,) = tmp_path.iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert pathlib.Path(file.name).parent == folder
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_permissions_of_any_other(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "a.json", "new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_replaced_file_keeps_its_permissions(tmp_path, mode):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    path.chmod(mode)
+    write_whole(path, "new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", mode)
