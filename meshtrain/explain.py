@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -25,7 +24,7 @@ from meshtrain.models.task import Task, token_batch
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.step.held import Held, held
 from meshtrain.words.errors import UserError, run
-from meshtrain.words.paths import refuse_target
+from meshtrain.words.paths import target_problems
 from meshtrain.words.tables import format_bytes
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -145,12 +144,8 @@ def main(argv: Sequence[str]) -> int:
     )
     extra.add_argument("--draw", metavar="FILE", default="", help="also draw the mesh (.png, .svg or .pdf)")
     config, arguments = parse(argv, extra, reads_data=False)
-    if arguments.draw:
-        refuse_target("--draw", arguments.draw, "mesh.png")
-        if Path(arguments.draw).suffix not in PICTURES:
-            raise UserError(
-                f"--draw: got '{arguments.draw}'; allowed endings: {', '.join(PICTURES)}; nearest: {arguments.draw}.png"
-            )
+    if arguments.draw and (lines := target_problems("--draw", arguments.draw, "mesh.png", PICTURES)):
+        raise UserError(*lines)
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
     if problems := check(config, shape):

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "action", nargs="?", help="config prints a configuration file, import writes a workdir, export a folder"
     )
-    parser.add_argument("directory", nargs="?", help="for config and import: the folder")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="for config and import: the folder")
     parser.add_argument("--to", metavar="DIR", help="for import: the workdir; for export: the folder; new or empty")
     parser.add_argument("--step", type=int, help="for export: of the checkpoint (default: the newest)")
     parser.add_argument(
@@ -78,7 +78,7 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
             f"--to: got '{arguments.to}' with config, which prints; allowed: none; nearest: hf import DIR --to=W"
         )
     if action in ("import", "export"):
-        found += _target_problems(arguments.to, action)
+        found += _target_problems(arguments.to, action, "runs/imported" if action == "import" else "models/exported")
     if arguments.dtype is not None and (action != "export" or arguments.dtype not in export.DTYPES):
         allowed = f"{', '.join(export.DTYPES)}, with export"
         found.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
@@ -87,16 +87,15 @@ def _problems(arguments: argparse.Namespace) -> list[str]:
     return found
 
 
-def _target_problems(to: str | None, action: str) -> list[str]:
+def _target_problems(to: str | None, action: str, near: str) -> list[str]:
     if not to:
-        near = "runs/imported" if action == "import" else "models/exported"
         return [f"--to: got nothing; allowed: a new folder; nearest: --to={near}"]
     target = expanded(to).absolute()
     what = what_is_at(target)
     if what == "a folder" and any(target.iterdir()):
         near = f"{to.rstrip('/')}-{action}ed"
         return [f"--to: got '{to}', which is not empty; allowed: a new folder; nearest: --to={near}"]
-    return flags.unwritable(target)
+    return flags.unwritable(target, "--to", near)
 
 
 def _import(arguments: argparse.Namespace) -> None:
@@ -230,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
       UserError: a wrong argument, or a folder with problems; one line for each.
     """
     arguments = flags.arguments(argv, _parser())
-    if problems := [*arguments.problems, *_problems(arguments)]:
+    if problems := arguments.problems or _problems(arguments):
         raise UserError(*problems)
     if arguments.action == "config":
         print(as_file(arguments.directory), end="")

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
         config, training = imported("meshtrain.config.config", "meshtrain.training")
         found = flags.unwritable(arguments.workdir)
-        if arguments.config is None:
+        if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):
             found.append(f"--config: got nothing; allowed: a file with get_config(){config_file.near_example()}")
         configuration = config.configure(arguments, found)
         training.train(configuration, arguments.workdir, begun_seconds=begun_seconds)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import pathlib
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
@@ -21,9 +20,9 @@ from meshtrain.pipeline.table import chosen
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
 from meshtrain.words.files import write_whole
-from meshtrain.words.paths import refuse_target
+from meshtrain.words.paths import target_problems
 
-ENDINGS = (".html", ".htm")
+ENDINGS = (".html", ".htm")  # a run's own files have others, so that none of them is replaced
 MOST_ACTIONS = 2000  # in a chart of a schedule: beyond, cells are too small to be read
 # Of all chunks of a stage, in all charts alike: the recomputed forward, and twice its time for the gradients.
 FORWARD, BACKWARD = Fraction(1), Fraction(3)
@@ -43,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="*", help="a run's folder, such as runs/3d")
     parser.add_argument("--html", metavar="FILE", default="", help="the page to write; it needs nothing else")
     arguments = parser.parse_args(argv)
-    problems = [*_of_target(arguments.html), *_of_plotly()]
+    of_target = target_problems("--html", arguments.html, "--html=report.html", ENDINGS)
+    problems = [*of_target, *_of_plotly()]
     runs, others = opened(arguments.runs)
     if others or problems:
         raise UserError(*others, *problems)
@@ -60,23 +60,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_target(path: str) -> list[str]:
-    """Returns one line if the page cannot be written there. Only pages are replaced: a run's own files never are."""
-    if not path:
-        return ["--html: got nothing; allowed: a file's name; nearest: --html=report.html"]
-    if pathlib.Path(path).suffix.lower() not in ENDINGS:
-        return [f"--html: got '{path}'; allowed endings: {', '.join(ENDINGS)}; nearest: --html={path}.html"]
-    try:
-        refuse_target("--html", path, "report.html")
-    except UserError as error:
-        return list(error.problems)
-    return []
-
-
 def _of_plotly() -> list[str]:
     if importlib.util.find_spec("plotly"):
         return []
-    return ["plotly: not installed; allowed: the extra 'report'; nearest: scripts/report, which installs it"]
+    return ["plotly: not installed; allowed: the extra 'report'; nearest: pip install 'meshtrain[report]'"]
 
 
 def meshes(runs: Sequence[Run]) -> list[str]:

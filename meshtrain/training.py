@@ -37,7 +37,7 @@ from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import Checkpoints
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
-from meshtrain.words.paths import expanded
+from meshtrain.words.paths import expanded, url_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,8 @@ def train(
     begun_seconds = time.monotonic() if begun_seconds is None else begun_seconds
     _refuse_no_functions(make_task, make_data)
     source = {"data.source": named.name_of(make_data)} if make_data else {}
-    config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
+    also = url_problems("directory", str(directory))
+    config = resolve(config, source, also, make_task=make_task, rules=rules, reads_data=make_data is None)
     run = expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()

@@ -47,11 +47,13 @@ class Config:
     )
     watchdog_seconds: float = option(0.0, "longest time without a step; 0: 10 x the median, at least 60", minimum=0)
     init_from: str = option(
-        "", "workdir or checkpoints of another run, or a Hugging Face folder, with the weights to start from; '': none"
-    )
+        "", "workdir or checkpoints of another run, or a Hugging Face folder, with the weights to start from; '': none",
+        names="path",
+    )  # fmt: skip
     task: str = option(
         "decoder",
         "what is trained: decoder, seq2seq, convnet, or package.module:function of one's own; its options are `model`",
+        names="function",
     )
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)

@@ -37,27 +37,32 @@ class DataOptions:
         "chat (prompts and answers, or messages), synthetic, digits (handwritten, 8 x 8 pixels), idx (images in files "
         "like MNIST's), numbers (to be written in words), or "
         "package.module:function of one's own, see data/own.py",
+        names="function",
     )
     path: str = option(
         "",
         "files or globs, comma separated: .txt, .py, .jsonl for text; .bin for tokens; .jsonl for chat; images for "
         "idx, whose labels are beside them; '' otherwise",
+        names="path",
     )
     validation_path: str = option(
         "",
         "files of images for validation; '': a share of those of data.path",
         only_for={"source": ("idx",)},
+        names="path",
     )
     text_field: str = option(
         "text", "the field of a .jsonl line that holds the document", only_for={"source": ("text",)}
     )
-    tokenizer: str = option("bytes", "bytes, or the path of a tokenizer.json or of its folder (tokens bring their own)")
+    tokenizer: str = option(
+        "bytes", "bytes, or the path of a tokenizer.json or of its folder (tokens bring their own)", names="path"
+    )
     end_token: str = option(
         "", "the token that ends a document; '' takes the folder's, else a well-known one, or adds one id",
         only_for=DOCUMENTS,
     )  # fmt: skip
     chat_template: str = option(
-        "", "a file with the Jinja template of conversations; '' takes that of the tokenizer's folder"
+        "", "a file with the Jinja template of conversations; '' takes that of the tokenizer's folder", names="path"
     )
     packing: str = option(
         "stream",

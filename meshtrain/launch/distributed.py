@@ -23,6 +23,7 @@ from meshtrain.launch.local import MAX_SIMULATED
 from meshtrain.launch.meeting import meet
 from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError
+from meshtrain.words.paths import is_url
 
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
 _CACHE = Path("~/.cache/meshtrain/jax")
@@ -277,7 +278,7 @@ def _keep_compilations() -> list[str]:
     if not _setting("jax_enable_compilation_cache"):
         return []
     directory = _setting("jax_compilation_cache_dir") or str(_CACHE)
-    if "://" not in directory:
+    if not is_url(directory):
         try:
             path = Path(directory).expanduser().absolute()
             path.mkdir(parents=True, exist_ok=True)

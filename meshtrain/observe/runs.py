@@ -67,8 +67,9 @@ def _refuse_other_places(path: str, folder: pathlib.Path) -> None:
     if not path or not is_utf8(path):
         raise UserError(f"RUN: got '{path}'; {_WORKDIR}, a path in UTF-8; nearest: runs/3d")
     if (what := what_is_at(folder)) != "a folder":
-        beside = [one.name for one in folder.parent.iterdir()] if what_is_at(folder.parent) == "a folder" else []
-        raise UserError(f"RUN: got '{path}', {what}; {_WORKDIR}{nearest(folder.name, beside) or '; nearest: runs/3d'}")
+        others = folder.parent.iterdir() if what_is_at(folder.parent) == "a folder" else ()
+        runs = [str(one) for one in others if what_is_at(one / METRICS_FILE) == "a file"]
+        raise UserError(f"RUN: got '{path}', {what}; {_WORKDIR}{nearest(str(folder), runs) or '; nearest: runs/3d'}")
     for name in (CONFIG_FILE, METRICS_FILE):
         if (what := what_is_at(folder / name)) != "a file":
             inside = [one.name for one in sorted(folder.iterdir()) if what_is_at(one / METRICS_FILE) == "a file"]

@@ -23,7 +23,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m meshtrain pipeline", description="Prints and draws a pipeline schedule.", allow_abbrev=False
     )
     parser.add_argument("--schedule", help=f"one of {', '.join(NAMES)}")
-    parser.add_argument("--table", help="a CSV file with your own table, instead of --schedule, --stages, ...")
+    parser.add_argument(
+        "--table", metavar="FILE", help="a CSV file with your own table, instead of --schedule, --stages, ..."
+    )
     parser.add_argument("--stages", type=int, help="size of the mesh's pipeline axis (default 4)")
     parser.add_argument("--microbatches", type=int, help="parts of a step's batch (default 8)")
     parser.add_argument("--chunks", type=int, help="chunks of layers on each stage (default 1)")

@@ -26,7 +26,7 @@ class PipelineOptions:
     schedule: str = option("1f1b", "order in which the stages run", choices=NAMES)
     num_microbatches: int = option(4, "parts of a step's batch that pass through the stages in turn", minimum=1)
     num_chunks: int = option(1, "chunks of layers on each stage (interleaved_1f1b, or a table with chunks)", minimum=1)
-    table: str = option("", "path of a CSV file with your own table instead of `schedule`; empty: none")
+    table: str = option("", "path of a CSV file with your own table instead of `schedule`; empty: none", names="path")
 
 
 class Action(NamedTuple):

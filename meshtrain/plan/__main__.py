@@ -36,7 +36,9 @@ from meshtrain.words import flags
 from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError, run
 from meshtrain.words.files import write_whole
-from meshtrain.words.paths import refuse_target
+from meshtrain.words.paths import target_problems
+
+ENDINGS = {"json": (), "html": (".html", ".htm"), "chart": (".png", ".svg")}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -143,12 +145,9 @@ def problems(given: argparse.Namespace) -> list[str]:
             "leave it out"
         )
     found += scaling_problems(given)
-    for name in ("json", "html", "chart"):
-        try:
-            if path := getattr(given, name):
-                refuse_target(f"--{name}", path, "scaling.png" if name == "chart" else f"plan.{name}")
-        except UserError as error:
-            found += error.problems
+    for name, example in (("json", "plan.json"), ("html", "plan.html"), ("chart", "scaling.png")):
+        if path := getattr(given, name):
+            found += target_problems(f"--{name}", path, example, ENDINGS[name])
     return found
 
 
@@ -191,8 +190,6 @@ def scaling_problems(given: argparse.Namespace) -> list[str]:
     most = scaling.MOST_PROGRAMS
     if given.programs and not (given.programs.isdecimal() and 1 <= int(given.programs) <= most):
         found.append(f"--programs: got '{given.programs}'; allowed: 1 to {most}; nearest: {most}")
-    if given.chart and not given.chart.endswith((".png", ".svg")):
-        found.append(f"--chart: got '{given.chart}'; allowed: a name that ends in .png or .svg; nearest: scaling.png")
     return found
 
 
@@ -203,7 +200,7 @@ def scaled(config: Config, cluster: topology.Cluster, given: argparse.Namespace,
     print(f"\n{scaling_report.text(found)}")
     write(given, scaling_report.to_json(found), lambda: page.scaling_page(found))
     if given.chart:
-        write_whole(given.chart, picture(page.scaling_panels(found), page.NOTE, given.chart[-3:]))
+        write_whole(given.chart, picture(page.scaling_panels(found), page.NOTE, given.chart[-3:].lower()))
         print(f"written      {given.chart}")
     return 0
 

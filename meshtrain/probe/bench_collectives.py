@@ -9,7 +9,6 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
@@ -77,11 +76,7 @@ def _problems(given: argparse.Namespace) -> list[str]:
     if given.json:
         found += target_problems("--json", given.json, "links.json")
     if given.out:
-        found += target_problems("--out", given.out, "collectives.png")
-        if Path(given.out).suffix not in PICTURES:
-            found.append(
-                f"--out: got '{given.out}'; allowed endings: {', '.join(PICTURES)}; nearest: --out={given.out}.png"
-            )
+        found += target_problems("--out", given.out, "collectives.png", PICTURES)
     return found
 
 

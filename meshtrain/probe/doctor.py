@@ -25,7 +25,7 @@ from meshtrain.probe.findings import Finding
 from meshtrain.probe.rollcall import RollCall, Single, offsets, token
 from meshtrain.words import flags
 from meshtrain.words.errors import EXIT_USER_ERROR, UserError, leave_at_once, run
-from meshtrain.words.paths import expanded
+from meshtrain.words.paths import expanded, is_url
 
 _LIMIT_SECONDS = 120.0
 _FACT_SECONDS = 60.0  # to read one fact of this machine
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.processes and arguments.processes != (count := meeting.num_processes if meeting else 1):
         raise UserError(f"--processes: got {arguments.processes}; allowed: the job's {count}; nearest: {count}")
     folders = {"workdir": _existing(arguments.workdir)}
-    if "://" not in (cache := os.environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
+    if not is_url(cache := os.environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
         folders["cache"] = _existing(expanded(cache))
     limit = min(_FACT_SECONDS, arguments.limit)
     found = machine.findings(meeting, folders, arguments.gpus, os.environ, limit)

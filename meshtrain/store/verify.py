@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser = flags.Parser(
         prog="python -m meshtrain verify", description="Reads checkpoints and compares them with their checksums."
     )
-    parser.add_argument("directory", type=Path, help="a workdir, its checkpoints, or one of them")
+    parser.add_argument("directory", metavar="DIR", help="a workdir, its checkpoints, or one of them")
     given = expanded(parser.parse_args(argv).directory).absolute()
     what = what_is_at(given)
     found = checkpoints_in(given) if what == "a folder" else []

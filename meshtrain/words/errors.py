@@ -181,8 +181,8 @@ def _code_of(entry: Callable[[], int | None]) -> int:
 def lost_output() -> int:
     """Returns the exit code for standard output or error that cannot be written, and 0 where both can.
 
-    A closed pipe (`| head`) ends the program without a word, another reason with one line. Standard output gets an empty
-    line, because an unbuffered stream forgets that a write has failed.
+    A closed pipe (`| head`) ends the program without a word, another reason with one line. Standard output gets an
+    empty line, because an unbuffered stream forgets that a write has failed.
     """
     code = EXIT_FINISHED
     for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr)):

@@ -22,8 +22,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
       OSError: the content cannot be written; `path` is as before.
     """
     path = Path(path)
-    # The new file lies in a folder of its own, which nobody else can name or write. It is opened like any other, because
-    # the files of `tempfile` itself are readable by their owner alone.
+    # The new file lies in a folder of its own, which nobody else can name or write. It is opened like any other file,
+    # because those of `tempfile` itself are readable by their owner alone.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".meshtrain-", ignore_cleanup_errors=True) as folder:
         new = Path(folder, path.name)
         with new.open("xb") as file:

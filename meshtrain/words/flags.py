@@ -19,10 +19,11 @@ from typing import Any, NoReturn
 from meshtrain.words.errors import MOST_LINES, UserError, nearest, unknown
 from meshtrain.words.numbers import is_finite
 from meshtrain.words.options import MOST
-from meshtrain.words.paths import expanded, is_utf8, what_is_at
+from meshtrain.words.paths import expanded, is_utf8, url_problems, what_is_at
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_PATHS = ("FILE", "DIR", "RUN")  # with which the metavar of an argument begins that is a path, and so no URL
 _LONGEST = 400  # characters of a value in a line
 _DEEPEST = 20  # nested groups; without a limit a mapping that contains itself would recurse forever
 _USAGE = """\
@@ -33,12 +34,13 @@ Any field of the configuration can be set on the command line: --config.mesh.ten
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One field of a configuration: its type, default, meaning, and legal names."""
+    """One field of a configuration: its type, default, meaning, legal names, and what it names."""
 
     kind: type
     default: Any
     text: str
     choices: tuple[str, ...]
+    names: str = ""  # see `options.option`
 
 
 def program() -> str:
@@ -66,12 +68,27 @@ class Parser(argparse.ArgumentParser):
         raise UserError(said if "allowed: " in said else f"{said}; allowed: {', '.join(words)}; nearest: {near}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Returns the parsed arguments. Raises UserError for an unknown argument, with the closest known one."""
+        """Returns the parsed arguments. Raises UserError for unknown ones, with the closest known one, and for URLs."""
         parsed, rest = self.parse_known_args(args, namespace)
-        if rest:
-            known = [word for action in self._actions for word in action.option_strings]
-            raise UserError(*unknown_arguments(rest, known))
+        known = [word for action in self._actions for word in action.option_strings]
+        if problems := [*unknown_arguments(rest, known), *self.without_urls(parsed)]:
+            raise UserError(*problems)
         return parsed
+
+    def without_urls(self, parsed: argparse.Namespace) -> list[str]:
+        """Gives each path that is a URL its default, in place; returns one line for each."""
+        found = []
+        for action in self._actions:
+            given = getattr(parsed, action.dest, None)
+            if given and str(action.metavar).startswith(_PATHS):
+                key = action.option_strings[-1] if action.option_strings else str(action.metavar)
+                lines = [
+                    line for path in ([given] if isinstance(given, str) else given) for line in url_problems(key, path)
+                ]
+                if lines:
+                    setattr(parsed, action.dest, action.default)
+                found += lines
+        return found
 
 
 def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None) -> argparse.Namespace:
@@ -105,7 +122,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     namespace, unknown_words = parser.parse_known_args(rest)
     del namespace._
     allowed = [word for action in parser._actions for word in action.option_strings if "." not in word]
-    problems += unknown_arguments(unknown_words, allowed)
+    problems += [*unknown_arguments(unknown_words, allowed), *parser.without_urls(namespace)]
     default = default_workdir(namespace.config)
     if namespace.workdir == "" or not is_utf8(namespace.workdir or ""):
         problems.append(f"--workdir: got '{namespace.workdir}'; allowed: a folder's path in UTF-8; nearest: {default}")
@@ -163,8 +180,8 @@ def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
         if dataclasses.is_dataclass(value):
             found |= schema(value, f"{prefix}{field.name}.")
         else:
-            text, choices = field.metadata["text"], field.metadata["choices"]
-            found[prefix + field.name] = Entry(kinds[field.name], value, text, choices)
+            given = (field.metadata[what] for what in ("text", "choices", "names"))
+            found[prefix + field.name] = Entry(kinds[field.name], value, *given)
     return found
 
 
@@ -303,17 +320,22 @@ def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     return dataclasses.replace(default, **fields)
 
 
-def unwritable(workdir: pathlib.Path) -> list[str]:
-    """Returns one line if `workdir` cannot be created or written. It leaves no file behind."""
-    existing = workdir.absolute()
-    near = "nearest: runs/NAME"
-    if workdir.parts[:1] and workdir.parts[0].startswith("~"):
-        return [f"--workdir: got '{workdir}', a home directory that is missing; allowed: a writable folder; {near}"]
+def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[str]:
+    """Returns one line if a folder cannot be created or written. It leaves no file behind.
+
+    Args:
+      folder: there or not.
+      flag: the argument that names it, for the error.
+      example: a legal name, for the error.
+    """
+    existing, near = folder.absolute(), f"nearest: {example}"
+    if folder.parts[:1] and folder.parts[0].startswith("~"):
+        return [f"{flag}: got '{folder}', a home directory that is missing; allowed: a writable folder; {near}"]
     while (what := what_is_at(existing)) == "nothing there" and existing != existing.parent:
         existing = existing.parent
     if what != "a folder":
         return [
-            f"--workdir: got '{workdir}': '{existing}' is not a folder but {what}; allowed: a folder that can be "
+            f"{flag}: got '{folder}': '{existing}' is not a folder but {what}; allowed: a folder that can be "
             f"written; {near}"
         ]
     try:
@@ -322,6 +344,6 @@ def unwritable(workdir: pathlib.Path) -> list[str]:
             return []
     except OSError as error:
         return [
-            f"--workdir: got '{workdir}', which is not writable ({error.strerror}); allowed: a folder that can be "
+            f"{flag}: got '{folder}', which is not writable ({error.strerror}); allowed: a folder that can be "
             f"written; {near}"
         ]

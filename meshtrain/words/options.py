@@ -19,6 +19,7 @@ def option(
     maximum: float | None = None,
     only_for: Mapping[str, Sequence[object]] | None = None,
     dim: str = "",
+    names: str = "",
 ) -> Any:
     """Returns a dataclass field with its default, one line of text, and its bounds.
 
@@ -31,6 +32,8 @@ def option(
       only_for: other field of the same class -> its values with which this one is read; None: this one is always read.
       dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
         this option. Empty: none.
+      names: what a text names: `path` (a file or folder, which is no URL), `function` (or a `package.module:function`,
+        which is imported and called); empty: neither.
     """
     if maximum is None and type(default) in MOST:
         maximum = MOST[type(default)]
@@ -41,6 +44,7 @@ def option(
         "maximum": maximum,
         "only_for": dict(only_for or {}),
         "dim": dim,
+        "names": names,
     }
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -1,15 +1,43 @@
 """Paths as users write them. These functions raise no OSError, and open no pipe, which would block."""
 
 import os
+import re
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshtrain.words.errors import UserError
+# The option or argument -> the schemes of the URLs that its place reads; a place without an entry reads none.
+READ: Mapping[str, Sequence[str]] = {}
+
+_SCHEME = re.compile(r"\s*([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """Returns the path with `~` and `~name` expanded; unchanged if there is no such user."""
     return Path(os.path.expanduser(path))
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path begins like a URL, which an operating system would take for a folder such as `gs:`."""
+    return _SCHEME.match(path) is not None
+
+
+def url_problems(key: str, path: str) -> list[str]:
+    """Returns one line if one of these paths, commas between them, is a URL that its place does not read.
+
+    >>> url_problems("--workdir", "gs://bucket/run")
+    ["--workdir: got 'gs://bucket/run', a URL; allowed: a path of this machine; nearest: mount or copy it"]
+
+    Args:
+      key: the option or the argument that holds it; see `READ`.
+      path: as the user wrote it.
+    """
+    schemes = [found[1].lower() for one in path.split(",") if (found := _SCHEME.match(one))]
+    read = READ[key] if key in READ else ()
+    if all(scheme in read for scheme in schemes):
+        return []
+    allowed = ", ".join(["a path of this machine", *(f"{scheme}://" for scheme in read)])
+    return [f"{key}: got '{path}', a URL; allowed: {allowed}; nearest: mount or copy it"]
 
 
 def what_is_at(path: str | os.PathLike[str]) -> str:
@@ -34,18 +62,21 @@ def what_is_at(path: str | os.PathLike[str]) -> str:
     return kinds[kind] if kind in kinds else "a device"
 
 
-def target_problems(flag: str, path: str, example: str) -> list[str]:
+def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[str]:
     """Returns one line if a file cannot be written, else none; it is asked before the work begins.
 
-    The folder does not exist, the path is no file, or this user may not write it.
+    The folder does not exist, the path is no file, this user may not write it, or its name has another ending.
 
     Args:
       flag: the argument that names the file, for the error.
       path: the file; it need not exist.
       example: a legal name, for the error.
+      endings: of its name, in lower case; none: any.
     """
     if not path:
         return [f"{flag}: got ''; allowed: a file's name; nearest: {example}"]
+    if endings and not path.lower().endswith(tuple(endings)):
+        return [f"{flag}: got '{path}'; allowed endings: {', '.join(endings)}; nearest: {flag}={path}{endings[0]}"]
     folder = Path(path).absolute().parent
     if what_is_at(folder) != "a folder":
         allowed = "allowed: a file in one that does"
@@ -59,16 +90,6 @@ def target_problems(flag: str, path: str, example: str) -> list[str]:
         allowed = "allowed: a file that can be written"
         return [f"{flag}: got '{path}', which this user may not write; {allowed}; nearest: {example}"]
     return []
-
-
-def refuse_target(flag: str, path: str, example: str) -> None:
-    """Checks, before the work begins, that a file can be written; see `target_problems`.
-
-    Raises:
-      UserError: it cannot.
-    """
-    if lines := target_problems(flag, path, example):
-        raise UserError(*lines)
 
 
 def is_utf8(text: str) -> bool:

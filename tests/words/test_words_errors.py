@@ -86,7 +86,8 @@ def test_a_program_without_standard_output_runs():
 def test_another_error_of_the_system_keeps_its_traceback():
     code, said = ended(program("open('/no/such/file')"), stdout=subprocess.DEVNULL)
     assert code == 1
-    assert said.startswith("Traceback") and "FileNotFoundError" in said
+    assert said.startswith("Traceback")
+    assert "FileNotFoundError" in said
 
 
 def test_launch_ends_its_processes_when_nobody_reads(closed):
