@@ -56,8 +56,10 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def from_json(text: str) -> Config:
+def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
     """Returns the configuration of another run, types checked. Fields that its file does not have get their defaults.
+
+    The function that it names as `task` is imported, unless `overrides` (dotted key -> text) has another in its place.
 
     Raises:
       UserError: the text is not JSON, or has an unknown key or a value of a wrong type.
@@ -66,7 +68,7 @@ def from_json(text: str) -> Config:
         given = read_json(text)
     except ValueError as error:
         raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
-    config, found = built(given, {})
+    config, found = built(given, overrides or {})
     if found:
         raise UserError(*(f"{CONFIG_FILE}: {line}" for line in found))
     return config
@@ -83,7 +85,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     task = new["task"] if "task" in new else Config.task
     before, after = (_defaults(task) | flags.flatten(values) for values in (old, new))
-    found, idle = list[str](), _idle(old) | _idle(new)
+    # A function that the old run alone names is not imported; the two differ anyway.
+    found, idle = list[str](), _idle(new) | (_idle(old) if before["task"] == after["task"] else set())
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         # The table names the decoder's options. A user's option of the same name is another one, and may not change.

@@ -39,7 +39,6 @@ from meshtrain.words import flags
 from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError, first_line
 from meshtrain.words.options import problems
-from meshtrain.words.paths import url_problems
 
 
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
@@ -95,9 +94,10 @@ def resolve(
       UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
     """
     config, found = built(given, overrides or {}, make_task)
+    read_elsewhere = ("data.path: ", "data.validation_path: ") if sources.is_own(config.data) else ()  # URLs too
+    found += [line for line in problems(config, "") if not line.startswith(read_elsewhere)]
     start = defaults_of(config)
     schema = flags.schema(start)
-    found += problems(config, "") + _urls(config, schema)
     # Unknown keys do not count: `mesh.dat` is a part of `mesh.data`, and would drop every line about that.
     faulty = {key for key in (line.partition(":")[0] for line in found) if _is_known(key, schema)}
     # The checks across fields need legal values: a wrong one is replaced by its default, lines about it are dropped.
@@ -124,14 +124,6 @@ def resolve(
     if found or also:
         raise UserError(*also, *found)
     return mended
-
-
-def _urls(config: Config, schema: Mapping[str, flags.Entry]) -> list[str]:
-    """Returns one line for each path that is a URL; a data function of the user's own may read any."""
-    values, read_elsewhere = flags.flatten(dataclasses.asdict(config)), sources.is_own(config.data)
-    keys = [key for key, entry in schema.items() if entry.names == "path"]
-    keys = [key for key in keys if not (read_elsewhere and key in ("data.path", "data.validation_path"))]
-    return [line for key in keys for line in url_problems(key, values[key])]
 
 
 def check(

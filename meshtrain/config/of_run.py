@@ -1,14 +1,19 @@
 """The configuration of a run that is there, for commands that read its weights."""
 
 import argparse
+import dataclasses
+import json
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshtrain.config.between_runs import from_json
-from meshtrain.config.config import CONFIG_FILE, Config, configure, resolve
+from meshtrain.config.config import CONFIG_FILE, Config, built, configure, resolve
 from meshtrain.config.of_folder import of_folder
 from meshtrain.hf.config import is_described
 from meshtrain.hf.folder import opened
 from meshtrain.words import flags
+from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError, warn
 from meshtrain.words.paths import what_is_at
 
@@ -18,7 +23,8 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
 
     The base is the run's own config.json, so options of its command line need not be repeated. `--config` is read only
     if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. Of a Hugging
-    Face folder in place of a workdir, it is what `of_folder` makes of its config.json.
+    Face folder in place of a workdir, it is what `of_folder` makes of its config.json. Either may be a stranger's: no
+    function is imported that only its config.json names.
 
     Args:
       arguments: from `flags.arguments`.
@@ -38,7 +44,33 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
     if arguments.config is not None and arguments.workdir != flags.default_workdir(arguments.config):
         warn(f"--config={arguments.config} is not read: {own} describes the weights; --config.GROUP.FIELD changes it")
     try:
-        given = from_json(own.read_text(encoding="utf-8"))
+        text = own.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
+    given = from_json(text, _refuse_functions(text, own, arguments))
     return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
+
+
+def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns dotted key -> the command line's value, of the options that may name a function.
+
+    Raises:
+      UserError: config.json names one that neither the command line nor the file of `--config` names; one line.
+    """
+    schema = flags.schema(Config())
+    keys = [key for key, entry in schema.items() if entry.names == "function"]
+    chosen = {key: arguments.overrides[key] for key in keys if key in arguments.overrides}
+    try:
+        values = flags.flatten(json.loads(text))
+    except (ValueError, RecursionError, AttributeError):
+        return chosen  # `from_json` says what is wrong
+    foreign = {key: str(values[key]) for key in keys if key in values and ":" in str(values[key]) and key not in chosen}
+    if foreign and arguments.config is not None:
+        of_user = flags.flatten(dataclasses.asdict(built(load(arguments.config, list(schema)), {})[0]))
+        foreign = {key: name for key, name in foreign.items() if of_user[key] != name}
+    if not foreign:
+        return chosen
+    got = ", ".join(f"{key}: got '{name}'" for key, name in foreign.items())
+    near = shlex.join([*arguments.command, *(f"--config.{key}={name}" for key, name in foreign.items())])
+    allowed = "a function, which would run here, that the command line or the file of --config names too"
+    raise UserError(f"{place}: {got}; allowed: {allowed}; nearest: {near}")

@@ -175,12 +175,10 @@ def main(arguments: Sequence[str]) -> None:
     """Parses the command line, writes the token file, and prints what it holds."""
     parser = flags.Parser(prog="python -m meshtrain prepare", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--path", metavar="FILES", required=True, help="files or globs, comma separated: .txt, .py, .jsonl"
+        "--path", metavar="FILES", required=True, help="files or globs, commas between: .txt, .py, .jsonl"
     )
     parser.add_argument("--output", metavar="FILE", required=True, help="the .bin file to write")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", default="bytes", help="bytes, or the path of a tokenizer.json or its folder"
-    )
+    parser.add_argument("--tokenizer", metavar="FILE", default="bytes", help="bytes, or a tokenizer.json or its folder")
     parser.add_argument("--end_token", default="", help="the token that ends a document")
     parser.add_argument("--text_field", default="text", help="the field of a .jsonl line that holds the document")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")

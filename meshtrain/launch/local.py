@@ -21,15 +21,8 @@ from typing import IO
 
 from meshtrain.launch.starting import STOPPING, heeded
 from meshtrain.launch.terminal import drop_output, on_terminal
-from meshtrain.words.errors import (
-    EXIT_FINISHED,
-    EXIT_LOST_PEER,
-    EXIT_START_AGAIN,
-    EXIT_STOPPED_ITSELF,
-    EXIT_USER_ERROR,
-    leave_at_once,
-    lost_output,
-)
+from meshtrain.words import errors
+from meshtrain.words.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
 
 # EXIT_NOT_SAVED is retried: the disk may have space again when the run has repeated its last steps.
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
@@ -232,7 +225,7 @@ def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.
             target.write(f"[{index}] {line.rstrip()}\n")
             target.flush()
         except OSError:
-            leave_at_once(lost_output())  # the kernel then ends the processes too
+            errors.leave_at_once(errors.lost_output())  # the kernel then ends the processes too
 
 
 def _exit_code(returned: int) -> int:

@@ -174,7 +174,7 @@ def _code_of(entry: Callable[[], int | None]) -> int:
     except SystemExit as end:  # argparse ends `--help` so, before what it printed has left the buffer
         if end.code:
             raise
-        code = EXIT_FINISHED
+        return EXIT_FINISHED
     return code
 
 
@@ -185,18 +185,16 @@ def lost_output() -> int:
     empty line, because an unbuffered stream forgets that a write has failed.
     """
     code = EXIT_FINISHED
-    for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr)):
+    for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):
         try:
-            print(end="\n" if stream is sys.stdout else "", file=stream, flush=True)
+            print(end=end, file=stream, flush=True)
         except OSError as error:
             # What is still in the buffer goes nowhere: Python's own flush at the end would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            if error.errno == errno.EPIPE:
-                code = code or EXIT_CLOSED_PIPE
-                continue
-            code = code or EXIT_NOT_SAVED
-            said = f"meshtrain: error: {name}: cannot be written ({error.strerror}); allowed: a place with room"
-            print(f"{said}; nearest: another file", file=sys.stderr)
+            code = code or (EXIT_CLOSED_PIPE if error.errno == errno.EPIPE else EXIT_NOT_SAVED)
+            if error.errno != errno.EPIPE:
+                said = f"{stream.name}: cannot be written ({error.strerror}); allowed: a place with room"
+                print(f"meshtrain: error: {said}; nearest: another file", file=sys.stderr)
     return code
 
 

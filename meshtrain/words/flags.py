@@ -78,15 +78,11 @@ class Parser(argparse.ArgumentParser):
     def without_urls(self, parsed: argparse.Namespace) -> list[str]:
         """Gives each path that is a URL its default, in place; returns one line for each."""
         found = []
-        for action in self._actions:
-            given = getattr(parsed, action.dest, None)
-            if given and str(action.metavar).startswith(_PATHS):
-                key = action.option_strings[-1] if action.option_strings else str(action.metavar)
-                lines = [
-                    line for path in ([given] if isinstance(given, str) else given) for line in url_problems(key, path)
-                ]
-                if lines:
-                    setattr(parsed, action.dest, action.default)
+        for action in [action for action in self._actions if str(action.metavar).startswith(_PATHS)]:
+            key, given = [action.metavar, *action.option_strings][-1], getattr(parsed, action.dest) or []
+            paths = [given] if isinstance(given, str) else given
+            if lines := [line for path in paths for line in url_problems(str(key), path)]:
+                setattr(parsed, action.dest, action.default)
                 found += lines
         return found
 
@@ -101,7 +97,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     Returns:
       A namespace with `config` (the file or None), `workdir` (a Path; runs/NAME_OF_THE_CONFIG by default), `overrides`
       (dotted key -> text; the last one wins), `problems` (a line for each unknown argument, to be reported together
-      with those of the configuration), and the arguments of `extra`.
+      with those of the configuration), `command` (the words to type again, without `extra` none), and those of `extra`.
 
     Raises:
       UserError: a known argument with a wrong value, or without one.
@@ -128,6 +124,7 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
         problems.append(f"--workdir: got '{namespace.workdir}'; allowed: a folder's path in UTF-8; nearest: {default}")
     namespace.workdir = expanded(namespace.workdir or default)
     namespace.overrides, namespace.problems = overrides, problems
+    namespace.command = [sys.orig_argv[0], *extra.prog.split()[1:], *argv] if extra else []
     return namespace
 
 
@@ -321,13 +318,7 @@ def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[str]:
-    """Returns one line if a folder cannot be created or written. It leaves no file behind.
-
-    Args:
-      folder: there or not.
-      flag: the argument that names it, for the error.
-      example: a legal name, for the error.
-    """
+    """Returns one line, with the folder's flag and a legal name, if it cannot be created or written; leaves no file."""
     existing, near = folder.absolute(), f"nearest: {example}"
     if folder.parts[:1] and folder.parts[0].startswith("~"):
         return [f"{flag}: got '{folder}', a home directory that is missing; allowed: a writable folder; {near}"]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtrain.words.errors import unknown
+from meshtrain.words.paths import url_problems
 
 # Options end up in int32 and float32 arrays: larger values would overflow there.
 MOST = {int: 2**31 - 1, float: 3.4e38}
@@ -69,7 +70,7 @@ def idle(options: Any, path: str) -> dict[str, str]:
 
 
 def problems(options: Any, path: str) -> list[str]:
-    """Returns one line for each field of a frozen dataclass that is outside its choices or its bounds."""
+    """Returns one line for each field of a frozen dataclass outside its choices or bounds, or that is a URL."""
     found = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -78,6 +79,8 @@ def problems(options: Any, path: str) -> list[str]:
             found += problems(value, name)
             continue
         choices, minimum, maximum = (field.metadata.get(what) for what in ("choices", "minimum", "maximum"))
+        if field.metadata.get("names") == "path":
+            found += url_problems(name, value)
         if choices and value not in choices:
             line = unknown(name, value, choices)
             found.append(line if "did you mean" in line else f"{line}; nearest: '{field.default}', the default")

@@ -23,14 +23,10 @@ def is_url(path: str) -> bool:
 
 
 def url_problems(key: str, path: str) -> list[str]:
-    """Returns one line if one of these paths, commas between them, is a URL that its place does not read.
+    """Returns one line if one of these paths, commas between them, is a URL that the place `key` does not read.
 
     >>> url_problems("--workdir", "gs://bucket/run")
     ["--workdir: got 'gs://bucket/run', a URL; allowed: a path of this machine; nearest: mount or copy it"]
-
-    Args:
-      key: the option or the argument that holds it; see `READ`.
-      path: as the user wrote it.
     """
     schemes = [found[1].lower() for one in path.split(",") if (found := _SCHEME.match(one))]
     read = READ[key] if key in READ else ()
