@@ -42,8 +42,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="*", help="a run's folder, such as runs/3d")
     parser.add_argument("--html", metavar="FILE", default="", help="the page to write; it needs nothing else")
     arguments = parser.parse_args(argv)
-    of_target = target_problems("--html", arguments.html, "--html=report.html", ENDINGS)
-    problems = [*of_target, *_of_plotly()]
+    problems = ["--html: got nothing; allowed: a file's name; nearest: --html=report.html"]
+    if arguments.html:
+        problems = target_problems("--html", arguments.html, "report.html", ENDINGS)
+    problems += _of_plotly()
     runs, others = opened(arguments.runs)
     if others or problems:
         raise UserError(*others, *problems)

@@ -72,7 +72,8 @@ def target_problems(flag: str, path: str, example: str, endings: Sequence[str] =
     if not path:
         return [f"{flag}: got ''; allowed: a file's name; nearest: {example}"]
     if endings and not path.lower().endswith(tuple(endings)):
-        return [f"{flag}: got '{path}'; allowed endings: {', '.join(endings)}; nearest: {flag}={path}{endings[0]}"]
+        line = f"{flag}: got '{path}'; allowed endings: {', '.join(endings)}; nearest: {flag}={path}{endings[0]}"
+        return [line, *target_problems(flag, path, example)]
     folder = Path(path).absolute().parent
     if what_is_at(folder) != "a folder":
         allowed = "allowed: a file in one that does"

@@ -123,7 +123,7 @@ def not_in_utf8(tmp_path):
     ("given", "words"),
     [
         (nothing_given, ["RUN: got nothing", "nearest: runs/3d"]),
-        (missing, ["nothing there", "did you mean '3d-long'?"]),
+        (missing, ["nothing there", "did you mean '/", "/3d-long'?"]),
         (missing_where_nothing_is, ["nothing there", "nearest: runs/3d"]),
         (a_file, ["a file;"]),
         (a_pipe, ["with a pipe at metrics.jsonl"]),
@@ -149,6 +149,17 @@ def test_a_folder_that_holds_no_run_is_one_line(tmp_path, given, words):
     assert "\n" not in line
     assert "; allowed: " in line
     assert [word for word in words if word not in line] == [], line
+
+
+def test_what_is_suggested_is_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/3d", "README"):
+        folder(tmp_path / name)
+    for name in ("README.md", "readme"):
+        (tmp_path / name).touch()
+    for given, wanted in (("README.md", "README"), ("runs/3e", "runs/3d"), ("./runs/3dd", "runs/3d")):
+        assert opened([given])[1][0].endswith(f"; did you mean '{wanted}'?")
+        assert opened([wanted])[1] == []
 
 
 def test_problems_of_all_runs_are_reported_together(tmp_path):

@@ -147,11 +147,11 @@ def test_wrong_arguments_are_one_line_each_and_nothing_is_written(tmp_path, monk
     assert written(tmp_path) == before
 
 
-def test_without_plotly_the_line_names_the_script_that_installs_it(tmp_path, monkeypatch):
+def test_without_plotly_the_line_names_what_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(UserError) as caught:
         report.main([str(folder(tmp_path / "run")), f"--html={tmp_path / 'x.html'}"])
     assert caught.value.problems == (
-        "plotly: not installed; allowed: the extra 'report'; nearest: scripts/report, which installs it",
+        "plotly: not installed; allowed: the extra 'report'; nearest: pip install 'meshtrain[report]'",
     )
     assert not (tmp_path / "x.html").exists()

@@ -1,0 +1,126 @@
+"""A URL is refused wherever a path of this machine is read: every path of the configuration and every argument."""
+
+import argparse
+import contextlib
+import os
+import typing
+
+import pytest
+
+from meshtrain import training
+from meshtrain.__main__ import COMMANDS, main
+from meshtrain.config import Config, resolve
+from meshtrain.config.tasks import TASKS
+from meshtrain.words import flags, paths
+from meshtrain.words.errors import UserError
+
+URL = "gs://bucket/one"
+LINE = f"got '{URL}', a URL; allowed: a path of this machine; nearest: mount or copy it"
+# Texts that are no paths. A new text stands here, or the metavar of its argument says FILE, DIR or RUN.
+TEXTS = {
+    *("--cluster", "--search", "--scaling", "--programs", "--schedule"),
+    *("--prompt", "--stop", "--end_token", "--text_field", "--dtype", "action"),
+    *("--smallest", "--largest", "--limit", "--config.GROUP.FIELD"),
+}
+FIELDS = {"data.text_field", "data.end_token", "profile.steps", "optimizer.trainable", "lora.targets"}
+FIELDS |= {"checkpoint.best_metric"}
+# What a command needs besides, so that the URL is its only mistake.
+NEEDED = {
+    "train": ["--config=tiny.py"],
+    "plan": ["--cluster=cpu:8"],
+    "prepare": ["--path=a.txt", "--output=b.bin"],
+    "hf": ["--to=new", "import"],
+}
+
+
+def parser_of(command):
+    """Returns the whole parser of a command, which prints its help."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self))
+        with contextlib.suppress(SystemExit):
+            main([command, "--help"])
+    return found[0]
+
+
+def arguments_of(command):
+    """Returns (the last of an argument's names, whether it is a path) for each one that takes a text."""
+    listed = []
+    for action in parser_of(command)._actions:
+        if action.nargs != 0 and action.type in (None, str) and not isinstance(action.default, int):
+            name = [action.metavar or action.dest, *action.option_strings][-1]
+            listed.append((name, str(action.metavar).startswith(("FILE", "DIR", "RUN"))))
+    return listed
+
+
+def test_every_text_of_a_command_line_is_a_path_or_known_to_be_none():
+    arguments = {argument for command in COMMANDS for argument in arguments_of(command)}
+    assert {name for name, is_path in arguments if not is_path} == TEXTS
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"launch"}))  # which has no path
+def test_an_argument_that_is_a_path_refuses_a_url(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.py").write_text("def get_config():\n    return {}\n")
+    needed, said = NEEDED[command] if command in NEEDED else [], {}
+    for name in (name for name, is_path in arguments_of(command) if is_path):
+        words = [URL] if name in ("DIR", "RUN") else [f"{name}={URL}"]
+        with pytest.raises(UserError) as caught:
+            main([command, *needed, *words])
+        said[name] = [line for line in caught.value.problems if line.startswith(f"{name}: ")]
+    assert said
+    assert said == {name: [f"{name}: {LINE}"] for name in said}
+    assert os.listdir() == ["tiny.py"]
+
+
+def fields():
+    """Returns dotted key -> entry of every text of the configuration, with the options of every built-in task."""
+    found = {}
+    for name, task in TASKS.items():
+        found |= flags.schema(Config(task=name, model=typing.cast(typing.Any, task).options()))
+    return {key: entry for key, entry in found.items() if entry.kind is str and not entry.choices}
+
+
+def test_every_text_of_the_configuration_is_a_path_a_function_or_known_to_be_none():
+    assert {key for key, entry in fields().items() if not entry.names} == FIELDS
+
+
+@pytest.mark.parametrize("key", [key for key, entry in fields().items() if entry.names == "path"])
+@pytest.mark.parametrize("reads_data", [True, False])
+def test_a_field_that_is_a_path_refuses_a_url(key, reads_data):
+    with pytest.raises(UserError) as caught:
+        resolve({}, {key: URL, "seed": "-1"}, ["--flag: another problem"], reads_data=reads_data)
+    assert set(caught.value.problems) == {
+        "--flag: another problem",
+        "seed: got -1; allowed: at least 0; nearest: 0",
+        f"{key}: {LINE}",
+    }
+
+
+def test_a_data_function_of_the_user_s_reads_what_it_likes():
+    options = {"data.source": "docs.own_images:make_data", "data.path": URL, "data.validation_path": URL}
+    assert resolve({}, options | {"model.vocab_size": "257"}, reads_data=False).data.path == URL
+
+
+@pytest.mark.parametrize("directory", [URL, "file:///tmp/run", "S3://bucket/run", " gs://bucket/run"])
+def test_a_run_s_folder_given_in_python_is_no_url(tmp_path, monkeypatch, directory):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"directory: got '{directory}', a URL"):
+        training.train({}, directory)
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("path", ["runs/a:b", "/tmp/x://y", "C:/x", "a b://c", "://x", "1x://y", "gs:/one"])
+def test_other_names_with_colons_are_paths(path):
+    assert paths.url_problems("--workdir", path) == []
+
+
+def test_one_of_several_paths_is_enough():
+    assert len(paths.url_problems("data.path", f"a.txt, {URL}/*.txt,b.txt")) == 1
+
+
+def test_a_scheme_that_a_place_reads_is_one_entry(monkeypatch):
+    monkeypatch.setattr(paths, "READ", {"init_from": ("gs",)})
+    assert paths.url_problems("init_from", URL) == []
+    assert paths.url_problems("data.path", URL) == [f"data.path: {LINE}"]
+    assert "allowed: a path of this machine, gs://;" in paths.url_problems("init_from", "s3://bucket/one")[0]
