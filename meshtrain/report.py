@@ -23,6 +23,7 @@ from meshtrain.words.files import write_whole
 from meshtrain.words.paths import target_problems
 
 ENDINGS = (".html", ".htm")  # a run's own files have others, so that none of them is replaced
+NO_PAGE = "--html: got nothing; allowed: a file's name; nearest: --html=report.html"
 MOST_ACTIONS = 2000  # in a chart of a schedule: beyond, cells are too small to be read
 # Of all chunks of a stage, in all charts alike: the recomputed forward, and twice its time for the gradients.
 FORWARD, BACKWARD = Fraction(1), Fraction(3)
@@ -42,10 +43,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="*", help="a run's folder, such as runs/3d")
     parser.add_argument("--html", metavar="FILE", default="", help="the page to write; it needs nothing else")
     arguments = parser.parse_args(argv)
-    problems = ["--html: got nothing; allowed: a file's name; nearest: --html=report.html"]
-    if arguments.html:
-        problems = target_problems("--html", arguments.html, "report.html", ENDINGS)
-    problems += _of_plotly()
+    of_page = target_problems("--html", arguments.html, "report.html", ENDINGS) if arguments.html else [NO_PAGE]
+    problems = [*of_page, *_of_plotly()]
     runs, others = opened(arguments.runs)
     if others or problems:
         raise UserError(*others, *problems)

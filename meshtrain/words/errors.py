@@ -179,10 +179,9 @@ def _code_of(entry: Callable[[], int | None]) -> int:
 
 
 def lost_output() -> int:
-    """Returns the exit code for standard output or error that cannot be written, and 0 where both can.
+    """Returns 0, or the exit code if standard output or error cannot be written, with a line unless a pipe is closed.
 
-    A closed pipe (`| head`) ends the program without a word, another reason with one line. Standard output gets an
-    empty line, because an unbuffered stream forgets that a write has failed.
+    Standard output gets an empty line, because an unbuffered stream forgets that a write has failed.
     """
     code = EXIT_FINISHED
     for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):

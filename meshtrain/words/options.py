@@ -33,8 +33,7 @@ def option(
       only_for: other field of the same class -> its values with which this one is read; None: this one is always read.
       dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
         this option. Empty: none.
-      names: what a text names: `path` (a file or folder, which is no URL), `function` (or a `package.module:function`,
-        which is imported and called); empty: neither.
+      names: what a text names: `path` (which is no URL), `function` (imported from `package.module:function`), or ''.
     """
     if maximum is None and type(default) in MOST:
         maximum = MOST[type(default)]

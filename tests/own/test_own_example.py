@@ -49,7 +49,8 @@ def test_the_command_line_trains_it_on_three_axes(run):
 
 
 def test_the_command_line_goes_on_from_its_weights(run, capsys):
-    assert generate.main([f"--workdir={run}", "--num-tokens=3", "--prompt=import ", "--temperature=0"]) == 0
+    named = "--config.task=docs.own_model:eight_bytes"  # a function of the run's configuration, which runs here
+    assert generate.main([f"--workdir={run}", named, "--num-tokens=3", "--prompt=import ", "--temperature=0"]) == 0
     assert capsys.readouterr().out.startswith("import ")
     with pytest.raises(UserError, match=r"another run: model\.width: was 64, now 32"):
         main([*CONFIG, f"--workdir={run}", "--config.num_steps=31", "--config.model.width=32"])

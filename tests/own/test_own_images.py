@@ -216,10 +216,11 @@ def test_data_for_other_tasks_are_refused(tmp_path):
 
 def test_text_of_a_task_without_logits_is_refused_for_that(on_one_device):
     with pytest.raises(UserError, match=r"^task: got one without logits"):
-        generate.main([f"--workdir={on_one_device.directory}"])
+        generate.main([f"--workdir={on_one_device.directory}", f"--config.task={TASK}", f"--config.data.source={DATA}"])
 
 
-NAMED = {**GIVEN, "task": f"{__name__}:classifier", "data": {"source": f"{__name__}:images"}}
+TASK, DATA = f"{__name__}:classifier", f"{__name__}:images"
+NAMED = {**GIVEN, "task": TASK, "data": {"source": DATA}}
 
 
 def test_task_and_data_go_by_name():
