@@ -125,8 +125,7 @@ def one_line(problem: str) -> str:
 def run(entry: Callable[[], int | None]) -> NoReturn:
     """Runs a program and exits with its code; prints one line for each problem of a UserError.
 
-    Output that nobody reads, or that finds no room, ends the program too: see `lost_output`. Any other exception is a
-    bug and keeps its traceback.
+    Lost output ends it too, see `lost_output`. Any other exception is a bug and keeps its traceback.
 
     Args:
       entry: the program, without arguments; it returns its exit code or None for 0.
@@ -137,7 +136,8 @@ def run(entry: Callable[[], int | None]) -> NoReturn:
         code = _code_of(entry)
         sys.stdout.flush()
     except Exception as error:
-        code = code or (lost_output() if isinstance(error, OSError) else EXIT_FINISHED)
+        lost = lost_output() if isinstance(error, OSError) else EXIT_FINISHED
+        code = code or lost
         if not code and _others_may_wait():
             leave_at_once(EXIT_BUG, traceback.format_exc().rstrip())
         if not code:

@@ -75,6 +75,7 @@ def test_lines_of_errors_that_nobody_reads_leave_no_traceback(closed):
     words = program("raise UserError('a: got b')")
     assert ended(words, stdout=closed) == (2, "meshtrain: error: a: got b\n"), "its own code counts"
     assert ended(words, stdout=closed, stderr=closed) == (141, "")
+    assert ended(program("print('a line'); return 3"), stdout=closed) == (3, "")
 
 
 def test_a_program_without_standard_output_runs():
