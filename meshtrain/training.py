@@ -90,10 +90,9 @@ def train(
       TrainingStopped, Interrupted, SaveFailed: see `loop.run`.
     """
     begun_seconds = time.monotonic() if begun_seconds is None else begun_seconds
-    _refuse_no_functions(make_task, make_data)
+    _refuse_arguments(directory, make_task, make_data)
     source = {"data.source": named.name_of(make_data)} if make_data else {}
-    also = url_problems("directory", str(directory))
-    config = resolve(config, source, also, make_task=make_task, rules=rules, reads_data=make_data is None)
+    config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
     run = expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
@@ -120,8 +119,8 @@ def train(
     return Result(state, values, run, assembly)
 
 
-def _refuse_no_functions(make_task: Any, make_data: Any) -> None:
-    found = []
+def _refuse_arguments(directory: str | Path, make_task: Any, make_data: Any) -> None:
+    found = url_problems("directory", str(directory))
     if make_task is not None and not callable(make_task):
         near = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
         got, wanted = type(make_task).__name__, "a function (config, placement) -> Task"

@@ -96,8 +96,7 @@ def resolve(
     config, found = built(given, overrides or {}, make_task)
     read_elsewhere = ("data.path: ", "data.validation_path: ") if sources.is_own(config.data) else ()  # URLs too
     found += [line for line in problems(config, "") if not line.startswith(read_elsewhere)]
-    start = defaults_of(config)
-    schema = flags.schema(start)
+    schema = flags.schema(start := defaults_of(config))
     # Unknown keys do not count: `mesh.dat` is a part of `mesh.data`, and would drop every line about that.
     faulty = {key for key in (line.partition(":")[0] for line in found) if _is_known(key, schema)}
     # The checks across fields need legal values: a wrong one is replaced by its default, lines about it are dropped.
