@@ -48,16 +48,16 @@ def main(argv: Sequence[str]) -> int:
     runs, others = opened(arguments.runs)
     if others or problems:
         raise UserError(*others, *problems)
-    text = run_page(runs, [*meshes(runs), *schedules(runs)])
+    # Half a surrogate pair, which JSON can hold and UTF-8 cannot, is shown as a character that is unknown.
+    page = run_page(runs, [*meshes(runs), *schedules(runs)]).encode("utf-8", "xmlcharrefreplace")
     try:
-        # Half a surrogate pair, which JSON can hold and UTF-8 cannot, is shown as a character that is unknown.
-        write_whole(arguments.html, text.encode("utf-8", "xmlcharrefreplace"))
+        write_whole(arguments.html, page)
     except OSError as error:
         raise UserError(
             f"--html: got '{arguments.html}'; cannot write it: {error.strerror or error}; allowed: a file that can be "
             "written; nearest: report.html"
         ) from error
-    print(f"written      {arguments.html} ({pathlib.Path(arguments.html).stat().st_size / 1e6:.1f} MB)")
+    print(f"written      {arguments.html} ({len(page) / 1e6:.1f} MB)")
     return 0
 
 

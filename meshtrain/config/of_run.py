@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from meshtrain.words import flags
 from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError, warn
 from meshtrain.words.paths import what_is_at
+from meshtrain.words.read_json import read_json
 
 
 def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_data: bool) -> Config:
@@ -61,8 +61,8 @@ def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> 
     keys = [key for key, entry in schema.items() if entry.names == "function"]
     chosen = {key: arguments.overrides[key] for key in keys if key in arguments.overrides}
     try:
-        values = flags.flatten(json.loads(text))
-    except (ValueError, RecursionError, AttributeError):
+        values = flags.flatten(read_json(text))
+    except (ValueError, AttributeError):
         return chosen  # `from_json` says what is wrong
     foreign = {key: str(values[key]) for key in keys if key in values and ":" in str(values[key]) and key not in chosen}
     if foreign and arguments.config is not None:
