@@ -103,6 +103,17 @@ def test_which_template_a_folder_brings(tmp_path):
     assert open_template("bytes", str(tmp_path / "own.jinja")).prompt([USER]) == "own"
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["{% for a in b %}" * 25 + "{% endfor %}" * 25, "{% if a %}" * 150 + "{% endif %}" * 150, "{% break %}",
+     "{{ " + "1" * 5000 + " }}"],
+    ids=["loops", "ifs", "a break outside", "digits"],
+)  # fmt: skip
+def test_templates_that_python_does_not_compile_are_one_line(source):
+    with pytest.raises(UserError, match=r"^data.chat_template: 't' is no template \(.*\); allowed: Jinja, .*nearest: "):
+        compiled(source, "t", {})
+
+
 def test_templates_that_cannot_be_read_are_one_line(tmp_path):
     with pytest.raises(UserError, match=r"data.chat_template: 't' is no template \(.*unknown tag 'nothing'"):
         compiled("{% nothing %}", "t", {})

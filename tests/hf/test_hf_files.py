@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -35,6 +36,8 @@ HEADERS = {
     "dtype unknown": (entry(dtype="F33"), ["w: dtype: got 'F33'; allowed: F32, F16, BF16"]),
     "dtype a list": (entry(dtype=["F32"]), ["w: dtype: got"]),
     "shape negative": (entry(shape=[-2]), ["w: shape: got [-2]; allowed: a list of whole numbers"]),
+    "shape of many numbers": (entry(shape=[10**4000] * 2500), ["w: shape: got [10000000"]),
+    "shape of many digits": (entry(shape=[10**4000]), ["w: shape: got [10000000"]),
     "shape true": (entry(shape=[True, 2]), ["w: shape: got"]),
     "shape huge": (entry(shape=[2**70]), ["w: data_offsets: got [0, 8], 8 bytes; allowed: the 47223664828696452"]),
     "offsets beyond": (entry(shape=[4], data_offsets=[0, 16]), ["w: data_offsets: got [0, 16]; allowed: from 0 to 8"]),
@@ -66,6 +69,15 @@ def test_a_crafted_header_is_one_line_for_each_problem(name, tmp_path):
         assert line.startswith(f"{path}: {start}"), line
         assert "allowed: " in line, line
         assert "nearest: " in line, line
+
+
+def test_a_header_of_a_hundred_thousand_names_is_read_in_seconds(tmp_path):
+    names = [f"model.layers.{number}.mlp.experts.weight" for number in range(100_000)]
+    write(tmp_path / files.ONE_FILE, {name: F32_2 | {"shape": [0], "data_offsets": [0, 0]} for name in names}, b"")
+    begun = time.process_time()
+    found, lines = files.tensors(tmp_path)
+    assert time.process_time() - begun < 5
+    assert (len(found), lines) == (100_000, [])
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
