@@ -53,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", help="for export: float32, bfloat16 or float16 (default: the folder's own, or float32)"
     )
     parser.add_argument(
+        "--ignore",
+        action="append",
+        metavar="KEY",
+        help="a key of config.json that no table knows, and that changes no number; may be given several times",
+    )
+    parser.add_argument(
         "--adapters", action="store_true", help="for export: the adapters alone, for the package peft; otherwise merged"
     )
     return parser
@@ -130,7 +136,7 @@ def _export(arguments: argparse.Namespace) -> None:
     if options.positions == "learned":
         options = dataclasses.replace(options, max_positions=options.max_positions or config.sequence_length)
     original = _original(config, arguments.workdir)
-    came = described(original) if original is not None else None
+    came = described(original, ignore=None) if original is not None else None
     family = came.family if came is not None else family_of(options)
     given = json.loads((original / CONFIG_FILE).read_text(encoding="utf-8")) if original is not None else {}
     assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
@@ -180,7 +186,7 @@ def _original(config: Config, workdir: Path) -> Path | None:
     came_from = expanded(config.init_from) if config.init_from else workdir
     for folder in (workdir, workdir / ORIGINAL, came_from, came_from / ORIGINAL):
         if is_described(folder):
-            theirs = described(folder).options
+            theirs = described(folder, ignore=None).options
             if not differences(config.model, theirs, config.sequence_length, folder):
                 return folder
     return None
@@ -231,8 +237,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = flags.arguments(argv, _parser())
     if problems := arguments.problems or _problems(arguments):
         raise UserError(*problems)
+    if arguments.ignore:
+        arguments.overrides["init_ignore"] = ",".join(arguments.ignore)
     if arguments.action == "config":
-        print(as_file(arguments.directory), end="")
+        print(as_file(arguments.directory, arguments.overrides.get("init_ignore") or ""), end="")
     elif arguments.action == "import":
         _import(arguments)
     else:

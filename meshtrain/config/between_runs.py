@@ -52,7 +52,7 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     ),
     "other gradients": ("precision", "loss_scale", "compression"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
-    "where the weights came from: config.json is the record of it": ("init_from",),
+    "where the weights came from: config.json is the record of it": ("init_from", "init_ignore"),
 }
 
 

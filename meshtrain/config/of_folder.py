@@ -30,36 +30,40 @@ def get_config():
 '''
 
 
-def of_folder(directory: str | Path) -> Config:
+def of_folder(directory: str | Path, ignore: str = "") -> Config:
     """Returns a configuration, not resolved, whose model is that of a Hugging Face folder; reads config.json alone.
 
     Text is read with the folder's tokenizer and chat template. Without a tokenizer.json, text is token ids, written as
     numbers.
 
+    Args:
+      directory: the folder.
+      ignore: becomes `init_ignore`.
+
     Raises:
       UserError: one line for each key of config.json that is missing, wrong or not understood.
     """
     folder = expanded(directory).absolute()
-    found = described(folder)
+    found = described(folder, ignore)
     has_tokenizer = what_is_at(folder / TOKENIZER_FILE) == "a file"
     policy = _POLICIES[found.dtype] if found.dtype in _POLICIES else PrecisionOptions.policy
     return Config(
         model=found.options,
         sequence_length=min(found.max_length or LONGEST, LONGEST),
         batch_size=BATCH_SIZE,
+        init_ignore=ignore,
         precision=PrecisionOptions(policy=policy),
         data=DataOptions(tokenizer=str(folder)) if has_tokenizer else DataOptions(source="synthetic"),
     )
 
 
-def as_file(directory: str | Path) -> str:
+def as_file(directory: str | Path, ignore: str = "") -> str:
     """Returns a configuration file, as Python, that trains a folder's model from its weights, if they are there.
 
-    Raises:
-      UserError: see `of_folder`.
+    For the arguments and errors see `of_folder`.
     """
     folder = expanded(directory).absolute()
-    config = of_folder(folder)
+    config = of_folder(folder, ignore)
     if any(folder.glob("*.safetensors")):
         config = dataclasses.replace(config, init_from=str(folder))
     values, defaults = (flags.flatten(dataclasses.asdict(one)) for one in (config, Config()))
@@ -68,5 +72,5 @@ def as_file(directory: str | Path) -> str:
     # A path may hold what would end the docstring.
     name = str(folder).replace("\\", "/").replace('"', "'")
     return _FILE.format(
-        family=described(folder).family, num_layers=config.model.num_layers, directory=name, lines=lines
+        family=described(folder, ignore).family, num_layers=config.model.num_layers, directory=name, lines=lines
     )

@@ -35,8 +35,9 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
       UserError: all problems, one line each.
     """
     if is_described(arguments.workdir):
-        opened(arguments.workdir)  # problems of config.json and of the files together
-        given = of_folder(arguments.workdir)
+        ignore = arguments.overrides.get("init_ignore") or ""
+        opened(arguments.workdir, ignore)  # problems of config.json and of the files together
+        given = of_folder(arguments.workdir, ignore)
         return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
     own = arguments.workdir / CONFIG_FILE
     if what_is_at(own) != "a file":

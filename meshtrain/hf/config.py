@@ -5,17 +5,18 @@ The families and their keys stand in `families.py`, the rules for rotary positio
 
 import dataclasses
 import json
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshtrain.hf import positions
-from meshtrain.hf.families import FAMILIES, HARMLESS, ONLY, Family
-from meshtrain.hf.values import NO_WAY, PUBLISHED, refusal, shown, typed
+from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, ONLY, Family
+from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, typed
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.words import options
-from meshtrain.words.errors import UserError, unknown
+from meshtrain.words.errors import UserError
 from meshtrain.words.paths import expanded, what_is_at
 
 CONFIG_FILE = "config.json"
@@ -57,8 +58,13 @@ def is_described(directory: str | Path) -> bool:
     return "model_type" in given or "architectures" in given
 
 
-def described(directory: str | Path) -> Described:
+def described(directory: str | Path, ignore: str | None = "") -> Described:
     """Returns what the config.json of a folder describes.
+
+    Args:
+      directory: the folder.
+      ignore: keys in no table of this program that are read over, comma separated, as in `init_ignore`; None: all of
+        them, for a folder that was read before.
 
     Raises:
       UserError: one line for each key that is missing, wrong or not understood.
@@ -67,18 +73,22 @@ def described(directory: str | Path) -> Described:
     given = _loaded(path)
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        got = kind if isinstance(kind, str) else repr(kind)
-        line = unknown(f"{path}: model_type", got, list(FAMILIES))
-        raise UserError(line if "did you mean" in line else f"{line}; {NO_WAY}")
+        # A program writes it, so another spelling than of case and marks is another model.
+        letters = re.sub(r"[\W_]", "", str(kind)).lower()
+        near = next((f"did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), NO_WAY)
+        raise UserError(f"{path}: model_type: got {shown(str(kind))}; allowed: {', '.join(FAMILIES)}; {near}")
     given, found = _renamed(given, FAMILIES[kind])
     fields, problems = _fields(given, FAMILIES[kind])
-    found += problems + _refused(given, kind)
+    found += problems + _refused(given, kind) + ([] if ignore is None else _strange(given, ignore))
     for part in (positions.rotary(given, kind), positions.windows(given, kind)):
         fields |= part[0]
         found += part[1]
     if not found:
         shape = DecoderOptions(**fields)
-        found = [f"{line}; {PUBLISHED}" for line in options.problems(shape, "")] + _contradictions(shape)
+        keys = positions.KEYS | {name: key for key, name in FAMILIES[kind].fields.items()}
+        for name, _, said in (line.partition(":") for line in options.problems(shape, "")):
+            found.append(f"{keys.get(name) or name}:{said.partition('; nearest: ')[0]}; {PUBLISHED}")
+        found += _contradictions(shape)
     if found:
         raise UserError(*(f"{path}: {line}" for line in found))
     dtype = given.get("dtype") or given.get("torch_dtype")
@@ -177,21 +187,39 @@ def _fields(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], l
 
 
 def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
-    """Returns one line for each key that is not understood, or has a value for which the decoder has nothing."""
+    """Returns one line for each key that changes numbers, and that the decoder does not have with its value."""
     family = FAMILIES[kind]
-    understood = {*family.fields, *positions.keys(kind)}
-    only = {**ONLY, **family.only, family.activation[0]: family.activation[1]}
+    understood = {*family.fields, *family.idle, *positions.keys(kind)}
+    only = {**ONLY, **family.only, **dict([family.activation]), "architectures": ([family.architecture],)}
     found = []
     unsaid = {key: family.absent[key] for key in family.only if key in family.absent and key not in given}
     for key, value in {**given, **unsaid}.items():
-        if value is None or key in understood or key in HARMLESS or key in family.idle:
+        if value is None or key in understood or key not in DIFFERENT:
             continue
-        if key == "architectures":
-            found += [] if value == [family.architecture] else [refusal(key, value, repr([family.architecture]))]
-        elif key not in only:
-            found.append(refusal(key, value, "keys that meshtrain understands, and this one may change the numbers"))
-        elif not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in only[key]):
-            found.append(refusal(key, value, ", ".join(map(str, only[key]))))
+        legal: Sequence[Any] = only[key] if key in only else ()
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in legal):
+            allowed = ", ".join(map(str, legal)) or f"keys that meshtrain understands in a {kind}"
+            near = UNQUANTIZED if key == "quantization_config" else f"{NO_WAY}: {DIFFERENT[key]} would differ"
+            found.append(refusal(key, value, allowed, near))
+    return found
+
+
+def in_no_table(given: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a config.json of which it is not known whether they change numbers."""
+    known = HARMLESS | DIFFERENT.keys()
+    return [key for key in given if given[key] is not None and not (key in known or key.startswith("unsloth_"))]
+
+
+def _strange(given: Mapping[str, Any], ignore: str) -> list[str]:
+    """Returns one line for each key in no table that is not ignored, and for each ignored one that is none of them."""
+    strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
+    why = "keys that meshtrain understands; nothing that it knows of would differ"
+    near = f"nearest: --config.init_ignore={','.join(strange)}"
+    found = [refusal(key, given[key], why, near) for key in strange if key not in ignored]
+    for key in ignored:
+        if key not in strange:
+            found.append(f"init_ignore: got '{key}'; allowed: keys in no table of meshtrain, here "
+                         f"{', '.join(strange) or 'none'}; nearest: leave it out")  # fmt: skip
     return found
 
 

@@ -1,4 +1,4 @@
-"""Tables of what a config.json of each family says: keys that are options, and keys that change nothing.
+"""Tables of what a config.json of each family says: keys that are options, that change numbers, and that do not.
 
 What an absent key means is what the configuration classes of the package transformers say (Wolf et al. 2020). A key
 that always stands in published files has to be there.
@@ -160,6 +160,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
+    "rope_interleaved": (False,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
@@ -167,16 +168,45 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
     "pruned_heads": ({},),
 }
-# Keys without influence on the logits of a given text: names, ids, dropout, initialization, generation, outputs.
+# What would differ with a key that a family does not have, or with another value. Other keys of families: tensors.
+_DIFFERENT_TEXT = {
+    "attention": """
+        _sliding_window_pattern alibi attention_chunk_size attention_multiplier attn_logit_softcapping layer_types
+        max_window_layers no_rope_layers partial_rotary_factor query_pre_attn_scalar rope_interleaved
+        rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_dim rotary_pct
+        scale_attn_by_inverse_layer_idx scale_attn_weights sliding_window sliding_window_pattern sliding_window_size
+        use_bidirectional_attention use_mrope use_sliding_window
+    """,
+    "activations": """
+        activation_function embedding_multiplier final_logit_softcapping hidden_act hidden_activation logit_scale
+        logits_scaling norm_topk_prob residual_multiplier routed_scaling_factor router_jitter_noise scoring_func
+        use_parallel_residual
+    """,
+    "tensors": """
+        add_cross_attention architectures attention_bias attention_out_bias auto_map bias first_k_dense_replace
+        is_encoder_decoder kv_lora_rank mlp_bias n_routed_experts n_shared_experts num_nextn_predict_layers pruned_heads
+        q_lora_rank qkv_bias quantization_config shared_expert_intermediate_size text_config use_bias use_qk_norm
+        vision_config
+    """,
+}
+_OF_FAMILIES = {key for one in FAMILIES.values() for key in (*one.fields, *one.only, *one.idle, *one.same.values())}
+DIFFERENT = dict.fromkeys(_OF_FAMILIES, "tensors") | {
+    key: what for what, text in _DIFFERENT_TEXT.items() for key in text.split()
+}
+# Keys without influence on the logits of a given text: names, ids, dropout, initialization, generation, outputs, tools.
 _HARMLESS_TEXT = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path attention_dropout attn_pdrop
-    bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id
-    finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder label2id
-    max_position_embeddings model_type n_ctx output_attentions output_hidden_states output_scores pad_token_id prefix
-    pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn resid_pdrop return_dict
-    return_dict_in_generate sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type
-    summary_use_proj task_specific_params tie_encoder_decoder tokenizer_class torch_dtype torchscript
-    transformers_version unk_token_id use_bfloat16 use_cache
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled
+    _name_or_path _num_labels attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
+    bos_token bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id diversity_penalty
+    do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+    id2label initializer_range is_decoder is_llama_config label2id length_penalty max_length max_new_tokens
+    max_position_embeddings max_sequence_length meshtrain_ignored min_length model_max_length model_type n_ctx
+    neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_scores pad_token pad_token_id prefix pretraining_tp problem_type remove_invalid_values
+    reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+    task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unk_token unk_token_id use_bfloat16 use_cache
 """
 HARMLESS = frozenset(_HARMLESS_TEXT.split())

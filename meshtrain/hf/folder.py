@@ -31,8 +31,12 @@ class Folder:
     stored: Mapping[str, files.Stored]
 
 
-def opened(directory: str | Path) -> Folder:
+def opened(directory: str | Path, ignore: str | None = "") -> Folder:
     """Opens a folder with config.json and one or several safetensors files. It reads headers and no tensor.
+
+    Args:
+      directory: the folder.
+      ignore: see `config.described`.
 
     Raises:
       UserError: one line for each problem of config.json and of the files, all at once.
@@ -44,7 +48,7 @@ def opened(directory: str | Path) -> Folder:
         )
     stored, problems = files.tensors(folder)
     try:
-        model = described(folder)
+        model = described(folder, ignore)
     except UserError as error:
         raise UserError(*error.problems, *problems) from error
     table = names.as_in_files(names.weights(model.family, model.options), stored)

@@ -31,12 +31,15 @@ GEMMA3 = "gemma3_text"
 LOCAL_BASE = "rope_local_base_freq"
 # Every how many layers one has no window, where no key says it.
 _TURNS = {"gemma2": 2, GEMMA3: 6}
+# Option of the decoder -> the key that states it.
+KEYS = {name: key for key, name in (_ROPE_KEYS | _LLAMA3_KEYS).items() if name}
+KEYS |= {"window": "sliding_window", "rope_local_base": LOCAL_BASE}
 
 
 def keys(kind: str) -> set[str]:
     """Returns the keys that `rotary` and `windows` read, of a family."""
     found = {*(_WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ())}
-    found |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
+    found |= {"rope_theta", "rope_scaling", "rope_parameters", "layer_types"} if FAMILIES[kind].is_rotary else set()
     return found | ({LOCAL_BASE} if kind == GEMMA3 else set())
 
 
@@ -121,9 +124,16 @@ def windows(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[s
       given: the JSON object.
       kind: a key of `FAMILIES`.
     """
-    if kind not in _WINDOW_KEYS:
-        return {}, []
-    return _in_turns(given, kind) if kind in _TURNS else _alike(given, kind)
+    if kind in _TURNS:
+        return _in_turns(given, kind)
+    own = _WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ()
+    fields, found = _alike(given, kind) if own else ({}, [])
+    types = given["layer_types"] if "layer_types" in keys(kind) - {*own} and "layer_types" in given else None
+    # In families whose layers are alike, transformers reads `sliding_window` alone.
+    kinds = set(map(str, types)) if isinstance(types, list) else {str(types)}
+    if types is not None and kinds not in ({FULL}, {WINDOWED if fields else FULL}):
+        found.append(refusal("layer_types", types, f"{FULL} in all layers"))
+    return fields, found
 
 
 def _in_turns(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:

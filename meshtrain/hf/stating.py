@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshtrain.hf.config import in_no_table
 from meshtrain.hf.families import FAMILIES
 from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOWED
 from meshtrain.models.decoder import DecoderOptions
@@ -85,7 +86,8 @@ def as_json(
     stated |= {"initializer_range": options.init_std, "use_cache": True}
     if family == GEMMA3:
         stated |= _ropes_in_turns(options, stated)
-    return stated | _both_ropes(original, stated) | {"dtype": dtype, "torch_dtype": dtype}
+    ignored = {"meshtrain_ignored": in_no_table(original)} if in_no_table(original) else {}
+    return stated | _both_ropes(original, stated) | ignored | {"dtype": dtype, "torch_dtype": dtype}
 
 
 def _rope(options: DecoderOptions) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from meshtrain.words import flags
 
 NO_WAY = "nearest: none, this model cannot be imported"
 PUBLISHED = "nearest: the config.json that was published with the weights"
+UNQUANTIZED = "nearest: the copy of this model that is not quantized, in bfloat16 or float32"
 
 
 def typed(value: Any, kind: type) -> Any:
@@ -22,9 +23,9 @@ def typed(value: Any, kind: type) -> Any:
         raise ValueError(str(error) if "nearest: " in str(error) else f"{error}; {PUBLISHED}") from error
 
 
-def refusal(key: str, value: Any, allowed: str) -> str:
+def refusal(key: str, value: Any, allowed: str, near: str = NO_WAY) -> str:
     """Returns the line about a key with a value for which the decoder has nothing."""
-    return f"{key}: got {shown(value)}; allowed: {allowed}; {NO_WAY}"
+    return f"{key}: got {shown(value)}; allowed: {allowed}; {near}"
 
 
 def shown(value: Any) -> str:

@@ -30,7 +30,7 @@ def problems(config: Config, directory: str | Path, step: int | None = None) -> 
                 if step is not None:
                     checkpoints.refuse_unknown(step)
             return []
-        found = hf_folder.opened(directory)
+        found = hf_folder.opened(directory, config.init_ignore)
     except UserError as error:
         return list(error.problems)
     if step is not None:
@@ -55,7 +55,7 @@ def paths(directory: str | Path) -> list[str]:
       directory: see `problems`, of which there are none.
     """
     if hf_config.is_described(directory):
-        return [weight.path for weight in hf_folder.opened(directory).table]
+        return [weight.path for weight in hf_folder.opened(directory, ignore=None).table]
     with other_runs.find(directory) as checkpoints:
         return list(checkpoints.shapes(_newest(checkpoints)))
 
@@ -72,7 +72,7 @@ def refuse_other_params(directory: str | Path, abstract_params: Any, rounded: Co
       UserError: they differ.
     """
     if hf_config.is_described(directory):
-        reading.refuse_other_params(hf_folder.opened(directory), abstract_params)
+        reading.refuse_other_params(hf_folder.opened(directory, ignore=None), abstract_params)
         return
     with other_runs.find(directory) as checkpoints:
         checkpoints.refuse_other_params(_newest(checkpoints), abstract_params, rounded)
@@ -103,6 +103,6 @@ def restore_params(
     """
     if not hf_config.is_described(directory):
         return other_runs.restore_params_of(directory, step, abstract_params, rounded)
-    found = hf_folder.opened(directory)
+    found = hf_folder.opened(directory, ignore=None)
     hf_folder.refuse_differences(found)
     return reading.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0

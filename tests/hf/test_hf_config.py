@@ -14,14 +14,14 @@ def given(name):
     return json.loads((FIXTURES / name / "config.json").read_text())
 
 
-def of(tmp_path, values):
+def of(tmp_path, values, ignore=""):
     (tmp_path / "config.json").write_text(json.dumps(values))
-    return described(tmp_path)
+    return described(tmp_path, ignore)
 
 
-def refused(tmp_path, values):
+def refused(tmp_path, values, ignore=""):
     with pytest.raises(UserError) as error:
-        of(tmp_path, values)
+        of(tmp_path, values, ignore)
     for line in error.value.problems:
         assert line.startswith(f"{tmp_path / 'config.json'}: ")
         assert "allowed: " in line
@@ -231,7 +231,7 @@ REFUSED = {
     ),
     "true is no number": ("llama", {"num_hidden_layers": True}, ["num_hidden_layers: got True (bool)"]),
     "infinite": ("llama", {"rms_norm_eps": float("inf")}, ["rms_norm_eps: got inf"]),
-    "negative": ("llama", {"intermediate_size": -1}, ["mlp_dim: got -1; allowed: at least 1"]),
+    "negative": ("llama", {"intermediate_size": -1}, ["intermediate_size: got -1; allowed: at least 1"]),
     "heads": ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads: got 3; allowed: a divisor of the 4 heads"]),
     "odd heads": ("llama", {"head_dim": 7}, ["head_dim: got 7; allowed: an even number"]),
     "all at once": (
@@ -250,6 +250,105 @@ def test_what_the_decoder_has_nothing_for_is_refused_by_name_and_value(name, tmp
     assert len(lines) == len(starts), lines
     for start in starts:
         assert any(line.startswith(start) for line in lines), (start, lines)
+
+
+HARMLESS = {
+    "is_llama_config": True, "rope_interleaved": False, "unsloth_fixed": True, "unsloth_version": "2025.1",
+    "unsloth_of_next_year": 1, "transformers.js_config": {"dtype": "q4"}, "_num_labels": 2, "num_labels": 2,
+    "max_sequence_length": 2048, "pad_token": "<pad>", "neftune_noise_alpha": 5.0, "max_length": 4096,
+    "temperature": 0.6, "top_p": 0.9, "top_k": 50, "do_sample": True, "repetition_penalty": 1.1,
+    "_attn_implementation_internal": "sdpa", "attn_implementation": "eager", "_flash_attn_2_enabled": True,
+    "meshtrain_ignored": ["x"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_that_change_no_logits_are_read_over(name, tmp_path):
+    values = given(name) | HARMLESS
+    if name == "gpt2":
+        del values["rope_interleaved"]
+    elif "layer_types" not in values:
+        values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
+    assert of(tmp_path, values) == described(FIXTURES / name)
+
+
+# key and value that a llama does not have -> what would differ
+CHANGES = {
+    "rope_interleaved": (True, "attention"),
+    "sliding_window": (16, "attention"),
+    "layer_types": (["sliding_attention"] * 2, ""),
+    "query_pre_attn_scalar": (8, "attention"),
+    "attention_bias": (True, "tensors"),
+    "architectures": (["LlamaForSequenceClassification"], "tensors"),
+    "num_experts": (4, "tensors"),
+    "n_embd": (32, "tensors"),
+    "residual_multiplier": (0.2, "activations"),
+    "hidden_act": ("relu", "activations"),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_what_changes_numbers_is_named_and_cannot_be_ignored(key, tmp_path):
+    value, what = CHANGES[key]
+    values = given("llama") | {key: value}
+    [line] = refused(tmp_path, values)
+    assert line.endswith(f"this model cannot be imported{f': {what} would differ' if what else ''}"), line
+    lines = refused(tmp_path, values, ignore=key)
+    assert line in lines
+    [other] = set(lines) - {line}
+    assert other.startswith(f"init_ignore: got '{key}'; allowed: keys in no table of meshtrain, here none; nearest: ")
+
+
+def test_a_key_in_no_table_is_refused_with_the_words_that_accept_it(tmp_path):
+    values = given("llama") | {"my_tool": {"a": 1}, "others": 3}
+    lines = refused(tmp_path, values)
+    assert [line.partition(":")[0] for line in lines] == ["my_tool", "others"]
+    for line in lines:
+        assert "nothing that it knows of would differ" in line
+        assert line.endswith("nearest: --config.init_ignore=my_tool,others")
+    assert of(tmp_path, values, ignore="my_tool,others") == described(FIXTURES / "llama")
+    assert described(tmp_path, ignore=None) == described(FIXTURES / "llama")
+    assert [line.partition(":")[0] for line in refused(tmp_path, values, ignore="others")] == ["my_tool"]
+    [line] = refused(tmp_path, values, ignore="my_tool, others,gone")
+    assert line.startswith(
+        "init_ignore: got 'gone'; allowed: keys in no table of meshtrain, here my_tool, others; near"
+    )
+
+
+def test_a_quantized_copy_is_refused_with_the_copy_to_take(tmp_path):
+    [line] = refused(tmp_path, given("llama") | {"quantization_config": {"quant_method": "awq"}})
+    assert line.endswith("; nearest: the copy of this model that is not quantized, in bfloat16 or float32")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gptj", "opt", "gpt_oss", "stablelm", "smollm3", "gemma", "gemma3", "gemma3n_text", "qwen2_moe", "mistral3"],
+)
+def test_another_model_type_is_not_guessed(kind, tmp_path):
+    [line] = refused(tmp_path, {"model_type": kind})
+    assert line.endswith("; nearest: none, this model cannot be imported")
+
+
+def test_a_model_type_in_another_spelling_is_named(tmp_path):
+    [line] = refused(tmp_path, {"model_type": "Qwen3-MoE"})
+    assert line.endswith("; did you mean 'qwen3_moe'?")
+
+
+BOUNDS = {
+    "num_hidden_layers": ("llama", 0),
+    "intermediate_size": ("llama", -1),
+    "n_head": ("gpt2", -1),
+    "sliding_window": ("mistral-window", -1),
+    "moe_intermediate_size": ("qwen3-moe", -1),
+}
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_number_out_of_bounds_is_named_as_in_the_file_with_one_way_out(key, tmp_path):
+    name, value = BOUNDS[key]
+    line = next(line for line in refused(tmp_path, given(name) | {key: value}) if line.startswith(f"{key}: "))
+    assert line.startswith(f"{key}: got {value}; allowed: at least ")
+    assert line.count("nearest: ") == 1
 
 
 def test_experts_in_the_decoders_words(tmp_path):

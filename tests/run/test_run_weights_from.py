@@ -1,6 +1,7 @@
 """A Hugging Face folder stands where a workdir may: in `init_from`, as the workdir of commands, in `hf import`."""
 
 import dataclasses
+import json
 import shutil
 import types
 
@@ -101,6 +102,26 @@ def test_an_imported_folder_is_a_workdir_with_the_same_weights(assembly, params,
     assert any(f"nearest: --config.init_from={tmp_path / 'run'} with another --workdir" in line for line in lines)
     with pytest.raises(UserError, match="which is not empty; allowed: a new folder"):
         hugging_face.main(["import", str(LLAMA), f"--to={tmp_path / 'run'}"])
+
+
+def test_an_ignored_key_is_written_into_configuration_workdir_and_export(tmp_path, capsys):
+    strange = shutil.copytree(LLAMA, tmp_path / "strange")
+    values = json.loads((LLAMA / "config.json").read_text()) | {"my_tool": 1}
+    (strange / "config.json").write_text(json.dumps(values))
+    for words in (["config", str(strange)], ["import", str(strange), f"--to={tmp_path / 'run'}"]):
+        with pytest.raises(UserError, match=r"my_tool: got 1; .*; nearest: --config.init_ignore=my_tool$"):
+            hugging_face.main(words)
+    hugging_face.main(["config", str(strange), "--ignore=my_tool"])
+    (tmp_path / "mine.py").write_text(capsys.readouterr().out)
+    config = resolve(load(str(tmp_path / "mine.py"), []), reads_data=False)
+    assert (config.init_ignore, weights_from.problems(config, strange)) == ("my_tool", [])
+    hugging_face.main(["import", str(strange), f"--to={tmp_path / 'run'}", "--config.init_ignore=my_tool"])
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["init_ignore"] == "my_tool"
+    hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"])
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (stated["my_tool"], stated["meshtrain_ignored"]) == (1, ["my_tool"])
+    with pytest.raises(UserError, match="my_tool: got 1; "):
+        evaluate.main([f"--workdir={tmp_path / 'out'}"])
 
 
 def test_wrong_words_are_refused_together(tmp_path):
