@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from meshtrain.config.of_run import configuration
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenize import Tokenizer
+from meshtrain.data.tokenizer_folder import end_ids
 from meshtrain.generation.answers import Wanted, answers, fitting, room_left, trained_left
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
@@ -183,7 +184,8 @@ def main(argv: Sequence[str]) -> int:
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p)
     seed = config.seed if arguments.seed is None else arguments.seed
     wanted = Wanted(num_tokens, sampling, arguments.stop, arguments.num_samples, seed)
-    draw = functools.partial(answers, generator(assembly, params, tokenizer.end_id), tokenizer.decode, ids, wanted)
+    ends = (tokenizer.end_id, *tokenizer.also_end, *end_ids(str(arguments.workdir)))
+    draw = functools.partial(answers, generator(assembly, params, ends), tokenizer.decode, ids, wanted)
     if not peers.is_main_process():
         draw()
     elif arguments.out is None:

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     assert logits is not None
     params = assembly.init(jax.random.key_data(jax.random.key(0))).params
     cached, uncached = (
-        Generator(decode, params, assembly.mesh, assembly.rules, end_id=-1)
+        Generator(decode, params, assembly.mesh, assembly.rules, end_ids=(-1,))
         for decode in (task.decode, by_window(logits, assembly.batch))
     )
     device = assembly.mesh.devices.flat[0].device_kind

@@ -32,6 +32,7 @@ class Tokenizer:
       with_places: texts -> for each, its ids, and where each id begins and ends in the text's characters, int64 [N, 2];
         None: unknown. A blank may be left out at the beginning of a place: an id of blanks alone then has an empty one
         at its end.
+      also_end: ids besides `end_id` that end a generated text.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Tokenizer:
     decode: Callable[[Iterable[int]], str]
     byte_lengths: Callable[[], np.ndarray] | None = None
     with_places: Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]] | None = None
+    also_end: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> np.dtype:
@@ -206,7 +208,8 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
 
     whole_size = max(vocab_size, end_id + 1)
     byte_lengths = functools.partial(token_bytes.of_tokenizer, loaded, end_id, whole_size)
-    return Tokenizer(path, whole_size, end_id, encode_documents, encode, decode, byte_lengths, with_places)
+    also_end = tokenizer_folder.end_ids(path)
+    return Tokenizer(path, whole_size, end_id, encode_documents, encode, decode, byte_lengths, with_places, also_end)
 
 
 def open_tokenizer(name: str, end_token: str = "") -> Tokenizer:

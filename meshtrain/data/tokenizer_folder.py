@@ -15,13 +15,13 @@ def tokenizer_file(path: str) -> Path:
     return Path(path, TOKENIZER) if what_is_at(path) == "a folder" else Path(path)
 
 
-def settings(path: str) -> dict[str, Any]:
-    """Returns the content of a folder's tokenizer_config.json; {} where `path` is no folder, or has no such file.
+def settings(path: str, name: str = SETTINGS) -> dict[str, Any]:
+    """Returns the content of a file in a tokenizer's folder; {} where `path` is no folder, or has no such file.
 
     Raises:
       UserError: the file cannot be read, or holds no JSON object.
     """
-    file = Path(path, SETTINGS)
+    file = Path(path, name)
     if what_is_at(file) != "a file":
         return {}
     try:
@@ -61,3 +61,19 @@ def end_token(path: str) -> str:
     """
     found = special_tokens(settings(path))
     return found["eos_token"] if "eos_token" in found else ""
+
+
+def end_ids(path: str) -> tuple[int, ...]:
+    """Returns the ids that end a generated text by the folder's generation_config.json, otherwise by its config.json.
+
+    Raises:
+      UserError: a file cannot be read, or has something else there.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if (given := settings(path, name).get("eos_token_id")) is not None:
+            listed = given if isinstance(given, list) else [given]
+            if not all(type(one) is int and 0 <= one < 1 << 31 for one in listed):
+                raise UserError(f"{Path(path, name)}: eos_token_id: got {str(given)[:200]}; allowed: an id, or a list; "
+                                "nearest: the file that was published with the model")  # fmt: skip
+            return tuple(listed)
+    return ()

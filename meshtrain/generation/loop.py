@@ -72,7 +72,7 @@ class Generator:
         params: Params,
         mesh: Mesh,
         rules: Rules,
-        end_id: int,
+        end_ids: Sequence[int],
         compiler_options: dict[str, Any] | None = None,
     ) -> None:
         """Casts the weights to the dtypes in which they compute.
@@ -82,14 +82,14 @@ class Generator:
           params: on `mesh`, with their shardings.
           mesh: the mesh; its pipeline axis has size 1.
           rules: logical axis -> mesh axes, for the cache.
-          end_id: the token that ends a text; -1: none does.
+          end_ids: the tokens of which each ends a text; -1: none does.
           compiler_options: of XLA, by name; None: its defaults.
         """
         self.jit = functools.partial(jax.jit, compiler_options=compiler_options)
         self.decode = decode
         self.mesh = mesh
         self.rules = rules
-        self.end_id = end_id
+        self.end_ids = end_ids
         self.params = _cast(decode, params)
         self.compiled = functools.cache(self._compiled)
 
@@ -133,7 +133,7 @@ class Generator:
     def _handed(self, take: Take, request: int, drawn: np.ndarray, is_last: bool) -> bool:
         """Hands a row's new tokens to `take`, and returns whether the row is done."""
         tokens = [int(token) for token in drawn if token != NOTHING]
-        if tokens and tokens[-1] == self.end_id:
+        if tokens and tokens[-1] in self.end_ids:
             tokens, is_last = tokens[:-1], True
         return take(request, tokens, is_last) or is_last
 
@@ -156,7 +156,7 @@ class Generator:
             return choose(logits, jax.random.wrap_key_data(keys), index, sampling)
 
         prefill = functools.partial(_prefill, self.decode, empty, next_tokens)
-        advance = functools.partial(_advance, self.decode, self.end_id, next_tokens)
+        advance = functools.partial(_advance, self.decode, self.end_ids, next_tokens)
         return self.jit(prefill, out_shardings=results), self.jit(advance, out_shardings=results, donate_argnums=1)
 
     def _sharding(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:
@@ -183,7 +183,7 @@ def _prefill(
 
 def _advance(
     decode: Decode,
-    end_id: int,
+    end_ids: Sequence[int],
     next_tokens: Callable[..., jax.Array],
     params: Params,
     state: State,
@@ -204,7 +204,8 @@ def _advance(
         logits, cache = decode.step(params, state.tokens, state.cache)
         tokens = next_tokens(logits, state.keys, state.index)
         drawn = drawn.at[:, count].set(jnp.where(done, NOTHING, tokens))
-        return count + 1, State(cache, tokens, state.keys, state.index + 1), done | (tokens == end_id), drawn
+        ended = jnp.isin(tokens, np.asarray(end_ids, np.int32))
+        return count + 1, State(cache, tokens, state.keys, state.index + 1), done | ended, drawn
 
     nothing = jnp.full((*done.shape, CALL_TOKENS), NOTHING, jnp.int32)
     _, state, _, drawn = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, done, nothing))

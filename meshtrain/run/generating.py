@@ -1,6 +1,6 @@
 """What a run's weights generate: whether its task can, and the generator on the run's devices."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -61,17 +61,17 @@ def decode_of(assembly: Assembly) -> Decode:
 
 
 def generator(
-    assembly: Assembly, params: Params, end_id: int, compiler_options: dict[str, Any] | None = None
+    assembly: Assembly, params: Params, end_ids: Sequence[int], compiler_options: dict[str, Any] | None = None
 ) -> Generator:
     """Returns what generates with these weights.
 
     Args:
       assembly: without a pipeline, of a task without problems (see `problems_of_task`).
       params: with the shapes and shardings of `assembly.state.params`.
-      end_id: the token that ends a text; -1: none does.
+      end_ids: the tokens of which each ends a text; -1: none does.
       compiler_options: of XLA, by name; None: its defaults.
     """
-    return Generator(decode_of(assembly), params, assembly.mesh, assembly.rules, end_id, compiler_options)
+    return Generator(decode_of(assembly), params, assembly.mesh, assembly.rules, end_ids, compiler_options)
 
 
 def folded(

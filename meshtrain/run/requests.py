@@ -58,7 +58,8 @@ class Requests:
         for index, (_, options) in enumerate(prompts):
             same.setdefault(self._wanted(options), []).append(index)
         assembly, texts = self.weights.assembly, [""] * len(prompts)
-        generator = generating.generator(assembly, self.weights.params, self.tokenizer.end_id)
+        ends = (self.tokenizer.end_id, *self.tokenizer.also_end)
+        generator = generating.generator(assembly, self.weights.params, ends)
         for wanted, indices in same.items():
             ids = [self._prompt(prompts[index][0], wanted.num_tokens) for index in indices]
             longest = max(map(len, ids))

@@ -51,7 +51,7 @@ def sample(
         return str(error)
     temperature = TEMPERATURE if decode.continues else 0.0
     wanted = Wanted(length, Sampling(temperature), seed=assembly.config.seed)
-    drawn = answers(generator(assembly, params, text.end_id), text.decode, ids, wanted)
+    drawn = answers(generator(assembly, params, [text.end_id]), text.decode, ids, wanted)
     between = "" if decode.continues else " -> "
     shown = [f"{prompt}{between}{one.text}" for prompt, one in zip(prompts, drawn, strict=True)]
     return "\n".join([*([f"({line})"] if line else []), *shown])

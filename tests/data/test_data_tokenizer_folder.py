@@ -34,6 +34,24 @@ def test_a_wrong_folder_is_one_line(tmp_path):
         file_tokenizer(str(tmp_path))
 
 
+def test_the_ids_that_end_an_answer_are_those_of_generation_config_and_else_of_config(tmp_path):
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+    assert open_tokenizer(str(tmp_path)).also_end == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": [1, 75]}')
+    assert open_tokenizer(str(tmp_path)).also_end == (1, 75)
+    (tmp_path / "generation_config.json").write_text('{"top_k": 3}')
+    assert open_tokenizer(str(tmp_path)).also_end == (1, 75)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 106}')
+    assert open_tokenizer(str(tmp_path)).also_end == (106,)
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")).also_end == (), "the file alone"
+    for wrong in ('"</s>"', "[1, null]", "true", "-1", f"1{'0' * 400}"):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(
+            UserError, match=r"generation_config.json: eos_token_id: got .*; allowed: an id, or a list; "
+        ):
+            open_tokenizer(str(tmp_path))
+
+
 def test_prepared_tokens_keep_the_folders_end_token(tmp_path):
     (tmp_path / "a.txt").write_text("the mesh is one line")
     path = tmp_path / "a.bin"

@@ -62,7 +62,7 @@ def generator_on(weights):
     @functools.cache
     def made(name):
         assembly = assembled(**MESHES[name])
-        return generator(assembly, jax.device_put(weights, shardings(assembly.state.params)), END, QUICK)
+        return generator(assembly, jax.device_put(weights, shardings(assembly.state.params)), (END,), QUICK)
 
     return made
 

@@ -42,7 +42,7 @@ def test_each_token_follows_those_in_its_window(length):
     shape = dict.fromkeys(AXES, 1) | {"data": 2}
     mesh = make_mesh(shape, jax.devices()[:2])
     decode = by_window(logits, token_batch(8, length))
-    generator = Generator(decode, jnp.int32(3), mesh, default_rules(LayoutOptions()), end_id=-1)
+    generator = Generator(decode, jnp.int32(3), mesh, default_rules(LayoutOptions()), end_ids=(-1,))
     prompts = [[3, 1], [5, 2, 9, 4, 7, 7, 1, 2, 30], [11]]  # shorter and longer than a window
     drawn = {index: [] for index in range(3)}
 
@@ -55,12 +55,33 @@ def test_each_token_follows_those_in_its_window(length):
     assert any(len(set(tokens)) > 4 for tokens in drawn.values()) or length == 1, "what repeats itself shows little"
 
 
+def test_each_end_token_ends_a_text():
+    """The most probable token is one more than the last: 3, 4, 5, ... up to the first of the ends."""
+
+    def counting(params, batch):
+        return jax.nn.one_hot(batch["tokens"] + 1, VOCABULARY)
+
+    mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
+    decode = by_window(counting, token_batch(2, 4))
+    generator = Generator(decode, jnp.int32(0), mesh, default_rules(LayoutOptions()), (-1, 6, 3), QUICK)
+    drawn = {0: [], 1: []}
+
+    def take(index, tokens, is_last):
+        drawn[index] += tokens
+        return False
+
+    generator.draw([Request([3]), Request([1])], 8, Sampling(), 0, take)
+    assert drawn == {0: [4, 5], 1: [2]}
+
+
 @pytest.mark.parametrize("most_bytes", [loop.MOST_CACHE_BYTES, 1], ids=["one batch", "a batch for each"])
 def test_random_numbers_are_those_of_prompt_sample_and_position(monkeypatch, most_bytes):
     monkeypatch.setattr(loop, "MOST_CACHE_BYTES", most_bytes)
     flat = by_window(lambda params, batch: jnp.zeros((*batch["tokens"].shape, VOCABULARY)), token_batch(8, 4))
     mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
-    generator = Generator(flat, jnp.int32(0), mesh, default_rules(LayoutOptions()), end_id=5, compiler_options=QUICK)
+    generator = Generator(
+        flat, jnp.int32(0), mesh, default_rules(LayoutOptions()), end_ids=(5,), compiler_options=QUICK
+    )
     drawn = {index: [] for index in range(3)}
 
     def take(index, tokens, is_last):
@@ -82,7 +103,7 @@ def test_weights_are_cast_before_the_loop_with_their_shardings():
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     cast = dataclasses.replace(by_window(logits, token_batch(8, 4)), cast=lambda weights: weights.astype(jnp.bfloat16))
     given = jax.device_put(np.ones(4, np.float32), split)
-    generator = Generator(cast, given, mesh, default_rules(LayoutOptions()), end_id=-1)
+    generator = Generator(cast, given, mesh, default_rules(LayoutOptions()), end_ids=(-1,))
     assert generator.params.dtype == jnp.bfloat16
     assert generator.params.sharding == split
 
