@@ -18,7 +18,8 @@ from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.data.sources import DataOptions, check
 from meshtrain.data.text import find_files, share
 from meshtrain.data.tokenize import Tokenizer, open_tokenizer
-from meshtrain.words.errors import Problems, UserError
+from meshtrain.launch import peers
+from meshtrain.words.errors import Problems, UserError, warn
 from meshtrain.words.options import problems as option_problems
 
 _SPLIT_BY_HASH_FROM = 100  # lines; fewer are split at one position
@@ -153,25 +154,29 @@ def as_examples(lines: Sequence[Tokens], sequence_length: int, tokenizer: Tokeni
     """Returns lines as examples: too long ones are truncated, and those without a target that counts left out.
 
     A line gives N - 1 inputs and targets. One with N > T + 1 keeps the T + 1 tokens up to its last answer's end, so it
-    loses its beginning.
+    loses its beginning; a warning counts those that lose a part of an answer.
 
     Args:
       lines: any number.
       sequence_length: T.
       tokenizer: of the lines.
     """
-    kept, num_truncated = list[Tokens](), 0
+    kept, num_truncated, num_cut = list[Tokens](), 0, 0
     for line in lines:
         is_long = len(line.ids) > sequence_length + 1
         if is_long and line.counted.any():
             stop = max(int(np.flatnonzero(line.counted)[-1]) + 1, sequence_length + 1)
             place = slice(stop - sequence_length - 1, stop)
+            num_cut += bool(line.counted[: place.start].any())
             line = Tokens(line.ids[place], line.counted[place])
         if line.counted[1:].any():
             counted = line.counted.copy()
             counted[0] = False  # it is nothing's target
             kept.append(Tokens(line.ids, counted))
             num_truncated += is_long
+    if num_cut and peers.is_main_process():
+        warn(f"data.path: {num_cut:,} of {len(lines):,} lines lose tokens of answers: sequence_length = "
+             f"{sequence_length}, and the longest has {max(len(line.ids) for line in lines):,}")  # fmt: skip
     ids = np.concatenate([np.empty(0, tokenizer.dtype), *(line.ids for line in kept)])
     counted = np.concatenate([np.empty(0, bool), *(line.counted for line in kept)])
     lengths = np.asarray([len(line.ids) for line in kept], np.int64)

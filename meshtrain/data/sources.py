@@ -106,9 +106,11 @@ def unread(options: DataOptions) -> list[str]:
             f"nearest: data.source={_source_of(options.path)}"
         )
     if options.source != "idx" and options.validation_path:
+        near = "leave it out, and score that file with `evaluate --config.data.path`"
         found.append(
             f"data.validation_path: got '{options.validation_path}' with data.source={options.source}, which takes its "
-            "validation data from data.path or brings them; allowed: ''; nearest: data.source=idx"
+            f"validation data from data.path or brings them; allowed: ''; nearest: "
+            f"{near if options.source in READ_BY_FILE else 'data.source=idx'}"
         )
     if options.source not in DOCUMENTS["source"] and options.tokenizer != "bytes":
         why = "its token files bring their own" if options.source == "tokens" else "it reads no text"
@@ -186,10 +188,12 @@ def _sidecar_problems(files: Iterable[Path]) -> list[str]:
 
 def _no_lines(files: Iterable[Path]) -> list[str]:
     """Returns one line for each file that holds no lines of JSON, judged by its name."""
+    lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
     return [
-        f"data.path: got '{path}' with data.source=chat; allowed: .jsonl files; nearest: data.source={near}"
+        f"data.path: got '{path}' with data.source=chat; allowed: .jsonl files; nearest: "
+        f"{lines if path.suffix == '.json' else f'data.source={_source_of(str(path))}'}"
         for path in files
-        if path.suffix != ".jsonl" and (near := _source_of(str(path)))
+        if path.suffix != ".jsonl"
     ]
 
 

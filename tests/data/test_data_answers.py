@@ -89,7 +89,7 @@ def test_answers_alone_count_and_documents_are_packed_whole(tmp_path):
     assert data.prompts == ("0 + 0 = ",)
 
 
-def test_what_is_truncated_or_dropped_is_counted(tmp_path):
+def test_what_is_truncated_or_dropped_is_counted(tmp_path, capsys):
     lines = [
         *sums(2),
         {"prompt": "x" * 40, "completion": "yes"},  # loses the beginning of its prompt
@@ -98,6 +98,10 @@ def test_what_is_truncated_or_dropped_is_counted(tmp_path):
         {"prompt": "", "completion": "z"},
     ]
     data = opened(options(tmp_path, lines, validation_fraction=0.0), sequence_length=16)
+    assert capsys.readouterr().err == (
+        "meshtrain: WARNING: data.path: 1 of 6 lines lose tokens of answers: sequence_length = 16, and the longest has "
+        "65\n"
+    )
     assert data.summary.endswith(
         "a.jsonl: 5 + 0 lines in 4 + 0 sequences; 25 of 56 tokens are answers'; 2 lines truncated, "
         "1 dropped without a token of an answer"
@@ -169,6 +173,11 @@ def test_broken_lines_of_all_files_and_a_missing_template_come_at_once(tmp_path)
 WRONG = {
     "no lines": ({"path": "{dir}/a.txt"}, "data.path: got '.*a.txt' with data.source=chat; allowed: .jsonl files"),
     "tokens": ({"path": "{dir}/a.bin"}, "a.bin' with data.source=chat; .*nearest: data.source=tokens"),
+    "a list": ({"path": "{dir}/a.json"}, "allowed: .jsonl files; nearest: jq -c '.\\[\\]' FILE.json > FILE.jsonl"),
+    "a file to evaluate": (
+        {"validation_path": "{dir}/a.jsonl"},
+        "data.validation_path: got .*; nearest: leave it out, and score that file with `evaluate --config.data.path`",
+    ),
     "no template": ({"chat_template": "{dir}/none"}, "data.chat_template: got .*none', which does not exist"),
     "an empty folder": (
         {"tokenizer": "{dir}"},
@@ -180,7 +189,7 @@ WRONG = {
 
 @pytest.mark.parametrize("changes, message", WRONG.values(), ids=WRONG)
 def test_wrong_options_are_seen_before_reading(tmp_path, changes, message):
-    for name in ("a.txt", "a.bin", "a.jsonl"):
+    for name in ("a.txt", "a.bin", "a.json", "a.jsonl"):
         (tmp_path / name).write_text("a")
     given = {"source": "chat", "path": "{dir}/a.jsonl"} | changes
     given = {key: value.replace("{dir}", str(tmp_path)) for key, value in given.items()}

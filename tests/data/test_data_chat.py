@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from meshtrain.data.chat import read_lines, written
 from meshtrain.words.errors import Problems
 
@@ -25,7 +27,7 @@ BROKEN = {
     b'{"messages": [{"from": "user", "content": "a"}]}': "got null for 'role' of message 1",
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "for 'content' of message 1; allowed: a text",
     b'{"messages": [{"role": "user", "content": "\\ufdd0"}]}': "for 'content' of message 1; allowed: a text",
-    b'{"messages": [{"role": "user", "content": "a"}], "tools": []}': "got 'tools' or 'documents' beside",
+    b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}': "got 'tools' beside the messages; allowed",
 }
 
 
@@ -46,10 +48,87 @@ def test_each_broken_line_is_one_line_and_all_come_at_once(tmp_path):
     assert problems.count == len(BROKEN)
 
 
-def lines_of(tmp_path, *contents):
+def turns(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+ASKED, ANSWERED, FIRST = ("user", "a?"), ("assistant", "b."), ("system", "s")
+FORMS = {
+    "alpaca": ({"instruction": "a?", "output": "b.", "text": "x"}, [ASKED, ANSWERED]),
+    "alpaca with nothing": ({"instruction": "a?", "input": None, "output": ""}, [ASKED, ("assistant", "")]),
+    "alpaca with input": ({"instruction": "a?", "input": "c", "output": "b."}, [("user", "a?\n\nc"), ANSWERED]),
+    "alpaca with system": ({"system": "s", "instruction": "a?", "input": "", "output": "b."}, [FIRST, ASKED, ANSWERED]),
+    "sharegpt": (
+        {"id": 3, "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "a?"},
+                                    {"from": "gpt", "value": "b.", "weight": 1}]},
+        [FIRST, ASKED, ANSWERED],
+    ),
+    "sharegpt with system": ({"system": "s", "conversations": [{"from": "user", "value": "a?"}]}, [FIRST, ASKED]),
+    "conversations of roles": ({"conversations": turns(ASKED, ANSWERED)}, [ASKED, ANSWERED]),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]},
+                      *turns(ANSWERED)], "tools": None},
+        [ASKED, ANSWERED],
+    ),
+    "no calls": ({"messages": [turns(ASKED)[0] | {"tool_calls": None}]}, [ASKED]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_forms_that_people_have_are_messages(name, tmp_path):
+    given, expected = FORMS[name]
+    problems = Problems()
+    [line] = read_lines(saved(tmp_path, given), problems)
+    assert problems.lines() == []
+    assert [(one["role"], one["content"]) for one in line.messages] == expected
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+PICTURE = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "a"}]
+ALIKE = {
+    "tool calls": ({"messages": [*turns(ASKED), CALL]}, "got 'tool_calls' in a message; allowed: messages of text"),
+    "an older call": ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+                      "got 'function_call' in a message"),
+    "tools": ({"messages": turns(ASKED), "tools": [{}]}, "got 'tools' beside the messages"),
+    "images": ({"conversations": [{"from": "human", "value": "<image>"}], "images": ["x.png"]}, "got 'images' beside"),
+    "a picture": ({"messages": [{"role": "user", "content": PICTURE}]}, 'got a part of type "image_url" in a message'),
+    "observations": ({"conversations": [{"from": "observation", "value": "x"}]},
+                     "got \"observation\" for 'from'; allowed: human, gpt, system, user, assistant"),
+    "earlier turns": ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "got 'history' beside"),
+    "strange input": ({"instruction": "a", "input": {"b": 1}, "output": "b"}, "got {\"b\": 1} for 'content'"),
+    "other fields": ({"question": "a", "answer": "b"}, "got the fields question, answer; allowed: a JSON object with"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_wrong_with_every_line_is_said_once(name, tmp_path):
+    given, said = ALIKE[name]
+    problems = Problems()
+    path = saved(tmp_path, PAIR, *[given] * 20)
+    assert len(read_lines(path, problems)) == 1
+    [line] = problems.lines()
+    assert line.startswith(f"data.path: {path}, line 2 and others: {said}")
+    assert line.endswith("; nearest: leave them out, or rewrite them")
+    assert "that line" not in line
+
+
+def test_byte_order_marks_are_left_out_with_a_note(tmp_path, capsys):
+    path, whole = tmp_path / "a.jsonl", json.dumps(PAIR).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + whole + b"\n\xef\xbb\xbf\n" + whole)
+    problems = Problems()
+    assert [line.pair for line in read_lines(path, problems)] == [tuple(PAIR.values())] * 2
+    assert problems.lines() == []
+    assert capsys.readouterr().err == f"meshtrain: WARNING: {path}: got 2 byte order mark(s), which are left out\n"
+
+
+def saved(tmp_path, *contents):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in contents))
-    return read_lines(path, Problems())
+    return path
+
+
+def lines_of(tmp_path, *contents):
+    return read_lines(saved(tmp_path, *contents), Problems())
 
 
 def test_pairs_need_no_template_and_messages_do(tmp_path):
@@ -75,5 +154,6 @@ def test_a_conversation_that_the_template_does_not_take_is_named(tmp_path):
     problems = Problems()
     found = written(lines_of(tmp_path, CHAT, system, PAIR, system), "bytes", str(template), problems)
     assert found == [("a?b.", ((2, 4),), False), ("2 + 2 = 4", ((8, 9),), True)]
-    assert [line.split(": ")[1] for line in problems.lines()] == [f"{tmp_path}/a.jsonl, line {n}" for n in (2, 4)]
-    assert all("(ValueError: no system); nearest: leave out that line" in line for line in problems.lines())
+    [line] = problems.lines()
+    assert line.startswith(f"data.path: {tmp_path}/a.jsonl, line 2 and others: got messages that ")
+    assert "(ValueError: no system); nearest: leave them out, or rewrite them" in line
