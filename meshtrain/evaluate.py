@@ -187,6 +187,9 @@ def main(argv: Sequence[str]) -> int:
     arguments, config = _arguments(argv)
     assembly = assembled(config, arguments.workdir, arguments.step)
     scored = opened(assembly, arguments.overrides)  # before anything is compiled
+    if is_described(arguments.workdir) and VALIDATION in scored.parts:  # a folder brings no data of its own
+        parts = {f"{VALIDATION} of data.source={config.data.source}": scored.parts[VALIDATION]}
+        scored = dataclasses.replace(scored, parts=parts)
     weights = restored(assembly, arguments.workdir, arguments.step)
     found, total = evaluated(weights, scored)
     if not peers.is_main_process():

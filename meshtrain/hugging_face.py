@@ -52,12 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", help="for export: float32, bfloat16 or float16 (default: the folder's own, or float32)"
     )
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        metavar="KEY",
-        help="a key of config.json that no table knows, and that changes no number; may be given several times",
-    )
+    parser.add_argument("--ignore", action="append", metavar="KEY", help="a key of config.json that is read over")
     parser.add_argument(
         "--adapters", action="store_true", help="for export: the adapters alone, for the package peft; otherwise merged"
     )

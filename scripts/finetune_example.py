@@ -35,7 +35,7 @@ def commands(folder: str, base_changes: Sequence[str] = (), tuned_changes: Seque
     asked = ["--chat", "--temperature=0.5", *(f"--prompt={prompt}" for prompt in PROMPTS)]
     base = ["--config=configs/data.py", "--config.mesh.data=1", "--config.batch_size=16", "--config.num_steps=250"]
     adapters = ["--config.lora.rank=16", "--config.lora.alpha=32"]
-    steps = ["--config.num_steps=500", "--config.learning_rate.peak=1e-2"]
+    steps = ["--config.num_steps=500", "--config.learning_rate.peak=1e-2", "--config.learning_rate.warmup_steps=100"]
     questions = ["--config.data.source=chat", f"--config.data.path={folder}/questions.jsonl"]
     written = ["--config.data.source=chat", f"--config.data.path={held_out}"]
     return [

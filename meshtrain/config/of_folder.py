@@ -7,12 +7,14 @@ from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.hf.config import described
 from meshtrain.layout.axes import AXES
+from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.words import flags
 from meshtrain.words.paths import expanded, what_is_at
 
 TOKENIZER_FILE = "tokenizer.json"
 LONGEST, BATCH_SIZE = 1024, 8  # of a run before the user has edited it; longest in tokens
+_SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # also where they have their defaults
 _POLICIES = {"bfloat16": "bfloat16"}  # others compute in float32
 _FILE = '''\
 """A {family} of {num_layers} layers, from {directory}.
@@ -34,11 +36,7 @@ def of_folder(directory: str | Path, ignore: str = "") -> Config:
     """Returns a configuration, not resolved, whose model is that of a Hugging Face folder; reads config.json alone.
 
     Text is read with the folder's tokenizer and chat template. Without a tokenizer.json, text is token ids, written as
-    numbers.
-
-    Args:
-      directory: the folder.
-      ignore: becomes `init_ignore`.
+    numbers. `ignore` becomes `init_ignore`.
 
     Raises:
       UserError: one line for each key of config.json that is missing, wrong or not understood.
@@ -52,6 +50,7 @@ def of_folder(directory: str | Path, ignore: str = "") -> Config:
         sequence_length=min(found.max_length or LONGEST, LONGEST),
         batch_size=BATCH_SIZE,
         init_ignore=ignore,
+        learning_rate=LearningRateOptions(warmup_steps=Config.num_steps // 10),
         precision=PrecisionOptions(policy=policy),
         data=DataOptions(tokenizer=str(folder)) if has_tokenizer else DataOptions(source="synthetic"),
     )
@@ -67,7 +66,7 @@ def as_file(directory: str | Path, ignore: str = "") -> str:
     if any(folder.glob("*.safetensors")):
         config = dataclasses.replace(config, init_from=str(folder))
     values, defaults = (flags.flatten(dataclasses.asdict(one)) for one in (config, Config()))
-    shown = [key for key, value in values.items() if value != defaults[key] or key in {f"mesh.{axis}" for axis in AXES}]
+    shown = [key for key, value in values.items() if value != defaults[key] or key in _SHOWN]
     lines = "\n".join(f"    config.{key} = {values[key]!r}" for key in shown)
     # A path may hold what would end the docstring.
     name = str(folder).replace("\\", "/").replace('"', "'")

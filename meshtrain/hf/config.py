@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshtrain.data.tokenizer_folder import TOKENIZER
 from meshtrain.hf import positions
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, ONLY, Family
 from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, typed
@@ -217,9 +218,9 @@ def _strange(given: Mapping[str, Any], ignore: str) -> list[str]:
     near = f"nearest: --config.init_ignore={','.join(strange)}"
     found = [refusal(key, given[key], why, near) for key in strange if key not in ignored]
     for key in ignored:
-        if key not in strange:
+        if key not in (*strange, TOKENIZER):
             found.append(f"init_ignore: got '{key}'; allowed: keys in no table of meshtrain, here "
-                         f"{', '.join(strange) or 'none'}; nearest: leave it out")  # fmt: skip
+                         f"{', '.join(strange) or 'none'}, and {TOKENIZER}; nearest: leave it out")  # fmt: skip
     return found
 
 

@@ -173,26 +173,19 @@ _DIFFERENT_TEXT = {
     "attention": """
         _sliding_window_pattern alibi attention_chunk_size attention_multiplier attn_logit_softcapping layer_types
         max_window_layers no_rope_layers partial_rotary_factor query_pre_attn_scalar rope_interleaved
-        rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_dim rotary_pct
-        scale_attn_by_inverse_layer_idx scale_attn_weights sliding_window sliding_window_pattern sliding_window_size
-        use_bidirectional_attention use_mrope use_sliding_window
+        rope_local_base_freq rope_parameters rope_scaling rope_theta rotary_pct scale_attn_by_inverse_layer_idx
+        scale_attn_weights sliding_window sliding_window_pattern sliding_window_size use_bidirectional_attention
+        use_mrope use_sliding_window
     """,
     "activations": """
-        activation_function embedding_multiplier final_logit_softcapping hidden_act hidden_activation logit_scale
-        logits_scaling norm_topk_prob residual_multiplier routed_scaling_factor router_jitter_noise scoring_func
-        use_parallel_residual
+        activation_function embedding_multiplier final_logit_softcapping hidden_act hidden_activation logits_scaling
+        norm_topk_prob residual_multiplier routed_scaling_factor router_jitter_noise scoring_func
     """,
-    "tensors": """
-        add_cross_attention architectures attention_bias attention_out_bias auto_map bias first_k_dense_replace
-        is_encoder_decoder kv_lora_rank mlp_bias n_routed_experts n_shared_experts num_nextn_predict_layers pruned_heads
-        q_lora_rank qkv_bias quantization_config shared_expert_intermediate_size text_config use_bias use_qk_norm
-        vision_config
-    """,
+    "tensors": "architectures auto_map first_k_dense_replace n_shared_experts quantization_config text_config",
 }
 _OF_FAMILIES = {key for one in FAMILIES.values() for key in (*one.fields, *one.only, *one.idle, *one.same.values())}
-DIFFERENT = dict.fromkeys(_OF_FAMILIES, "tensors") | {
-    key: what for what, text in _DIFFERENT_TEXT.items() for key in text.split()
-}
+DIFFERENT = dict.fromkeys(_OF_FAMILIES | ONLY.keys(), "tensors")
+DIFFERENT |= {key: what for what, text in _DIFFERENT_TEXT.items() for key in text.split()}
 # Keys without influence on the logits of a given text: names, ids, dropout, initialization, generation, outputs, tools.
 _HARMLESS_TEXT = """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled

@@ -34,9 +34,7 @@ class Folder:
 def opened(directory: str | Path, ignore: str | None = "") -> Folder:
     """Opens a folder with config.json and one or several safetensors files. It reads headers and no tensor.
 
-    Args:
-      directory: the folder.
-      ignore: see `config.described`.
+    For `ignore` see `config.described`.
 
     Raises:
       UserError: one line for each problem of config.json and of the files, all at once.

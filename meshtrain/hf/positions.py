@@ -38,8 +38,8 @@ KEYS |= {"window": "sliding_window", "rope_local_base": LOCAL_BASE}
 
 def keys(kind: str) -> set[str]:
     """Returns the keys that `rotary` and `windows` read, of a family."""
-    found = {*(_WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ())}
-    found |= {"rope_theta", "rope_scaling", "rope_parameters", "layer_types"} if FAMILIES[kind].is_rotary else set()
+    found = {"layer_types", *(_WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ())}
+    found |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
     return found | ({LOCAL_BASE} if kind == GEMMA3 else set())
 
 
@@ -128,9 +128,9 @@ def windows(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[s
         return _in_turns(given, kind)
     own = _WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ()
     fields, found = _alike(given, kind) if own else ({}, [])
-    types = given["layer_types"] if "layer_types" in keys(kind) - {*own} and "layer_types" in given else None
-    # In families whose layers are alike, transformers reads `sliding_window` alone.
-    kinds = set(map(str, types)) if isinstance(types, list) else {str(types)}
+    types = None if "layer_types" in own else given.get("layer_types")
+    # Of families whose layers are alike, transformers reads `sliding_window` alone.
+    kinds = {*map(str, types)} if isinstance(types, list) else {types}
     if types is not None and kinds not in ({FULL}, {WINDOWED if fields else FULL}):
         found.append(refusal("layer_types", types, f"{FULL} in all layers"))
     return fields, found

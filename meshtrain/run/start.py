@@ -63,6 +63,9 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
         )
     if config.init_from and not start_step:
         found += [f"init_from: {problem}" for problem in weights_from.problems(config, config.init_from)]
+    if (warmup := config.learning_rate.warmup_steps) > config.num_steps and peers.is_main_process():
+        warn(f"learning_rate.warmup_steps: got {warmup}, and num_steps = {config.num_steps} end before the peak; "
+             f"nearest: --config.learning_rate.warmup_steps={config.num_steps // 10}")  # fmt: skip
     return found
 
 

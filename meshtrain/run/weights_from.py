@@ -1,19 +1,24 @@
 """Weights that were made elsewhere: in another run's workdir, or in a Hugging Face folder."""
 
+import json
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from meshtrain.config.config import Config
+from meshtrain.data.sources import DOCUMENTS
+from meshtrain.data.tokenizer_folder import TOKENIZER, settings, tokenizer_file
 from meshtrain.hf import config as hf_config
 from meshtrain.hf import folder as hf_folder
 from meshtrain.hf import reading
+from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import peers
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.store import other_runs
 from meshtrain.store.checkpoint import Checkpoints
 from meshtrain.words.errors import UserError, warn
+from meshtrain.words.paths import what_is_at
 
 
 def problems(config: Config, directory: str | Path, step: int | None = None) -> list[str]:
@@ -42,10 +47,25 @@ def problems(config: Config, directory: str | Path, step: int | None = None) -> 
             f"task: got {config.task}, and {directory} is a Hugging Face model; allowed: decoder; nearest: task=decoder"
         ]
     lines = hf_config.differences(config.model, found.model.options, config.sequence_length, directory)
+    lines += _other_tokenizer(config, found.directory)
     if 0 < found.model.max_length < config.sequence_length and not lines and peers.is_main_process():
         most = found.model.max_length
         warn(f"sequence_length: got {config.sequence_length}; the model in {directory} was trained on at most {most}")
     return lines
+
+
+def _other_tokenizer(config: Config, folder: Path) -> list[str]:
+    """Returns one line if a run reads text with other tokens than the folder's tokenizer has; added ones may differ."""
+    used, own = config.data.tokenizer, folder / TOKENIZER
+    if config.data.source not in DOCUMENTS["source"] or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
+        return []
+    other = json.loads(byte_tokenizer()) if used == "bytes" else settings("", str(tokenizer_file(used)))
+    models = [one.get("model") for one in (other, settings("", str(own)))]
+    ours, theirs = (model.get("vocab") if isinstance(model, dict) else None for model in models)
+    if ours == theirs:
+        return []
+    return [f"data.tokenizer: got '{used}', and the model has learned the tokens of {own}; allowed: these, or another "
+            f"with --config.init_ignore={TOKENIZER}; nearest: --config.data.tokenizer={folder}"]  # fmt: skip
 
 
 def paths(directory: str | Path) -> list[str]:

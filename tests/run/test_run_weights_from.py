@@ -14,10 +14,14 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config, resolve
 from meshtrain.config.of_folder import of_folder
 from meshtrain.data.chat_template import open_template
+from meshtrain.data.sources import DataOptions
 from meshtrain.hf import folder, reading
 from meshtrain.hf.config import described
+from meshtrain.hf.export import byte_tokenizer
 from meshtrain.layout.axes import AXES
+from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import start, weights_from
+from meshtrain.run.weights import Weights
 from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError
 from tests.hf.models import FIXTURES
@@ -79,6 +83,8 @@ def test_a_printed_configuration_has_the_model_of_the_folder(tmp_path, capsys):
     assert config.model == described(LLAMA).options
     assert config.init_from == str(LLAMA)
     assert (config.sequence_length, config.precision.policy) == (64, "bfloat16")
+    assert config.learning_rate.warmup_steps == config.num_steps // 10
+    assert "config.num_steps = 300\n" in (tmp_path / "mine.py").read_text()
     assert "config.mesh.tensor = 1" in (tmp_path / "mine.py").read_text()
 
 
@@ -89,6 +95,71 @@ def test_a_folder_brings_its_tokenizer_and_its_chat_template(tmp_path):
     assert data.tokenizer == str(tmp_path)
     template = open_template(data.tokenizer, data.chat_template)
     assert template.name == str(tmp_path / "chat_template.jinja")
+
+
+@pytest.fixture
+def with_text(tmp_path):
+    """A folder with a tokenizer of 310 tokens in a model of 119: nothing here reads a text."""
+    copied = shutil.copytree(LLAMA, tmp_path / "model")
+    for path in (FIXTURES / "chat").iterdir():
+        shutil.copy(path, copied)
+    return copied
+
+
+def test_text_is_read_with_the_tokenizer_of_the_model(with_text, tmp_path):
+    def lines(**changes):
+        named = {name: changes.pop(name) for name in ("init_ignore",) if name in changes}
+        config = Config(model=described(LLAMA).options, init_from=str(with_text), sequence_length=24, **named)
+        return start.check(dataclasses.replace(config, data=DataOptions(**changes)), tmp_path / "run", 0)
+
+    [line] = lines()
+    assert line.startswith(
+        f"init_from: data.tokenizer: got 'bytes', and the model has learned the tokens of {with_text}"
+    )
+    assert line.endswith(f"; nearest: --config.data.tokenizer={with_text}")
+    assert lines(tokenizer=str(with_text)) == lines(tokenizer=f"{with_text}/tokenizer.json") == []
+    assert lines(init_ignore="tokenizer.json") == [], "another one is named"
+    assert lines(source="synthetic") == [], "no text is read"
+    content = json.loads((with_text / "tokenizer.json").read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content | {"added_tokens": []}))
+    assert lines(tokenizer=str(other)) == [], "tokens may be added"
+    content["model"]["vocab"] |= {"new": 310}
+    other.write_text(json.dumps(content))
+    assert [line.partition(", and")[0] for line in lines(tokenizer=str(other))] == [
+        f"init_from: data.tokenizer: got '{other}'"
+    ]
+
+
+def test_an_exported_tokenizer_of_bytes_is_that_of_bytes(with_text, tmp_path):
+    (with_text / "tokenizer.json").write_text(byte_tokenizer())
+    config = Config(model=described(LLAMA).options, init_from=str(with_text), sequence_length=24)
+    assert start.check(config, tmp_path / "run", 0) == []
+
+
+@pytest.mark.parametrize("has_tokenizer, own_end", [(True, 2), (False, -1)])
+def test_a_text_ends_with_each_id_that_the_folder_names(has_tokenizer, own_end, with_text, monkeypatch):
+    (with_text / "generation_config.json").write_text('{"eos_token_id": [1, 75]}')
+    if not has_tokenizer:
+        (with_text / "tokenizer.json").unlink()
+    ends = []
+    monkeypatch.setattr(generate, "restored", lambda assembly, workdir, step: Weights(assembly, {}, 0))
+    monkeypatch.setattr(generate, "generator", lambda assembly, params, end_ids: ends.extend(end_ids))
+    monkeypatch.setattr(generate, "answers", lambda *given: [])
+    assert generate.main([f"--workdir={with_text}", "--prompt=1", "--num-tokens=1"]) == 0
+    assert {*ends} == {own_end, 1, 75}
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "noam", "inverse_sqrt"])
+def test_a_run_that_ends_in_its_warm_up_is_warned_of(name, tmp_path, capsys):
+    config = Config(num_steps=30, learning_rate=LearningRateOptions(name=name))
+    assert start.check(config, tmp_path, 0) == []
+    assert capsys.readouterr().err == (
+        "meshtrain: WARNING: learning_rate.warmup_steps: got 100, and num_steps = 30 end before the peak; nearest: "
+        "--config.learning_rate.warmup_steps=3\n"
+    )
+    start.check(dataclasses.replace(config, num_steps=100), tmp_path, 0)
+    assert capsys.readouterr().err == "", "the last step has the peak"
 
 
 def test_an_imported_folder_is_a_workdir_with_the_same_weights(assembly, params, tmp_path, capsys):
@@ -162,6 +233,15 @@ def test_a_folder_with_problems_is_refused_as_a_workdir(tmp_path):
     assert of_file.startswith(f"{tmp_path / 'model.safetensors'}: header: got a length of 0 bytes in a file of 0")
 
 
+def test_an_evaluation_without_data_says_what_was_scored(monkeypatch, capsys):
+    scored = {"loss": 1.0}
+    monkeypatch.setattr(evaluate, "restored", lambda assembly, workdir, step: Weights(assembly, {}, 0))
+    monkeypatch.setattr(evaluate, "evaluated", lambda weights, given: (dict.fromkeys(given.parts, scored), scored))
+    assert evaluate.main([f"--workdir={LLAMA}", "--json"]) == 0
+    [part] = json.loads(capsys.readouterr().out)["files"]
+    assert part == {"name": "validation of data.source=synthetic", "loss": 1.0}
+
+
 @pytest.mark.slow
 def test_a_folder_generates_and_is_evaluated_as_a_workdir(capsys):
     """Without a tokenizer.json text is numbers; the most probable token is that of the expected logits."""
@@ -175,3 +255,4 @@ def test_a_folder_generates_and_is_evaluated_as_a_workdir(capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"{LLAMA} on one device")
     assert "loss" in said
+    assert "\nvalidation of data.source=synthetic " in said
