@@ -50,10 +50,7 @@ class Config:
         "", "workdir or checkpoints of another run, or a Hugging Face folder, with the weights to start from; '': none",
         names="path",
     )  # fmt: skip
-    init_ignore: str = option(
-        "",
-        "keys of a Hugging Face folder's config.json, comma separated, that change no number as far as the user knows",
-    )
+    init_ignore: str = option("", "keys of a Hugging Face folder's config.json that are read over, comma separated")
     task: str = option(
         "decoder",
         "what is trained: decoder, seq2seq, convnet, or package.module:function of one's own; its options are `model`",

@@ -106,11 +106,9 @@ def unread(options: DataOptions) -> list[str]:
             f"nearest: data.source={_source_of(options.path)}"
         )
     if options.source != "idx" and options.validation_path:
-        near = "leave it out, and score that file with `evaluate --config.data.path`"
         found.append(
             f"data.validation_path: got '{options.validation_path}' with data.source={options.source}, which takes its "
-            f"validation data from data.path or brings them; allowed: ''; nearest: "
-            f"{near if options.source in READ_BY_FILE else 'data.source=idx'}"
+            "validation data from data.path or brings them; allowed: ''; nearest: leave it out"
         )
     if options.source not in DOCUMENTS["source"] and options.tokenizer != "bytes":
         why = "its token files bring their own" if options.source == "tokens" else "it reads no text"

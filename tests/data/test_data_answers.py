@@ -176,7 +176,7 @@ WRONG = {
     "a list": ({"path": "{dir}/a.json"}, "allowed: .jsonl files; nearest: jq -c '.\\[\\]' FILE.json > FILE.jsonl"),
     "a file to evaluate": (
         {"validation_path": "{dir}/a.jsonl"},
-        "data.validation_path: got .*; nearest: leave it out, and score that file with `evaluate --config.data.path`",
+        "data.validation_path: got .*chat, which takes its validation data from data.path .*; nearest: leave it out",
     ),
     "no template": ({"chat_template": "{dir}/none"}, "data.chat_template: got .*none', which does not exist"),
     "an empty folder": (
