@@ -10,7 +10,6 @@ from typing import Any
 from meshtrain.words.errors import UserError, first_line, nearest
 from meshtrain.words.paths import what_is_at
 
-_EXAMPLE = "configs/3d.py"  # of the repository; an installation has none
 _MOST_LISTED = 20  # files of a folder
 
 
@@ -49,9 +48,9 @@ def load(path: str, keys: Sequence[str]) -> Any:
 
 def near_example() -> str:
     """Returns `; nearest: ` and a configuration file that runs, for the end of a line."""
-    is_here = what_is_at(_EXAMPLE) == "a file"
+    is_here = what_is_at("configs/3d.py") == "a file"  # of the repository; an installation has none
     one_line = "a file of one line, from meshtrain.config import default as get_config"
-    return f"; nearest: {_EXAMPLE if is_here else one_line}"
+    return f"; nearest: {'configs/3d.py' if is_here else one_line}"
 
 
 def _no_file(path: str, what: str) -> str:

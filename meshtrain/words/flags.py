@@ -24,7 +24,7 @@ from meshtrain.words.paths import expanded, is_utf8, url_problems, what_is_at
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _PATHS = ("FILE", "DIR", "RUN")  # with which the metavar of an argument begins that is a path, and so no URL
-_LONGEST = 400  # characters of a value in a line
+_STATED = ("text", "choices", "names", "minimum", "maximum")  # of a field, in `option`
 _DEEPEST = 20  # nested groups; without a limit a mapping that contains itself would recurse forever
 _USAGE = """\
 Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
@@ -34,13 +34,14 @@ Any field of the configuration can be set on the command line: --config.mesh.ten
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One field of a configuration: its type, default, meaning, legal names, and what it names."""
+    """One field of a configuration: its type, default, meaning, legal names, what it names, bounds of a whole number."""
 
     kind: type
     default: Any
     text: str
     choices: tuple[str, ...]
     names: str = ""  # see `options.option`
+    bounds: tuple[Any, ...] = (1, MOST[int])
 
 
 def program() -> str:
@@ -177,8 +178,9 @@ def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
         if dataclasses.is_dataclass(value):
             found |= schema(value, f"{prefix}{field.name}.")
         else:
-            given = (field.metadata[what] for what in ("text", "choices", "names"))
-            found[prefix + field.name] = Entry(kinds[field.name], value, *given)
+            text, choices, names, *given = (field.metadata[what] for what in _STATED)
+            bounds = tuple(other if one is None else one for one, other in zip(given, Entry.bounds, strict=True))
+            found[prefix + field.name] = Entry(kinds[field.name], value, text, choices, names, bounds)
     return found
 
 
@@ -219,7 +221,7 @@ def collect(
         if key not in entries:
             continue
         try:
-            values[key] = typed(value, entries[key].kind, is_text=key in texts)
+            values[key] = typed(value, entries[key].kind, is_text=key in texts, bounds=entries[key].bounds)
         except ValueError as error:
             near = "" if "nearest: " in str(error) else f"; nearest: {json.dumps(entries[key].default)}, the default"
             problems.append(f"{key}: {error}{near}")
@@ -229,7 +231,7 @@ def collect(
     return values, problems
 
 
-def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
+def typed(value: Any, kind: type, *, is_text: bool = False, bounds: tuple[Any, ...] = Entry.bounds) -> Any:
     """Returns a value as int, float, bool or str.
 
     >>> typed("1e3", int, is_text=True), typed("yes", bool, is_text=True)
@@ -239,6 +241,7 @@ def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
       value: from Python or JSON, or from a command line.
       kind: the wanted type.
       is_text: whether the value was written on a command line: 1_000, 1e3, true.
+      bounds: of the whole number that is suggested in place of a fraction.
 
     Raises:
       ValueError: `got ...; allowed: ...`: the value is not of that type.
@@ -255,7 +258,7 @@ def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
     if kind in (int, float) and is_finite(number):
         if kind is float or number == int(number):
             return kind(number)
-        near = f"; nearest: {max(1, round(number))}" if 0 < number < MOST[int] else ""
+        near = f"; nearest: {min(max(round(number), bounds[0]), bounds[1])}"
     elif kind in (int, float) and isinstance(number, int) and not isinstance(number, bool):
         near = f" of at most {sys.float_info.max_10_exp} digits"
     got = f"'{value}'" if is_text else f"{_shown(value)} ({type(value).__name__})"
@@ -265,7 +268,7 @@ def typed(value: Any, kind: type, *, is_text: bool = False) -> Any:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 4 :]}"
+        return text if len(text) <= 400 else f"{text[:200]}...{text[-100:]}"
     except Exception:  # noqa: BLE001  a __repr__ of the user's may raise anything
         return "something that cannot be shown"
 

@@ -6,9 +6,7 @@ from typing import Any
 
 
 def read_json(text: str | bytes) -> Any:
-    """Returns what a text of JSON holds. A whole number beyond float64 becomes infinite, as `1e400` does.
-
-    Otherwise its first use beside a float would raise OverflowError, and Python refuses more than 4,300 digits.
+    """Returns what a text of JSON holds; a whole number beyond float64, which would overflow later, is infinite.
 
     Raises:
       ValueError: it is no JSON, or nested deeper than Python reads.

@@ -28,6 +28,11 @@ class Outer:
     inner: Inner = dataclasses.field(default_factory=Inner)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounded:
+    size: int = option(8, "a size", minimum=8, maximum=64)
+
+
 ENTRIES = flags.schema(Outer())
 
 
@@ -56,13 +61,21 @@ def test_texts_of_a_command_line(text, kind, value):
         ("inf", int, "got 'inf'; allowed: a whole number (int)"),
         ("maybe", bool, "got 'maybe'; allowed: true or false (bool)"),
         ("0.4", int, "got '0.4'; allowed: a whole number (int); nearest: 1"),
-        ("9999999999.5", int, "got '9999999999.5'; allowed: a whole number (int)"),
+        ("9999999999.5", int, "got '9999999999.5'; allowed: a whole number (int); nearest: 2147483647"),
     ],
 )
 def test_texts_that_are_no_value(text, kind, message):
     with pytest.raises(ValueError) as caught:
         flags.typed(text, kind, is_text=True)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text, near", [("0.4", 8), ("-3.5", 8), ("9.5", 10), ("70.5", 64), ("-1e-9", 8)])
+def test_a_whole_number_that_is_suggested_is_legal(text, near):
+    entries = flags.schema(Bounded())
+    assert flags.collect(entries, {}, {"size": text})[1] == [
+        f"size: got '{text}'; allowed: a whole number (int); nearest: {near}"
+    ]
 
 
 @pytest.mark.parametrize("kind", [int, float])
