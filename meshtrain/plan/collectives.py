@@ -20,6 +20,7 @@ from meshtrain.plan.groups import axes_of, axes_of_pairs, replica_groups
 from meshtrain.plan.hlo import CALLED, Instruction, Program
 from meshtrain.plan.shapes import num_bytes, parts
 
+TENSOR = "tensor"
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
          "collective-broadcast")  # fmt: skip
 CHAIN = re.compile(r'chain_id="(\d+)"')
@@ -232,14 +233,15 @@ def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
     """Returns the traffic along one axis alone, or along axes joined by `+` and each of them.
 
     What runs along `context` or `expert` alone is an exchange of activations, and belongs to that axis only: weights
-    are gathered over all axes that store them together. Those of experts are not gathered over `expert`.
+    are gathered over all axes that store them together. Those of experts are not gathered over `expert`. What crosses
+    `tensor` at once with an axis is a gradient or a weight of that axis: the activations of `tensor` cross it alone.
     """
     joined = set(axes.split("+"))
 
     def is_part(row: Traffic) -> bool:
         along = set(row.axis.split("+"))
         is_of_experts = EXPERT in joined and EXPERT not in along
-        return along <= joined and row.axis not in (CONTEXT, EXPERT) and not is_of_experts
+        return along <= {*joined, TENSOR} and row.axis not in (CONTEXT, EXPERT, TENSOR) and not is_of_experts
 
     return [row for row in rows if row.axis == axes or is_part(row)]
 

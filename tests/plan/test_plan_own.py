@@ -37,8 +37,8 @@ def test_a_step_is_planned_from_the_command_line_s_configuration(plan, own):
 
 @pytest.mark.parametrize("own", [own_model, own_images], indirect=True)
 @pytest.mark.parametrize("level", [0, 1, 3])
-def test_what_crosses_data_and_fsdp_at_once_counts_for_both(plan, own, level):
-    mesh = MeshOptions(data=2, fsdp=4)
+@pytest.mark.parametrize("mesh", [MeshOptions(data=2, fsdp=4), MeshOptions(data=2, fsdp=2, tensor=2)], ids=str)
+def test_what_crosses_data_and_fsdp_at_once_counts_for_both(plan, own, mesh, level):
     made = plan("cpu:8", dataclasses.replace(own, mesh=mesh, zero=dataclasses.replace(own.zero, level=level)))
     assert list(made.minimum) == ["data+fsdp"]
     assert report.sent_along(made, "data+fsdp") >= made.minimum["data+fsdp"]
