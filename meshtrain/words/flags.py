@@ -34,7 +34,7 @@ Any field of the configuration can be set on the command line: --config.mesh.ten
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One field of a configuration: its type, default, meaning, legal names, what it names, bounds of a whole number."""
+    """One field of a configuration: type, default, meaning, legal names, what it names, bounds of a whole number."""
 
     kind: type
     default: Any
