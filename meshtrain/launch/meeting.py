@@ -78,7 +78,6 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
                 if gone := hub.ended():
                     raise Unreachable(f"process {gone[0]} has ended")
                 wait_for(missing)
-            hub.stop_listening()
             hub.wait_for_the_end(_CONNECT_SECONDS)
     except Refused as why:
         fix = f"start each process once, with its own {number}"

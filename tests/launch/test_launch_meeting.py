@@ -261,3 +261,13 @@ def test_one_that_ends_meanwhile_ends_all(threads, soon):
     assert refusal(first) == "process 2 has ended, before all processes had met"
     assert "process 0 has ended" in calls[0].result(20)
     calls[1].result(20)
+
+
+def test_one_that_has_ended_when_the_last_one_comes_ends_process_0(threads):
+    first, second, third = meetings(3)
+    call = threads.submit(refusal, first)
+    with Member(second, 20) as gone:
+        gone._send("meet", None)
+    time.sleep(0.5)  # process 0 reads that it is gone
+    threads.submit(meet, third, BY_HAND).result(20)
+    assert call.result(20) == "process 1 has ended, before all processes had met"
