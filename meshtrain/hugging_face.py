@@ -230,7 +230,8 @@ def main(argv: Sequence[str]) -> int:
       UserError: a wrong argument, or a folder with problems; one line for each.
     """
     arguments = flags.arguments(argv, _parser())
-    if problems := arguments.problems or _problems(arguments):
+    has_urls = any(", a URL;" in line for line in arguments.problems)  # in their places nothing is left to check
+    if problems := [*arguments.problems, *([] if has_urls else _problems(arguments))]:
         raise UserError(*problems)
     if arguments.ignore:
         arguments.overrides["init_ignore"] = ",".join(arguments.ignore)
