@@ -22,17 +22,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
       OSError: the content cannot be written; `path` is as before.
     """
     path = Path(path)
-    # The new file lies in a folder of its own, which nobody else can name or write. It is opened like any other file,
-    # because those of `tempfile` itself are readable by their owner alone.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".meshtrain-", ignore_cleanup_errors=True) as folder:
-        new = Path(folder, path.name)
-        with new.open("xb") as file:
+    # Mode x follows and overwrites nothing; files that `tempfile` itself opens are readable by their owner alone.
+    new = Path(tempfile.mktemp(dir=path.parent, prefix=f"{path.name}."))
+    with new.open("xb") as file:
+        try:
+            with contextlib.suppress(OSError):  # nothing is there, or the file system has no permissions
+                new.chmod(path.stat().st_mode & 0o777)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(OSError):  # nothing is there, or the file system has no permissions
-            new.chmod(path.stat().st_mode & 0o777)
-        new.replace(path)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

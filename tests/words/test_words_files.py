@@ -1,5 +1,6 @@
 import os
 import pathlib
+import tempfile
 
 import pytest
 
@@ -64,11 +65,26 @@ def test_a_link_beside_it_is_not_followed(tmp_path):
     assert not (tmp_path / "a.html").is_symlink()
 
 
-def test_while_it_is_written_nobody_else_can_reach_it(tmp_path):
-    with replacing(tmp_path / "a.html") as file:
-        (folder,) = tmp_path.iterdir()
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert pathlib.Path(file.name).parent == folder
+def test_nobody_knows_the_name_before_and_what_has_it_is_not_written(tmp_path, monkeypatch):
+    names = set()
+    for _ in range(2):
+        with replacing(tmp_path / "a.html"):
+            names |= {path.name for path in tmp_path.iterdir()} - {"a.html"}
+    assert len(names) == 2
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    (tmp_path / "taken").symlink_to(victim)
+    monkeypatch.setattr(tempfile, "mktemp", lambda **_: str(tmp_path / "taken"))
+    with pytest.raises(FileExistsError):
+        write_whole(tmp_path / "a.html", "page")
+    assert (victim.read_text(), (tmp_path / "taken").is_symlink()) == ("whole", True)
+
+
+def test_a_private_file_stays_private_while_it_is_replaced(tmp_path):
+    path = tmp_path / "a.json"
+    path.touch(0o600)
+    with replacing(path):
+        assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
