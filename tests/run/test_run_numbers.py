@@ -58,7 +58,7 @@ def test_exact_match_is_in_the_metrics_the_log_and_tensorboard(trained):
     [events] = (run / "tensorboard").glob("events*")
     assert b"eval_exact_match" in events.read_bytes()
     assert f"eval exact match {found[3]:.4g}" in said
-    assert {row["loss_scale"] for row in rows if "loss" in row} == {65536}
+    assert {row["loss_scale"] for row in rows if "loss" in row} == {16384}
     assert re.search(r"a sample\n +\| \d+ -> ", said)
 
 
