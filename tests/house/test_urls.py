@@ -19,11 +19,11 @@ LINE = f"got '{URL}', a URL; allowed: a path of this machine; nearest: mount or 
 # Texts that are no paths. A new text stands here, or the metavar of its argument says FILE, DIR or RUN.
 TEXTS = {
     *("--cluster", "--search", "--scaling", "--programs", "--schedule"),
-    *("--prompt", "--stop", "--end_token", "--text_field", "--dtype", "action"),
+    *("--prompt", "--stop", "--end_token", "--text_field", "--dtype", "--ignore", "action"),
     *("--smallest", "--largest", "--limit", "--config.GROUP.FIELD"),
 }
 FIELDS = {"data.text_field", "data.end_token", "profile.steps", "optimizer.trainable", "lora.targets"}
-FIELDS |= {"checkpoint.best_metric"}
+FIELDS |= {"checkpoint.best_metric", "init_ignore"}
 # What a command needs besides, so that the URL is its only mistake.
 NEEDED = {
     "train": ["--config=tiny.py"],

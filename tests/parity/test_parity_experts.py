@@ -129,6 +129,6 @@ def test_one_prompt_has_one_text_whatever_stands_beside_it():
         return False
 
     requests = [Request([3, 1, 4, 1, 5])] * len(drawn)
-    generator(*tight(4), -1, QUICK).draw(requests, 8, Sampling(), 0, take)
+    generator(*tight(4), (), QUICK).draw(requests, 8, Sampling(), 0, take)
     assert drawn == drawn[:1] * len(drawn)
     assert len(drawn[0]) == 8
