@@ -84,6 +84,7 @@ class DecoderOptions:
         0,
         "experts in place of each mlp, of which a token goes through a few; 0: none",
         minimum=0,
+        maximum=2**20,  # the ends of their rows are int32, and one more than there are experts
         dim="experts",
     )
     experts_per_token: int = option(2, "experts that a token goes through", minimum=1)

@@ -217,6 +217,7 @@ def across_cases():
         "a rank beyond all bounds": ("lora.rank=1000000000",),
         "adapters that add nothing": ("lora.rank=2", "lora.alpha=0"),
         "a vocabulary beyond all bounds": ("model.vocab_size=2147483647",),
+        "experts beyond all bounds": ("model.num_experts=2147483647",),
         "a path for python": ("data.source=python",),
         "cudnn in float32": ("model.attention=cudnn",),
         "decay before warm-up": ("learning_rate.decay_steps=5", "learning_rate.warmup_steps=10"),
