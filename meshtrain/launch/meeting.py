@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 from meshtrain.launch.cluster import Meeting
 from meshtrain.words.errors import LostPeer, UserError
+from meshtrain.words.read_json import read_json
 
 LINE_SECONDS = 15.0  # between two lines about those that are awaited
 TRY_SECONDS = 10.0  # for a port that was in use a moment ago, and for name servers
@@ -27,7 +28,7 @@ _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 _CLOCK_SECONDS = 2.0
 _GRACE_SECONDS = 10.0  # process 0 waits for the others first, and answers then
-_CLOCK, _ALL = "clock", "all"
+_CLOCK, _REFUSED = "clock", "refused"
 _T = TypeVar("_T")
 
 
@@ -131,25 +132,24 @@ class Hub:
         Raises:
           OSError: another program has the port, or the address is not of this machine.
         """
-        self._num_others = meeting.num_processes - 1
+        self._meeting = meeting
         self._is_listening = True
         self._own: dict[int, _Connection] = {}
         self.refused: list[str] = []
         bound = Meeting(environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{meeting.port}", 1, 0)
-        if bound.host == "::" and socket.has_dualstack_ipv6():
-            self._server = socket.create_server(("", bound.port), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            family = socket.AF_INET6 if ":" in bound.host and bound.host != "::" else socket.AF_INET
-            self._server = socket.create_server(("" if bound.host == "::" else bound.host, bound.port), family=family)
+        host = "" if bound.host == "::" else bound.host
+        on_both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if on_both or ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, bound.port), family=family, dualstack_ipv6=on_both)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._server, selectors.EVENT_READ, self._server)
 
     def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
         """Returns process -> value, of those that answered in time, and tells them the same."""
         self._pump(time.monotonic() + seconds, lambda: self._has_all(name))
         found = {0: value, **{i: one.said[name] for i, one in sorted(self._own.items()) if name in one.said}}
         for one in self._own.values():
-            one.send({"name": name, _ALL: {str(process): each for process, each in found.items()}})
+            one.send(name, found)
         return found
 
     def __enter__(self) -> Self:
@@ -157,9 +157,7 @@ class Hub:
 
     def __exit__(self, *_: object) -> None:
         """Closes the connections."""
-        if self._is_listening:
-            self.stop_listening()
-        for one in list(self._selector.get_map().values()):
+        for one in self._selector.get_map().values():
             one.data.close()
         self._selector.close()
 
@@ -177,7 +175,7 @@ class Hub:
         """Returns what the clock of a process says, in seconds; None: it does not answer."""
         one = self._own[process]
         one.said.pop(_CLOCK, None)
-        one.send({"name": _CLOCK})
+        one.send(_CLOCK, None)
         self._pump(time.monotonic() + _CLOCK_SECONDS, lambda: _CLOCK in one.said or not one.is_open)
         return one.said.get(_CLOCK)
 
@@ -191,44 +189,39 @@ class Hub:
 
     def _has_all(self, name: str) -> bool:
         """Returns whether nobody is left who could still say this."""
-        is_complete = len(self._own) == self._num_others or not self._is_listening
+        is_complete = len(self._own) == self._meeting.num_processes - 1 or not self._is_listening
         return is_complete and all(name in one.said or not one.is_open for one in self._own.values())
 
     def _pump(self, deadline: float, is_done: Callable[[], bool]) -> None:
         """Reads what arrives until something is done, or the time is over."""
         while not is_done() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in self._selector.select(min(left, 1.0)):
-                if key.fileobj is self._server:
-                    self._accept()
+            for key, _ in self._selector.select(left):
+                if key.data is self._server:
+                    connected, (address, *_) = self._server.accept()
+                    one = _Connection(connected, self._meeting, address.removeprefix("::ffff:"))
+                    self._selector.register(connected, selectors.EVENT_READ, one)
                 else:
                     self._read(key.data)
 
-    def _accept(self) -> None:
-        connected, address = self._server.accept()
-        connected.settimeout(_CONNECT_SECONDS)
-        one = _Connection(connected, str(address[0]))
-        self._selector.register(connected, selectors.EVENT_READ, one)
-
     def _read(self, one: "_Connection") -> None:
         for message in one.read():
-            if one.process is None and not self._registers(one, message):
-                continue
-            one.said[str(message["name"])] = message["value"]
+            if one in self._own.values() or self._registers(one, message):
+                one.said[message["name"]] = message["value"]
         if not one.is_open:
             self._selector.unregister(one.socket)
             one.close()
 
     def _registers(self, one: "_Connection", message: Mapping[str, Any]) -> bool:
-        process, count = message["process"], message["num_processes"]
-        if count != self._num_others + 1:
-            why = f"{one.address} was started as one of {count} processes, process 0 as one of {self._num_others + 1}"
-        elif process in self._own or not 0 < process <= self._num_others:
+        process, count, expected = message["process"], message["num_processes"], self._meeting.num_processes
+        if count != expected:
+            why = f"{one.address} was started as one of {count} processes, process 0 as one of {expected}"
+        elif process in self._own or not 0 < process < expected:
             why = f"{one.address} says that it is process {process}, and so does another process"
         else:
-            one.process, self._own[process] = process, one
+            self._own[process] = one
             return True
         self.refused.append(why)
-        one.send({"name": message["name"], "refused": why})
+        one.send(_REFUSED, why)
         return False
 
 
@@ -245,13 +238,13 @@ class Member:
         Raises:
           Unreachable: it cannot connect; the text is the reason of the last attempt.
         """
-        self._meeting = meeting
-        self._buffer = b""
+        self._unread: list[Mapping[str, Any]] = []
         deadline = time.monotonic() + seconds
         while True:
             patience = max(0.1, min(_CONNECT_SECONDS, deadline - time.monotonic()))
             try:
-                self._socket = socket.create_connection((meeting.host, meeting.port), timeout=patience)
+                connected = socket.create_connection((meeting.host, meeting.port), timeout=patience)
+                self._connection = _Connection(connected, meeting, meeting.address)
                 return
             except TimeoutError:
                 reason = f"{meeting.address} does not answer"
@@ -268,7 +261,7 @@ class Member:
 
     def __exit__(self, *_: object) -> None:
         """Closes the connection."""
-        self._socket.close()
+        self._connection.close()
 
     def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
         """Returns what `Hub.exchange` returns in process 0.
@@ -276,100 +269,81 @@ class Member:
         Raises:
           Unreachable: process 0 has ended, does not answer in time, or refuses this process.
         """
-        self._send(name, value)
+        self._connection.send(name, value)
         deadline = time.monotonic() + seconds + _GRACE_SECONDS
         while True:
-            message = self._receive(deadline, seconds)
-            if "refused" in message:
-                raise Refused(message["refused"])
+            message = self._received(deadline, seconds)
+            if message["name"] == _REFUSED:
+                raise Refused(message["value"])
             if message["name"] == _CLOCK:
-                self._send(_CLOCK, time.time())
+                self._connection.send(_CLOCK, time.time())
             elif message["name"] == name:
-                return {int(process): each for process, each in message[_ALL].items()}
+                return {int(process): each for process, each in message["value"].items()}
 
-    def _send(self, name: str, value: Any) -> None:
-        message = {
-            "process": self._meeting.index,
-            "num_processes": self._meeting.num_processes,
-            "name": name,
-            "value": value,
-        }
-        try:
-            self._socket.settimeout(_CONNECT_SECONDS)
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as failure:
-            raise Unreachable(f"process 0 has ended ({failure.strerror or failure})") from failure
-
-    def _receive(self, deadline: float, seconds: float) -> Mapping[str, Any]:
-        while b"\n" not in self._buffer:
-            try:
-                self._socket.settimeout(max(0.01, deadline - time.monotonic()))
-                piece = self._socket.recv(2**16)
-            except TimeoutError:
-                raise Unreachable(f"process 0 has not answered for {seconds + _GRACE_SECONDS:.0f} s") from None
-            except OSError as failure:
-                raise Unreachable(f"process 0 has ended ({failure.strerror or failure})") from failure
-            if not piece:
+    def _received(self, deadline: float, seconds: float) -> Mapping[str, Any]:
+        one = self._connection
+        while not self._unread:
+            if one.strange:
+                raise Unreachable(f"{one.address} is another program's: {one.strange[:40]!r}")
+            if not one.is_open:
                 raise Unreachable("process 0 has ended")
-            self._buffer += piece
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or "name" not in found:
-            raise Unreachable(f"{self._meeting.address} is another program's: {line[:40]!r}")
-        return found
+            one.socket.settimeout(max(0.01, deadline - time.monotonic()))
+            self._unread += one.read()
+            if not self._unread and time.monotonic() > deadline:
+                raise Unreachable(f"process 0 has not answered for {seconds + _GRACE_SECONDS:.0f} s")
+        return self._unread.pop(0)
 
 
 class _Connection:
-    """A connection that process 0 has accepted, and the newest message of each name."""
+    """One end of a connection.
 
-    def __init__(self, connected: socket.socket, address: str) -> None:
+    Attributes:
+      address: of the other end.
+      said: the newest message of each name.
+      strange: a line that is no message; empty: none came.
+    """
+
+    def __init__(self, connected: socket.socket, meeting: Meeting, address: str) -> None:
         self.socket = connected
-        self.address = address.removeprefix("::ffff:")
-        self.process: int | None = None
+        self.address = address
         self.said: dict[str, Any] = {}
         self.is_open = True
+        self.strange = b""
+        self._from = {"process": meeting.index, "num_processes": meeting.num_processes}
         self._buffer = b""
 
     def close(self) -> None:
-        self.is_open = False
         self.socket.close()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, name: str, value: Any) -> None:
         if self.is_open:
             try:
-                self.socket.sendall(json.dumps(message).encode() + b"\n")
+                self.socket.settimeout(_CONNECT_SECONDS)
+                self.socket.sendall(json.dumps({**self._from, "name": name, "value": value}).encode() + b"\n")
             except OSError:
                 self.is_open = False
 
     def read(self) -> list[Mapping[str, Any]]:
-        """Returns the messages that are complete; something else than a message closes the connection."""
+        """Returns the messages that are complete; something else than a message ends the connection."""
         try:
             piece = self.socket.recv(2**16)
         except OSError:
             piece = b""
-        self._buffer += piece
-        *complete, self._buffer = self._buffer.split(b"\n")
+        *complete, self._buffer = (self._buffer + piece).split(b"\n")
         self.is_open = bool(piece) and len(self._buffer) <= _MOST_BYTES
         found: list[Mapping[str, Any]] = []
         for line in complete:
             try:
-                message = json.loads(line)
+                message = read_json(line)
             except ValueError:
                 message = None
-            if isinstance(message, dict) and _has_all(message):
-                found.append(message)
-            else:
-                self.is_open = False
+            match message:
+                case {"process": int(), "num_processes": int(), "name": str(), "value": _}:
+                    found.append(message)
+                case _:
+                    self.is_open, self.strange = False, line
         return found
 
 
 def _why(failure: OSError | UnicodeError) -> str:
     return (failure.strerror if isinstance(failure, OSError) else "") or str(failure)
-
-
-def _has_all(message: Mapping[str, Any]) -> bool:
-    kinds = {"process": int, "num_processes": int, "name": str}
-    return "value" in message and all(isinstance(message.get(key), kind) for key, kind in kinds.items())

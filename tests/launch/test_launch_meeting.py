@@ -267,7 +267,7 @@ def test_one_that_has_ended_when_the_last_one_comes_ends_process_0(threads):
     first, second, third = meetings(3)
     call = threads.submit(refusal, first)
     with Member(second, 20) as gone:
-        gone._send("meet", None)
+        gone._connection.send("meet", None)
     time.sleep(0.5)  # process 0 reads that it is gone
     threads.submit(meet, third, BY_HAND).result(20)
     assert call.result(20) == "process 1 has ended, before all processes had met"
