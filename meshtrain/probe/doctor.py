@@ -7,6 +7,7 @@ Whatever hangs is given up after a limit, and named.
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -101,9 +102,7 @@ def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding],
         hub.refused.append(f"process {process} runs another version of meshtrain's doctor")
         del said[process]
     hosts = {process: each["host"] for process, each in said.items()}
-    found = [
-        each for process, one in said.items() for each in findings.of_process(findings.from_json(one["found"]), process)
-    ]
+    found = [Finding(**each | {"process": process}) for process, one in said.items() for each in one["found"]]
     found += [alone.port(meeting), *together.registered(meeting, hosts, hub.refused, limit)]
     fix = "install the same on all machines, from one image or one shared folder"
     found += together.same("versions", {process: each["software"] for process, each in said.items()}, fix)
@@ -153,7 +152,7 @@ def _follow(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding
 def _introduction(found: Sequence[Finding]) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
-        "found": findings.to_json(found),
+        "found": [dataclasses.asdict(each) for each in found],
         "software": machine.software(),
         "environment": together.compared(os.environ),
         "libraries": machine.libraries(os.environ),

@@ -34,29 +34,19 @@ def ok(check: str, seen: str) -> Finding:
     return Finding(OK, check, seen)
 
 
-def warning(check: str, seen: str, fix: str) -> Finding:
+def warning(check: str, seen: str, fix: str, process: int | None = None) -> Finding:
     """Returns a finding that a run may survive."""
-    return Finding(WARNING, check, seen, fix)
+    return Finding(WARNING, check, seen, fix, process)
 
 
-def error(check: str, seen: str, fix: str) -> Finding:
+def error(check: str, seen: str, fix: str, process: int | None = None) -> Finding:
     """Returns a finding that a run does not survive."""
-    return Finding(ERROR, check, seen, fix)
+    return Finding(ERROR, check, seen, fix, process)
 
 
 def of_process(findings: Iterable[Finding], process: int) -> list[Finding]:
     """Returns findings that say which process made them."""
     return [dataclasses.replace(finding, process=process) for finding in findings]
-
-
-def to_json(findings: Iterable[Finding]) -> list[dict[str, object]]:
-    """Returns findings as what JSON holds; see `from_json`."""
-    return [dataclasses.asdict(finding) for finding in findings]
-
-
-def from_json(findings: Iterable[Mapping[str, object]]) -> list[Finding]:
-    """Returns the findings that `to_json` was given."""
-    return [Finding(**finding) for finding in findings]  # type: ignore[arg-type]
 
 
 def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:

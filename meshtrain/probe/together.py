@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from meshtrain.launch.cluster import Meeting
-from meshtrain.probe.findings import Finding, error, named, of_process, ok, warning
+from meshtrain.probe.findings import Finding, error, named, ok, warning
 
 _CLOCK_SECONDS = 1.0
 _SLOW = 2.0  # times the median: hosts of one kind differ by less
@@ -67,7 +67,7 @@ def same(
     check: str,
     facts: Mapping[int, Mapping[str, str]],
     fix: str,
-    made: Callable[[str, str, str], Finding] = error,
+    made: Callable[[str, str, str, int], Finding] = error,
 ) -> list[Finding]:
     """Checks that values are the same in every process. Those that differ from most are named; without any, nothing is.
 
@@ -86,7 +86,7 @@ def same(
         for process, value in values.items():
             if value != most:
                 seen = f"{name} is {value}, and {most} in process {other}"
-                found += of_process([made(check, seen, fix)], process)
+                found.append(made(check, seen, fix, process))
     return found or [ok(check, f"the same {len(names)} values in all")] * bool(names)
 
 
@@ -106,7 +106,7 @@ def clocks(offsets: Mapping[int, tuple[float, float]]) -> list[Finding]:
         if abs(offset) - uncertain > _CLOCK_SECONDS:
             where = "ahead of" if offset > 0 else "behind"
             seen = f"its clock is {abs(offset):.1f} s {where} process 0's"
-            found += of_process([warning("clock", seen, "start chrony or ntpd there")], process)
+            found.append(warning("clock", seen, "start chrony or ntpd there", process))
     if found or not offsets:
         return found
     most = max(abs(offset) + uncertain for offset, uncertain in offsets.values())
@@ -125,7 +125,7 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
         if others := [other for other in missing if other != process]:
             what = f"{folder} has no file of {named(others, {})}: it is not the same folder"
             fix = "a workdir on a file system that all machines mount"
-            found += of_process([error("shared", what, fix)], process)
+            found.append(error("shared", what, fix, process))
     slowest = max((seconds for _, _, seconds in seen.values()), default=0.0)
     if found or num_processes == 1 or not seen:
         return found
@@ -147,14 +147,14 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     found = []
     for process in without:
         fix = "pip install 'meshtrain[cuda12]', and a driver that is new enough for it"
-        found += of_process([error("devices", "JAX computes on the CPU, though there are GPUs", fix)], process)
+        found.append(error("devices", "JAX computes on the CPU, though there are GPUs", fix, process))
     (most, kind), _ = collections.Counter(counts.values()).most_common(1)[0]
     wanted = most if num_gpus is None else num_gpus
     for process, (count, own) in counts.items():
         if (count, own) != (wanted, kind) and process not in without:
             seen = f"JAX sees {count} x {own}, and {wanted} x {kind} are expected"
             fix = "look at nvidia-smi, CUDA_VISIBLE_DEVICES and JAX_LOCAL_DEVICE_IDS there"
-            found += of_process([error("devices", seen, fix)], process)
+            found.append(error("devices", seen, fix, process))
     return found or [ok("devices", f"{most} x {kind} in each process")]
 
 
@@ -166,12 +166,8 @@ def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit:
       missing: processes that have ended or say nothing more.
       limit: seconds that each of these may take.
     """
-    gone = "it ended, or says nothing more"
-    found = [
-        each
-        for process in missing
-        for each in of_process([error("collectives", gone, "see its output, and dmesg on its machine")], process)
-    ]
+    gone, see = "it ended, or says nothing more", "see its output, and dmesg on its machine"
+    found = [error("collectives", gone, see, process) for process in missing]
     if found or not waiting:
         return found
     first = min(number for number, _ in waiting.values())
@@ -179,8 +175,7 @@ def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit:
         if number == first:
             others = "; others wait for it" if any(other > first for other, _ in waiting.values()) else ""
             fix = "NCCL_DEBUG=INFO shows whom it cannot reach; open the ports between all machines"
-            line = error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix)
-            found += of_process([line], process)
+            found.append(error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix, process))
     return found
 
 
@@ -191,12 +186,7 @@ def failures(said: Mapping[int, Sequence[str]], fix: str) -> list[Finding]:
       said: process -> its lines.
       fix: what to do; empty if the lines say it.
     """
-    return [
-        each
-        for process, lines in said.items()
-        for line in lines
-        for each in of_process([error("collectives", line, fix)], process)
-    ]
+    return [error("collectives", line, fix, process) for process, lines in said.items() for line in lines]
 
 
 def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) -> list[Finding]:
@@ -236,6 +226,6 @@ def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
         if fastest > _SLOW * median and fastest - median > spread:
             seen = f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other, and {1e3 * median:.2f} ms is the median"
             fix = "look at its network adapter and cable (ibstat, ethtool), or take the machine out of the job"
-            found += of_process([warning("slow", seen, fix)], process)
+            found.append(warning("slow", seen, fix, process))
     only = "; one pair tells nobody from the other" if len(pairs) == 1 else ""
     return found or [ok("slow", f"none: {1e3 * median:.2f} ms to exchange 1 MiB in pairs{only}")]

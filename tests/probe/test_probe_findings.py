@@ -1,9 +1,7 @@
 """Findings as lines: what shares one, what is left out, and the summary."""
 
-import json
-
 from meshtrain.probe import findings
-from meshtrain.probe.findings import Finding, error, of_process, ok, warning
+from meshtrain.probe.findings import error, of_process, ok, warning
 
 HOSTS = {process: f"node{process}" for process in range(20)}
 
@@ -40,8 +38,3 @@ def test_the_summary_counts_problems_not_processes():
     )
     assert findings.last_line([warning("b", "c", "d")] * 2, "it") == "doctor: 1 warning in it: a job may start"
     assert [findings.exit_code(each) for each in ([], [warning("b", "c", "d")], alike)] == [0, 0, 2]
-
-
-def test_json_keeps_a_finding():
-    found = [Finding("error", "a", "b", "c", 3), ok("a", "b")]
-    assert findings.from_json(json.loads(json.dumps(findings.to_json(found)))) == found
