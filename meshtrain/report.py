@@ -23,6 +23,7 @@ from meshtrain.words.files import write_whole
 from meshtrain.words.paths import target_problems
 
 ENDINGS = (".html", ".htm")  # a run's own files have others, so that none of them is replaced
+NO_PLOTLY = "plotly: not installed; allowed: the extra 'report'; nearest: pip install 'meshtrain[report]'"
 NO_PAGE = "--html: got nothing; allowed: a file's name; nearest: --html=report.html"
 MOST_ACTIONS = 2000  # in a chart of a schedule: beyond, cells are too small to be read
 # Of all chunks of a stage, in all charts alike: the recomputed forward, and twice its time for the gradients.
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--html", metavar="FILE", default="", help="the page to write; it needs nothing else")
     arguments = parser.parse_args(argv)
     of_page = target_problems("--html", arguments.html, "report.html", ENDINGS) if arguments.html else [NO_PAGE]
-    problems = [*of_page, *_of_plotly()]
+    problems = of_page if importlib.util.find_spec("plotly") else [*of_page, NO_PLOTLY]
     runs, others = opened(arguments.runs)
     if others or problems:
         raise UserError(*others, *problems)
@@ -59,12 +60,6 @@ def main(argv: Sequence[str]) -> int:
         ) from error
     print(f"written      {arguments.html} ({len(page) / 1e6:.1f} MB)")
     return 0
-
-
-def _of_plotly() -> list[str]:
-    if importlib.util.find_spec("plotly"):
-        return []
-    return ["plotly: not installed; allowed: the extra 'report'; nearest: pip install 'meshtrain[report]'"]
 
 
 def meshes(runs: Sequence[Run]) -> list[str]:

@@ -36,19 +36,14 @@ def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       config: with `DecoderOptions` as its model, each field within its own bounds.
       mesh_shape: the size of each mesh axis.
     """
+    num_chunks = config.pipeline.num_chunks if mesh_shape["pipeline"] > 1 else 1
     return [
         *sources(config, TOKENS, "packed tokens"),
         *model(config.model, config.precision, config.sequence_length),
         *experts.problems(config.model, config.precision),
         *vocabulary(config.model, config.data),
-        *remat.check(
-            config.remat, config.model.num_layers, mesh_shape["pipeline"], num_chunks=_num_chunks(config, mesh_shape)
-        ),
+        *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"], num_chunks=num_chunks),
     ]
-
-
-def _num_chunks(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    return config.pipeline.num_chunks if mesh_shape["pipeline"] > 1 else 1
 
 
 def seq2seq(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from meshtrain.data.own import Data
-from meshtrain.data.pairs import PairExamples, packed
+from meshtrain.data.pairs import packed
 from meshtrain.data.sources import BEGIN_ID, DataOptions
 from meshtrain.data.tokenize import Tokenizer
 from meshtrain.words.errors import UserError, nearest
@@ -173,17 +173,13 @@ def open_numbers(options: DataOptions, *, source_length: int, target_length: int
         packed(pairs, source_length=source_length, target_length=target_length, lengths=pairs.lengths())
         for pairs in splits
     ]
+    pairs, rows = (" + ".join(f"{len(part):,}" for part in parts) for parts in (splits, examples))
     said = f"{options.numbers_below} {len(validation)} {options.spelling} {source_length} {target_length}"
     return Data(
         train=examples[0],
         validation=examples[1],
         fingerprint=hashlib.sha256(f"numbers {said}".encode()).hexdigest(),
-        summary=_summary(options, splits, examples),
+        summary=f"numbers below {options.numbers_below:,} in {options.spelling}: {pairs} pairs in {rows} sequences",
         text=text,
         prompts=tuple(str(number) for number in validation[:NUM_PROMPTS]),
     )
-
-
-def _summary(options: DataOptions, splits: list[NumberPairs], examples: list[PairExamples]) -> str:
-    pairs, rows = (" + ".join(f"{len(part):,}" for part in parts) for parts in (splits, examples))
-    return f"numbers below {options.numbers_below:,} in {options.spelling}: {pairs} pairs in {rows} sequences"

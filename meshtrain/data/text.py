@@ -146,10 +146,6 @@ def _has_zeros(path: Path) -> bool:
         return False
 
 
-def _field(texts: list[str]) -> str:
-    return f"; nearest: data.text_field={texts[0]}" if texts else '; nearest: lines like {"text": "..."}'
-
-
 def _line_text(line: bytes, where: str, text_field: str) -> str:
     try:
         fields = json.loads(line)
@@ -161,9 +157,10 @@ def _line_text(line: bytes, where: str, text_field: str) -> str:
         ) from error
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         texts = [name for name, value in fields.items() if isinstance(value, str)] if isinstance(fields, dict) else []
+        near = f"; nearest: data.text_field={texts[0]}" if texts else '; nearest: lines like {"text": "..."}'
         raise UserError(
             f"data.text_field: got '{text_field}', which holds no text in {where}; "
-            f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts) or _field(texts)}"
+            f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts) or near}"
         )
     text = str(fields[text_field])
     # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.

@@ -11,6 +11,7 @@ A collective then takes latency_seconds + wire bytes / bytes_per_second. Wire by
 keys of the file are not read.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -143,11 +144,12 @@ def read(path: str) -> Links:
         for line in lines:
             problems.add(line)
         if not lines:
-            found.append(_link(entry))
+            found.append(Link(**{field.name: entry[field.name] for field in dataclasses.fields(Link)}))
         if problems.is_enough():
             break
-    for place_of_second in _repeated(found):
-        problems.add(f"--links: '{path}' has {place_of_second} twice; allowed: once; {_NEAREST}")
+    counts = collections.Counter((link.axis, link.operation, link.group_size, link.num_hosts) for link in found)
+    for axis, operation, *_ in (key for key, count in counts.items() if count > 1):
+        problems.add(f"--links: '{path}' has {operation} on {axis} twice; allowed: once; {_NEAREST}")
     if problems.count:
         raise UserError(*problems.lines())
     return Links(platform, tuple(found))
@@ -205,9 +207,9 @@ def _entry_problems(where: str, entry: Any) -> list[str]:
     checks = {
         "axis": (isinstance(entry["axis"], str) and entry["axis"] != "", "the name of a mesh axis"),
         "operation": (entry["operation"] in OPERATIONS, ", ".join(OPERATIONS)),
-        "group_size": (_is_whole(size) and size >= 2, "a whole number, at least 2"),
+        "group_size": (type(size) is int and size >= 2, "a whole number, at least 2"),
         "num_hosts": (
-            _is_whole(entry["num_hosts"]) and _is_whole(size) and 1 <= entry["num_hosts"] <= size,
+            type(entry["num_hosts"]) is type(size) is int and 1 <= entry["num_hosts"] <= size,
             "a whole number from 1 to group_size",
         ),
         "latency_seconds": (is_finite(entry["latency_seconds"]) and entry["latency_seconds"] >= 0, "at least 0"),
@@ -218,22 +220,3 @@ def _entry_problems(where: str, entry: Any) -> list[str]:
         for name, (is_right, allowed) in checks.items()
         if not is_right
     ]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _link(entry: dict[str, Any]) -> Link:
-    return Link(**{field.name: entry[field.name] for field in dataclasses.fields(Link)})
-
-
-def _repeated(links: Sequence[Link]) -> list[str]:
-    """Returns the axis and operation of each link that repeats an earlier one."""
-    seen, found = set(), []
-    for link in links:
-        key = (link.axis, link.operation, link.group_size, link.num_hosts)
-        if key in seen:
-            found.append(f"{link.operation} on {link.axis}")
-        seen.add(key)
-    return found

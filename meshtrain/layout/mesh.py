@@ -110,7 +110,7 @@ def _smaller(sizes: Mapping[str, int], num_devices: int) -> str:
     for axis in AXES:
         others = math.prod(size for name, size in fitted.items() if name != axis)
         fitted[axis] = max(1, min(fitted[axis], num_devices // others))
-    return _overrides(sizes, fitted)
+    return " ".join(f"mesh.{axis}={fitted[axis]}" for axis in AXES if fitted[axis] != sizes[axis])
 
 
 def _filled(sizes: Mapping[str, int], num_devices: int) -> str:
@@ -120,10 +120,6 @@ def _filled(sizes: Mapping[str, int], num_devices: int) -> str:
         if num_devices % others == 0:
             return f"mesh.{axis}={num_devices // others}"
     return f"sizes whose product is {num_devices}"
-
-
-def _overrides(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    return " ".join(f"mesh.{axis}={after[axis]}" for axis in AXES if after[axis] != before[axis])
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:

@@ -23,7 +23,7 @@ from meshtrain.launch.importing import imported
 from meshtrain.launch.meeting import Hub, Member, Unreachable
 from meshtrain.probe import alone, findings, machine, together
 from meshtrain.probe.findings import Finding
-from meshtrain.probe.rollcall import RollCall, Single, offsets, token
+from meshtrain.probe.rollcall import RollCall, Single, offsets
 from meshtrain.words import flags
 from meshtrain.words.errors import EXIT_USER_ERROR, UserError, leave_at_once, run
 from meshtrain.words.paths import expanded, is_url
@@ -95,7 +95,7 @@ def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding],
     except OSError as failure:
         found = [*found, alone.port(meeting, failure.strerror or str(failure))]
         return _shown(found, {0: socket.gethostname()}, "process 0")
-    own = _introduction(found) | {"token": token()}
+    own = _introduction(found) | {"token": f"{os.getpid()}-{time.time_ns()}"}  # no other job's files have that name
     said = hub.exchange("hello", own, limit)
     hub.stop_listening()
     for process in [process for process, each in said.items() if process and set(each) != set(own) - {"token"}]:

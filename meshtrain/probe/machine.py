@@ -103,7 +103,7 @@ def findings(
     found += [
         alone.memory(*memory()),
         alone.shared_memory(_size_of(Path("/dev/shm")), len(listed)),
-        alone.locked_memory(_locked_limit(), _has_entries(Path("/sys/class/infiniband"))),
+        alone.locked_memory(_locked_limit(), any(Path("/sys/class/infiniband").glob("*"))),
     ]
     return found
 
@@ -241,10 +241,6 @@ def _size_of(path: Path) -> int:
 def _locked_limit() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _has_entries(path: Path) -> bool:
-    return path.is_dir() and any(path.iterdir())
 
 
 def _text(path: Path) -> str:

@@ -1,21 +1,13 @@
 """What the doctor asks the processes of a job, through `launch.meeting`, or a process that is alone."""
 
 import functools
-import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from meshtrain.launch.meeting import Hub
+from meshtrain.launch.meeting import Hub, Member
 
 _NUM_CLOCK_TIMES = 8
-
-
-class RollCall(Protocol):
-    """A way to exchange values between the processes that have registered."""
-
-    def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
-        """Returns process -> value, of those that answer within a time. All of them call it, with the same names."""
 
 
 class Single:
@@ -24,6 +16,9 @@ class Single:
     def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
         """Returns the process' own value."""
         return {0: value}
+
+
+RollCall = Hub | Member | Single  # all processes exchange the same names
 
 
 def offsets(hub: Hub, now: Callable[[], float] = time.time) -> dict[int, tuple[float, float]]:
@@ -57,8 +52,3 @@ def clock_offset(
         return None
     trip, offset = min(found)
     return offset, trip / 2
-
-
-def token() -> str:
-    """Returns a name that no other job has, for files that the processes write into one folder."""
-    return f"{os.getpid()}-{time.time_ns()}"
