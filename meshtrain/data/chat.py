@@ -48,29 +48,23 @@ def read_lines(path: Path, problems: Problems) -> list[Line]:
     """Returns the lines of a file that are not empty.
 
     Args:
-      path: .jsonl.
+      path: .jsonl that can be read, as `find_files` has seen.
       problems: gets a line for each kind of broken ones; reading ends once they are enough.
     """
     found, wrong, num_marks = list[Line](), dict[str, list[str]](), 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                num_marks += line.startswith(codecs.BOM_UTF8)
-                line = line.removeprefix(codecs.BOM_UTF8)
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    found.append(_line(line, where))
-                except ValueError as error:
-                    wrong.setdefault(str(error), []).append(where)
-                    if sum(map(len, wrong.values())) >= 1000:  # the rest of the file is not read
-                        break
-    except OSError as error:
-        problems.add(
-            f"data.path: '{path}' cannot be read ({error.strerror or error}); allowed: readable files; nearest: leave "
-            "it out"
-        )
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            num_marks += line.startswith(codecs.BOM_UTF8)
+            line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                found.append(_line(line, where))
+            except ValueError as error:
+                wrong.setdefault(str(error), []).append(where)
+                if sum(map(len, wrong.values())) >= 1000:  # the rest of the file is not read
+                    break
     if num_marks and peers.is_main_process():
         warn(f"{path}: got {num_marks} byte order mark(s), which are left out")
     _add(wrong, problems)

@@ -1,11 +1,11 @@
 """The files of a tokenizer's folder, as Hugging Face writes them: tokenizer.json, and beside it its special tokens."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from meshtrain.words.errors import UserError
 from meshtrain.words.paths import what_is_at
+from meshtrain.words.read_json import read_json
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
@@ -25,17 +25,14 @@ def settings(path: str, name: str = SETTINGS) -> dict[str, Any]:
     if what_is_at(file) != "a file":
         return {}
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:  # brackets may be nested deeper than Python can follow
+        content = read_json(file.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {type(content).__name__}")
+    except (OSError, ValueError) as error:
         raise UserError(
             f"data.tokenizer: '{file}' cannot be read ({error}); allowed: a JSON object in UTF-8; nearest: "
             f"data.tokenizer={tokenizer_file(path)}, which is read alone"
         ) from error
-    if not isinstance(content, dict):
-        raise UserError(
-            f"data.tokenizer: '{file}' holds {type(content).__name__}; allowed: a JSON object; nearest: "
-            f"data.tokenizer={tokenizer_file(path)}, which is read alone"
-        )
     return content
 
 

@@ -13,15 +13,15 @@ class CompilerOption:
       name: as XLA knows it.
       value: a bool or a number, which XLA refuses as text; or the name of an enum's value.
       reason: its purpose, in one line.
-      before: the first jaxlib version without this option (removed, crashing, or untested); "" for none.
-      since: the first jaxlib version with it; "" for all.
+      before: the first jaxlib version without this option (removed, crashing, or untested); "999" for none.
+      since: the first jaxlib version with it; "0" for all.
     """
 
     name: str
     value: Any
     reason: str
-    before: str = ""
-    since: str = ""
+    before: str = "999"
+    since: str = "0"
 
 
 PIPELINED = {
@@ -130,11 +130,7 @@ def options_of(
         table += LARGE_GPU_OPTIONS if layer_bytes > LARGE_BYTES else ()
     table = table if gathers_early else tuple(option for option in table if option.name not in PIPELINED_GATHERS)
     installed = _numbers(importlib.metadata.version("jaxlib"))
-    return tuple(
-        option
-        for option in table
-        if (not option.before or installed < _numbers(option.before)) and installed >= _numbers(option.since or "0")
-    )
+    return tuple(one for one in table if _numbers(one.since) <= installed < _numbers(one.before))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

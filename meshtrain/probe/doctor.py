@@ -95,7 +95,7 @@ def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding],
     except OSError as failure:
         found = [*found, alone.port(meeting, failure.strerror or str(failure))]
         return _shown(found, {0: socket.gethostname()}, "process 0")
-    own = _introduction(found) | {"token": f"{os.getpid()}-{time.time_ns()}"}  # no other job's files have that name
+    own = _introduction(found) | {"token": f"{os.getpid()}-{time.time_ns()}"}
     said = hub.exchange("hello", own, limit)
     hub.stop_listening()
     for process in [process for process, each in said.items() if process and set(each) != set(own) - {"token"}]:
