@@ -63,7 +63,7 @@ def read_lines(path: Path, problems: Problems) -> list[Line]:
                 found.append(_line(line, where))
             except ValueError as error:
                 wrong.setdefault(str(error), []).append(where)
-                if sum(map(len, wrong.values())) >= 1000:  # the rest of the file is not read
+                if sum(map(len, wrong.values())) >= 1000:
                     break
     if num_marks and peers.is_main_process():
         warn(f"{path}: got {num_marks} byte order mark(s), which are left out")

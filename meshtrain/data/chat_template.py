@@ -160,7 +160,7 @@ def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
     environment.globals["raise_exception"] = _refuse
     try:
         template = environment.from_string(source)
-    except Exception as error:  # Jinja compiles to Python, which may refuse the result with any error
+    except Exception as error:  # Python may refuse what Jinja compiles to
         raise UserError(
             f"data.chat_template: '{name}' is no template ({error}); allowed: Jinja, as in {tokenizer_folder.TEMPLATE};"
             " nearest: data.chat_template=FILE"

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-_LEAST_TEMPERATURE = 1e-6  # float32 logits divided by far less are infinite, and the choice would be random
+_LEAST_TEMPERATURE = 1e-6  # float32 logits divided by far less are infinite
 
 
 @dataclasses.dataclass(frozen=True)

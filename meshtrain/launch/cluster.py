@@ -181,7 +181,7 @@ def _address_of_open_mpi(environ: Mapping[str, str]) -> str:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    return _numbers(environ, **{name: _MOST})[0] if environ.get(name) else 1  # without the variable there is one
+    return _numbers(environ, **{name: _MOST})[0] if environ.get(name) else 1
 
 
 def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:

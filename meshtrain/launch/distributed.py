@@ -49,7 +49,7 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
     """
     _refuse_flags(os.environ.get("XLA_FLAGS") or "")
     _choose_platform()
-    how = processes(os.environ)
+    how = cluster.processes(os.environ, _setting("jax_platforms") or "")
     if how is not None and "num_processes" not in how:
         _meet(how)  # only the cluster knows the number of processes
         how = {**how, "num_processes": peers.num_connected()}
@@ -97,17 +97,6 @@ def simulate(num_devices: int) -> None:
             f"simulate: got {num_devices} devices, and JAX has started with {len(found)} x {found[0].platform}; "
             f"allowed: before anything uses JAX; nearest: restart Python, and call simulate({num_devices}) first"
         ) from None
-
-
-def processes(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns the arguments for `jax.distributed.initialize`, or None where this process is alone.
-
-    `num_processes` is among the arguments wherever the environment says it.
-
-    Raises:
-      UserError: see `cluster.processes`.
-    """
-    return cluster.processes(environ, _setting("jax_platforms") or "")
 
 
 def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bool = False) -> int:

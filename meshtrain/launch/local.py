@@ -27,7 +27,7 @@ from meshtrain.words.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGA
 # EXIT_NOT_SAVED is retried: the disk may have space again when the run has repeated its last steps.
 NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
 MAX_PROCESSES = 256  # each takes a third of a GB and two pipes: more than any machine has GPUs
-MAX_SIMULATED = 8192  # devices of a process: each costs JAX a thread and 0.1 MB, so about four seconds and 1 GB
+MAX_SIMULATED = 8192  # devices of a process: this many take JAX about four seconds and 1 GB
 LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since no network can delay them here
 _GRACE_SECONDS = 2.0  # after one process has failed: time for the others to print their own reason
 _SAVING_SECONDS = 60.0  # after one process has saved and ended: time for the others to do the same
@@ -152,7 +152,7 @@ def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]
     """
     own = {
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # else JAX listens on all interfaces, and asks nobody who he is
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # else JAX listens on all interfaces
         "JAX_NUM_PROCESSES": str(job.num_processes),
         "JAX_PROCESS_ID": str(index),
         "MESHTRAIN_LOST_SECONDS": inherited.get("MESHTRAIN_LOST_SECONDS") or LOST_SECONDS,

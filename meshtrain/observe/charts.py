@@ -13,7 +13,9 @@ if TYPE_CHECKING:  # imported where it is used, because it takes half a second
 
 COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a")
 FITS = {True: "#1a7f37", None: "#9a6700", False: "#c0262d"}
-RESIDUAL, ACTIVATIONS, PEAK = "residual of compressed gradients", "activations and temporaries", "peak, by the compiler"
+RESIDUAL = "residual of compressed gradients"
+ACTIVATIONS = "activations and temporaries"
+PEAK = "peak, by the compiler"
 _HELD = ("parameters", "gradients", "optimizer", "batch", ACTIVATIONS, RESIDUAL, PEAK)
 # Bars of these names have the same colours on every page; the peak is no part beside the others, and grey.
 _OF_HELD = dict(zip(_HELD, (*COLOURS, "#5d6673"), strict=True))

@@ -13,7 +13,7 @@ svg.still *{stroke-linejoin:round;stroke-linecap:butt}.fits{color:#1a7f37}.not{c
 .wide{overflow:auto}.wide svg.still{max-width:none}table{border-collapse:collapse;font-size:13px}
 td,th{text-align:left;padding:.25rem .9rem .25rem 0;border-bottom:1px solid #e3e7ec;vertical-align:top}
 td.number{text-align:right;font-variant-numeric:tabular-nums}"""
-WIDE = '<div class="wide">{}</div>'  # what is in it keeps its size, and scrolls where the window is narrower
+WIDE = '<div class="wide">{}</div>'  # what is in it keeps its size, and scrolls
 
 
 def escaped(text: str) -> str:

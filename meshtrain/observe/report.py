@@ -18,7 +18,7 @@ from meshtrain.words.tables import format_bytes
 CURVES = "curves"  # the id of the element that holds them
 _HELD = {"parameters": "parameters", "gradients": "gradients", "moments": "optimizer", "batch": "batch"}
 _ABSENT = "-"
-MOST_DEVICES = 1 << 18  # more than a cluster has; pictures of far more would take minutes
+MOST_DEVICES = 1 << 18  # more than a cluster has
 
 
 def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:

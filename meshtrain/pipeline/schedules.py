@@ -15,7 +15,7 @@ from meshtrain.words.options import option
 
 Kind = Literal["F", "B", "W"]
 MAX_SIZE = 1 << 18  # actions of one kind in a table: building and proving this many takes ten seconds
-MAX_STAGES = 1 << 10  # a table has more rows than stages, so that its idle cells grow as their square
+MAX_STAGES = 1 << 10  # idle cells of a table grow as their square
 NAMES = ("gpipe", "1f1b", "1f1b_classic", "interleaved_1f1b", "zero_bubble_h1")
 
 

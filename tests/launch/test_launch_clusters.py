@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import yaml
 
-from meshtrain.launch import cluster, distributed
+from meshtrain.launch import cluster
 
 ROOT = pathlib.Path(__file__).parents[2]
 SBATCH = ROOT / "scripts" / "slurm.sbatch"
@@ -102,4 +102,4 @@ def test_the_account_may_read_what_jax_asks_for(kubernetes):
 def test_a_pod_of_the_job_is_recognized(monkeypatch):
     monkeypatch.setattr(cluster, "_installed", lambda package: package == "kubernetes")
     environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
-    assert distributed.processes(environ) == {"cluster_detection_method": "k8s"}
+    assert cluster.processes(environ, "cpu") == {"cluster_detection_method": "k8s"}

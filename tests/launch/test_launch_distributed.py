@@ -44,6 +44,10 @@ def finish(process, code=0):
     return output, errors
 
 
+def processes(environ):
+    return cluster.processes(environ, "cpu")
+
+
 @pytest.mark.parametrize(
     "environ",
     [
@@ -57,11 +61,11 @@ def finish(process, code=0):
     ],
 )
 def test_a_process_that_is_alone_meets_nobody(environ):
-    assert distributed.processes(environ) is None
+    assert processes(environ) is None
 
 
 def test_the_three_variables_win_over_every_scheduler():
-    assert distributed.processes({**SLURM, **OPEN_MPI, **MEET}) == {
+    assert processes({**SLURM, **OPEN_MPI, **MEET}) == {
         "coordinator_address": "host:1234",
         "num_processes": 2,
         "process_id": 1,
@@ -82,31 +86,31 @@ def test_the_three_variables_win_over_every_scheduler():
 )
 def test_half_a_description_is_refused(change):
     with pytest.raises(UserError, match="allowed: host:port"):
-        distributed.processes({**MEET, **change})
+        processes({**MEET, **change})
 
 
 def test_slurm_gives_each_process_its_share_of_a_hosts_devices():
     method = {"cluster_detection_method": "slurm"}
     one_on_each_host = {**SLURM, "SLURM_STEP_NUM_TASKS": "2"}
-    assert distributed.processes(SLURM) == {**method, "num_processes": 8}
-    assert distributed.processes(one_on_each_host) == {**method, "num_processes": 2, "local_device_ids": []}
+    assert processes(SLURM) == {**method, "num_processes": 8}
+    assert processes(one_on_each_host) == {**method, "num_processes": 2, "local_device_ids": []}
     bound = {**SLURM, "CUDA_VISIBLE_DEVICES": "3"}
-    assert distributed.processes(bound) == {**method, "num_processes": 8, "local_device_ids": []}
-    assert distributed.processes({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == {**method, "num_processes": 8}
+    assert processes(bound) == {**method, "num_processes": 8, "local_device_ids": []}
+    assert processes({**SLURM, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == {**method, "num_processes": 8}
     by_hand = {**one_on_each_host, "JAX_LOCAL_DEVICE_IDS": "0,1"}
-    assert distributed.processes(by_hand) == {**method, "num_processes": 2}
+    assert processes(by_hand) == {**method, "num_processes": 2}
 
 
 def test_open_mpi_without_an_address_says_what_to_do(monkeypatch):
-    assert distributed.processes(OPEN_MPI) == {"cluster_detection_method": "ompi", "num_processes": 4}
+    assert processes(OPEN_MPI) == {"cluster_detection_method": "ompi", "num_processes": 4}
     newer = {name: value for name, value in OPEN_MPI.items() if name != "OMPI_MCA_orte_hnp_uri"}
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install mpi4py"):
-        distributed.processes(newer)
+        processes(newer)
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: name)
-    assert distributed.processes(newer) == {"cluster_detection_method": "mpi4py", "num_processes": 4}
+    assert processes(newer) == {"cluster_detection_method": "mpi4py", "num_processes": 4}
     indexed_job = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
-    assert distributed.processes(indexed_job) == {"cluster_detection_method": "k8s"}
+    assert processes(indexed_job) == {"cluster_detection_method": "k8s"}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +201,7 @@ def test_processes_that_are_counted_only_when_they_meet_share_the_devices(monkey
         asked.append(num_devices)
         raise InterruptedError
 
-    monkeypatch.setattr(distributed, "processes", lambda environ: {"cluster_detection_method": "k8s"})
+    monkeypatch.setattr(cluster, "processes", lambda *_: {"cluster_detection_method": "k8s"})
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: met.append(how))
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: bool(met))
     monkeypatch.setattr(peers.distributed.global_state, "num_processes", 512)
