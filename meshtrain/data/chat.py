@@ -14,10 +14,13 @@ from meshtrain.launch import peers
 from meshtrain.words.errors import Problems, UserError, nearest, warn
 from meshtrain.words.paths import is_utf8
 
-PAIR, ALPACA, MESSAGES, SHAREGPT = ("prompt", "completion"), ("instruction", "output"), "messages", "conversations"
+PAIR = ("prompt", "completion")
+ALPACA = ("instruction", "output")
+MESSAGES, SHAREGPT = "messages", "conversations"
 ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT}  # of ShareGPT
 # Fields beside messages and in them that no text says.
-_BESIDE, _INSIDE = ("tools", "functions", "documents", "images", "history"), ("tool_calls", "function_call")
+_BESIDE = ("tools", "functions", "documents", "images", "history")
+_INSIDE = ("tool_calls", "function_call")
 _ALLOWED = "allowed: a JSON object with 'prompt' and 'completion', or with 'messages', or as Alpaca or ShareGPT have it"
 _A_MESSAGE = '{"role": "user", "content": "..."}'
 

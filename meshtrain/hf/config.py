@@ -4,7 +4,6 @@ The families and their keys stand in `families.py`, the rules for rotary positio
 """
 
 import dataclasses
-import json
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from meshtrain.models.decoder import DecoderOptions
 from meshtrain.words import options
 from meshtrain.words.errors import UserError
 from meshtrain.words.paths import expanded, what_is_at
+from meshtrain.words.read_json import read_json
 
 CONFIG_FILE = "config.json"
 ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
@@ -146,12 +146,12 @@ def _loaded(path: Path) -> dict[str, Any]:
             )
         raise UserError(f"{path}: got {what}; allowed: a file; {PUBLISHED}")
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}); allowed: a JSON object; {PUBLISHED}") from error
-    if not isinstance(given, dict):
-        raise UserError(f"{path}: got {type(given).__name__}; allowed: a JSON object; {PUBLISHED}")
-    return given
+        given = read_json(path.read_text(encoding="utf-8"))
+        if isinstance(given, dict):
+            return given
+        raise ValueError(f"it holds {type(given).__name__}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not read ({error}); allowed: a JSON object; {PUBLISHED}") from error
 
 
 def _renamed(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:

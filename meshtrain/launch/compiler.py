@@ -137,12 +137,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def compiler_options(
-    device_kind: str, layer_bytes: int = 0, *, is_late: bool = False, by_chunk: bool = False, gathers_early: bool = True
-) -> dict[str, Any]:
-    """Returns the argument `compiler_options` of `jax.jit` for the step; see `options_of`."""
-    options = options_of(device_kind, layer_bytes, is_late=is_late, by_chunk=by_chunk, gathers_early=gathers_early)
-    return {option.name: option.value for option in options}
+def compiler_options(device_kind: str, layer_bytes: int = 0, **when: bool) -> dict[str, Any]:
+    """Returns the argument `compiler_options` of `jax.jit` for the step; for the arguments see `options_of`."""
+    return {option.name: option.value for option in options_of(device_kind, layer_bytes, **when)}
 
 
 def init_compiler_options(device_kind: str) -> dict[str, Any]:
