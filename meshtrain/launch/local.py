@@ -91,7 +91,8 @@ class Workers:
 
     def _first_failure(self) -> tuple[int, int] | None:
         codes = [(index, process.poll()) for index, process in enumerate(self.processes)]
-        failed = [(index, _exit_code(code)) for index, code in codes if code]
+        # 128 + the signal's number, as shells report it.
+        failed = [(index, 128 - code if code < 0 else code) for index, code in codes if code]
         # A process that ends because it lost another one is not the first that failed.
         return min(failed, key=lambda pair: pair[1] == EXIT_LOST_PEER, default=None)
 
@@ -226,10 +227,6 @@ def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.
             target.flush()
         except OSError:
             errors.leave_at_once(errors.lost_output())  # the kernel then ends the processes too
-
-
-def _exit_code(returned: int) -> int:
-    return 128 - returned if returned < 0 else returned  # 128 + the signal's number, as shells report it
 
 
 def _free_port() -> int:

@@ -28,8 +28,8 @@ def text(plan: Plan) -> str:
         _compute(plan),
         _time(plan),
         _options(plan),
-        _findings(plan),
     ]
+    parts.append(_findings(plan))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -315,11 +315,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             **dict(zip(("mfu_low", "mfu", "mfu_high"), plan.mfu or (None,) * 3, strict=True)),
             "calibration_factor": timing and timing.factor,
             "assumptions": timing and dataclasses.asdict(timing.assumptions),
-            "links": timing
-            and [
-                {"axis": axes, "kind": kind, "link": link and dataclasses.asdict(link)}
-                for (axes, kind), link in timing.links.items()
-            ],
+            "links": timing and _links_json(timing),
         },
         "compiler_options": dict(plan.compiled.options),
         "compiler_options_added": dict(plan.compiled.added_options),
@@ -327,6 +323,13 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "compile_seconds": plan.compiled.seconds,
         "findings": [dataclasses.asdict(finding) for finding in plan.findings],
     }
+
+
+def _links_json(timing: Timing) -> list[dict[str, Any]]:
+    return [
+        {"axis": axes, "kind": kind, "link": link and dataclasses.asdict(link)}
+        for (axes, kind), link in timing.links.items()
+    ]
 
 
 def _outer_json(plan: Plan) -> dict[str, Any] | None:
