@@ -114,7 +114,7 @@ def test_a_wrong_number_is_refused_and_a_stranger_is_hung_up_on(threads):
         return str(refusal.value)
 
     with Hub(first, {}) as hub, socket.create_connection(("127.0.0.1", first.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + json.dumps({"name": "a"}).encode() + b"\n")
+        stranger.sendall(b"[" * 10_000 + b"\nGET / HTTP/1.1\r\n\r\n" + json.dumps({"name": "a"}).encode() + b"\n")
         right = threads.submit(once, second, 1)
         while not hub._own:
             hub._pump(time.monotonic() + 0.1, lambda: False)
