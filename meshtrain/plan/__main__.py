@@ -21,6 +21,7 @@ from meshtrain.observe.progress import phase
 from meshtrain.plan import (
     calibration,
     changes,
+    early,
     page,
     planner,
     report,
@@ -99,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
     links = read(given.links) if given.links else None
     # A cached program has no compiler warnings, which the report needs.
     jax.config.update("jax_enable_compilation_cache", False)
+    compiled_by = None if given.search or given.scaling else early.started(config, given.cluster)
     cluster = topology.open_cluster(given.cluster)
     if links:
         refuse_other_platform(given.links, links, cluster.devices[0].device_kind)
@@ -110,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     shape = planner.shape_on(config, cluster)
     with phase("compile") as say:
         what = f"compiling for {given.cluster}"
-        made = waiting_for(what, lambda: planner.plan(config, shape, cluster, assumptions, measured))
+        made = waiting_for(what, lambda: planner.plan(config, shape, cluster, assumptions, measured, compiled_by))
         say(given.cluster)
     print(f"\n{report.text(made)}")
     if made.memory.fits is False:

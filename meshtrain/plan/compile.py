@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.errors import JaxRuntimeError
@@ -56,13 +56,19 @@ class Compiled:
     seconds: float
 
 
-def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> Compiled:
+def compile_step(
+    config: Config,
+    shape: Mapping[str, int],
+    cluster: Cluster,
+    by: Callable[[Any], tuple[Any, dict[str, Any]]] | None = None,
+) -> Compiled:
     """Compiles the step of a configuration: assembled, traced, lowered and compiled as `train` does it.
 
     Args:
       config: checked against `shape`.
       shape: the size of each mesh axis.
       cluster: the target, with at least as many devices.
+      by: what compiles; None: `with_tiles`.
 
     Raises:
       UserError: what `assemble` refuses.
@@ -75,7 +81,7 @@ def compile_step(config: Config, shape: Mapping[str, int], cluster: Cluster) -> 
             lowered = traced.lower(lowering_platforms=(cluster.platform,))
             compiled, outer, refusal, added = None, None, "", dict[str, Any]()
             try:
-                compiled, added = with_tiles(lowered)
+                compiled, added = (by or with_tiles)(lowered)
                 if assembly.outer_step is not None:
                     joining = assembly.outer_step.trace(assembly.state)
                     outer = joining.lower(lowering_platforms=(cluster.platform,)).compile()

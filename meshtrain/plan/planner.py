@@ -1,7 +1,7 @@
 """Plans one step: compiles a configuration for a cluster and collects memory, traffic, work, time and findings."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config, check
@@ -137,6 +137,7 @@ def plan(
     cluster: Cluster,
     assumptions: Assumptions,
     measured_seconds: float | None = None,
+    compiled_by: Callable[[Config, Mapping[str, int], Cluster], Compiled] | None = None,
 ) -> Plan:
     """Compiles a step and returns its plan.
 
@@ -146,11 +147,12 @@ def plan(
       cluster: at least as many devices.
       assumptions: of the model of time.
       measured_seconds: of a step of such a run, to calibrate the model with.
+      compiled_by: compiles the step; None: `compile_step`.
 
     Raises:
       UserError: what `assemble` refuses.
     """
-    compiled = compile_step(config, shape, cluster)
+    compiled = (compiled_by or compile_step)(config, shape, cluster)
     assembly = compiled.assembly
     program = program_of(compiled)
     sent = collectives(program, dict(assembly.mesh.shape)) if program else []
