@@ -28,4 +28,12 @@ PLAN: tuple[Mutant, ...] = (
         "a product whose last wave of tiles leaves units idle is as fast as one of whole waves",
         ("plan/test_plan_products.py::test_zeros_in_tiles_and_empty_places_in_the_last_wave_are_lost",),
     ),
+    Mutant(
+        "shared bytes are freed with the first user",
+        "plan/early.py",
+        "num_users[first] += -1 if kind == FREE else 1",
+        "num_users[first] = 0 if kind == FREE else 1",
+        "the peak of a plan leaves out bytes that two values share, once one is freed",
+        ("plan/test_plan_early.py::test_the_peak_is_of_what_is_in_use_at_one_time",),
+    ),
 )

@@ -9,8 +9,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import pickle
-import signal
+import shutil
 import tempfile
 import threading
 import time
@@ -48,29 +47,34 @@ def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], C
     if not compared or xla_bridge.backends_are_initialized():  # a copy of this process would lack JAX's threads
         return compile_step
     folder = tempfile.TemporaryDirectory(prefix="meshtrain-plan-", ignore_cleanup_errors=True)
-    file = Path(folder.name, "compiled")
-    process = multiprocessing.get_context("fork").Process(target=_write, args=(file, config, name), daemon=True)
+    fork = multiprocessing.get_context("fork")
+    reading, writing = fork.Pipe(duplex=False)
+    process = fork.Process(target=_send, args=(writing, config, name, Path(folder.name)), daemon=True)
     process.start()
+    writing.close()
 
     def wait(config: Config, shape: Mapping[str, int], cluster: Cluster) -> Compiled:
-        with folder, as_on_target(cluster):
+        found = None
+        with folder, reading:
+            with contextlib.suppress(EOFError):
+                found = reading.recv()
             process.join()
-            if not file.exists():
-                return compile_step(config, shape, cluster)
-            return Compiled(assembly=assemble(config, shape, cluster.devices), **pickle.loads(file.read_bytes()))
+        with as_on_target(cluster):
+            assembly = assemble(config, shape, cluster.devices)
+        return Compiled(assembly=assembly, **found) if found else compile_step(config, shape, cluster)
 
     return wait
 
 
-def _write(file: Path, config: Config, name: str) -> None:
-    """Compiles into a file, without the assembly, whose devices are this process's; ends the process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ["TMPDIR"] = str(file.parent)  # where XLA leaves its files when it ends so
+def _send(writing: Any, config: Config, name: str, folder: Path) -> None:
+    """Sends what is compiled but its assembly, whose devices are this process's, and ends the process."""
+    os.environ["TMPDIR"] = str(folder)  # where XLA leaves its files when it ends so
     try:
         cluster = open_cluster(name)
-        made = compile_step(config, shape_on(config, cluster), cluster, functools.partial(_scheduled, file.parent))
-        file.write_bytes(pickle.dumps({key: value for key, value in vars(made).items() if key != "assembly"}))
-    finally:
+        made = compile_step(config, shape_on(config, cluster), cluster, functools.partial(_scheduled, folder))
+        writing.send({key: value for key, value in vars(made).items() if key != "assembly"})
+    finally:  # after Ctrl-C too, when nothing else removes the folder
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
