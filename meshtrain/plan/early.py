@@ -73,8 +73,9 @@ def _send(writing: Any, config: Config, name: str, folder: Path) -> None:
         cluster = open_cluster(name)
         made = compile_step(config, shape_on(config, cluster), cluster, functools.partial(_scheduled, folder))
         writing.send({key: value for key, value in vars(made).items() if key != "assembly"})
-    finally:  # after Ctrl-C too, when nothing else removes the folder
-        shutil.rmtree(folder, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)  # nothing else does then
+    finally:
         os._exit(0)
 
 

@@ -163,4 +163,4 @@ def test_a_process_compiles_and_leaves_nothing_behind(tmp_path, change, is_early
 @pytest.mark.gpu_compiler
 def test_a_plan_has_the_numbers_of_a_whole_compilation(capsys):
     assert plan_ratio.main(["tiny=h100:1x8"]) == 0
-    assert "0 different" in capsys.readouterr().out
+    assert "0 different or without" in capsys.readouterr().out
