@@ -15,7 +15,7 @@ from meshtrain.observe.report import mesh_shape, run_page, together
 from meshtrain.observe.runs import Run, opened
 from meshtrain.pipeline.chart import figure
 from meshtrain.pipeline.check import Costs
-from meshtrain.pipeline.schedules import PipelineOptions, Schedule, is_split
+from meshtrain.pipeline.schedules import PipelineOptions, Schedule
 from meshtrain.pipeline.table import chosen
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
@@ -92,8 +92,7 @@ def schedules(runs: Sequence[Run]) -> list[str]:
             size = f"{found.num_stages} stages and {found.num_microbatches} microbatches"
             parts.append(f"<p>{escaped(found.name)}: {size}, too many to draw here</p>")
             continue
-        forward, backward = FORWARD / found.num_chunks, BACKWARD / found.num_chunks
-        costs = Costs(forward, backward / 2, backward / 2) if is_split(found) else Costs(forward, backward)
+        costs = Costs(FORWARD / found.num_chunks, BACKWARD / found.num_chunks)
         parts.append(WIDE.format(svg(figure(found, costs), "chart of the schedule")))
     return [heading("Schedule"), *parts] if parts else []
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from meshtrain.pipeline.chart import as_text, write_picture
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
-from meshtrain.pipeline.schedules import NAMES, Schedule, build, is_split, problems
+from meshtrain.pipeline.schedules import NAMES, Schedule, build, problems
 from meshtrain.pipeline.table import format_table, read_table
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
@@ -34,12 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         "--backward",
         type=_time,
         default=Fraction(3),
-        help="time of one chunk's whole backward (default 3: the recomputed forward, and 2 for its gradients)",
-    )
-    parser.add_argument(
-        "--weight-gradient",
-        type=_time,
-        help="the part of --backward that is the weight gradient's, for schedules that split it (default: half)",
+        help="time of one chunk's backward (default 3: the recomputed forward, and 2 for its gradients)",
     )
     parser.add_argument(
         "--transfer", type=_time_or_zero, default=Fraction(0), help="time from one stage to the next (default 0)"
@@ -74,20 +69,6 @@ def _number(text: str, least: float) -> Fraction:
         raise argparse.ArgumentTypeError(f"got '{text}'; allowed: a number from {least:g} to 1e9; nearest: {near:g}")
     # Fraction would compute every digit of 1e-999999999, which is 0 as a float.
     return Fraction(text) if value else Fraction(0)
-
-
-def _costs(arguments: argparse.Namespace, schedule: Schedule) -> Costs:
-    """Returns the duration of each action; where the table splits the backward, B and W share --backward."""
-    whole, part = arguments.backward, arguments.weight_gradient
-    if not is_split(schedule):
-        return Costs(arguments.forward, whole, Fraction(0), arguments.transfer)
-    part = whole / 2 if part is None else part
-    if part >= whole:
-        raise UserError(
-            f"--weight-gradient: got {float(part):g}; allowed: less than --backward {float(whole):g}, the whole "
-            f"backward that it is a part of; nearest: {float(whole / 2):g}"
-        )
-    return Costs(arguments.forward, whole - part, part, arguments.transfer)
 
 
 def _numbers(arguments: argparse.Namespace) -> dict[str, int]:
@@ -155,7 +136,7 @@ def main(argv: Sequence[str]) -> None:
     if lines := _problems(arguments):
         raise UserError(*lines)
     schedule = _schedule(arguments)
-    costs = _costs(arguments, schedule)
+    costs = Costs(arguments.forward, arguments.backward, arguments.transfer)
     if arguments.out is not None:
         write_picture(schedule, costs, arguments.out, in_step=arguments.in_step)
     if arguments.json:

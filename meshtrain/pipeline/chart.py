@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
-from meshtrain.pipeline.schedules import Schedule, build, describe, is_split
+from meshtrain.pipeline.schedules import Schedule, build, describe
 from meshtrain.words.errors import UserError
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
@@ -15,20 +15,16 @@ if TYPE_CHECKING:  # imported where it is used, because it takes half a second
 MAX_TEXT_COLUMNS = 200_000
 FORMATS = (".png", ".svg", ".pdf")
 # Fills a cell after its label, so that its duration is visible.
-FILL = {"F": " ", "B": "-", "W": "~"}
-WORDS = {"F": "forward", "B": "backward", "W": "weight gradient"}
-# The first two colours differ in grey and for colour-blind readers too. Few schedules have the third.
-COLOURS = {"F": "#8db8e3", "B": "#f2a65a", "W": "#b7d69a"}
+FILL = {"F": " ", "B": "-"}
+WORDS = {"F": "forward", "B": "backward"}
+# They differ in grey and for colour-blind readers too.
+COLOURS = {"F": "#8db8e3", "B": "#f2a65a"}
 
 
 def caption(schedule: Schedule, costs: Costs) -> list[str]:
     """Returns the lines under a chart: the schedule, its bubble fractions, and the peak in flight on each stage."""
     chunks = f", {schedule.num_chunks} chunks a stage" if schedule.num_chunks > 1 else ""
-    durations = f"forward {_number(costs.forward)}, "
-    if is_split(schedule):
-        durations += f"input gradient {_number(costs.backward)}, weight gradient {_number(costs.weight_gradient)}"
-    else:
-        durations += f"backward {_number(costs.backward)}"
+    durations = f"forward {_number(costs.forward)}, backward {_number(costs.backward)}"
     if costs.transfer:
         durations += f", transfer {_number(costs.transfer)}"
     free, step = (bubble_fraction(run(schedule, costs), schedule.num_stages) for run in (run_freely, run_in_step))
@@ -128,9 +124,8 @@ def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figur
 
     run, stages, num_chunks = run_in_step if in_step else run_freely, schedule.num_stages, schedule.num_chunks
     spans = run(schedule, costs)
-    backward = costs.backward + (costs.weight_gradient if is_split(schedule) else 0)
     gpipe = build("gpipe", num_stages=stages, num_microbatches=schedule.num_microbatches)
-    whole = Costs(costs.forward * num_chunks, backward * num_chunks, transfer=costs.transfer)
+    whole = Costs(costs.forward * num_chunks, costs.backward * num_chunks, transfer=costs.transfer)
     own_end, gpipe_end = (float(max(span.end for span in timed)) for timed in (spans, run(gpipe, whole)))
     end = max(own_end, gpipe_end)
     inches = min(max(end * 0.28 / float(min(whole.forward, whole.backward)), 8.0), 40.0)
@@ -151,9 +146,7 @@ def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figur
     title, bubbles, memory = caption(schedule, costs)
     axes.set_title(title, loc="left", fontsize=10, pad=24)
     drawn.supxlabel(f"{bubbles}\n{memory}", x=0.01, ha="left", fontsize=9)
-    kinds = [kind for kind in COLOURS if any(span.action.kind == kind for span in spans)]
-    words = WORDS | {"B": "input gradient"} if is_split(schedule) else WORDS
-    handles = [Patch(color=COLOURS[kind], label=words[kind]) for kind in kinds]
+    handles = [Patch(color=colour, label=WORDS[kind]) for kind, colour in COLOURS.items()]
     if num_chunks > 1:
         handles.append(Patch(color=_lighter(COLOURS["F"], 1), label="lighter: later chunks"))
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), frameon=False, fontsize=9)

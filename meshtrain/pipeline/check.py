@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from meshtrain.pipeline import schedules
-from meshtrain.pipeline.schedules import Action, Kind, PipelineOptions, Schedule, dependencies, describe, is_split
+from meshtrain.pipeline.schedules import Action, PipelineOptions, Schedule, dependencies, describe
 from meshtrain.pipeline.table import chosen
 from meshtrain.words.errors import UserError
 
@@ -17,19 +17,17 @@ class Costs:
 
     Attributes:
       forward: one forward of one chunk.
-      backward: one action B: a whole backward, or the input gradient where the table splits the backward.
-      weight_gradient: one action W.
+      backward: one backward of one chunk.
       transfer: from the end of an action to the moment its result is at a neighbouring stage.
     """
 
     forward: Fraction = Fraction(1)
     backward: Fraction = Fraction(1)
-    weight_gradient: Fraction = Fraction(1)
     transfer: Fraction = Fraction(0)
 
     def of(self, action: Action) -> Fraction:
         """Returns how long an action takes."""
-        return {"F": self.forward, "B": self.backward, "W": self.weight_gradient}[action.kind]
+        return {"F": self.forward, "B": self.backward}[action.kind]
 
 
 class Span(NamedTuple):
@@ -67,46 +65,27 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
         prove(schedule)
     except UserError as error:
         return lines + list(error.problems)
-    return lines + refusals(schedule)
-
-
-def refusals(schedule: Schedule) -> list[str]:
-    """Returns one line with the reason why the executor cannot run this table; empty if it can."""
-    nearest = "nearest: 1f1b" if schedule.num_chunks == 1 else "nearest: interleaved_1f1b"
-    if is_split(schedule):
-        return [
-            f"schedule {schedule.name}: splits the backward in two (B and W), so it has a chart but does not "
-            f"train: each half would recompute the forward; allowed: tables of F and whole backwards B; {nearest}"
-        ]
-    for index, row in enumerate(schedule.rows):
-        cells = {a.kind: f"{describe(a, schedule.num_chunks)} on stage {s}" for s, a in enumerate(row) if a}
-        if len(cells) > 1:
-            return [
-                f"schedule {schedule.name}: mixes {' and '.join(cells.values())} in row {index}, so it has a "
-                "chart but does not train: all stages move in step and would wait for the slower kind; allowed: "
-                f"rows of one kind; {nearest}"
-            ]
-    return []
+    return lines
 
 
 def prove(schedule: Schedule) -> None:
     """Raises UserError unless each microbatch passes each chunk once forward and once backward, in a legal order.
 
-    An action may depend on actions of *earlier rows* only: results are sent to the neighbour between two rows.
+    An action may depend on actions of *earlier rows* only: results are sent to the neighbour between two rows. A row
+    holds actions of one kind: all stages move in step, and would wait for the slower kind.
     """
-    lines = _incomplete(schedule) or _violated(schedule)
+    lines = _incomplete(schedule) or _violated(schedule) or _mixed(schedule)
     if lines:
         raise UserError(*lines)
 
 
 def _incomplete(schedule: Schedule) -> list[str]:
     """Returns one line if an action is missing, occurs twice, or has a microbatch or chunk out of range."""
-    kinds: tuple[Kind, ...] = ("F", "B", "W") if is_split(schedule) else ("F", "B")
     microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
         seen = Counter(row[stage] for row in schedule.rows if row[stage] is not None)
         # A generator, because a file may name any microbatch number: the first missing action ends the search.
-        for action in (Action(k, m, c) for m in range(microbatches) for c in range(chunks) for k in kinds):
+        for action in (Action(k, m, c) for m in range(microbatches) for c in range(chunks) for k in ("F", "B")):
             times = seen.pop(action, 0)
             if times != 1:
                 what = describe(action, chunks)
@@ -139,6 +118,18 @@ def _violated(schedule: Schedule) -> list[str]:
                         f"allowed: what is needed in an earlier row; nearest: a row after {row_of[needed]}"
                     )
                     return ["; ".join(filter(None, [line, _deadlock(schedule)]))]
+    return []
+
+
+def _mixed(schedule: Schedule) -> list[str]:
+    """Returns one line for the first row with a forward and a backward action."""
+    for index, row in enumerate(schedule.rows):
+        cells = {a.kind: f"{describe(a, schedule.num_chunks)} on stage {s}" for s, a in enumerate(row) if a}
+        if len(cells) > 1:
+            return [
+                f"schedule {schedule.name}: mixes {' and '.join(cells.values())} in row {index}; allowed: rows of one "
+                "kind, as all stages move in step and would wait for the slower one; nearest: a row for each kind"
+            ]
     return []
 
 
@@ -196,14 +187,14 @@ def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
 def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
     """Returns the timeline of a proven table where every stage waits in each row for the slowest action of the row.
 
-    Programs whose rows end with a permute between neighbours run like this. A row with an F or B adds one transfer.
+    Programs whose rows end with a permute between neighbours run like this. A row with an action adds one transfer.
     """
     spans, now = list[Span](), Fraction(0)
     for row in schedule.rows:
         busy = [(stage, action) for stage, action in enumerate(row) if action]
         spans += [Span(stage, action, now, now + costs.of(action)) for stage, action in busy]
         now += max((costs.of(action) for _, action in busy), default=Fraction(0))
-        now += costs.transfer if any(action.kind != "W" for _, action in busy) else 0
+        now += costs.transfer if busy else 0
     return spans
 
 
@@ -224,10 +215,9 @@ def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
 def peak_in_flight(schedule: Schedule) -> list[int]:
     """Returns, for each stage, the largest number of (microbatch, chunk) pairs in flight.
 
-    A pair is in flight from the start of its forward to the end of its backward (of its weight gradient, where the
-    table splits the backward). The number depends on the order of a stage's actions only, not on their timing.
+    A pair is in flight from the start of its forward to the end of its backward. The number depends on the order of a
+    stage's actions only, not on their timing.
     """
-    last = "W" if is_split(schedule) else "B"
     peaks = [0] * schedule.num_stages
     for stage in range(schedule.num_stages):
         held = 0
@@ -236,5 +226,5 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
             kind = action.kind if action else ""
             held += kind == "F"
             peaks[stage] = max(peaks[stage], held)
-            held -= kind == last
+            held -= kind == "B"
     return peaks

@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.pipeline.check import prove, refusals
+from meshtrain.pipeline.check import prove
 from meshtrain.pipeline.schedules import Action, Row, Schedule
-from meshtrain.words.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,11 +112,9 @@ def executable(schedule: Schedule) -> Program:
     Each array gets the lowest free slot, so equal tables give equal programs. Buffer sizes are the maximum over stages.
 
     Raises:
-      UserError: the table is wrong (see `check.prove`), mixes kinds in a row, or splits the backward.
+      UserError: the table is wrong, see `check.prove`.
     """
     prove(schedule)
-    if problems := refusals(schedule):
-        raise UserError(*problems)
     rows = [row for row in schedule.rows if any(row)]
     shape = len(rows), schedule.num_stages
     tables = {name: np.zeros(shape, np.int32) for name in ("microbatch", "chunk")}

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 from meshtrain.words.errors import UserError, unknown
 from meshtrain.words.options import option
 
-Kind = Literal["F", "B", "W"]
+Kind = Literal["F", "B"]
 MAX_SIZE = 1 << 18  # actions of one kind in a table: building and proving this many takes ten seconds
 MAX_STAGES = 1 << 10  # idle cells of a table grow as their square
-NAMES = ("gpipe", "1f1b", "1f1b_classic", "interleaved_1f1b", "zero_bubble_h1")
+NAMES = ("1f1b", "gpipe", "interleaved_1f1b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Action(NamedTuple):
     """One stage's work in one row.
 
     Attributes:
-      kind: F is a forward, B a whole backward (or, in a table that has W, its input gradient), W a weight gradient.
+      kind: F is a forward pass, B a backward pass.
       microbatch: 0 .. num_microbatches - 1.
       chunk: 0 .. num_chunks - 1.
     """
@@ -63,15 +63,10 @@ def describe(action: Action | None, num_chunks: int = 1) -> str:
     return f"{action.kind}{action.microbatch}" + (f".{action.chunk}" if num_chunks > 1 else "")
 
 
-def is_split(schedule: Schedule) -> bool:
-    """Returns whether the backward is split into B, the gradient of the input, and W, the gradient of the weights."""
-    return any(action is not None and action.kind == "W" for row in schedule.rows for action in row)
-
-
 def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[tuple[int, Action]]:
     """Returns the (stage, action) pairs that have to finish before `action` starts on `stage`.
 
-    With v the virtual stage: F(m, v) needs F(m, v-1); B(m, v) needs F(m, v) and B(m, v+1); W(m, v) needs B(m, v).
+    With v the virtual stage: F(m, v) needs F(m, v-1); B(m, v) needs F(m, v) and B(m, v+1).
     """
     virtual = action.chunk * num_stages + stage
 
@@ -80,8 +75,6 @@ def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -
 
     if action.kind == "F":
         return [at("F", virtual - 1)] if virtual > 0 else []
-    if action.kind == "W":
-        return [at("B", virtual)]
     return [at("F", virtual)] + ([at("B", virtual + 1)] if virtual < num_stages * num_chunks - 1 else [])
 
 
@@ -113,11 +106,6 @@ def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: i
         lines.append(
             f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: multiples of its {num_stages} "
             f"stages; nearest: {legal}"
-        )
-    if name == "zero_bubble_h1" and num_microbatches < num_stages:
-        lines.append(
-            f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: at least its {num_stages} stages; "
-            f"nearest: {num_stages}"
         )
     return lines
 
@@ -151,13 +139,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
     lines = problems(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
     if lines:
         raise UserError(*lines)
-    tables = {
-        "gpipe": _gpipe,
-        "1f1b": _interleaved_1f1b,
-        "1f1b_classic": _classic_1f1b,
-        "interleaved_1f1b": _interleaved_1f1b,
-        "zero_bubble_h1": _zero_bubble_h1,
-    }
+    tables = {"1f1b": _interleaved_1f1b, "gpipe": _gpipe, "interleaved_1f1b": _interleaved_1f1b}
     rows = tables[name](num_stages, num_microbatches, num_chunks)
     return Schedule(name, num_stages, num_microbatches, num_chunks, tuple(rows))
 
@@ -215,64 +197,4 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
         needed = group + index - index % group + min(index % group, num_stages - 1)
         rows += forward[done:needed] + [row]
         done = max(done, needed)
-    return rows
-
-
-def _classic_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """1F1B as published (Narayanan et al. 2019): rows mix kinds, S - s microbatches in flight on stage s."""
-    orders = []
-    for stage in range(num_stages):
-        order, ahead = (
-            [Action("F", m) for m in range(min(num_stages - 1 - stage, num_microbatches))],
-            num_stages - 1 - stage,
-        )
-        for m in range(num_microbatches):
-            order += [Action("F", m + ahead)] if m + ahead < num_microbatches else []
-            order.append(Action("B", m))
-        orders.append(order)
-    return in_rows(orders, num_chunks)
-
-
-def _zero_bubble_h1(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """1F1B with weight gradients as actions of their own, which fill idle cells (ZB-H1 of Qi et al. 2023).
-
-    Stage s computes its weight gradients s microbatches after its input gradients, so that each stage has S
-    microbatches in flight and input gradients of late stages come early. Bubble (S-1)/(3M+S-1) if forward, input
-    gradient and weight gradient take equally long.
-    """
-    orders = []
-    for stage in range(num_stages):
-        ahead = num_stages - 1 - stage
-        order = [Action("F", m) for m in range(ahead)]
-        for m in range(num_microbatches):
-            order += [Action("F", m + ahead)] if m + ahead < num_microbatches else []
-            order.append(Action("B", m))
-            order += [Action("W", m - stage)] if m >= stage else []
-        orders.append(order + [Action("W", m) for m in range(max(0, num_microbatches - stage), num_microbatches)])
-    return in_rows(orders, num_chunks)
-
-
-def in_rows(orders: list[list[Action]], num_chunks: int = 1) -> list[Row]:
-    """Returns rows that keep each stage's order of actions, each action as early as its dependencies allow.
-
-    Args:
-      orders: for each stage, its actions in order.
-      num_chunks: chunks of layers on each stage.
-    """
-    num_stages, row_of, rows = len(orders), dict[tuple[int, Action], int](), list[Row]()
-    done = [0] * num_stages
-    while any(count < len(order) for count, order in zip(done, orders, strict=True)):
-        cells: list[Action | None] = []
-        for stage, order in enumerate(orders):
-            action = order[done[stage]] if done[stage] < len(order) else None
-            if action and all(key in row_of for key in dependencies(action, stage, num_stages, num_chunks)):
-                cells.append(action)
-            else:
-                cells.append(None)
-        assert any(cells), "each stage's order must be possible to run"
-        for stage, cell in enumerate(cells):
-            if cell:
-                row_of[stage, cell] = len(rows)
-                done[stage] += 1
-        rows.append(tuple(cells))
     return rows

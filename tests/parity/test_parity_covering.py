@@ -16,8 +16,6 @@ from meshtrain.layout.zero import MAX_LEVEL, STRATEGIES, ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim import optimizers
 from meshtrain.pipeline import schedules
-from meshtrain.pipeline.program import executable
-from meshtrain.words.errors import UserError
 from tests.parity import runs, test_parity_experts
 
 LLAMA, GPT, QWEN = "llama", "gpt", "qwen"
@@ -105,15 +103,6 @@ def choices(options, name):
     return set(field.metadata["choices"])
 
 
-def is_runnable(schedule):
-    """Whether the executor runs a schedule: some are tables to look at only."""
-    try:
-        executable(schedules.build(schedule, num_stages=2, num_microbatches=4))
-    except UserError:
-        return False
-    return True
-
-
 def test_the_table_is_short():
     assert len(RUNS) <= MAX_RUNS
     assert all(run.config.num_steps == runs.NUM_STEPS for run in RUNS)
@@ -132,7 +121,7 @@ def test_the_table_has_each_pair_of_axes():
 def test_the_table_has_each_value_of_each_other_option():
     assert values("model") == set(MODELS)
     assert values("optimizer") == set(optimizers.NAMES)
-    assert values("schedule") - {""} == {name for name in schedules.NAMES if is_runnable(name)}
+    assert values("schedule") - {""} == set(schedules.NAMES)
     assert values("zero") >= {*range(MAX_LEVEL + 1), *STRATEGIES} - {"no_shard"}
     assert values("remat") == choices(RematOptions, "policy")
     assert values("remat_every") > {1}

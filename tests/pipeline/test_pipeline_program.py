@@ -169,12 +169,6 @@ def test_equal_tables_give_equal_programs():
     assert segments(one) == segments(two)
 
 
-@pytest.mark.parametrize("name", ["1f1b_classic", "zero_bubble_h1"])
-def test_mixed_and_split_tables_are_refused(name):
-    with pytest.raises(UserError, match="nearest: 1f1b"):
-        program_of(name, 4, 8)
-
-
 def test_wrong_tables_are_refused():
     schedule = build("1f1b", num_stages=2, num_microbatches=2)
     with pytest.raises(UserError, match="B1 in row 0 on stage 0 needs F1 of stage 0"):

@@ -3,12 +3,11 @@ from fractions import Fraction
 import pytest
 
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
-from meshtrain.pipeline.schedules import NAMES, Action, PipelineOptions, build, describe, in_rows, problems
+from meshtrain.pipeline.schedules import NAMES, Action, PipelineOptions, build, describe, problems
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import problems as option_problems
 
 SHAPES = [(1, 1), (1, 5), (2, 2), (2, 8), (3, 3), (4, 4), (4, 8), (4, 16), (5, 10), (8, 8), (8, 32)]
-ONE_CHUNK = ("gpipe", "1f1b", "1f1b_classic", "zero_bubble_h1")
 
 
 def texts(schedule):
@@ -21,26 +20,18 @@ def test_bubble_equals_the_closed_form(name, num_stages, num_microbatches):
     for num_chunks in (1, 2, 3) if name == "interleaved_1f1b" else (1,):
         schedule = build(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
         prove(schedule)
-        work = (3 if name == "zero_bubble_h1" else num_chunks) * num_microbatches
-        closed_form = Fraction(num_stages - 1, work + num_stages - 1)
+        closed_form = Fraction(num_stages - 1, num_chunks * num_microbatches + num_stages - 1)
         assert bubble_fraction(run_freely(schedule, Costs()), num_stages) == closed_form
         assert bubble_fraction(run_in_step(schedule, Costs()), num_stages) == closed_form
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", NAMES)
 def test_one_kind_rows_keep_the_closed_form_at_every_cost(name):
     num_chunks = 2 if name == "interleaved_1f1b" else 1
     schedule = build(name, num_stages=4, num_microbatches=16, num_chunks=num_chunks)
     costs = Costs(forward=Fraction(1), backward=Fraction(3))
     assert bubble_fraction(run_freely(schedule, costs), 4) == Fraction(3, 16 * num_chunks + 3)
     assert bubble_fraction(run_in_step(schedule, costs), 4) == Fraction(3, 16 * num_chunks + 3)
-
-
-def test_mixed_rows_cost_more_in_step():
-    classic = build("1f1b_classic", num_stages=4, num_microbatches=16)
-    costs = Costs(forward=Fraction(1), backward=Fraction(3))
-    assert bubble_fraction(run_freely(classic, costs), 4) == Fraction(3, 19)
-    assert float(bubble_fraction(run_in_step(classic, costs), 4)) == pytest.approx(0.396, abs=5e-4)
 
 
 @pytest.mark.parametrize("num_stages, num_microbatches", SHAPES)
@@ -51,15 +42,13 @@ def test_peak_in_flight_is_the_theory_s(num_stages, num_microbatches):
 
     stages = range(num_stages)
     assert peaks("gpipe") == [num_microbatches] * num_stages
-    assert peaks("1f1b_classic") == [num_stages - s for s in stages]
-    assert peaks("zero_bubble_h1") == [num_stages] * num_stages
     for num_chunks in (1, 2, 3):
         aligned = [min(num_chunks * num_stages + num_stages - 1 - 2 * s, num_chunks * num_microbatches) for s in stages]
         assert peaks("interleaved_1f1b", num_chunks) == aligned
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b_classic"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_fewer_microbatches_than_stages_are_legal_where_no_schedule_needs_them(name, num_microbatches):
     schedule = build(name, num_stages=6, num_microbatches=num_microbatches)
     prove(schedule)
@@ -113,23 +102,12 @@ def test_backwards_of_a_microbatch_follow_its_forward_on_the_last_stage():
     assert last == [Action(kind, m) for m in range(6) for kind in "FB"]
 
 
-def test_in_rows_puts_every_action_into_the_first_possible_row():
-    orders = [[Action("F", 0), Action("B", 0)], [Action("F", 0), Action("B", 0)]]
-    assert in_rows(orders) == [
-        (Action("F", 0), None),
-        (None, Action("F", 0)),
-        (None, Action("B", 0)),
-        (Action("B", 0), None),
-    ]
-
-
 @pytest.mark.parametrize(
     "name, numbers, words",
     [
         ("1f1c", (4, 8, 1), ["got '1f1c'", "interleaved_1f1b", "did you mean '1f1b'?"]),
         ("interleaved_1f1b", (4, 6, 2), ["num_microbatches: got 6", "multiples of its 4 stages", "nearest: 8"]),
         ("interleaved_1f1b", (4, 1, 2), ["num_microbatches: got 1", "nearest: 4"]),
-        ("zero_bubble_h1", (4, 3, 1), ["num_microbatches: got 3", "at least its 4 stages", "nearest: 4"]),
         ("1f1b", (4, 8, 2), ["num_chunks: got 2", "nearest: 1, or interleaved_1f1b"]),
         ("gpipe", (4, 0, 1), ["got 0 microbatches", "nearest: 1"]),
         ("gpipe", (0, 4, 1), ["got 0 stages"]),

@@ -209,7 +209,7 @@ def across_cases():
         "a pipeline beyond all bounds": ("mesh.pipeline=2147483647",),
         "microbatches beyond all bounds": ("mesh.pipeline=2", "pipeline.num_microbatches=2147483647"),
         "a width beyond all bounds": ("model.embed_dim=2147483647", "mesh.tensor=2"),
-        "no such schedule for these stages": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble_h1"),
+        "no such schedule for these stages": ("mesh.pipeline=2", "pipeline.schedule=1f1b", "pipeline.num_chunks=2"),
         "indivisible": ("mesh.tensor=3",),
         "trace backwards": ("profile.steps=13,10",),
         "trace of words": ("profile.steps=all",),

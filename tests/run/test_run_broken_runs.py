@@ -179,7 +179,7 @@ PROGRAMS = {
         ["--stages=9999"],
         ["--microbatches=0"], ["--microbatches=99999999"], ["--chunks=0"], ["--chunks=99999999"], ["--schedule=zz"],
         ["--schedule=1f1bb"], ["--forward=x"], ["--forward=nan"], ["--forward=1e-999999999"], ["--backward=1e999999"],
-        ["--transfer=-1"], ["--schedule=zero_bubble_h1", "--weight-gradient=5"], ["--columns=3"], ["--columns=x"],
+        ["--transfer=-1"], ["--columns=3"], ["--columns=x"],
         ["--out=nowhere/x.png"], ["--out=x.zzz"], ["--out=pipe.png"], ["--json", "--csv"], ["stray"], ["--stage=3"],
         ["--stages", "--csv"], ["--stages=\udcff"], ["--table=words.txt", "--stages=3"],
     ],
