@@ -41,7 +41,7 @@ from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.reduction import reduces_early
-from meshtrain.pipeline.table import chosen
+from meshtrain.pipeline.schedules import chosen
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
 from meshtrain.step.local import axes_in_groups, in_groups, inner_step, outer_step
@@ -273,7 +273,7 @@ def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None
     """Returns the schedule, proven and compiled to tables for the executor; None on a pipeline of size 1.
 
     Raises:
-      UserError: the schedule has no table for these numbers, or the executor cannot run it.
+      UserError: the schedule has no table for these numbers, or a wrong one.
     """
     if shape["pipeline"] == 1:
         return None

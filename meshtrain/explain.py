@@ -118,9 +118,7 @@ def stages_text(assembly: Assembly) -> list[str]:
     if program is None or stages is None:
         return []
     schedule = program.schedule
-    lines = [
-        f"schedule     {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} chunks a stage"
-    ]
+    lines = [f"schedule     {schedule.text}"]
     share = f"1/{schedule.num_stages} of the vocabulary (embedding and head)"
     for stage in range(schedule.num_stages):
         held = layers_of_stage(stage, schedule.num_stages, stages.num_layers, schedule.num_chunks)

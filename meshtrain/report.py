@@ -15,8 +15,7 @@ from meshtrain.observe.report import mesh_shape, run_page, together
 from meshtrain.observe.runs import Run, opened
 from meshtrain.pipeline.chart import figure
 from meshtrain.pipeline.check import Costs
-from meshtrain.pipeline.schedules import PipelineOptions, Schedule
-from meshtrain.pipeline.table import chosen
+from meshtrain.pipeline.schedules import PipelineOptions, Schedule, chosen, is_own
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
 from meshtrain.words.files import write_whole
@@ -88,8 +87,11 @@ def schedules(runs: Sequence[Run]) -> list[str]:
         assert found is not None
         parts += [heading(names, 3)] * (len(runs) > 1)
         num_actions = sum(action is not None for row in found.rows for action in row)
+        size = f"{found.num_stages} stages and {found.num_microbatches} microbatches"
+        if is_own(found.name):
+            parts.append(f"<p>{escaped(found.name)}: {size}, a function of one's own, which a page does not run</p>")
+            continue
         if num_actions > MOST_ACTIONS:
-            size = f"{found.num_stages} stages and {found.num_microbatches} microbatches"
             parts.append(f"<p>{escaped(found.name)}: {size}, too many to draw here</p>")
             continue
         costs = Costs(FORWARD / found.num_chunks, BACKWARD / found.num_chunks)
@@ -98,17 +100,23 @@ def schedules(runs: Sequence[Run]) -> list[str]:
 
 
 def _schedule(one: Run) -> Schedule | None:
-    """Returns the schedule that a run's configuration asks for; None without a pipeline or where it has no table."""
+    """Returns the schedule that a run's configuration asks for, without rows for a user's function.
+
+    None without a pipeline, or where there is no such schedule.
+    """
     shape = mesh_shape(one)
     if shape is None or PIPELINE not in shape or shape[PIPELINE] == 1:
         return None
     options = _options(one, "pipeline", PipelineOptions())
     parts = one.config["accumulation_steps"] if "accumulation_steps" in one.config else 1
     num_parts = parts if isinstance(parts, int) else 1
+    num_stages, num_microbatches = shape[PIPELINE], num_parts * options.num_microbatches
+    if is_own(options.schedule):  # not imported: the run may be a stranger's
+        return Schedule(options.schedule, num_stages, num_microbatches, options.num_chunks, rows=())
     try:
-        return chosen(options, num_stages=shape[PIPELINE], num_microbatches=num_parts * options.num_microbatches)
+        return chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)
     except UserError:
-        return None  # its table was a file that is no longer there
+        return None  # a schedule of another version
 
 
 def _options(one: Run, group: str, default: Any) -> Any:

@@ -34,7 +34,6 @@ from meshtrain.models.task import Task
 from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, optimizers, outer
 from meshtrain.pipeline import check as pipeline_check
-from meshtrain.pipeline import table
 from meshtrain.words import flags
 from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError, first_line
@@ -111,7 +110,6 @@ def resolve(
         *no_vocabulary,
         *mesh.check(mended.mesh),
         *sources.check(mended.data, reads_data=reads_data),
-        *table.unread(mended.pipeline, mended.mesh.pipeline),
         *optimizers.check(mended.optimizer),
         *outer.check(mended.local_steps),
         *learning_rate.check(mended.learning_rate),

@@ -154,10 +154,7 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
     if not reads_data:
         return problems
     if is_own(options):
-        try:
-            named.function("data.source", options.source, SOURCES)
-        except UserError as error:
-            problems += error.problems
+        problems += named.problems("data.source", options.source, SOURCES)
     if options.source in DOCUMENTS["source"] and options.tokenizer != "bytes":
         problems += file_problems(options.tokenizer)
     if options.source in CHATS:

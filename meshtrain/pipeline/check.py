@@ -5,9 +5,7 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
-from meshtrain.pipeline import schedules
-from meshtrain.pipeline.schedules import Action, PipelineOptions, Schedule, dependencies, describe
-from meshtrain.pipeline.table import chosen
+from meshtrain.pipeline.schedules import KEY, Action, PipelineOptions, Schedule, chosen, dependencies, describe
 from meshtrain.words.errors import UserError
 
 
@@ -45,15 +43,12 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
     These are checks across options. `options.problems` checks each option by itself.
 
     Args:
-      options: the configuration's `pipeline`.
-      num_stages: size of the mesh's pipeline axis; with 1 the options have no effect and no problems.
+      options: the configuration's `pipeline`, each within its own bounds.
+      num_stages: size of the mesh's pipeline axis, above 1.
       num_layers: layers of the model.
       num_microbatches: parts of a step's batch.
     """
-    out_of_bounds = min(num_microbatches, options.num_chunks) < 1 or options.schedule not in schedules.NAMES
-    if num_stages <= 1 or out_of_bounds:
-        return []
-    lines = []
+    lines = list[str]()
     parts = num_stages * options.num_chunks
     if num_layers % parts:
         lines.append(
@@ -61,10 +56,9 @@ def check(options: PipelineOptions, *, num_stages: int, num_layers: int, num_mic
             f"pipeline.num_chunks {options.num_chunks} = {parts}; nearest: {parts * max(1, round(num_layers / parts))}"
         )
     try:
-        schedule = chosen(options, num_stages=num_stages, num_microbatches=num_microbatches)
-        prove(schedule)
+        prove(chosen(options, num_stages=num_stages, num_microbatches=num_microbatches))
     except UserError as error:
-        return lines + list(error.problems)
+        lines += error.problems
     return lines
 
 
@@ -84,20 +78,20 @@ def _incomplete(schedule: Schedule) -> list[str]:
     microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
     for stage in range(schedule.num_stages):
         seen = Counter(row[stage] for row in schedule.rows if row[stage] is not None)
-        # A generator, because a file may name any microbatch number: the first missing action ends the search.
+        # A generator: the first missing action ends the search.
         for action in (Action(k, m, c) for m in range(microbatches) for c in range(chunks) for k in ("F", "B")):
             times = seen.pop(action, 0)
             if times != 1:
                 what = describe(action, chunks)
                 often = f"stands {times} times" if times else "is missing"
                 return [
-                    f"schedule {schedule.name}: {what} {often} on stage {stage}; allowed: exactly "
-                    f"once; nearest: {'once' if times else 'a row with it'}"
+                    f"{KEY}: got '{schedule.name}', where {what} {often} on stage {stage}; allowed: exactly once; "
+                    f"nearest: {'once' if times else 'a row with it'}"
                 ]
         for extra in seen:
             return [
-                f"schedule {schedule.name}: got {describe(extra, 2)} on stage {stage}; allowed: microbatches 0 to "
-                f"{microbatches - 1}, chunks 0 to {chunks - 1}"
+                f"{KEY}: got '{schedule.name}', where {describe(extra, 2)} stands on stage {stage}; allowed: "
+                f"microbatches 0 to {microbatches - 1}, chunks 0 to {chunks - 1}; nearest: leave it out"
             ]
     return []
 
@@ -113,9 +107,10 @@ def _violated(schedule: Schedule) -> list[str]:
             for needed in dependencies(action, stage, stages, chunks) if action else []:
                 if row_of[needed] >= row:
                     line = (
-                        f"schedule {schedule.name}: {describe(action, chunks)} in row {row} on stage {stage} needs "
-                        f"{describe(needed[1], chunks)} of stage {needed[0]}, which stands in row {row_of[needed]}; "
-                        f"allowed: what is needed in an earlier row; nearest: a row after {row_of[needed]}"
+                        f"{KEY}: got '{schedule.name}', where {describe(action, chunks)} in row {row} on stage {stage} "
+                        f"needs {describe(needed[1], chunks)} of stage {needed[0]}, which stands in row "
+                        f"{row_of[needed]}; allowed: what is needed in an earlier row; nearest: a row after "
+                        f"{row_of[needed]}"
                     )
                     return ["; ".join(filter(None, [line, _deadlock(schedule)]))]
     return []
@@ -127,8 +122,8 @@ def _mixed(schedule: Schedule) -> list[str]:
         cells = {a.kind: f"{describe(a, schedule.num_chunks)} on stage {s}" for s, a in enumerate(row) if a}
         if len(cells) > 1:
             return [
-                f"schedule {schedule.name}: mixes {' and '.join(cells.values())} in row {index}; allowed: rows of one "
-                "kind, as all stages move in step and would wait for the slower one; nearest: a row for each kind"
+                f"{KEY}: got '{schedule.name}', which mixes {' and '.join(cells.values())} in row {index}; allowed: "
+                "rows of one kind, as all stages move in step and would wait for the slower; nearest: a row for each"
             ]
     return []
 
@@ -203,7 +198,8 @@ def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
 
     (S - 1) / (M + S - 1) for gpipe on S stages with M microbatches:
 
-    >>> schedule = schedules.build("gpipe", num_stages=4, num_microbatches=8)
+    >>> from meshtrain.pipeline.schedules import build
+    >>> schedule = build("gpipe", num_stages=4, num_microbatches=8)
     >>> bubble_fraction(run_freely(schedule, Costs()), num_stages=4)
     Fraction(3, 11)
     """

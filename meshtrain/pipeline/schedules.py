@@ -8,25 +8,18 @@ chunk).
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
-from meshtrain.words.errors import UserError, unknown
+from meshtrain.words import named
+from meshtrain.words.errors import UserError
 from meshtrain.words.options import option
 
 Kind = Literal["F", "B"]
+KEY = "pipeline.schedule"
 MAX_SIZE = 1 << 18  # actions of one kind in a table: building and proving this many takes ten seconds
 MAX_STAGES = 1 << 10  # idle cells of a table grow as their square
-NAMES = ("1f1b", "gpipe", "interleaved_1f1b")
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineOptions:
-    """In what order the stages of the mesh's pipeline axis run; without effect where that axis has size 1."""
-
-    schedule: str = option("1f1b", "order in which the stages run", choices=NAMES)
-    num_microbatches: int = option(4, "parts of a step's batch that pass through the stages in turn", minimum=1)
-    num_chunks: int = option(1, "chunks of layers on each stage (interleaved_1f1b, or a table with chunks)", minimum=1)
-    table: str = option("", "path of a CSV file with your own table instead of `schedule`; empty: none", names="path")
 
 
 class Action(NamedTuple):
@@ -55,6 +48,11 @@ class Schedule(NamedTuple):
     num_chunks: int
     rows: tuple[Row, ...]
 
+    @property
+    def text(self) -> str:
+        """The schedule in a few words: its name and its numbers."""
+        return f"{self.name}, {self.num_microbatches} microbatches, {self.num_chunks} chunks a stage"
+
 
 def describe(action: Action | None, num_chunks: int = 1) -> str:
     """Returns an action as a cell of a table: `F3`, or `F3.1` where stages have several chunks; empty for idle."""
@@ -76,72 +74,6 @@ def dependencies(action: Action, stage: int, num_stages: int, num_chunks: int) -
     if action.kind == "F":
         return [at("F", virtual - 1)] if virtual > 0 else []
     return [at("F", virtual)] + ([at("B", virtual + 1)] if virtual < num_stages * num_chunks - 1 else [])
-
-
-def problems(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[str]:
-    """Returns one line for each reason why the named schedule has no table for these numbers; empty if it has one."""
-    lines = list[str]()
-    if name not in NAMES:
-        line = unknown("pipeline.schedule", name, NAMES)
-        lines.append(line if "did you mean" in line else f"{line}; nearest: 1f1b")
-    counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
-    lines += [
-        f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
-    ]
-    if num_stages > MAX_STAGES:
-        lines.append(f"pipeline: got {num_stages} stages; allowed: at most {MAX_STAGES}; nearest: {MAX_STAGES}")
-    if lines:
-        return lines
-    size = num_stages * num_microbatches * num_chunks
-    if size > MAX_SIZE:
-        near = max(1, MAX_SIZE // (num_stages * num_chunks))
-        return [
-            f"pipeline: got {num_stages} stages x {num_microbatches} microbatches x {num_chunks} chunks = {size}; "
-            f"allowed: a table of at most {MAX_SIZE}; nearest: {near} microbatches"
-        ]
-    if num_chunks > 1 and name != "interleaved_1f1b":
-        lines.append(f"pipeline.num_chunks: got {num_chunks}; allowed for {name}: 1; nearest: 1, or interleaved_1f1b")
-    if name == "interleaved_1f1b" and num_microbatches % num_stages:
-        legal = num_stages * max(1, round(num_microbatches / num_stages))
-        lines.append(
-            f"pipeline.num_microbatches: got {num_microbatches}; allowed for {name}: multiples of its {num_stages} "
-            f"stages; nearest: {legal}"
-        )
-    return lines
-
-
-def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Returns the named schedule's table.
-
-    Three microbatches on two stages, a line for each row and a column for each stage:
-
-    >>> schedule = build("1f1b", num_stages=2, num_microbatches=3)
-    >>> for row in schedule.rows:
-    ...     print("  ".join(describe(action) or "--" for action in row))
-    F0  --
-    F1  F0
-    --  B0
-    F2  F1
-    B0  B1
-    --  F2
-    B1  B2
-    B2  --
-
-    Args:
-      name: one of NAMES.
-      num_stages: size of the mesh's pipeline axis.
-      num_microbatches: parts of a step's batch.
-      num_chunks: chunks of layers on each stage; above 1 for interleaved_1f1b only.
-
-    Raises:
-      UserError: an unknown name, or numbers for which the schedule has no table.
-    """
-    lines = problems(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    if lines:
-        raise UserError(*lines)
-    tables = {"1f1b": _interleaved_1f1b, "gpipe": _gpipe, "interleaved_1f1b": _interleaved_1f1b}
-    rows = tables[name](num_stages, num_microbatches, num_chunks)
-    return Schedule(name, num_stages, num_microbatches, num_chunks, tuple(rows))
 
 
 def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
@@ -176,14 +108,40 @@ def _one_kind_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> t
     return [_forward_row(row, *numbers) for row in range(count)], [_backward_row(row, *numbers) for row in range(count)]
 
 
+def _one_chunk(name: str, num_chunks: int) -> None:
+    """Raises UserError for chunks, of which a schedule has one a stage."""
+    if num_chunks > 1:
+        raise UserError(
+            f"pipeline.num_chunks: got {num_chunks} with {KEY}={name}; allowed: 1; nearest: 1, or interleaved_1f1b"
+        )
+
+
 def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """All forwards, then all backwards (Huang et al. 2019): bubble (S-1)/(M+S-1), M microbatches in flight."""
+    _one_chunk("gpipe", num_chunks)
     forward, backward = _one_kind_rows(num_stages, num_microbatches, num_chunks)
     return forward + backward
 
 
+def _1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+    """Backwards as early as possible (Narayanan et al. 2021): gpipe's bubble, 2 S - 1 - 2 s in flight on stage s."""
+    _one_chunk("1f1b", num_chunks)
+    return _aligned(num_stages, num_microbatches, num_chunks)
+
+
 def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
-    """Rows of one kind, each backward row as early as its dependencies allow; with one chunk this is 1f1b.
+    """1F1B of microbatches that pass all stages once for each chunk (Narayanan et al. 2021)."""
+    if num_microbatches % num_stages:
+        legal = num_stages * max(1, round(num_microbatches / num_stages))
+        raise UserError(
+            f"pipeline.num_microbatches: got {num_microbatches} with {KEY}=interleaved_1f1b; allowed: multiples of its "
+            f"{num_stages} stages; nearest: {legal}"
+        )
+    return _aligned(num_stages, num_microbatches, num_chunks)
+
+
+def _aligned(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+    """Rows of one kind, each backward row as early as its dependencies allow.
 
     Groups have S microbatches. The first S backward rows of a group start in the last virtual stage: the first of them
     needs forward row V S - 1 of the group, each later one needs one forward row more. The other backward rows, of
@@ -198,3 +156,130 @@ def _interleaved_1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -
         rows += forward[done:needed] + [row]
         done = max(done, needed)
     return rows
+
+
+# (stages, microbatches, chunks) -> rows. It raises UserError for numbers that it has no table for.
+BUILT_IN: Mapping[str, Callable[[int, int, int], list[Row]]] = {
+    "1f1b": _1f1b,
+    "gpipe": _gpipe,
+    "interleaved_1f1b": _interleaved_1f1b,
+}
+NAMES = tuple(BUILT_IN)
+# What the planner's search tries -> chunks a stage. gpipe keeps more than 1f1b and is no faster.
+SEARCHED: Mapping[str, int] = {"1f1b": 1, "interleaved_1f1b": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineOptions:
+    """In what order the stages of the mesh's pipeline axis run; without effect where that axis has size 1."""
+
+    schedule: str = option(
+        "1f1b", f"order in which the stages run: {', '.join(NAMES)}, or {named.FORM} of one's own", choices=NAMES,
+        names="function",
+    )  # fmt: skip
+    num_microbatches: int = option(4, "parts of a step's batch that pass through the stages in turn", minimum=1)
+    num_chunks: int = option(1, "chunks of layers on each stage (interleaved_1f1b, or one of your own)", minimum=1)
+
+
+def is_own(name: str) -> bool:
+    """Returns whether a schedule's name is that of a user's function."""
+    return ":" in name
+
+
+def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) -> Schedule:
+    """Returns the table of a configuration, see `build`."""
+    return build(
+        options.schedule, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=options.num_chunks
+    )
+
+
+def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """Returns the named schedule's table; that of a user's function is not proven (see `check.prove`).
+
+    Three microbatches on two stages, a line for each row and a column for each stage:
+
+    >>> schedule = build("1f1b", num_stages=2, num_microbatches=3)
+    >>> for row in schedule.rows:
+    ...     print("  ".join(describe(action) or "--" for action in row))
+    F0  --
+    F1  F0
+    --  B0
+    F2  F1
+    B0  B1
+    --  F2
+    B1  B2
+    B2  --
+
+    Args:
+      name: one of NAMES, or `package.module:function`, which is imported and called.
+      num_stages: size of the mesh's pipeline axis.
+      num_microbatches: parts of a step's batch.
+      num_chunks: chunks of layers on each stage.
+
+    Raises:
+      UserError: an unknown name, numbers for which the schedule has no table, or a user's function that cannot be
+        imported, raises, or returns no rows.
+    """
+    lines = named.problems(KEY, name, NAMES)
+    counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
+    lines += [
+        f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
+    ]
+    if num_stages > MAX_STAGES:
+        lines.append(f"pipeline: got {num_stages} stages; allowed: at most {MAX_STAGES}; nearest: {MAX_STAGES}")
+    size = num_stages * num_microbatches * num_chunks
+    if not lines and size > MAX_SIZE:
+        near = max(1, MAX_SIZE // (num_stages * num_chunks))
+        lines.append(
+            f"pipeline: got {num_stages} stages x {num_microbatches} microbatches x {num_chunks} chunks = {size}; "
+            f"allowed: a table of at most {MAX_SIZE}; nearest: {near} microbatches"
+        )
+    if lines:
+        raise UserError(*lines)
+    rows = BUILT_IN[name](*counts.values()) if name in BUILT_IN else _own_rows(name, *counts.values())
+    return Schedule(name, num_stages, num_microbatches, num_chunks, tuple(rows))
+
+
+def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
+    """Returns the rows of a user's function, or raises UserError with one line where it raises or returns none."""
+    function, numbers = named.function(KEY, name, NAMES), (num_stages, num_microbatches, num_chunks)
+    try:
+        inspect.signature(function).bind(*numbers)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{KEY}: got '{name}', which does not take three numbers ({error}); allowed: a function that does; "
+            f"nearest: def {name.partition(':')[2]}(stages, microbatches, chunks)"
+        ) from error
+    try:
+        given = function(*numbers)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise UserError(
+            f"{KEY}: got '{name}', which raises {named.raised(error)} for {num_stages} stages, {num_microbatches} "
+            f"microbatches and {num_chunks} chunks; allowed: rows for them; nearest: mend it there, or other numbers"
+        ) from error
+    if wrong := _no_rows(given, num_stages):
+        raise UserError(
+            f"{KEY}: got '{name}', which returns {wrong}; allowed: a list of rows, each a list with a cell for each of "
+            f"the {num_stages} stages: None, ('F', microbatch, chunk) or ('B', microbatch, chunk); nearest: "
+            f"[('F', 0, 0)] + [None] * {num_stages - 1} as the first row"
+        )
+    return [tuple(None if cell is None else Action(*cell) for cell in row) for row in given]
+
+
+def _no_rows(given: Any, num_stages: int) -> str:
+    """Returns what of a function's result is no row or no cell, and where it is; '' for rows."""
+    if not isinstance(given, list | tuple):
+        return type(given).__name__
+    for index, row in enumerate(given):
+        if not isinstance(row, list | tuple):
+            return f"{type(row).__name__} as row {index}"
+        if len(row) != num_stages:
+            return f"{len(row)} cells in row {index}"
+        for stage, cell in enumerate(row):
+            match cell:
+                case None | ("F" | "B", int()) | ("F" | "B", int(), int()):
+                    continue
+            return f"{cell!r} in row {index} on stage {stage}"
+    return ""

@@ -11,6 +11,7 @@ from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, model_axes, parti
 from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
 from meshtrain.layout.zero import MAX_LEVEL
+from meshtrain.pipeline.schedules import SEARCHED
 from meshtrain.plan import experts
 from meshtrain.plan.changes import SPLITS_SUMS, Change, with_change, with_level
 from meshtrain.plan.guess import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
@@ -129,8 +130,7 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[
         return
     most = (min(sequences, a_stage * shape["pipeline"]) for a_stage in MICROBATCHES_A_STAGE)
     counts = dict.fromkeys(nearest_divisor(sequences, number) for number in most)
-    for parts, schedule, policy in itertools.product(counts, ("1f1b", "interleaved_1f1b"), LESS_KEPT):
-        chunks = 2 if schedule == "interleaved_1f1b" else 1
+    for parts, (schedule, chunks), policy in itertools.product(counts, SEARCHED.items(), LESS_KEPT):
         yield {
             **mesh,
             "accumulation_steps": 1,

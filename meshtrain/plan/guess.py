@@ -175,7 +175,7 @@ def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
     """Returns how many microbatches of all its layers the busiest stage of a pipeline keeps for their backward pass.
 
     With rows of one kind, and V chunks, the first of S stages keeps up to V S + S - 1 chunks (`program.py`), V of which
-    are a microbatch's. `gpipe` keeps all M.
+    are a microbatch's. `gpipe` keeps all M. A schedule of one's own is taken for the former.
     """
     stages, chunks, parts = shape["pipeline"], config.pipeline.num_chunks, config.pipeline.num_microbatches
     if stages == 1:

@@ -47,7 +47,7 @@ def verdict(plan: Plan) -> str:
 
 def _title(plan: Plan) -> str:
     assembly, config = plan.compiled.assembly, plan.compiled.assembly.config
-    task = assembly.task
+    task, program = assembly.task, assembly.program
     entry: Any = next(iter(task.batch.values()))
     examples = f"{config.batch_size:,} examples"
     if task.unit == "tokens" and len(entry.shape) == 2:
@@ -57,6 +57,7 @@ def _title(plan: Plan) -> str:
         f"model        {task.parameters_text}; {examples} a step, {task.num_units:,} {task.unit}",
         f"compiled     in {plan.compiled.seconds:.1f} s, attention {plan.compiled.attention}, "
         f"remat {config.remat.policy}, {config.precision.policy}",
+        *([f"schedule     {program.schedule.text}"] if program else []),
         f"memory       {verdict(plan)}",
     ]
     return "\n".join(lines)

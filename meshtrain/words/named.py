@@ -45,6 +45,22 @@ def function(key: str, name: str, names: Sequence[str]) -> Any:
     return found
 
 
+def problems(key: str, name: str, names: Sequence[str]) -> list[str]:
+    """Returns the line of `function`'s error; none for one of `names`, or a function that can be imported."""
+    try:
+        if name not in names:
+            function(key, name, names)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def raised(error: Exception) -> str:
+    """Returns the type, first line and place of what a user's code has raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
+
+
 def _imported(key: str, name: str, module_name: str, allowed: str, near: str) -> Any:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
@@ -61,11 +77,9 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
                 f"{key}: got '{name}', and there is no module '{missing}' in {here} or on Python's path; allowed: "
                 f"{allowed}; nearest: {near}"
             ) from error
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
-            f"{key}: got '{name}', and {module_name} cannot be imported: {type(error).__name__}: {first_line(error)} "
-            f"({frame.filename}:{frame.lineno}); allowed: a module that Python can import; nearest: python -c 'import "
-            f"{module_name}'"
+            f"{key}: got '{name}', and {module_name} cannot be imported: {raised(error)}; allowed: a module that "
+            f"Python can import; nearest: python -c 'import {module_name}'"
         ) from error
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshtrain.words import named
 from meshtrain.words.errors import unknown
 from meshtrain.words.paths import url_problems
 
@@ -27,7 +28,7 @@ def option(
     Args:
       default: the value used when none is given.
       text: one line for `python -m meshtrain config`, with the unit where there is one.
-      choices: the legal names, for an option that is one of a list.
+      choices: the legal names, for an option that is one of a list, or a function (see `names`).
       minimum: the smallest legal number.
       maximum: the largest legal number; None for the largest int32 or float32.
       only_for: other field of the same class -> its values with which this one is read; None: this one is always read.
@@ -69,7 +70,10 @@ def idle(options: Any, path: str) -> dict[str, str]:
 
 
 def problems(options: Any, path: str) -> list[str]:
-    """Returns one line for each field of a frozen dataclass outside its choices or bounds, or that is a URL."""
+    """Returns one line for each field of a frozen dataclass outside its choices or bounds, or that is a URL.
+
+    A function that stands in place of a choice is imported.
+    """
     found = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -80,7 +84,9 @@ def problems(options: Any, path: str) -> list[str]:
         choices, minimum, maximum = (field.metadata.get(what) for what in ("choices", "minimum", "maximum"))
         if field.metadata.get("names") == "path":
             found += url_problems(name, value)
-        if choices and value not in choices:
+        if choices and field.metadata["names"] == "function":
+            found += named.problems(name, value, choices)
+        elif choices and value not in choices:
             line = unknown(name, value, choices)
             found.append(line if "did you mean" in line else f"{line}; nearest: '{field.default}', the default")
         if minimum is not None and value is not None and value < minimum:

@@ -44,11 +44,6 @@ def test_what_images_do_not_read_is_listed(overrides, why):
             ["data.source=tokens", "data.tokenizer=t.json", "model.vocab_size=9"],
             "data.tokenizer: .*=tokens: its token files bring their own",
         ),
-        (
-            ["pipeline.table=a.csv", "pipeline.schedule=gpipe", "mesh.pipeline=-1"],
-            "pipeline.table: got 'a.csv' with pipeline.schedule=gpipe; .* nearest: pipeline.schedule=1f1b",
-        ),
-        (["pipeline.table=a.csv"], "pipeline.table: got 'a.csv' with mesh.pipeline=1"),
     ],
 )
 def test_an_input_that_would_not_be_read_is_refused(overrides, line):

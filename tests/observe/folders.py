@@ -23,7 +23,7 @@ CONFIG = {
     "accumulation_steps": 2,
     "task": "decoder",
     "mesh": {"data": 2, "pipeline": 2, "fsdp": 1, "tensor": 2},
-    "pipeline": {"schedule": "1f1b", "num_microbatches": 3, "num_chunks": 1, "table": ""},
+    "pipeline": {"schedule": "1f1b", "num_microbatches": 3, "num_chunks": 1},
 }
 
 

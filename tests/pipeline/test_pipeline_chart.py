@@ -10,7 +10,6 @@ from meshtrain.pipeline import __main__ as program
 from meshtrain.pipeline.chart import as_text, figure
 from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import NAMES, build
-from meshtrain.pipeline.table import format_table
 from meshtrain.words.errors import UserError
 
 CHARTS = pathlib.Path(__file__).parent / "charts"
@@ -66,21 +65,6 @@ def test_times_are_exact(printed):
     # Tenths as floating point numbers would miss both in the last digit.
     numbers = json.loads(printed(*flags, *times))
     assert (numbers["bubble_fraction"], numbers["bubble_fraction_in_step"]) == (27 / 83, 3 / 7)
-
-
-def test_csv_goes_out_and_in_again(printed, tmp_path):
-    path = tmp_path / "mine.csv"
-    path.write_text(printed("--schedule=gpipe", "--stages=3", "--microbatches=2", "--csv"))
-    assert path.read_text() == format_table(build("gpipe", num_stages=3, num_microbatches=2))
-    mine = json.loads(printed(f"--table={path}", "--json"))
-    assert mine["rows"] == json.loads(printed("--schedule=gpipe", "--stages=3", "--microbatches=2", "--json"))["rows"]
-
-
-def test_a_wrong_table_is_refused(printed, tmp_path):
-    path = tmp_path / "mine.csv"
-    path.write_text("F0,F0\n,B0\nB0,\n")
-    with pytest.raises(UserError, match="F0 in row 0 on stage 1 needs F0 of stage 0"):
-        printed(f"--table={path}")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
@@ -142,9 +126,6 @@ def test_the_legend_stands_between_title_and_chart_and_says_what_lighter_means()
         (["--backward=nan"], ["--backward", "got 'nan'"]),
         (["--transfer=-1"], ["--transfer", "got '-1'"]),
         (["--forwards=2"], ["got '--forwards'", "did you mean '--forward'?"]),
-        (["--json", "--csv"], ["--csv", "--json"]),
-        (["--table=none.csv", "--stages=4"], ["--stages"]),
-        (["--table=none.csv"], ["none.csv", "No such file"]),
         (["--out=chart.txt"], ["chart.txt", ".png"]),
         (["--out=/no/such/place/chart.png"], ["whose folder does not exist"]),
         (["--forward=1e-9"], ["columns", "nearest: --json"]),

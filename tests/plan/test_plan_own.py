@@ -7,6 +7,7 @@ import pytest
 from docs import own_images, own_model
 from meshtrain.config import resolve
 from meshtrain.layout.mesh import MeshOptions
+from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import candidates, changes, report, search
 from meshtrain.plan.findings import _attention
 from tests.plan.test_plan_candidates import cluster_of, shapes
@@ -33,6 +34,12 @@ def test_a_step_is_planned_from_the_command_line_s_configuration(plan, own):
     assert "172,032 parameters; 16 sequences of 16 tokens a step, 256 tokens" in text
     assert report.to_json(made)["wire_bytes_minimum"] == made.minimum
     assert _attention(made.compiled, cluster_of("h100", 1, 8)) == []
+
+
+def test_a_plan_names_a_schedule_of_one_s_own(plan, small):
+    pipeline = PipelineOptions(schedule="docs.own_schedule:in_groups", num_microbatches=2)
+    made = plan("cpu:2", small({"pipeline": 2}, pipeline=pipeline))
+    assert "\nschedule     docs.own_schedule:in_groups, 2 microbatches, 1 chunks a stage\n" in report.text(made)
 
 
 @pytest.mark.parametrize("own", [own_model, own_images], indirect=True)

@@ -225,12 +225,11 @@ def across_cases():
     for name, texts in changes.items():
         yield Case(f"across: {name}", lambda folder, texts=texts: small(folder, *texts))
     for what in ODD:
-        for key, more in (("pipeline.table", ["mesh.pipeline=2"]), ("init_from", [])):
 
-            def prepare(folder, what=what, key=key, more=more):
-                return small(folder, f"{key}={odd_things(folder)[what]}", *more)
+        def prepare(folder, what=what):
+            return small(folder, f"init_from={odd_things(folder)[what]}")
 
-            yield Case(f"{key}: {what}", prepare, (f"{key}: ",))
+        yield Case(f"init_from: {what}", prepare, ("init_from: ",))
 
 
 CASES = [*leaf_cases(), *pair_cases(), *file_cases(), *line_cases(), *across_cases()]

@@ -137,7 +137,6 @@ def place_cases():
         for module, words in {
             "store.verify": lambda path: [path],
             "generate": lambda path: [f"--workdir={path}"],
-            "pipeline": lambda path: [f"--table={path}"],
             "config": lambda path: [f"--config={path}"],
             "explain": lambda path: [f"--config={path}"],
             "plan.__main__": lambda path: ["--config=small.py", "--cluster=cpu:8", f"--calibrate={path}"],
@@ -148,40 +147,19 @@ def place_cases():
                 small(folder)
                 return words(odd_things(folder)[what])
 
-            name = f"{module}.__main__" if module in ("pipeline", "config") else module
+            name = "config.__main__" if module == "config" else module
             yield Case(f"{module}: {what}", asked, module=f"meshtrain.{name}")
 
 
-TABLES = {
-    "empty": b"",
-    "white space": b"  \n \n",
-    "bytes": bytes(range(256)),
-    "latin-1": b"F\xe9,\n",
-    "utf-16": "F0,\n,F0\n".encode("utf-16"),
-    "nul": b"F0,\0\n",
-    "html": b"<html>",
-    "an action twice": b"F0,\nF0,\n,F0\nB0,B0\n",
-    "no backward": b"F0,\n,F0\n",
-    "ragged": b"F0,\nF0\n",
-    "backward first": b"B0,\nF0,\n,F0\n,B0\n",
-    "a negative microbatch": b"F-1,\n",
-    "a microbatch beyond all bounds": b"F9999999999999,\n",
-    "a large microbatch": b"F0,\n,F0\nF99999999,\n",
-    "a chunk too many": b"F0.9,\n",
-    "an open quote": b'"F0,\n',
-    "a huge cell": b"F" + b"0" * 200_000 + b",\n",
-    "a huge line": b"F0," * 10_000_000 + b"\n",
-    "many rows": b"".join(b"F%d,\n" % i for i in range(30_000)),
-}
 PROGRAMS = {
     "pipeline.__main__": [
-        ["--table"], ["--table="], ["--stages=x"], ["--stages=0"], ["--stages=-1"], ["--stages=99999999"],
-        ["--stages=9999"],
+        ["--schedule"], ["--schedule="], ["--schedule=no.such:rows"], ["--schedule=json:"], ["--stages=x"],
+        ["--stages=0"], ["--stages=-1"], ["--stages=99999999"], ["--stages=9999"],
         ["--microbatches=0"], ["--microbatches=99999999"], ["--chunks=0"], ["--chunks=99999999"], ["--schedule=zz"],
         ["--schedule=1f1bb"], ["--forward=x"], ["--forward=nan"], ["--forward=1e-999999999"], ["--backward=1e999999"],
         ["--transfer=-1"], ["--columns=3"], ["--columns=x"],
-        ["--out=nowhere/x.png"], ["--out=x.zzz"], ["--out=pipe.png"], ["--json", "--csv"], ["stray"], ["--stage=3"],
-        ["--stages", "--csv"], ["--stages=\udcff"], ["--table=words.txt", "--stages=3"],
+        ["--out=nowhere/x.png"], ["--out=x.zzz"], ["--out=pipe.png"], ["--table=words.txt"], ["stray"],
+        ["--stage=3"], ["--stages", "--json"], ["--stages=\udcff"],
     ],
     "launch.__main__": [
         [], ["--"], ["--processes=x", "--", "x"], ["--processes", "--", "x"], ["--processes=0", "--", "x"],
@@ -226,13 +204,6 @@ PROGRAMS = {
 
 
 def program_cases():
-    for name, content in TABLES.items():
-
-        def prepare(folder, content=content):
-            (folder / "table.csv").write_bytes(content)
-            return ["--table=table.csv"]
-
-        yield Case(f"table: {name}", prepare, module="meshtrain.pipeline.__main__")
     for module, lines in PROGRAMS.items():
         for words in lines:
 
@@ -279,8 +250,6 @@ SAMPLE = [
     "description: pipe",
     "no permission: words.txt",
     "workdir: loop",
-    "pipeline: pipe",
-    "table: a huge line",
     "data.prepare: too long",
     "store.verify []",
 ]

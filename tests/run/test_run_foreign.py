@@ -18,7 +18,7 @@ from meshtrain.words.errors import UserError
 
 OURS, THEIRS = "docs.own_model:eight_bytes", "foreign.helper:main"
 NO_WEIGHTS = "allowed: a workdir with at least one complete checkpoint"
-OPTIONS = ("task", "data.source")
+OPTIONS = ("task", "pipeline.schedule", "data.source")
 DOOR = "import pathlib\npathlib.Path('ran').touch()\ndef main(*_): raise SystemExit('it ran')\n"
 USER_S = (
     "from meshtrain.config import default\ndef get_config():\n    config = default({!r})\n    {}\n    return config\n"
@@ -95,7 +95,7 @@ def test_the_harness_refuses_it_too(foreign, key):
 
 @pytest.mark.parametrize("key", OPTIONS)
 def test_another_name_on_the_command_line_is_taken_and_theirs_is_not_imported(foreign, key):
-    other = {"task": "decoder", "data.source": "python"}[key]
+    other = {"task": "decoder", "pipeline.schedule": "1f1b", "data.source": "python"}[key]
     with pytest.raises(UserError) as caught:
         generate.main([foreign(**{key: THEIRS}), f"--config.{key}={other}"])
     assert not pathlib.Path("ran").exists()

@@ -60,15 +60,19 @@ def test_a_schedule_too_large_to_draw_is_named(runs):
     assert said == "<p>1f1b: 2 stages and 600 microbatches, too many to draw here</p>"
 
 
+def test_a_schedule_of_one_s_own_is_named_and_not_imported(runs):
+    [_, said] = report.schedules(runs(pipeline=CONFIG["pipeline"] | {"schedule": "no.such:rows"}))
+    assert said.startswith("<p>no.such:rows: 2 stages and 6 microbatches, a function of one's own")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"mesh": CONFIG["mesh"] | {"pipeline": 1}},
         {"mesh": {"data": -1}},
-        {"pipeline": CONFIG["pipeline"] | {"table": "no/such/table.csv"}},
         {"pipeline": CONFIG["pipeline"] | {"schedule": "of another version"}},
     ],
-    ids=["no pipeline", "no sizes", "a table that is gone", "another version"],
+    ids=["no pipeline", "no sizes", "another version"],
 )
 def test_without_a_schedule_there_is_no_chart(runs, changes):
     assert report.schedules(runs(**changes)) == []
