@@ -32,7 +32,7 @@ from meshtrain.plan.compile import Compiled, compile_step
 from meshtrain.plan.planner import shape_on
 from meshtrain.plan.topology import GPUS, Cluster, open_cluster, parse
 
-COMPARED = ("0.10.2", "0.12.0.1")  # with these scripts/plan_ratio.py finds the plans of whole compilations
+COMPARED = ("0.10.2", "0.12.0.1")  # with these `scripts/bench plan_ratio` finds the plans of whole compilations
 POLL_SECONDS = 0.05
 OF_THREAD, PARAMETER, OUTPUT, MEMORY, CONSTANT = 3, 5, 7, 8, 12  # of a BufferAllocationProto
 FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates

@@ -1,7 +1,7 @@
 """Validation loss of configs/tiny.py by kind of gradient compression; docs/communication.md has the table.
 
-Started by scripts/compression_table. All runs of a seed have the same initial weights, data and validation examples.
-The step of each kind is compiled once and trains all seeds, in one process on eight simulated devices, eight replicas.
+All runs of a seed have the same initial weights, data and validation examples. The step of each kind is compiled once
+and trains all seeds, in one process on eight simulated devices, eight replicas.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def line(seed: int, kind: str, outcome: Outcome, plain: Outcome) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table, a row as soon as its run has ended."""
-    parser = argparse.ArgumentParser(prog="scripts/compression_table", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench compression", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="runs of each kind, with the seeds from 0 on")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, 'none' first, separated by commas")

@@ -1,8 +1,8 @@
 """Accuracy on held-out digits for several batch sizes and scalings of the learning rate; docs/images.md has the table.
 
-Started by scripts/digits_table. Each run is configs/digits.py in a process of its own. All settings see the same number
-of images. Seconds are those of all of the CPU's threads over two, so that they hold for two cores and do not depend on
-what else the machine does; start and compilation are part of them.
+Each run is configs/digits.py in a process of its own. All settings see the same number of images. Seconds are those of
+all of the CPU's threads over two, so that they hold for two cores and do not depend on what else the machine does;
+start and compilation are part of them.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshtrain.words.errors import run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NUM_HELD_OUT = 359
 BASE_BATCH, NUM_STEPS, PEAK, WARMUP_STEPS = 128, 300, 3e-3, 20  # of configs/digits.py
 NUM_CORES = 2
@@ -122,7 +122,7 @@ def line(setting: Setting, outcomes: Sequence[Outcome]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="scripts/digits_table", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench digits", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each setting, with the seeds from 0 on")
     given = parser.parse_args(argv)
     print(*HEADER, sep="\n", flush=True)

@@ -1,6 +1,6 @@
 """Writes questions about the standard library, made of its own docstrings, as fine-tuning data for docs/finetuning.md.
 
-python -m scripts.docstring_questions runs/example
+    scripts/bench docstring_questions runs/example
 
 A question is a function's name and signature, the answer the first line of its docstring. Functions are read from the
 source, since importing every module would run it. The functions of a file are held out if a run with `data.source` =
@@ -78,7 +78,7 @@ def line(asked: Asked) -> str:
 def main(argv: Sequence[str]) -> int:
     """Writes questions.jsonl and held_out.jsonl into a folder, and prints how many questions they hold."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.docstring_questions", description=(__doc__ or "").partition("\n")[0]
+        prog="scripts/bench docstring_questions", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("folder", help="where the two files are written; it has to exist")
     folder = parser.parse_args(argv).folder

@@ -1,8 +1,8 @@
 """Loss of configs/experts.py over tokens, against the dense model of equal active size.
 
-Started by scripts/experts_table. docs/experts.md has the table and the chart. The dense model's mlp is as wide as the
-experts of a token together, so both compute about as much for each token. Both see the same batches. All runs are on
-one device, which computes the same numbers as any mesh. Further arguments change the configuration.
+docs/experts.md has the table and the chart. The dense model's mlp is as wide as the experts of a token together, so
+both compute about as much for each token. Both see the same batches. All runs are on one device, which computes the
+same numbers as any mesh. Further arguments change the configuration.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table, a row as soon as both runs of a seed have ended, and the verdict; draws the curves."""
-    parser = argparse.ArgumentParser(prog="scripts/experts_table", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench experts", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind, with the seeds from 0 on")
     parser.add_argument("--out", default="", help="a .png file for the chart")
     given, overrides = parser.parse_known_args(argv)

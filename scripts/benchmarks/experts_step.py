@@ -1,7 +1,8 @@
 """Compares the train step of a model of experts with that of a dense model of the active size, on one device.
 
-Run as `python -m scripts.bench_experts`. The steps take turns as in `step_benchmark.py`, and the median over rounds of
-their ratio counts.
+The steps take turns as in `step.py`, and the median over rounds of their ratio counts.
+
+Extras: cuda
 """
 
 import argparse
@@ -20,7 +21,7 @@ from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.words.errors import run
-from scripts.step_benchmark import compare, example_batch, median_ratio, turns
+from scripts.benchmarks.step import compare, example_batch, median_ratio, turns
 
 GOAL = 1.5
 DENSE = DecoderOptions(num_layers=4, embed_dim=256, mlp_dim=768, num_heads=8, num_kv_heads=4, vocab_size=257)
@@ -46,7 +47,7 @@ def compiled(config: Config, device: jax.Device) -> tuple[Any, Any, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the ratios."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench_experts", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench experts_step", description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=12, help="turns of each step")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens of each")

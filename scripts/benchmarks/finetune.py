@@ -1,8 +1,8 @@
 """Trains a small model, exports it, reads it back as a Hugging Face folder, and fine-tunes it with adapters.
 
-Started by scripts/finetune_example; docs/finetuning.md has what it prints. Each step is a command that could be typed,
-in a process of its own. Seconds are those of all of the CPU's threads over two, so that they hold for two cores and do
-not depend on what else the machine does; start and compilation are part of them.
+docs/finetuning.md has what it prints. Each step is a command that could be typed, in a process of its own. Seconds are
+those of all of the CPU's threads over two, so that they hold for two cores and do not depend on what else the machine
+does; start and compilation are part of them.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from meshtrain.words.errors import UserError, run
 from meshtrain.words.paths import what_is_at
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = "runs/example"
 NUM_CORES = 2
 PROMPTS = ("is_closing(self)", "count_lines(self, s)", "import_module(name, package=None)")  # of files held out
@@ -39,7 +39,7 @@ def commands(folder: str, base_changes: Sequence[str] = (), tuned_changes: Seque
     questions = ["--config.data.source=chat", f"--config.data.path={folder}/questions.jsonl"]
     written = ["--config.data.source=chat", f"--config.data.path={held_out}"]
     return [
-        ["scripts.docstring_questions", folder],
+        ["scripts.benchmarks.docstring_questions", folder],
         ["meshtrain", "train", *base, f"--workdir={folder}/base", *base_changes],
         ["meshtrain", "hf", "export", f"--workdir={folder}/base", f"--to={model}",
          "--config.data.chat_template=docs/questions.jinja"],
@@ -91,7 +91,7 @@ def cpu_seconds() -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Prints each command, what it prints, and its seconds."""
-    parser = argparse.ArgumentParser(prog="scripts/finetune_example", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench finetune", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--to", default=FOLDER, help=f"a new folder for everything (default: {FOLDER})")
     parser.add_argument("--num-steps", type=int, default=0, help="steps of each run; 0: those of the example")
     given = parser.parse_args(argv)

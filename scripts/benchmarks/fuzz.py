@@ -1,6 +1,6 @@
-"""Random configurations, right and wrong, through `explain` and `plan --cluster=cpu:8` in one process: none may raise.
+"""Random configurations, right and wrong, through `explain` and `plan --cluster=cpu:8`, in one process: none may raise.
 
-    .venv/bin/python -m scripts.fuzz_configurations [--cases=2000] [--seed=0]
+    scripts/bench fuzz [--cases=2000] [--seed=0]
 
 A case changes one to four fields of a tiny configuration, on the command line, in a file, or in both; the first case
 changes none. Values are legal, at the bounds, beyond them, or of another type. One case in 50 is planned, which

@@ -1,8 +1,10 @@
 """Measures how the time of generation grows with the number of tokens, and how much of it the cache saves.
 
-Started by scripts/bench_generate. One generator has the cache of `Task.decode`; the other computes `Task.logits` of the
-whole sequence for each token, as tasks without `Task.decode` do. Both draw the most probable tokens with the same
-weights; the turns alternate in rounds, after one that compiles.
+One generator has the cache of `Task.decode`; the other computes `Task.logits` of the whole sequence for each token, as
+tasks without `Task.decode` do. Both draw the most probable tokens with the same weights; the turns alternate in rounds,
+after one that compiles.
+
+Extras: cuda
 """
 
 import argparse
@@ -50,7 +52,7 @@ def seconds(generator: Generator, num_tokens: int, rows: int) -> tuple[float, li
 
 def main(argv: Sequence[str]) -> int:
     """Prints the ratios, each the median over rounds."""
-    parser = argparse.ArgumentParser(prog="scripts/bench_generate", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench generate", description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help="of the residual stream")
     parser.add_argument("--rows", type=int, default=1, help="texts at a time")

@@ -1,4 +1,4 @@
-"""Measures the extra host memory of reading a Hugging Face folder: scripts/hf_memory [--gigabytes=1] [--devices=8].
+"""Measures the extra host memory of reading a Hugging Face folder; docs/hugging_face.md has it.
 
 It makes a folder of random bfloat16 weights with a Llama's names, reads it onto fsdp, and prints the most memory that
 the process had beyond the arrays themselves, with the bound: the largest stacked leaf over the devices, plus 64 MiB.
@@ -66,7 +66,7 @@ def anonymous_bytes() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the sizes, the extra memory and its bound; returns 1 if the bound does not hold."""
-    parser = argparse.ArgumentParser(prog="scripts/hf_memory", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench hf_memory", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the folder, about")
     parser.add_argument("--devices", type=int, default=8)
     arguments = parser.parse_args(argv)

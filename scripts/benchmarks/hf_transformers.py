@@ -1,12 +1,15 @@
-"""Loads exports with the packages transformers and peft, and compares logits with ours: scripts/hf_transformers.
+"""Loads exports with the packages transformers and peft, and compares their logits with ours.
 
 Every model of tests/hf/fixtures is imported and exported. Some get adapters in steps of training, and leave with them
-merged, and as a folder of peft. A run of our own on bytes leaves with its tokenizer. Logits are float32; the
-bound is the one that the tests have.
+merged, and as a folder of peft. A run of our own on bytes leaves with its tokenizer. Logits are float32; the bound is
+the one that the tests have.
+
+Extras: transformers
 """
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ from meshtrain.run.weights import assembled, restored
 from meshtrain.words import flags
 from meshtrain.words.errors import run
 
-FIXTURES = Path(__file__).parents[1] / "tests" / "hf" / "fixtures"
+FIXTURES = Path(__file__).parents[2] / "tests" / "hf" / "fixtures"
 ADAPTED = ("gemma3", "gpt2", "llama", "llama-tied-headdim", "qwen3")
 BOUND = 1e-4
 LENGTH = 24  # tokens of a text
@@ -139,10 +142,14 @@ def of_bytes(work: Path, num_steps: int) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table; returns 1 if logits differ by more than the bound."""
-    parser = argparse.ArgumentParser(prog="scripts/hf_transformers", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench hf_transformers", description="Compares exports with our logits."
+    )
     parser.add_argument("--only", default="", help="names of models with this in them")
     parser.add_argument("--steps", type=int, default=10, help="of training with adapters")
     arguments = parser.parse_args(argv)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    jax.config.update("jax_platforms", "cpu")  # accelerators multiply in fewer bits
     names = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz") if arguments.only in path.parent.name)
     right = []
     print(*HEADER, sep="\n", flush=True)

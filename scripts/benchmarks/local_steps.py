@@ -1,8 +1,8 @@
 """Loss of configs/tiny.py over tokens and over bytes sent, by how often replicas exchange what.
 
-Started by scripts/local_steps_table. docs/communication.md has the table and the chart. All runs have the same initial
-weights, batches, inner optimizer and validation examples, in one process on simulated devices, one for each group.
-Further arguments change the configuration, such as `--config.model.num_layers=2`.
+docs/communication.md has the table and the chart. All runs have the same initial weights, batches, inner optimizer and
+validation examples, in one process on simulated devices, one for each group. Further arguments change the
+configuration, such as `--config.model.num_layers=2`.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table, a row as soon as its run has ended, and draws the curves of the first seed."""
-    parser = argparse.ArgumentParser(prog="scripts/local_steps_table", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench local_steps", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind, with the seeds from 0 on")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
     parser.add_argument("--out", default="", help="a .png file for the chart")

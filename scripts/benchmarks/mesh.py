@@ -1,14 +1,14 @@
 """Any mesh to any mesh: each of eight settings resumes from what each has saved; docs/clusters.md has the table.
 
-Started by scripts/mesh_table. A setting is a mesh of eight simulated devices, a number of processes, a schedule of the
-pipeline and a ZeRO level. Each trains six steps without a stop and saves after three; the cells of its row are
-compared with that run. A cell resumes from a copy of that save, in the processes and on the mesh of its column:
+A setting is a mesh of eight simulated devices, a number of processes, a schedule of the pipeline and a ZeRO level. Each
+trains six steps without a stop and saves after three; the cells of its row are compared with that run. A cell resumes
+from a copy of that save, in the processes and on the mesh of its column:
 
 - each piece of each array of the state, on each device of each process, is bitwise that of the file, read whole;
 - each row of the batches of steps 4 to 6 is that of the run without a stop;
 - so are the losses of these steps, to 1e-5.
 
-scripts/witness.py records what the processes hold; it is compared here with the saved files.
+witness.py records what the processes hold; it is compared here with the saved files.
 """
 
 import argparse
@@ -30,9 +30,10 @@ import orbax.checkpoint as ocp
 
 from meshtrain.store.arrays import leaves_by_path
 from meshtrain.words.errors import UserError, run, unknown
-from scripts.witness import WORKDIR, hashed
+from scripts.benchmarks.witness import WORKDIR, hashed
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+WITNESS = "scripts.benchmarks.witness"
 NUM_DEVICES, NUM_STEPS, SAVED_STEP = 8, 6, 3
 TOLERANCE = 1e-5
 LIMIT_SECONDS = 3600  # of one start; a hang must end
@@ -110,7 +111,7 @@ def start(setting: Setting, workdirs: Sequence[Path], cache: Path) -> None:
     devices = NUM_DEVICES // setting.processes
     launch = [sys.executable, "-m", "meshtrain.launch", f"--processes={setting.processes}", f"--devices={devices}"]
     done = subprocess.run(
-        [*launch, "--", "-m", "scripts.witness", *(f"{WORKDIR}{path}" for path in workdirs), *setting.words()],
+        [*launch, "--", "-m", WITNESS, *(f"{WORKDIR}{path}" for path in workdirs), *setting.words()],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)},
         stdout=subprocess.PIPE,
@@ -143,7 +144,7 @@ def stored(workdir: Path) -> dict[str, np.ndarray]:
 
 
 def seen(workdir: Path, setting: Setting) -> list[dict[str, Any]]:
-    """Returns the record of each process, see scripts/witness.py."""
+    """Returns the record of each process, see witness.py."""
     paths = [workdir / f"seen.{process}.json" for process in range(setting.processes)]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
@@ -277,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
       UserError: an unknown setting.
     """
-    parser = argparse.ArgumentParser(prog="scripts/mesh_table", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench mesh", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--from", dest="writers", default="".join(SETTINGS), help="letters of the settings that save: ABC"
     )

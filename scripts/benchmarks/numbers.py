@@ -1,8 +1,8 @@
 """Exact match of configs/numbers.py on held-out numbers, by range and spelling; docs/numbers.md has the table.
 
-Started by scripts/numbers_table. Each run is a process of its own. Seconds are those of all of the CPU's threads over
-two, so that they hold for two cores and do not depend on what else the machine does. Start and compilation are counted
-apart, as the seconds of a run that ends after its first step. The exit code is 1 where a bar is missed.
+Each run is a process of its own. Seconds are those of all of the CPU's threads over two, so that they hold for two
+cores and do not depend on what else the machine does. Start and compilation are counted apart, as the seconds of a run
+that ends after its first step. The exit code is 1 where a bar is missed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshtrain.words.errors import run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NUM_CORES = 2
 METRIC = "eval_exact_match"
 HEADER = (
@@ -139,7 +139,7 @@ def missed(setting: Setting, outcomes: Sequence[Outcome], start_seconds: float) 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table, and a line for each bar that is missed."""
-    parser = argparse.ArgumentParser(prog="scripts/numbers_table", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench numbers", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=0, help="runs of each setting; 0: 3, and 1 of the larger ones")
     parser.add_argument("--num-steps", type=int, default=0, help="steps of each run; 0: those of the configuration")
     given = parser.parse_args(argv)

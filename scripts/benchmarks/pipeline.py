@@ -2,10 +2,12 @@
 
 There are two of these: each stage holds one chunk of the layers, or several, through which microbatches circulate.
 
-Started by scripts/bench_pipeline. All programs compute loss and gradients of the same batch from the same weights. Step
-times are medians over rounds in which the programs take turns.
+All programs compute loss and gradients of the same batch from the same weights. Step times are medians over rounds in
+which the programs take turns.
 
 M: microbatches, S: stages, V: chunks a stage.
+
+Extras: cuda
 """
 
 import argparse
@@ -216,7 +218,7 @@ def lines(candidates: dict[str, Candidate], num_rounds: int) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Prints one table."""
-    parser = argparse.ArgumentParser(prog="scripts/bench_pipeline", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench pipeline", description=__doc__.partition("\n")[0])
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=2, help="in one microbatch")

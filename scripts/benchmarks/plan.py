@@ -1,8 +1,8 @@
 """Plans the large configurations and prints a line of Markdown for each: the table in README and docs/plan.md.
 
-    .venv-plan/bin/python -m scripts.plan_table [CONFIG=CLUSTER ...]
+Arguments: CONFIG=CLUSTER ...; by default those of the table.
 
-needs the extra plan-gpu (scripts/plan installs it).
+Extras: plan-gpu
 """
 
 import sys

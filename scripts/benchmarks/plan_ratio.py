@@ -1,9 +1,11 @@
 """Plans each large configuration twice: as `meshtrain plan` does, and with every program compiled whole.
 
-    .venv-plan/bin/python -m scripts.plan_ratio [CONFIG=CLUSTER ...]
+    scripts/bench plan_ratio [CONFIG=CLUSTER ...]
 
-needs the extra plan-gpu (scripts/plan installs it). Prints the processor seconds of both, with all their processes, and
-ends with 1 if a number of a report differs in its last digit, or one way ends without a report.
+Prints the processor seconds of both, with all their processes, and ends with 1 if a number of a report differs in its
+last digit, or one way ends without a report.
+
+Extras: plan-gpu
 """
 
 import json
@@ -17,7 +19,7 @@ from typing import Any
 
 import jax
 
-from scripts.plan_table import LARGE
+from scripts.benchmarks.plan import LARGE
 
 PLAN = "import sys; from meshtrain.plan import __main__, early; {}; __main__.main(sys.argv[1:])"
 # Without its default, what compiles whole after all fails.

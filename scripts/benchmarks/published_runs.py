@@ -1,7 +1,7 @@
 """Compares the planner's time with six published training runs: prints the table of docs/plan.md.
 
-    python -m scripts.published_runs                        # from stored figures, no accelerator and no compiler
-    .venv-plan/bin/python -m scripts.published_runs NAME... # compiles these runs again (extra plan-gpu) and stores them
+    scripts/bench published_runs                                        # from stored figures, no compiler
+    .venv-plan/bin/python -m scripts.benchmarks.published_runs NAME...  # compiles these runs again and stores them
 
 `published_runs.json` has, for each run, what the planner's time is made of: the dims of all matrix products, the bytes
 that operations move, the FLOPs of attention kernels, transfers by axis, and the seconds that computing waits for them.

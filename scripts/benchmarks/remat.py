@@ -1,8 +1,10 @@
 """A table for docs/memory.md: memory against work of each remat policy, by the GPU compiler, without a GPU.
 
 The configuration is configs/llama3_8b.py on one machine of eight H100s, fsdp 8, one sequence a device in a microbatch,
-one microbatch. Temporaries are the compiler's account of everything that is not training state; FLOPs are those of
-the matrix products of the compiled program, loops counted as often as they run.
+one microbatch. Temporaries are the compiler's account of everything that is not training state; FLOPs are those of the
+matrix products of the compiled program, loops counted as often as they run.
+
+Extras: plan-gpu
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from meshtrain.plan.topology import Cluster, open_cluster
 from meshtrain.words.errors import UserError, run
 
 CLUSTER, NUM_DEVICES, SEQUENCE_LENGTH = "h100:1x8", 8, 4096
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROWS = [
     RematOptions("none"),
     RematOptions("dots", every=2),

@@ -1,6 +1,6 @@
 """Losses of configs/tiny.py with moments in fewer bytes, and with products of 8 bits; docs/memory.md has the table.
 
-Started by scripts/rounding_table. All runs have the same initial weights, data and validation examples, on one device.
+All runs have the same initial weights, data and validation examples, on one device.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def line(name: str, beta2: float, outcome: Outcome, beside: Outcome | None) -> s
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table, a row as soon as its run has ended."""
-    parser = argparse.ArgumentParser(prog="scripts/rounding_table", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench rounding", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which of them, separated by commas")
     given, overrides = parser.parse_known_args(argv)

@@ -1,8 +1,9 @@
 """Measures how long a save blocks training, and how long its files and their checksums take.
 
-Started by scripts/bench_save. The state has the size of `--gigabytes`, in the arrays of a decoder with AdamW (weights
-and two moments, float32), sharded over the devices. Steps that change every array run while files are written, as in
-training.
+The state has the size of `--gigabytes`, in the arrays of a decoder with AdamW (weights and two moments, float32),
+sharded over the devices. Steps that change every array run while files are written, as in training.
+
+Extras: cuda
 """
 
 import argparse
@@ -61,7 +62,7 @@ def measure(state: Any, num_saves: int, directory: Path) -> list[tuple[float, fl
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line for each save."""
-    parser = argparse.ArgumentParser(prog="scripts/bench_save", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench save", description=__doc__.partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--saves", type=int, default=6)

@@ -1,8 +1,10 @@
 """Compares the train step with plain JAX's of the same model (`plain_decoder.py`), and times the start of a run.
 
-Started by scripts/bench_step. Times on a shared machine vary; ratios of turns close in time vary less. So the steps
-take turns, each round gives one ratio, and the median over rounds counts. The plain step takes two turns in a round:
-its ratio to itself measures the noise.
+Times on a shared machine vary; ratios of turns close in time vary less. So the steps take turns, each round gives one
+ratio, and the median over rounds counts. The plain step takes two turns in a round: its ratio to itself measures the
+noise.
+
+Extras: cuda
 """
 
 import argparse
@@ -31,9 +33,9 @@ from meshtrain.models.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import learning_rate
 from meshtrain.step.precision import PrecisionOptions, compute_dtype
 from meshtrain.words.errors import run
-from scripts import plain_decoder
+from scripts.benchmarks import plain_decoder
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = "configs/tiny.py"
 SIZES = ("tiny", "llama", "gpt2")
 GOAL = 1.03
@@ -212,7 +214,7 @@ def start_lines(num_repeats: int) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line for each comparison, then the start-up's."""
-    parser = argparse.ArgumentParser(prog="scripts/bench_step", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=SIZES, help="models to compare")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each step")

@@ -1,9 +1,9 @@
 """The loss of one model in a long and in a short window; docs/long_sequences.md has the table and the chart.
 
-Started by scripts/windows_table. configs/long.py trains on its mesh, and the weights then read the same bytes of
-validation text twice: in windows as long as the training sequences, and in shorter ones. Seconds are CPU seconds over
-two, so that they hold for two cores and do not depend on what else the machine does; compilation is part of them.
-Further arguments change the configuration, such as `--config.num_steps=3`.
+configs/long.py trains on its mesh, and the weights then read the same bytes of validation text twice: in windows as
+long as the training sequences, and in shorter ones. Seconds are CPU seconds over two, so that they hold for two cores
+and do not depend on what else the machine does; compilation is part of them. Further arguments change the
+configuration, such as `--config.num_steps=3`.
 """
 
 import argparse
@@ -183,7 +183,7 @@ def draw(found: Bytes, long: int, short: int, path: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Trains, reads, and prints the table."""
-    parser = argparse.ArgumentParser(prog="scripts/windows_table", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/bench windows", description=__doc__.partition("\n")[0])
     parser.add_argument("--short", type=int, default=SHORT, help="bytes of the short window")
     parser.add_argument("--windows", type=int, default=NUM_WINDOWS, help="long windows of validation text to read")
     parser.add_argument("--out", default="", help="a .svg file for the chart")

@@ -1,6 +1,6 @@
-"""Trains several runs, one after the other, and records their arrays and batches in WORKDIR/seen.<process>.json.
+"""For `mesh`: trains several runs in turn, and records their arrays and batches in WORKDIR/seen.<process>.json.
 
-    python -m meshtrain launch --processes=2 --devices=4 -- -m scripts.witness --workdir=DIR --workdir=DIR --config=...
+    python -m meshtrain launch --processes=2 -- -m scripts.benchmarks.witness --workdir=DIR --workdir=DIR --config=...
 
 The program runs unchanged, but for wrappers that record what it restores, what it saves, and each batch:
 

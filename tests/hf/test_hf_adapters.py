@@ -111,7 +111,7 @@ def test_each_expert_gets_its_own_product(name, tmp_path):
 
 
 def test_names_are_those_of_peft(tmp_path):
-    """As peft 0.21 writes them; scripts/hf_transformers reads both folders with it."""
+    """As peft 0.21 writes them; scripts/bench hf_transformers reads both folders with it."""
     wanted = {
         "llama": (
             ["self_attn.q_proj", "self_attn.v_proj"],

@@ -2,8 +2,8 @@
 
 import re
 
-from scripts import fuzz_configurations
-from scripts.fuzz_configurations import main
+from scripts.benchmarks import fuzz
+from scripts.benchmarks.fuzz import main
 
 
 def test_no_configuration_is_a_traceback(capsys):
@@ -19,9 +19,9 @@ def test_an_exception_is_shown_with_its_case_and_fails(capsys, monkeypatch):
     def broken(words):
         raise OverflowError("int too large")
 
-    monkeypatch.setattr(fuzz_configurations.explain, "main", broken)
-    monkeypatch.setattr(fuzz_configurations, "CASES_A_PLAN", 100)
-    monkeypatch.setattr(fuzz_configurations.plan, "main", lambda words: 0)
+    monkeypatch.setattr(fuzz.explain, "main", broken)
+    monkeypatch.setattr(fuzz, "CASES_A_PLAN", 100)
+    monkeypatch.setattr(fuzz.plan, "main", lambda words: 0)
     assert main(["--cases=3"]) == 1
     *shown, _, last = capsys.readouterr().out.splitlines()
     assert shown.count("OverflowError: int too large") == 2
@@ -31,9 +31,7 @@ def test_an_exception_is_shown_with_its_case_and_fails(capsys, monkeypatch):
 
 def test_a_seed_draws_the_same_cases_again(capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        fuzz_configurations, "outcome", lambda case, file, planned: drawn.append((case.words[1:], case.file))
-    )
+    monkeypatch.setattr(fuzz, "outcome", lambda case, file, planned: drawn.append((case.words[1:], case.file)))
     for seed in (3, 3, 4):
         main(["--cases=20", f"--seed={seed}"])
     assert drawn[:20] == drawn[20:40] != drawn[40:]

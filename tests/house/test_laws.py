@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE_FOLDER = ROOT / "meshtrain"
 PACKAGE = sorted(PACKAGE_FOLDER.rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+SCRIPTS = [*(ROOT / "scripts").iterdir(), *(ROOT / "scripts" / "benchmarks").glob("*.py")]
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
@@ -320,7 +321,7 @@ def test_every_folder_is_a_package_and_says_what_it_holds():
 
 
 def test_no_file_has_a_name_that_says_nothing():
-    everything = [*PACKAGE, *CONFIGS, *(ROOT / "scripts").iterdir(), *(ROOT / "tests").rglob("*.py")]
+    everything = [*PACKAGE, *CONFIGS, *SCRIPTS, *(ROOT / "tests").rglob("*.py")]
     vague = [name_of(path) for path in everything if FORBIDDEN_NAMES & set(re.split(r"[_.\-]", path.name))]
     assert not vague, vague
 
@@ -339,7 +340,7 @@ def test_what_is_tracked_belongs_to_the_project():
 
 def test_nothing_names_the_machine_it_was_written_on():
     files = [*PACKAGE, *CONFIGS, *(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    files += [*(ROOT / "scripts").iterdir(), ROOT / "pyproject.toml", ROOT / ".ci" / "run"]
+    files += [*SCRIPTS, ROOT / "pyproject.toml", ROOT / ".ci" / "run"]
     found = [
         f"{name_of(path)}:{number}: {line.strip()}"
         for path in files

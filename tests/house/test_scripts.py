@@ -1,7 +1,9 @@
 """What scripts/train and scripts/test do on machines of many kinds; the interpreter only writes down its calls."""
 
+import ast
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,10 @@ import pytest
 from meshtrain.plan import topology
 
 ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS_OF_PAGES = sorted((ROOT / "scripts" / "benchmarks").glob("*.py"))
+BENCHMARKS = {
+    path.stem: text for path in PROGRAMS_OF_PAGES if '\nif __name__ == "__main__":' in (text := path.read_text())
+}
 
 # Answers for its version, makes "environments" that hold itself, and logs everything else.
 PYTHON = """#!/bin/bash
@@ -267,12 +273,44 @@ def test_the_harness_is_installed_apart_from_everything_else(machine):
     assert machine.run("test", "x")[2][0] == f"venv {machine.root}/.venv"
 
 
-def test_what_reads_exports_is_installed_apart_from_everything_else(machine):
-    assert machine.run("hf_transformers", "--only=llama")[2] == [
-        f"venv {machine.root}/.venv-transformers",
-        f"pip {machine.root}[transformers]",
-        "run -m scripts.hf_by_transformers --only=llama",
+@pytest.mark.parametrize(
+    ("name", "environment", "extras"),
+    [
+        ("step", ".venv", ""),
+        ("memory", ".venv", ""),
+        ("plan", ".venv-plan", "[plan-gpu]"),
+        ("hf_transformers", ".venv-transformers", "[transformers]"),
+    ],
+)
+def test_a_benchmark_runs_in_the_environment_that_it_names(machine, name, environment, extras):
+    assert machine.run("bench", name, "--only=a b")[2] == [
+        f"venv {machine.root}/{environment}",
+        f"pip {machine.root}{extras}",
+        f"run -m scripts.benchmarks.{name} --only=a b",
     ]
+
+
+@pytest.mark.parametrize("words", [[], ["bench_step"], ["plain_decoder"]])
+def test_a_benchmark_that_is_not_there_is_one_line_with_those_that_are(machine, words):
+    code, said, calls = machine.run("bench", *words)
+    assert (code, calls, said.count("\n")) == (2, [], 1)
+    assert f"got '{''.join(words)}'; allowed: {', '.join(BENCHMARKS)}; nearest: scripts/bench step\n" in said
+    assert machine.run("bench", "step")[0] == 0
+
+
+def test_each_benchmark_is_listed_with_what_it_does():
+    listed = subprocess.run([ROOT / "scripts" / "bench", "--help"], capture_output=True, text=True, check=True).stdout
+    first = [ast.get_docstring(ast.parse(text)).splitlines()[0] for text in BENCHMARKS.values()]
+    assert listed.splitlines() == [f"{name:<20} {line}" for name, line in zip(BENCHMARKS, first, strict=True)]
+
+
+def test_each_benchmark_prints_what_a_page_shows():
+    pages = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    assert {*re.findall(r"scripts(?:/bench |\.benchmarks\.)(\w+)", pages)} == {*BENCHMARKS} - {"witness"}
+
+
+def test_scripts_are_few():
+    assert len([path for path in (ROOT / "scripts").iterdir() if path.is_file()]) <= 14
 
 
 def test_the_pages_are_tested_in_a_browser_by_one_worker(machine):

@@ -11,8 +11,8 @@ from meshtrain.plan import flops, hlo
 from meshtrain.plan.compile import compile_step
 from meshtrain.plan.topology import open_cluster
 from meshtrain.step.precision import PrecisionOptions
-from scripts import attention_memory
-from scripts.attention_memory import compiled, temporary_bytes
+from scripts.benchmarks import attention
+from scripts.benchmarks.attention import compiled, temporary_bytes
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -29,7 +29,7 @@ def test_the_kernel_fits_into_the_shared_memory_of_the_card_and_its_work_is_coun
     length = 1024
     program = compiled("triton", length, open_cluster(f"{card}:1x1"), head_dim)
     work = flops.matmul_flops(hlo.read(program.as_text()))
-    assert work.attention_full == (2 + 7) * 2 * attention_memory.NUM_HEADS * length**2 * head_dim
+    assert work.attention_full == (2 + 7) * 2 * attention.NUM_HEADS * length**2 * head_dim
     assert work.products == 0
     # Blocks on the diagonal are computed whole.
     assert 0.5 < work.attention / work.attention_full < 0.57

@@ -14,7 +14,7 @@ from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.optim.learning_rate import LearningRateOptions
-from scripts import plain_decoder, step_benchmark
+from scripts.benchmarks import plain_decoder, step
 
 BATCH_SIZE, SEQUENCE_LENGTH = 3, 16
 LLAMA = DecoderOptions(
@@ -50,7 +50,7 @@ def config_of(options):
 
 def batch_of(options):
     """Two documents a sequence, and targets that do not count."""
-    batch = step_benchmark.example_batch(config_of(options))
+    batch = step.example_batch(config_of(options))
     assert {0.0, 1.0} == set(np.unique(batch["weights"]))
     assert batch["segment_ids"].max() == 2
     return batch
@@ -116,7 +116,7 @@ def test_loss_and_gradients_in_bfloat16():
 @pytest.mark.slow
 def test_benchmark_compares_two_steps_that_do_the_same():
     config, batch = config_of(GPT2), batch_of(GPT2)
-    steps, states = step_benchmark.compiled_steps(config, jax.devices()[0], batch)
+    steps, states = step.compiled_steps(config, jax.devices()[0], batch)
     first = jax.device_get(states["plain"][0])
     for _ in range(3):
         states["program"], metrics = steps["program"](states["program"], batch)

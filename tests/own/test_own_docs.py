@@ -13,7 +13,7 @@ from meshtrain.config.config import parse
 from meshtrain.data.own import opened
 from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.models.task import Task, entries, limits, sequence_keys
-from scripts import digits_by_batch, memory_by_level, mesh_by_mesh
+from scripts.benchmarks import digits, memory, mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -86,25 +86,25 @@ def test_links_lead_somewhere(page):
     assert not missing, f"{page.name}: {missing}"
 
 
-@pytest.mark.parametrize("name", memory_by_level.MODELS)
+@pytest.mark.parametrize("name", memory.MODELS)
 def test_memory_table_is_what_the_script_prints(name):
-    assert memory_by_level.row(name, memory_by_level.MODELS[name]) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert memory.row(name, memory.MODELS[name]) in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_mesh_table_has_the_settings_of_the_script_and_keeps_its_promise():
     page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    assert "\n".join(mesh_by_mesh.legend()) in page
+    assert "\n".join(mesh.legend()) in page
     rows = [line.split("|")[2:-1] for line in page.splitlines() if line.startswith("| **")]
-    assert [len(row) for row in rows] == [len(mesh_by_mesh.SETTINGS)] * len(mesh_by_mesh.SETTINGS)
+    assert [len(row) for row in rows] == [len(mesh.SETTINGS)] * len(mesh.SETTINGS)
     differences = [[float(cell.strip().removeprefix("= ")) for cell in row] for row in rows]
-    assert max(map(max, differences)) <= mesh_by_mesh.TOLERANCE
+    assert max(map(max, differences)) <= mesh.TOLERANCE
 
 
 def test_digits_table_has_the_settings_of_the_script_and_keeps_its_promise():
     page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
-    rows = page.partition("\n".join(digits_by_batch.HEADER))[2].split("\n\n")[0].strip().splitlines()
-    outcomes = [digits_by_batch.Outcome(digits_by_batch.NUM_HELD_OUT, 1.0)]
-    expected = [digits_by_batch.line(setting, outcomes).split("|")[1:5] for setting in digits_by_batch.SETTINGS]
+    rows = page.partition("\n".join(digits.HEADER))[2].split("\n\n")[0].strip().splitlines()
+    outcomes = [digits.Outcome(digits.NUM_HELD_OUT, 1.0)]
+    expected = [digits.line(setting, outcomes).split("|")[1:5] for setting in digits.SETTINGS]
     assert [row.split("|")[1:5] for row in rows] == expected
     accuracy, seconds = rows[0].split("|")[6:8]
     assert float(accuracy.strip().removesuffix("%")) >= 98
@@ -113,9 +113,9 @@ def test_digits_table_has_the_settings_of_the_script_and_keeps_its_promise():
 
 @pytest.mark.slow
 def test_the_digits_script_trains(tmp_path):
-    setting = digits_by_batch.SETTINGS[0]
-    outcome = digits_by_batch.trained(setting, 0, tmp_path, "--config.num_steps=3", "--config.model.filters=8")
-    assert 0 < outcome.num_right < digits_by_batch.NUM_HELD_OUT
+    setting = digits.SETTINGS[0]
+    outcome = digits.trained(setting, 0, tmp_path, "--config.num_steps=3", "--config.model.filters=8")
+    assert 0 < outcome.num_right < digits.NUM_HELD_OUT
     assert outcome.seconds > 1
 
 
@@ -123,5 +123,5 @@ def test_digits_script_has_the_numbers_of_the_configuration():
     config, _ = parse([f"--config={ROOT}/configs/digits.py"])
     rate = config.learning_rate
     found = (config.batch_size, config.num_steps, rate.peak, rate.warmup_steps)
-    base = digits_by_batch
+    base = digits
     assert found == (base.BASE_BATCH, base.NUM_STEPS, base.PEAK, base.WARMUP_STEPS)

@@ -1,4 +1,4 @@
-"""docs/finetuning.md: its example is what scripts/finetune_example runs, on questions that no run has seen."""
+"""docs/finetuning.md: its example is what scripts/bench finetune runs, on questions that no run has seen."""
 
 import contextlib
 import importlib
@@ -12,9 +12,9 @@ import pytest
 from meshtrain.config.config import Config
 from meshtrain.data.text import share
 from meshtrain.words.errors import UserError
-from scripts import docstring_questions, finetune_example
-from scripts.docstring_questions import Asked, functions, line, split
-from scripts.finetune_example import commands, performed, shown
+from scripts.benchmarks import docstring_questions, finetune
+from scripts.benchmarks.docstring_questions import Asked, functions, line, split
+from scripts.benchmarks.finetune import commands, performed, shown
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
@@ -51,15 +51,15 @@ def test_no_answer_is_in_both_parts():
 
 def test_the_page_shows_the_commands_of_the_script():
     typed = [text for text in re.sub(r" \\\n +", " ", PAGE).splitlines() if text.startswith("$ python -m ")]
-    wanted = [shown(words) for words in commands(finetune_example.FOLDER)]
-    assert [text for text in typed if finetune_example.FOLDER in text] == wanted
+    wanted = [shown(words) for words in commands(finetune.FOLDER)]
+    assert [text for text in typed if finetune.FOLDER in text] == wanted
 
 
 def test_what_cannot_run_is_said(tmp_path):
     with pytest.raises(RuntimeError, match=r"meshtrain nothing ended with 2:\n.*command: got 'nothing'"):
         performed(["meshtrain", "nothing"])
     with pytest.raises(UserError, match=r"--to: got '.*', a folder; allowed: a new folder; nearest: --to=.*-again"):
-        finetune_example.main([f"--to={tmp_path}"])
+        finetune.main([f"--to={tmp_path}"])
     with pytest.raises(UserError, match=r"folder: got '.*none', nothing there; allowed: a folder; nearest: mkdir"):
         docstring_questions.main([f"{tmp_path}/none"])
 
@@ -90,5 +90,5 @@ def test_three_steps_of_the_example(tmp_path, capsys):
     losses = [re.search(r"held_out\S* +([\d.]+)", said[number]).group(1) for number in (3, 7, 10)]
     assert float(losses[1]) < float(losses[0])
     assert losses[2] == losses[1], "merged into the matrices, the adapters do the same"
-    assert said[4].count("--- prompt") == said[8].count("--- prompt") == len(finetune_example.PROMPTS)
+    assert said[4].count("--- prompt") == said[8].count("--- prompt") == len(finetune.PROMPTS)
     shutil.rmtree(folder)

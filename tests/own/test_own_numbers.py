@@ -11,8 +11,8 @@ from meshtrain.config.tasks import abstract_task
 from meshtrain.data.own import opened
 from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import entries, limits
-from scripts import numbers_by_spelling
-from scripts.numbers_by_spelling import SETTINGS, Outcome, line, missed, trained
+from scripts.benchmarks import numbers
+from scripts.benchmarks.numbers import SETTINGS, Outcome, line, missed, trained
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_options_of_the_page_are_there():
 
 
 def rows_of_the_page():
-    _, _, after = PAGE.partition("\n".join(numbers_by_spelling.HEADER))
+    _, _, after = PAGE.partition("\n".join(numbers.HEADER))
     return [row.split("|")[1:-1] for row in after.split("\n\n")[0].strip().splitlines()]
 
 

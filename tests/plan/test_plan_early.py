@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.plan import compile as compiling
 from meshtrain.plan import early, hlo
-from scripts import plan_ratio
+from scripts.benchmarks import plan_ratio
 
 ALLOCATE, FREE, SHARE = range(3)
 MIB = 2**20

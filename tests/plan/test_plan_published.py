@@ -6,8 +6,8 @@ import pytest
 
 from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.plan import hlo, timing
-from scripts import published_runs
-from scripts.published_runs import RUNS
+from scripts.benchmarks import published_runs
+from scripts.benchmarks.published_runs import RUNS
 from tests.plan import recorded
 
 STORED = json.loads(published_runs.STORED.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.run import start
 from meshtrain.store.other_runs import find
-from scripts import compression_by_kind
+from scripts.benchmarks import compression
 
 INT8 = ("mesh.data=2", "compression.kind=int8", "model.num_layers=2")
 
@@ -54,7 +54,7 @@ def test_the_residuals_of_a_checkpoint_add_up_to_the_same_on_any_mesh(stop, mesh
 def test_three_steps_of_the_table_of_kinds(capsys):
     small = {"num_layers": 1, "embed_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_kv_heads": 2}
     words = ["--steps=3", "--seeds=1", "--kinds=none,int8"]
-    assert compression_by_kind.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
+    assert compression.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
     plain, int8 = capsys.readouterr().out.splitlines()[2:]
     assert plain.startswith("| 0 | none | 7.00 | ")
     assert int8.startswith("| 0 | int8 | 1.78 | ")

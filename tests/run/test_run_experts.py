@@ -7,21 +7,21 @@ import pytest
 
 from meshtrain.config.config import parse
 from meshtrain.config.tasks import abstract_task
-from scripts import bench_experts, experts_by_kind
+from scripts.benchmarks import experts, experts_step
 
 
 def test_the_dense_model_has_the_work_of_the_experts_of_a_token():
     config, _ = parse(["--config=configs/experts.py", "--config.model.shared_experts=1"])
-    sparse, dense = abstract_task(config), abstract_task(experts_by_kind.dense(config))
+    sparse, dense = abstract_task(config), abstract_task(experts.dense(config))
     routers = config.model.num_layers * config.model.embed_dim * config.model.num_experts
     assert sparse.num_active_parameters == dense.num_parameters + routers
     assert dense.num_active_parameters == 0
 
 
 def test_the_benchmark_compares_models_of_the_same_active_size():
-    found = bench_experts.configurations(8, 64)
+    found = experts_step.configurations(8, 64)
     sparse, dense = (abstract_task(found[name]) for name in ("program", "plain"))
-    routers = bench_experts.DENSE.num_layers * bench_experts.DENSE.embed_dim * 8
+    routers = experts_step.DENSE.num_layers * experts_step.DENSE.embed_dim * 8
     assert sparse.num_active_parameters == dense.num_parameters + routers
 
 
@@ -33,14 +33,14 @@ def test_the_benchmark_compares_models_of_the_same_active_size():
     ],
 )
 def test_the_verdict_says_who_wins(pairs, line):
-    assert experts_by_kind.verdict(pairs) == line
+    assert experts.verdict(pairs) == line
 
 
 @pytest.mark.slow
 def test_three_steps_of_experts_and_dense(tmp_path, capsys):
     small = {"num_layers": 1, "embed_dim": 16, "expert_dim": 16, "num_heads": 2, "num_kv_heads": 2}
     words = ["--seeds=1", f"--out={tmp_path / 'chart.png'}", "--config.num_steps=3"]
-    assert experts_by_kind.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
+    assert experts.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
     row, _, said = capsys.readouterr().out.splitlines()[2:]
     assert row.startswith("| 0 | 15,568, 10,960; 10,832, 10,832 | 5.5")
     assert said.startswith("experts")
@@ -50,11 +50,9 @@ def test_three_steps_of_experts_and_dense(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_steps_of_experts_and_of_the_dense_model_take_turns(monkeypatch, capsys):
     """One layer in place of four, and one round after those that warm up."""
-    small = dataclasses.replace(
-        bench_experts.DENSE, num_layers=1, embed_dim=32, mlp_dim=64, num_heads=2, num_kv_heads=2
-    )
-    monkeypatch.setattr(bench_experts, "DENSE", small)
-    assert bench_experts.main(["--rounds=1", "--batch-size=2", "--sequence-length=32"]) == 0
+    small = dataclasses.replace(experts_step.DENSE, num_layers=1, embed_dim=32, mlp_dim=64, num_heads=2, num_kv_heads=2)
+    monkeypatch.setattr(experts_step, "DENSE", small)
+    assert experts_step.main(["--rounds=1", "--batch-size=2", "--sequence-length=32"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(", 64 tokens a step")
     assert re.match(

@@ -10,7 +10,7 @@ from meshtrain import evaluate
 from meshtrain.main import main
 from meshtrain.store.other_runs import restore_params
 from meshtrain.words.errors import UserError
-from scripts import local_steps_by_kind
+from scripts.benchmarks import local_steps
 
 APART = ("local_steps.period=2", "local_steps.groups=2", "mesh.data=2")
 STEPS = list(range(1, 11))
@@ -69,7 +69,7 @@ def test_a_gradient_that_waits_is_saved(run, stopped, tmp_path):
 def test_three_steps_of_the_table_of_kinds(tmp_path, capsys):
     words = ["--steps=3", "--kinds=synchronous,diloco-10", f"--out={tmp_path / 'chart.png'}"]
     small = {"num_layers": 1, "embed_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_kv_heads": 2}
-    assert local_steps_by_kind.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
+    assert local_steps.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
     synchronous, diloco = capsys.readouterr().out.splitlines()[2:]
     assert synchronous.startswith("| 0 | synchronous | 3 | 6.0")
     assert diloco.startswith("| 0 | diloco-10 | 0 | 0.0")

@@ -1,4 +1,4 @@
-"""What any mesh has saved goes on under any other: a sample of the table that scripts/mesh_table makes."""
+"""What any mesh has saved goes on under any other: a sample of the table that scripts/bench mesh makes."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ import shutil
 import numpy as np
 import pytest
 
-from scripts import mesh_by_mesh, witness
-from scripts.mesh_by_mesh import SAMPLE, SETTINGS, Setting, compare, copy_save, differing_arrays
+from scripts.benchmarks import mesh, witness
+from scripts.benchmarks.mesh import SAMPLE, SETTINGS, Setting, compare, copy_save, differing_arrays
 
 SMALLER = {"model.num_layers": 2, "accumulation_steps": 1}  # compiles in half the time
 
@@ -67,7 +67,7 @@ def test_from_one_level_and_mesh_to_another(pair):
     cell = pair.compared()
     assert cell.problems == []
     assert cell.difference <= 1e-5
-    arrays = mesh_by_mesh.stored(pair.writer)
+    arrays = mesh.stored(pair.writer)
     moments = [path for path in arrays if path.startswith("opt_state/") and arrays[path].size > 1]
     assert len(moments) >= 2 * len([path for path in arrays if path.startswith("params/")])
     assert all(np.abs(arrays[path]).max() > 0 for path in moments), "zeros come back from anywhere"
@@ -76,7 +76,7 @@ def test_from_one_level_and_mesh_to_another(pair):
 def test_the_two_hold_their_arrays_in_different_pieces(pair):
     """Else the table would compare a mesh with itself."""
     path = "params/layers/mlp/down"
-    (saved,), (restored,) = (mesh_by_mesh.seen(run, pair.wrote) for run in (pair.writer, pair.reader))
+    (saved,), (restored,) = (mesh.seen(run, pair.wrote) for run in (pair.writer, pair.reader))
     bounds = [[where for where, _ in arrays["3"][path]["pieces"]] for arrays in (saved["saved"], restored["restored"])]
     assert bounds[0] != bounds[1]
     assert [len(where) for where in bounds] == [8, 2]
@@ -136,7 +136,7 @@ def test_arrays_are_compared_piece_by_piece():
 @pytest.mark.slow
 def test_any_processes_schedule_and_level_go_on_with_those_of_any_other(tmp_path):
     """One test for all pairs: two workers that share them out would each train what the pairs have in common."""
-    cells = mesh_by_mesh.cells(SAMPLE, tmp_path)
+    cells = mesh.cells(SAMPLE, tmp_path)
     assert {pair: cell.problems for pair, cell in cells.items()} == {pair: [] for pair in SAMPLE}
     assert all(cell.difference <= 1e-5 for cell in cells.values())
 

@@ -14,7 +14,7 @@ from meshtrain.plan.guess import state_bytes, weights_of
 from meshtrain.run import start
 from meshtrain.step.held import held
 from meshtrain.store.other_runs import find
-from scripts import rounding_by_kind
+from scripts.benchmarks import rounding
 
 SMALL = {
     "batch_size": 16,
@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_the_same_bits_on_another_mesh(stopped):
 def test_three_steps_of_the_table_of_roundings(capsys):
     small = {"num_layers": 1, "embed_dim": 32, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2}
     words = ["--steps=3", "--kinds=float32,moments-8bit,fp8"]
-    assert rounding_by_kind.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
+    assert rounding.main([*words, *(f"--config.model.{name}={size}" for name, size in small.items())]) == 0
     plain, eight, products = capsys.readouterr().out.splitlines()[2:]
     assert plain.startswith("| float32 | 0.95 | ")
     assert eight.startswith("| moments-8bit | 0.95 | ")

@@ -32,7 +32,7 @@ SHARING = """
 import sys
 from meshtrain import main
 from meshtrain.words import errors
-from scripts.witness import sharing_compilations
+from scripts.benchmarks.witness import sharing_compilations
 with sharing_compilations():
     errors.run(lambda: main.main(sys.argv[1:]))
 """

@@ -1,4 +1,4 @@
-"""What scripts/windows_table reads in a long window and in a short one: the same bytes, with as much before them."""
+"""What scripts/bench windows reads in a long window and in a short one: the same bytes, with as much before them."""
 
 import jax
 import numpy as np
@@ -7,8 +7,8 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.config.config import parse
 from meshtrain.layout.mesh import mesh_shape
-from scripts import long_windows
-from scripts.long_windows import Bytes, lines, ranges
+from scripts.benchmarks import windows
+from scripts.benchmarks.windows import Bytes, lines, ranges
 
 LONG, SHORT = 256, 64
 
@@ -34,7 +34,7 @@ def test_a_chart_has_a_curve_for_each_window(tmp_path):
     found = Bytes(np.arange(1, 257), np.arange(1, 257), np.ones(256), np.ones(256))
     charts = [tmp_path / name for name in ("one.svg", "two.svg")]
     for chart in charts:
-        long_windows.draw(found, LONG, SHORT, chart)
+        windows.draw(found, LONG, SHORT, chart)
     texts = [chart.read_text(encoding="utf-8") for chart in charts]
     assert texts[0] == texts[1]
     assert all(f"window of {window} bytes" in texts[0] for window in (LONG, SHORT))
@@ -46,8 +46,8 @@ def test_three_steps_train_and_both_windows_read_the_same_bytes():
     words = [f"--config.{change}" for change in ("num_steps=3", f"sequence_length={LONG}", "model.window=16")]
     config, _ = parse(["--config=configs/long.py", *words])
     assembly = assemble(config, mesh_shape(config.mesh, 8, simulated=True), jax.devices())
-    params = long_windows.trained(assembly)
-    found = long_windows.read(assembly, params, SHORT, 3)
+    params = windows.trained(assembly)
+    found = windows.read(assembly, params, SHORT, 3)
     assert 3 * LONG * 0.9 < len(found.before) <= 3 * LONG
     assert found.before.max() == LONG
     assert found.near.max() == SHORT
