@@ -1,156 +1,27 @@
-"""Planted faults in what is read, kept and generated: data, store, generation."""
+"""Planted faults in what goes in."""
 
-from scripts.mutant import Mutant
+from tests.faults.fault import Fault
 
-FILES: tuple[Mutant, ...] = (
-    # data
-    Mutant(
-        "seek off by one",
+FAULTS = (
+    Fault(
         "data/loader.py",
         '"next_index": min(start_step, len(local_batches))',
         '"next_index": min(start_step + 1, len(local_batches))',
         "a resumed run skips a batch",
-        ("data/test_data_loader.py::test_resuming_reads_nothing_that_came_before",),
+        "data/test_data_loader.py::test_resuming_reads_nothing_that_came_before",
     ),
-    Mutant(
-        "seeds overlap",
-        "data/loader.py",
-        "order.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))",
-        "order.shuffle(seed=seed)",
-        "the second epoch of a run is the first of the next seed",
-        ("data/test_data_loader.py::test_seeds_differ_in_every_epoch",),
-    ),
-    Mutant(
-        "end token counts",
+    Fault(
         "data/packing.py",
         '"weights": np.float32(1) - is_end.astype(np.float32),',
         '"weights": np.ones(length, np.float32),',
         "what follows the end of a document counts as a target",
-        ("data/test_data_packing.py::test_stream_window_by_hand",),
+        "data/test_data_packing.py::test_stream_window_by_hand",
     ),
-    Mutant(
-        "another tokenizer",
-        "data/token_files.py",
-        "if hashlib.sha256(beside.read_bytes()).hexdigest() != described.tokenizer_sha256:",
-        "if not described.tokenizer_sha256:",
-        "tokens are read with another tokenizer than the one that wrote them",
-        ("data/test_data_token_files.py::test_large_vocabulary_takes_four_bytes_and_brings_its_tokenizer",),
-    ),
-    Mutant(
-        "padding counts in the baseline",
-        "data/baseline.py",
-        'counted = example["weights"] > 0',
-        'counted = example["weights"] >= 0',
-        "the bigram baseline is scored on padding",
-        ("data/test_data_baseline.py::test_only_weighted_targets_count",),
-    ),
-    Mutant(
-        "prompts count",
-        "data/packing.py",
-        "1 if self.counted is None else self.counted[start + 1 : start + length + 1]",
-        "1",
-        "fine-tuning learns prompts, too",
-        ("data/test_data_answers.py::test_answers_alone_count_and_documents_are_packed_whole",),
-    ),
-    Mutant(
-        "no sandbox",
+    Fault(
         "data/chat_template.py",
         "jinja2.sandbox.ImmutableSandboxedEnvironment(",
         "jinja2.Environment(",
         "a chat template runs as code of ours",
-        ("data/test_data_chat_template.py::test_a_template_reaches_nothing_and_its_errors_are_one_line",),
+        "data/test_data_chat_template.py::test_a_template_reaches_nothing_and_its_errors_are_one_line",
     ),
-    # store
-    Mutant(
-        "names are not compared",
-        "store/checkpoint.py",
-        "return lines or renamed(directory)",
-        "return lines",
-        "a renamed checkpoint resumes at the wrong step",
-        ("store/test_store_integrity.py::test_a_save_under_the_name_of_another_step_is_treated_as_damaged",),
-        was_unnoticed=True,
-    ),
-    Mutant(
-        "checksum not compared",
-        "store/integrity.py",
-        'return "" if _sha256(path) == expected["sha256"] else f"{name}: its bytes have changed"',
-        'return ""',
-        "a flipped byte of a checkpoint is read as a weight",
-        ("store/test_store_integrity.py::test_verify_says_what_is_whole",),
-    ),
-    Mutant(
-        "best saves go",
-        "store/keeping.py",
-        "return stay | best",
-        "return stay",
-        "the best checkpoints are deleted",
-        ("store/test_store_integrity.py::test_what_stays",),
-    ),
-    Mutant(
-        "dtypes converted",
-        "store/arrays.py",
-        'return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"',
-        'return f"{list(leaf.shape)}"',
-        "an array of another dtype is converted instead of refused",
-        ("store/test_store_checkpoint.py::test_another_dtype_is_refused_and_not_converted",),
-    ),
-    Mutant(
-        "readers clean up",
-        "store/checkpoint.py",
-        "if writes and peers.is_main_process():\n            keeping.sweep",
-        "if peers.is_main_process():\n            keeping.sweep",
-        "who only reads checkpoints deletes one that is being written",
-        ("store/test_store_checkpoint.py::test_a_save_killed_half_way_is_ignored_and_cleaned_up",),
-    ),
-    # generation
-    Mutant(
-        "text a token late",
-        "generation/window.py",
-        "jnp.take_along_axis(of_all, (filled - 1)[:, None, None], axis=1)",
-        "jnp.take_along_axis(of_all, (filled - 2)[:, None, None], axis=1)",
-        "each token follows the one before the last",
-        ("generation/test_generation_window.py::test_each_token_follows_those_in_its_window",),
-        was_unnoticed=True,
-    ),
-    Mutant(
-        "window stands still",
-        "generation/window.py",
-        "window = jnp.where(is_full[:, None], jnp.roll(window, -1, axis=1), window)",
-        "window = jnp.where(is_full[:, None], window, window)",
-        "once the window is full only its last token changes",
-        ("generation/test_generation_window.py::test_each_token_follows_those_in_its_window",),
-        was_unnoticed=True,
-    ),
-    Mutant(
-        "keys without the sample",
-        "generation/sampling.py",
-        "return fold(fold(jnp.broadcast_to(key, prompts.shape), prompts), samples)",
-        "return fold(jnp.broadcast_to(key, prompts.shape), prompts)",
-        "all samples of a prompt are the same text",
-        ("generation/test_generation_sampling.py::test_random_numbers_depend_on_prompt_sample_and_position_alone",),
-    ),
-    Mutant(
-        "nucleus without its last token",
-        "generation/sampling.py",
-        "before < sampling.top_p",
-        "before + probabilities < sampling.top_p",
-        "top-p leaves out the token that crosses it",
-        ("generation/test_generation_sampling.py::test_what_is_left",),
-    ),
-    Mutant(
-        "half a character is shown",
-        "generation/text.py",
-        "whole = len(text.rstrip(HALF))",
-        "whole = len(text)",
-        "half a character is shown before its other half comes",
-        ("generation/test_generation_text.py::test_half_a_character_is_held_back",),
-    ),
-    Mutant(
-        "padding is seen",
-        "models/cache.py",
-        "(jnp.arange(num_slots)[None] < lengths[:, None])",
-        "(jnp.arange(num_slots)[None] < jnp.max(lengths))",
-        "tokens of a short prompt's text attend to its padding",
-        ("models/test_models_decode.py::test_cached_logits_are_those_of_the_whole_sequence",),
-    ),
-)  # fmt: skip
+)

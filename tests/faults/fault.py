@@ -1,32 +1,31 @@
-"""What a planted fault is; they stand in `mutants_step.py` and its siblings; `mutants_run.py` plants them."""
+"""What a planted fault is; a table for each room stands beside this file."""
 
-import dataclasses
+import ast
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
+class Fault:
     """One planted fault.
 
     Attributes:
-      name: a few words that tell it from the others.
       path: the file, from the folder of the package.
       before: text that stands in it exactly once.
       after: what replaces it.
-      fault: what goes wrong, for a reader.
-      tests: at most two arguments for pytest, from the folder `tests`, each a test of the fast suite.
-      was_unnoticed: whether the tests of its room, and parity where it concerns a mesh, passed with this fault when the
-        table was begun, or the fault itself was in the code.
+      wrong: what goes wrong, for a reader.
+      tests: arguments for pytest, from the folder `tests`, each a fast test.
     """
 
-    name: str
-    path: str
-    before: str
-    after: str
-    fault: str
-    tests: tuple[str, ...]
-    was_unnoticed: bool = False
+    def __init__(self, path: str, before: str, after: str, wrong: str, *tests: str) -> None:
+        self.path, self.before, self.after, self.wrong, self.tests = path, before, after, wrong, tests
 
-    @property
-    def room(self) -> str:
-        """The folder of the file; `root` for the files of the package's root."""
-        return self.path.rpartition("/")[0] or "root"
+    def planted(self, text: str) -> str:
+        """Returns the text of the file with the fault in it.
+
+        Raises:
+          ValueError: the text to be replaced does not stand there exactly once, or the fault changes no code.
+        """
+        if (count := text.count(self.before)) != 1:
+            raise ValueError(f"{self.path}: {count} places read {self.before!r}; wanted: one ({self.wrong})")
+        changed = text.replace(self.before, self.after)
+        if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text)):
+            raise ValueError(f"{self.path}: {self.after!r} changes nothing ({self.wrong})")
+        return changed

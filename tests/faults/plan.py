@@ -1,39 +1,42 @@
-"""Planted faults of the planner's time and memory."""
+"""Planted faults in what would happen elsewhere."""
 
-from scripts.mutant import Mutant
+from tests.faults.fault import Fault
 
-PLAN: tuple[Mutant, ...] = (
-    Mutant(
-        "gradients are activations",
+FAULTS = (
+    Fault(
+        "plan/hlo.py",
+        "if found := TRIP_COUNT.search(loop.rest):\n        return int(found[1])",
+        "if found := TRIP_COUNT.search(loop.rest):\n        return 1",
+        "the work of a loop is counted once",
+        "plan/test_plan_hlo.py::test_nested_loops_multiply",
+    ),
+    Fault(
+        "plan/memory.py",
+        "if peak_bytes + uncertainty_bytes <= capacity_bytes:",
+        "if peak_bytes <= capacity_bytes:",
+        "a step that is too close to say is said to fit",
+        "plan/test_plan_arithmetic.py::test_fits",
+    ),
+    # Once no test noticed these.
+    Fault(
+        "plan/minimum.py",
+        "if shape[axis] > 1 and axis in stored]",
+        "if shape[axis] > 1 and axis == FSDP]",
+        "at ZeRO level 3 data is said to have nothing to send",
+        "plan/test_plan_arithmetic.py::test_the_least_of_data_follows_the_wire_dtype_and_zero[3-float32-12-4]",
+    ),
+    Fault(
+        "plan/planner.py",
+        "peak = peak_flops_per_second(accelerator.device_kinds[0], dtype)",
+        "peak = peak_flops_per_second(accelerator.device_kinds[0], dtype) and accelerator.bfloat16_flops_per_second",
+        "the planned MFU of float32 is relative to the peak of bfloat16",
+        "plan/test_plan_cpu.py::test_utilization_is_of_the_peak_of_the_compute_dtype[float32-494700000000000.0]",
+    ),
+    Fault(
         "plan/memory.py",
         "max(0, stats.temporary_bytes - state.gradients) if stats",
         "stats.temporary_bytes if stats",
         "the activations of the account of memory contain the sums of gradients",
-        ("plan/test_plan_cpu.py::test_level_three_over_data_is_planned_like_fsdp",),
-        was_unnoticed=True,
-    ),
-    Mutant(
-        "slow end hides transfers",
-        "plan/timing.py",
-        "if is_asynchronous and self.hidden is not Hidden.NONE:",
-        "if is_asynchronous and self.hidden is not Hidden.ALL:",
-        "the slow end of the interval of a step hides transfers",
-        ("plan/test_plan_arithmetic.py::test_the_ends_of_the_interval_hide_all_transfers_or_none",),
-    ),
-    Mutant(
-        "half a wave is free",
-        "plan/products.py",
-        "num_waves = math.ceil(num_tiles * parts / num_units)",
-        "num_waves = num_tiles * parts / num_units",
-        "a product whose last wave of tiles leaves units idle is as fast as one of whole waves",
-        ("plan/test_plan_products.py::test_zeros_in_tiles_and_empty_places_in_the_last_wave_are_lost",),
-    ),
-    Mutant(
-        "shared bytes are freed with the first user",
-        "plan/early.py",
-        "num_users[first] += -1 if kind == FREE else 1",
-        "num_users[first] = 0 if kind == FREE else 1",
-        "the peak of a plan leaves out bytes that two values share, once one is freed",
-        ("plan/test_plan_early.py::test_the_peak_is_of_what_is_in_use_at_one_time",),
+        "plan/test_plan_cpu.py::test_level_three_over_data_is_planned_like_fsdp",
     ),
 )

@@ -1,60 +1,50 @@
-"""The planted faults of scripts/mutants can still be planted, and the tests that have to notice them are there."""
+"""The planted faults of tests/faults can still be planted, and the tests that have to notice them are there."""
 
 import ast
-import collections
 import functools
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
-from scripts.mutants_run import MUTANTS, ROOMS, planted, table
+from tests.faults.__main__ import FAULTS, main
+from tests.faults.fault import Fault
 
 ROOT = pathlib.Path(__file__).parents[2]
-LEAST, LEAST_A_ROOM, MOST_TESTS = 40, 3, 2
+ALL = [fault for faults in FAULTS.values() for fault in faults]
+MOST = 70
 
 
 @functools.cache
 def functions(file):
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-    return {"", *(node.name for node in tree.body if isinstance(node, ast.FunctionDef))}
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_fault_can_be_planted_and_its_tests_are_there(mutant):
-    text = (ROOT / "meshtrain" / mutant.path).read_text(encoding="utf-8")
-    wrong = planted(mutant, text)
-    assert wrong != text
-    ast.parse(wrong)
-    assert 1 <= len(mutant.tests) <= MOST_TESTS
-    for test in mutant.tests:
+@pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.wrong)
+def test_a_fault_can_be_planted_and_its_tests_are_there(fault):
+    fault.planted((ROOT / "meshtrain" / fault.path).read_text(encoding="utf-8"))
+    assert fault.tests
+    for test in fault.tests:
         file, _, name = test.partition("::")
-        assert name.partition("[")[0] in functions(file), test
+        assert not name or name.partition("[")[0] in functions(file), test
 
 
-def test_cases_that_faults_name_by_their_parameters_are_collected():
-    cases = sorted({f"tests/{test}" for mutant in MUTANTS for test in mutant.tests if "[" in test})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", *cases]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+def test_they_are_few_and_each_stands_in_the_table_of_its_room():
+    assert len({(fault.path, fault.before, fault.after) for fault in ALL}) == len(ALL) <= MOST
+    for room, faults in FAULTS.items():
+        assert faults
+        assert {fault.path.split("/")[0] if "/" in fault.path else "root" for fault in faults} == {room}
 
 
-def test_there_are_many_in_each_room_and_each_is_its_own():
-    assert len(MUTANTS) >= LEAST
-    counts = collections.Counter(mutant.room for mutant in MUTANTS)
-    assert set(counts) == set(ROOMS)
-    assert min(counts.values()) >= LEAST_A_ROOM, counts
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert len({(mutant.path, mutant.before, mutant.after) for mutant in MUTANTS}) == len(MUTANTS)
+@pytest.mark.parametrize(
+    ("text", "after", "wanted"),
+    [("a = b", "1", "0 places"), ("x = x", "1", "2 places"), ("x = 1", "(x)", "changes nothing")],
+)
+def test_a_text_that_is_not_there_or_not_alone_is_refused(text, after, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        Fault("a.py", "x", after, "x is wrong").planted(text)
 
 
-def test_the_page_of_the_tests_lists_them():
-    assert table() in (ROOT / "docs" / "testing.md").read_text(encoding="utf-8"), "scripts/mutants --table prints it"
-
-
-def test_a_text_that_is_not_there_or_not_alone_is_refused():
-    mutant = MUTANTS[0]
-    for text in ("", mutant.before * 2):
-        with pytest.raises(ValueError, match="wanted: one"):
-            planted(mutant, text)
+def test_a_room_that_is_not_there_is_one_line(capsys):
+    assert main(["layout", "sharding"]) == 2
+    assert capsys.readouterr().err.startswith("meshtrain: error: ROOM: got 'sharding'; allowed: words, config, ")

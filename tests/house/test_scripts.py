@@ -313,6 +313,10 @@ def test_scripts_are_few():
     assert len([path for path in (ROOT / "scripts").iterdir() if path.is_file()]) <= 14
 
 
+def test_faults_are_planted_in_the_environment_of_the_tests(machine):
+    assert machine.run("test", "--faults", "step")[2][1:] == [f"pip {machine.root}[dev]", "run -m tests.faults step"]
+
+
 def test_the_pages_are_tested_in_a_browser_by_one_worker(machine):
     code, _, calls = machine.run("test", "--browser", "-x")
     assert code == 0

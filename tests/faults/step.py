@@ -1,0 +1,56 @@
+"""Planted faults in what happens in one step."""
+
+from tests.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "step/residual.py",
+        "jnp.sum(leaf, axis=0) / to.shape[0]",
+        "leaf[0] / to.shape[0]",
+        "another mesh keeps the residual of one replica instead of their sum",
+        "step/test_step_residual.py::test_another_number_of_replicas_keeps_the_sum[8-4]",
+    ),
+    Fault(
+        "step/step.py",
+        "opt_state = guard.where_good(good, opt_state, before)",
+        "opt_state = guard.where_good(good | True, opt_state, before)",
+        "a skipped step updates the optimizer's moments",
+        "step/test_step_guard.py::test_what_is_refused_and_who_is_named[wrong2-1]",
+    ),
+    # Once no test noticed these.
+    Fault(
+        "step/accumulate.py",
+        "jnp.sum(part, axis=0), parts)",
+        "jnp.mean(part, axis=0), parts)",
+        "evaluation in microbatches gives means of their sums",
+        "step/test_step_accumulate.py::test_a_ratio_is_summed_over_shards_and_microbatches_and_divided_by_its_own_weight",
+    ),
+    Fault(
+        "step/local.py",
+        '{**total.metrics, "loss": total.loss}, total.weight)',
+        '{**total.metrics, "loss": total.weight * jnp.mean(metrics["loss"])}, total.weight)',
+        "the loss of groups that train apart is the mean of their means",
+        "step/test_step_local.py::test_the_loss_of_all_groups_is_their_sum_over_their_weight",
+    ),
+    Fault(
+        "step/loss_scale.py",
+        "return jnp.where(most * factor > scaling.largest, jnp.inf, squares)",
+        "return squares",
+        "with several microbatches a step is not skipped whose gradients overflow in one",
+        "step/test_step_loss_scale.py::test_the_same_steps_are_skipped_with_any_number_of_parts[accumulation]",
+    ),
+    Fault(
+        "step/state.py",
+        "return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)",
+        "return jax.random.fold_in(jax.random.wrap_key_data(state.rng), num_updates(state))",
+        "the step after a skipped one draws the same random numbers again",
+        "step/test_step_guard.py::test_each_step_draws_from_a_key_of_its_own_a_skipped_one_among_them",
+    ),
+    Fault(
+        "step/held.py",
+        "gradients=bytes_of_device(replicas.accumulators(state.params))",
+        "gradients=bytes_of_device(state.params)",
+        "at ZeRO level 2 the account of memory has whole sums of gradients",
+        "step/test_step_held.py::test_gradients_are_what_the_step_allocates_on_each_replica[2]",
+    ),
+)

@@ -1,0 +1,20 @@
+"""Planted faults in what every room speaks: flags, options, errors."""
+
+from tests.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "words/flags.py",
+        "words: dict[str, Any] = {**given, **texts}",
+        "words: dict[str, Any] = {**texts, **given}",
+        "a file's value takes precedence over the command line's",
+        "config/test_config_config.py::test_a_file_edits_and_the_command_line_goes_before_it",
+    ),
+    Fault(
+        "words/errors.py",
+        "code = EXIT_USER_ERROR",
+        "code = EXIT_FINISHED",
+        "a program that refuses its input ends with exit code 0",
+        "pipeline/test_pipeline_chart.py::test_a_mistake_is_one_line_and_exit_code_2",
+    ),
+)
