@@ -5,6 +5,7 @@ One H100, one packed sequence in bfloat16, 32 query heads on 8 key and value hea
 Extras: plan-gpu
 """
 
+import argparse
 import functools
 from collections.abc import Callable
 
@@ -69,6 +70,7 @@ def temporary_bytes(program: jax.stages.Compiled) -> int:
 
 def main() -> int:
     """Prints the table; returns the exit code."""
+    argparse.ArgumentParser(prog="scripts/bench attention", description=(__doc__ or "").partition("\n")[0]).parse_args()
     cluster = open_cluster("h100:1x1")
     print(f"| tokens | {' | '.join(f'`{way}`' for way in WAYS)} |")
     print("|---" * (1 + len(WAYS)) + "|")

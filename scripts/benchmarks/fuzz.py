@@ -133,7 +133,7 @@ def outcome(case: Case, file: Path, is_planned: bool) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the cases and returns 1 if one of them raised anything but UserError."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="scripts/bench fuzz", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(argv)

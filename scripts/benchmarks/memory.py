@@ -3,6 +3,8 @@
 The bytes are those of parameters, sums of gradients and Adam's moments of the assembled step, without activations.
 """
 
+import argparse
+
 import jax
 
 from meshtrain.assemble import assemble
@@ -36,6 +38,7 @@ def row(name: str, model: DecoderOptions) -> str:
 
 def main() -> None:
     """Prints the table."""
+    argparse.ArgumentParser(prog="scripts/bench memory", description=(__doc__ or "").partition("\n")[0]).parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     print("| model | parameters | level 0 | level 1 | level 2 | level 3, or fsdp 8 |")

@@ -1,10 +1,9 @@
 """Plans the large configurations and prints a line of Markdown for each: the table in README and docs/plan.md.
 
-Arguments: CONFIG=CLUSTER ...; by default those of the table.
-
 Extras: plan-gpu
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -65,9 +64,12 @@ def line(name: str, cluster: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table."""
+    parser = argparse.ArgumentParser(prog="scripts/bench plan", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("plans", metavar="CONFIG=CLUSTER", nargs="*", default=LARGE, help="default: those of the table")
+    plans = parser.parse_args(argv).plans
     jax.config.update("jax_enable_compilation_cache", False)
     print(*HEADER, sep="\n")
-    for words in argv or LARGE:
+    for words in plans:
         name, _, cluster = words.partition("=")
         print(line(name, cluster), flush=True)
     return 0

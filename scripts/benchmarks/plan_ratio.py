@@ -1,13 +1,12 @@
 """Plans each large configuration twice: as `meshtrain plan` does, and with every program compiled whole.
 
-    scripts/bench plan_ratio [CONFIG=CLUSTER ...]
-
 Prints the processor seconds of both, with all their processes, and ends with 1 if a number of a report differs in its
 last digit, or one way ends without a report.
 
 Extras: plan-gpu
 """
 
+import argparse
 import json
 import resource
 import subprocess
@@ -43,9 +42,12 @@ def planned(way: str, name: str, cluster: str) -> tuple[dict[str, Any] | None, f
 
 def main(argv: Sequence[str]) -> int:
     """Prints a row for each plan, and returns 0 if both ways agree on all of them."""
+    parser = argparse.ArgumentParser(prog="scripts/bench plan_ratio", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("plans", metavar="CONFIG=CLUSTER", nargs="*", default=LARGE, help="default: those of the table")
+    plans = parser.parse_args(argv).plans
     print(f"jax {jax.__version__}\n", *HEADER, sep="\n", flush=True)
     total, num_wrong = dict.fromkeys(WAYS, 0.0), 0
-    for words in argv or LARGE:
+    for words in plans:
         name, _, cluster = words.partition("=")
         (early, early_seconds), (whole, whole_seconds) = (planned(way, name, cluster) for way in WAYS)
         if not (early and whole):

@@ -7,6 +7,7 @@
 that operations move, the FLOPs of attention kernels, transfers by axis, and the seconds that computing waits for them.
 """
 
+import argparse
 import collections
 import dataclasses
 import json
@@ -208,8 +209,15 @@ def compiled(run: Run) -> Any:
 
 def main(argv: Sequence[str]) -> int:
     """Compiles the named runs, if any, and prints the table."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench published_runs", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("names", metavar="NAME", nargs="*", help="a run to compile again")
+    names = parser.parse_args(argv).names
+    if unknown := [name for name in names if name not in RUNS]:
+        parser.error(f"NAME: got {unknown[0]!r}; allowed: {', '.join(RUNS)}")
     stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    for name in argv:
+    for name in names:
         stored[name] = compiled(RUNS[name])
         STORED.write_text(json.dumps(stored, separators=(",", ":")) + "\n", encoding="utf-8")
     rows = []

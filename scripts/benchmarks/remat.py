@@ -7,6 +7,7 @@ matrix products of the compiled program, loops counted as often as they run.
 Extras: plan-gpu
 """
 
+import argparse
 import dataclasses
 import runpy
 from pathlib import Path
@@ -63,6 +64,7 @@ def row(config: Config, options: RematOptions, cluster: Cluster, least: float | 
 
 def main() -> int:
     """Prints the table."""
+    argparse.ArgumentParser(prog="scripts/bench remat", description=(__doc__ or "").partition("\n")[0]).parse_args()
     cluster, config, least = open_cluster(CLUSTER), configuration(), None
     print("| `remat.policy` | computed again in | temporaries of a device | products of a device | more than `none` |")
     print("| --- | --- | --- | --- | --- |")
