@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -26,9 +25,8 @@ hypothesis.settings.load_profile("meshtrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--cost` and `--cost-file`."""
+    """Adds `--cost`."""
     parser.addoption("--cost", action="store_true", help="print the CPU seconds of each folder, children included")
-    parser.addoption("--cost-file", help="write the CPU seconds of each folder into this file, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -132,13 +130,11 @@ def pytest_testnodedown(node: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Prints or writes CPU seconds by folder; prints those of the files that take most."""
-    folders = {name: spent for name, spent in config.stash[COST].items() if not name.endswith(".py")}
-    files = {name: spent for name, spent in config.stash[COST].items() if name.endswith(".py")}
-    if config.option.cost_file:
-        pathlib.Path(config.option.cost_file).write_text(json.dumps(folders), encoding="utf-8")
+    """Prints CPU seconds by folder, and those of the files that take most."""
     if not config.option.cost:
         return
+    folders = {name: spent for name, spent in config.stash[COST].items() if not name.endswith(".py")}
+    files = {name: spent for name, spent in config.stash[COST].items() if name.endswith(".py")}
     terminalreporter.section("CPU seconds")
     for name, spent in sorted(folders.items(), key=lambda pair: -pair[1]):
         terminalreporter.write_line(f"{spent:8.1f}  {name}")
