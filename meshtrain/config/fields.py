@@ -23,7 +23,7 @@ from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.store.keeping import CheckpointOptions
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +59,20 @@ class Config:
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
     zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
-    compression: CompressionOptions = dataclasses.field(default_factory=CompressionOptions)
+    compression: CompressionOptions = dataclasses.field(
+        default_factory=CompressionOptions, metadata={"only_for": {"mesh.data": AllBut(1)}}
+    )
     offload: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
     model: Any = dataclasses.field(default_factory=DecoderOptions)
     lora: LoraOptions = dataclasses.field(default_factory=LoraOptions)
-    pipeline: PipelineOptions = dataclasses.field(default_factory=PipelineOptions)
+    pipeline: PipelineOptions = dataclasses.field(
+        default_factory=PipelineOptions, metadata={"only_for": {"mesh.pipeline": AllBut(1)}}
+    )
     precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
     loss_scale: LossScaleOptions = dataclasses.field(default_factory=LossScaleOptions)
-    remat: RematOptions = dataclasses.field(default_factory=RematOptions)
+    remat: RematOptions = dataclasses.field(
+        default_factory=RematOptions, metadata={"only_for": {"task": AllBut("convnet")}}
+    )
     guard: GuardOptions = dataclasses.field(default_factory=GuardOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     local_steps: LocalStepsOptions = dataclasses.field(default_factory=LocalStepsOptions)

@@ -24,7 +24,7 @@ DOCUMENTS = {"source": ("python", "text", "chat")}  # documents go through data.
 READ_BY_FILE = ("text", "tokens", "chat")  # each file can be evaluated by itself
 READ = {"source": ("python", "text", "tokens")}
 CHATS = (*READ["source"], "chat")  # whose models can be asked by `generate --chat`
-SPLIT = {"source": (*CHATS, *IMAGES)}
+SPLIT = {"source": (*CHATS, *IMAGES), "validation_path": ("",)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,6 @@ _FREE = (
     "vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk", "balance_weight",
     "z_weight", "expert_room", "expert_exchange",
 )  # fmt: skip
-_OF_EXPERTS = ("experts_per_token", "expert_dim", "shared_experts", "router", "router_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +105,7 @@ def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: i
       sequence_length: of the run, in tokens; `max_positions` of 0 means it.
       directory: for the lines.
     """
-    idle = {key.rpartition(".")[2] for side in (ours, theirs) for key in options.idle(side, "")}
-    if ours.rope_factor == theirs.rope_factor == 1.0:
-        idle |= {"rope_low", "rope_high", "rope_original_length"}
-    if ours.num_experts == theirs.num_experts:
-        idle |= {"mlp_dim"} if ours.num_experts else {*_OF_EXPERTS}
+    idle = options.idle(ours, "").keys() & options.idle(theirs, "")
     found = []
     for field in dataclasses.fields(DecoderOptions):
         own, wanted = _effective(ours, field.name, sequence_length), _effective(theirs, field.name, sequence_length)
@@ -127,8 +122,6 @@ def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Any:
         return shape.width_of_head
     if name == "attention_scalar":
         return shape.attention_scalar or shape.width_of_head
-    if name in ("global_every", "rope_local_base") and not shape.window:
-        return 0
     if name == "rope_local_base" and shape.rope_factor == 1.0:
         return shape.rope_local_base or shape.rope_base
     if name == "max_positions":

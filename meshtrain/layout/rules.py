@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from meshtrain.layout import axes
 from meshtrain.layout.axes import AXES
 from meshtrain.words.errors import UserError, unknown
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, option
 
 # The dim of an adapter's factor that would be `head_dim` or `mlp` in a factor that has a dim `embed` as well.
 ADAPTER_HEAD_DIM, ADAPTER_MLP, ADAPTER_EXPERT_MLP = "adapter_head_dim", "adapter_mlp", "adapter_expert_mlp"
@@ -16,7 +16,10 @@ ADAPTER_HEAD_DIM, ADAPTER_MLP, ADAPTER_EXPERT_MLP = "adapter_head_dim", "adapter
 class LayoutOptions:
     """The options of placement besides the mesh."""
 
-    sequence_parallel: bool = option(False, "shard the sequence dim of norms and residuals over the tensor axis")
+    sequence_parallel: bool = option(
+        False, "shard the sequence dim of norms and residuals over the tensor axis",
+        only_for={"mesh.tensor": AllBut(1), "task": AllBut("convnet")},
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

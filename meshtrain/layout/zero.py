@@ -15,18 +15,24 @@ import dataclasses
 
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.rules import Rules
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, option
 
 STRATEGIES = {"no_shard": 0, "hybrid_shard": 0, "shard_grad_op": 3, "full_shard": 3}
 MAX_LEVEL = 3
+_OVER_DATA = {f"mesh.{DATA}": AllBut(1)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroOptions:
     """What is sharded over the data axis."""
 
-    level: int = option(0, "shards over data: 0 nothing, 1 moments, 2 also gradient sums, 3 also parameters", minimum=0)
-    strategy: str = option("", "the level by its name in PyTorch's FSDP; empty: zero.level", choices=("", *STRATEGIES))
+    level: int = option(
+        0, "shards over data: 0 nothing, 1 moments, 2 also gradient sums, 3 also parameters", minimum=0,
+        only_for=_OVER_DATA,
+    )  # fmt: skip
+    strategy: str = option(
+        "", "the level by its name in PyTorch's FSDP; empty: zero.level", choices=("", *STRATEGIES), only_for=_OVER_DATA
+    )
 
     @property
     def effective_level(self) -> int:

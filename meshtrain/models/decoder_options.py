@@ -3,9 +3,11 @@
 import dataclasses
 import math
 
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, Conditions, option
 
 ROTARY = {"positions": ("rotary",)}
+_SCALED: Conditions = {"rope_factor": AllBut(1.0), **ROTARY}
+_WINDOWED, _OF_EXPERTS = {"window": AllBut(0)}, {"num_experts": AllBut(0)}
 ROUTERS = ("softmax", "sigmoid")
 EXCHANGES = GATHER, RAGGED = ("gather", "ragged")
 
@@ -16,7 +18,7 @@ class DecoderOptions:
 
     num_layers: int = option(4, "transformer layers", minimum=1, maximum=100_000)
     embed_dim: int = option(128, "width of the residual stream", minimum=1, dim="embed")
-    mlp_dim: int = option(512, "inner width of the mlp", minimum=1, dim="mlp")
+    mlp_dim: int = option(512, "inner width of the mlp", minimum=1, dim="mlp", only_for={"num_experts": (0,)})
     num_heads: int = option(4, "query heads", minimum=1, dim="heads")
     num_kv_heads: int = option(
         4, "key and value heads; fewer than num_heads is grouped-query attention", minimum=1, dim="kv_heads"
@@ -37,10 +39,10 @@ class DecoderOptions:
     )
     rope_base: float = option(10000.0, "rotary base (theta)", minimum=1.0, only_for=ROTARY)
     rope_factor: float = option(1.0, "Llama-3 rope scaling factor; 1 means none", minimum=1.0, only_for=ROTARY)
-    rope_low: float = option(1.0, "Llama-3 rope scaling: low frequency factor", only_for=ROTARY)
-    rope_high: float = option(4.0, "Llama-3 rope scaling: high frequency factor", only_for=ROTARY)
+    rope_low: float = option(1.0, "Llama-3 rope scaling: low frequency factor", only_for=_SCALED)
+    rope_high: float = option(4.0, "Llama-3 rope scaling: high frequency factor", only_for=_SCALED)
     rope_original_length: int = option(
-        8192, "Llama-3 rope scaling: sequence length before scaling, in tokens", minimum=1, only_for=ROTARY
+        8192, "Llama-3 rope scaling: sequence length before scaling, in tokens", minimum=1, only_for=_SCALED
     )
     norm: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
@@ -67,10 +69,11 @@ class DecoderOptions:
         0,
         "layers without the window: every second (2, as in Gemma 2), every sixth (6, as in Gemma 3), ...; 0: none",
         minimum=0,
+        only_for=_WINDOWED,
     )
     rope_local_base: float = option(
         0.0, "rotary base of layers with a window, without scaling, as in Gemma 3; 0: that of all layers",
-        minimum=0.0, only_for=ROTARY,
+        minimum=0.0, only_for={**ROTARY, **_WINDOWED},
     )  # fmt: skip
     attention_scalar: int = option(
         0, "scores of attention are divided by its square root, as in Gemma 2 and 3; 0: by that of the head dim",
@@ -87,33 +90,42 @@ class DecoderOptions:
         maximum=2**20,  # the ends of their rows are int32, and one more than there are experts
         dim="experts",
     )
-    experts_per_token: int = option(2, "experts that a token goes through", minimum=1)
-    expert_dim: int = option(512, "inner width of an expert", minimum=1, dim="expert_mlp")
-    shared_experts: int = option(0, "further experts, as one mlp, that every token goes through", minimum=0)
+    experts_per_token: int = option(2, "experts that a token goes through", minimum=1, only_for=_OF_EXPERTS)
+    expert_dim: int = option(512, "inner width of an expert", minimum=1, dim="expert_mlp", only_for=_OF_EXPERTS)
+    shared_experts: int = option(
+        0, "further experts, as one mlp, that every token goes through", minimum=0, only_for=_OF_EXPERTS
+    )
     router: str = option(
         "softmax",
         "scores of experts: softmax of logits, as in Mixtral and Qwen3-MoE, or their sigmoid with a bias that evens "
         "out the load, as in DeepSeek-V3",
         choices=ROUTERS,
+        only_for=_OF_EXPERTS,
     )
-    router_scale: float = option(1.0, "gates, which add up to 1, are multiplied by it", minimum=0.0)
+    router_scale: float = option(
+        1.0, "gates, which add up to 1, are multiplied by it", minimum=0.0, only_for=_OF_EXPERTS
+    )
     balance_weight: float = option(
-        0.01, "weight of the loss that evens out the load of experts in each sequence; 0: none", minimum=0.0
-    )
+        0.01, "weight of the loss that evens out the load of experts in each sequence; 0: none", minimum=0.0,
+        only_for=_OF_EXPERTS,
+    )  # fmt: skip
     z_weight: float = option(
-        0.001, "weight of the loss that keeps logits of routers small, the squares of their log sum exp", minimum=0.0
-    )
+        0.001, "weight of the loss that keeps logits of routers small, the squares of their log sum exp", minimum=0.0,
+        only_for=_OF_EXPERTS,
+    )  # fmt: skip
     expert_room: float = option(
         0.0,
         "rows of experts on a device in training, as a multiple of the even load; choices beyond are left out and "
         "counted, and the guard skips the step; 0: as many as any choice takes",
         minimum=0.0,
+        only_for=_OF_EXPERTS,
     )
     expert_exchange: str = option(
         "gather",
         "how tokens reach experts of other devices: all go to all (gather), or each to the devices of its experts by a "
         "ragged all-to-all (ragged; GPU and TPU, emulated elsewhere), which has open faults",
         choices=EXCHANGES,
+        only_for={"mesh.expert": AllBut(1), **_OF_EXPERTS},
     )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(

@@ -28,7 +28,7 @@ from meshtrain.models.layers import A, B, factor_axes
 from meshtrain.models.task import Params, Stages, Task
 from meshtrain.optim import trainable
 from meshtrain.optim.masks import is_hidden_matrix, matrix_dims, num_stacked
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, option
 
 TARGETS = "lora.targets"
 
@@ -42,10 +42,13 @@ class LoraOptions:
         "rank of the adapters, which alone are trained (and what optimizer.trainable names); 0: no adapters",
         minimum=0,
     )
-    alpha: float = option(16.0, "what an adapter adds is multiplied by alpha / rank", minimum=0.0)
-    targets: str = option(
-        "", "regular expression found in the paths of matrices with an adapter; '': all of attention and mlp"
+    alpha: float = option(
+        16.0, "what an adapter adds is multiplied by alpha / rank", minimum=0.0, only_for={"rank": AllBut(0)}
     )
+    targets: str = option(
+        "", "regular expression found in the paths of matrices with an adapter; '': all of attention and mlp",
+        only_for={"rank": AllBut(0)},
+    )  # fmt: skip
 
 
 def with_adapters(task: Task, options: LoraOptions) -> Task:

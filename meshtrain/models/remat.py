@@ -8,7 +8,7 @@ import jax
 
 from meshtrain.layout.placement import Placement
 from meshtrain.words.numbers import nearest_divisor
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, option
 
 # Checkpoint names: a layer's input, and the output of attention before its output projection.
 RESIDUAL, HEADS = "residual", "heads"
@@ -39,8 +39,9 @@ class RematOptions:
         choices=("none", "full", "save_attention", "selective", "dots", "offload"),
     )
     every: int = option(
-        1, "recompute in one of this many layers and save everything in the others; 1: in each", minimum=1
-    )
+        1, "recompute in one of this many layers and save everything in the others; 1: in each", minimum=1,
+        only_for={"policy": AllBut("none")},
+    )  # fmt: skip
 
 
 def checkpoint_policy(name: str, placement: Placement) -> Callable[..., Any] | None:

@@ -19,7 +19,7 @@ from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, map_axes, matrix_dims
 from meshtrain.words.errors import UserError
-from meshtrain.words.options import option, problems
+from meshtrain.words.options import AllBut, option, problems
 
 NAMES = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
 
@@ -80,6 +80,7 @@ class OptimizerOptions:
         0.001,
         "by which the bias of an expert moves in a step against its load, with model.router=sigmoid",
         minimum=0.0,
+        only_for={"model.router": ("sigmoid",), "model.num_experts": AllBut(0)},
     )
     clip_norm: float = option(1.0, "gradients are scaled down to this global norm; 0 means never", minimum=0.0)
     trainable: str = option(

@@ -10,7 +10,9 @@ import dataclasses
 import jax.numpy as jnp
 import optax
 
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, option
+
+_IN_GROUPS = {"period": AllBut(0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +21,16 @@ class LocalStepsOptions:
 
     period: int = option(0, "steps of each group between two exchanges of weights; 0: no groups, every step", minimum=0)
     groups: int = option(
-        0, "groups that train apart, each on its share of the batch, with a period; mesh.data divides them", minimum=0
-    )
+        0, "groups that train apart, each on its share of the batch, with a period; mesh.data divides them", minimum=0,
+        only_for=_IN_GROUPS,
+    )  # fmt: skip
     outer_learning_rate: float = option(
-        0.7, "outer SGD's factor of the mean distance that the groups have gone; 1: their mean", minimum=0.0
+        0.7, "outer SGD's factor of the mean distance that the groups have gone; 1: their mean", minimum=0.0,
+        only_for=_IN_GROUPS,
+    )  # fmt: skip
+    outer_momentum: float = option(
+        0.9, "decay of the outer SGD's Nesterov momentum; 0: none", minimum=0.0, only_for=_IN_GROUPS
     )
-    outer_momentum: float = option(0.9, "decay of the outer SGD's Nesterov momentum; 0: none", minimum=0.0)
     delay: int = option(
         0, "steps after which a gradient is applied, without a period; 1 hides its reduction", minimum=0, maximum=1
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, option
 
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 
@@ -37,8 +37,9 @@ class GuardOptions:
         minimum=0.0,
     )
     allow_left_out: bool = option(
-        False, "steps in which experts left out tokens, for which they had no room, may change the weights"
-    )
+        False, "steps in which experts left out tokens, for which they had no room, may change the weights",
+        only_for={"model.expert_room": AllBut(0), "model.num_experts": AllBut(0)},
+    )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from meshtrain.words.options import option
 
 MINIMUM, MAXIMUM = 1.0, 2.0**32
+_SCALED = {"the loss is not scaled": (False,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +26,14 @@ class LossScaleOptions:
     mode: str = option(
         "auto", "auto: dynamic where activations are float16, else none", choices=("auto", "none", "dynamic")
     )
-    initial: float = option(65536.0, "scale of the mean loss at the start of the run, a power of two", minimum=MINIMUM)
-    growth_steps: int = option(2000, "good steps in a row after which the scale doubles", minimum=1)
-    hysteresis: int = option(2, "the scale halves from this overflow on, counted since it last doubled", minimum=1)
+    initial: float = option(
+        65536.0, "scale of the mean loss at the start of the run, a power of two", minimum=MINIMUM,
+        only_for=_SCALED,
+    )  # fmt: skip
+    growth_steps: int = option(2000, "good steps in a row after which the scale doubles", minimum=1, only_for=_SCALED)
+    hysteresis: int = option(
+        2, "the scale halves from this overflow on, counted since it last doubled", minimum=1, only_for=_SCALED
+    )
 
 
 @dataclasses.dataclass(frozen=True)

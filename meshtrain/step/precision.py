@@ -33,6 +33,7 @@ class PrecisionOptions:
         "auto",
         "of matrices and tables that are not trained, as they are stored; auto: that of parameters",
         choices=("auto", "float32", "bfloat16"),
+        only_for={"all weights are trained": (False,)},
     )
     compute_dtype: str = option(
         "auto",
@@ -43,6 +44,7 @@ class PrecisionOptions:
         "auto",
         "of gradients in collectives over data; sums over microbatches are float32; auto: float32",
         choices=("auto", "float32", "bfloat16"),
+        only_for={"compression.kind": ("none",), "local_steps.period": (0,)},
     )
     output_dtype: str = option(
         "auto",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshtrain.store.integrity import is_sealed
 from meshtrain.words.files import write_whole
-from meshtrain.words.options import option
+from meshtrain.words.options import AllBut, option
 from meshtrain.words.read_json import read_json
 
 DAMAGED = "damaged"  # folder beside the checkpoints, for those whose checksums do not match
@@ -30,6 +30,7 @@ class CheckpointOptions:
     best_metric: str = option(
         "eval_loss",
         "metric of an evaluation that keep_best compares; lower is better, except for Task.higher_is_better",
+        only_for={"keep_best": AllBut(0)},
     )
 
 

@@ -1,7 +1,7 @@
 """Declaration of options: fields of frozen dataclasses with one line of text and their bounds."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from meshtrain.words import named
@@ -11,6 +11,23 @@ from meshtrain.words.paths import url_problems
 # Options end up in int32 and float32 arrays: larger values would overflow there.
 MOST = {int: 2**31 - 1, float: 3.4e38}
 
+Conditions = Mapping[str, Container[object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class AllBut:
+    """All values but one, as `only_for` takes them.
+
+    Attributes:
+      value: the one.
+    """
+
+    value: object
+
+    def __contains__(self, value: object) -> bool:
+        """Returns whether a value is another one."""
+        return value != self.value
+
 
 def option(
     default: Any,
@@ -19,7 +36,7 @@ def option(
     choices: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
-    only_for: Mapping[str, Sequence[object]] | None = None,
+    only_for: Conditions | None = None,
     dim: str = "",
     names: str = "",
 ) -> Any:
@@ -31,7 +48,9 @@ def option(
       choices: the legal names, for an option that is one of a list, or a function (see `names`).
       minimum: the smallest legal number.
       maximum: the largest legal number; None for the largest int32 or float32.
-      only_for: other field of the same class -> its values with which this one is read; None: this one is always read.
+      only_for: field -> its values with which this one is read; None: this one is always read. A field of another
+        class has its dotted key, an axis is `mesh.NAME`; `config/effects.py` adds facts in words. The last one that
+        has another value is the reason that users see.
       dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
         this option. Empty: none.
       names: what a text names: `path` (which is no URL), `function` (imported from `package.module:function`), or ''.
@@ -50,22 +69,31 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def idle(options: Any, path: str) -> dict[str, str]:
-    """Returns dotted key -> the other field's `key=value` for each changed field that is not read under that value.
+def idle(
+    options: Any, path: str, known: Mapping[str, Any] | None = None, inherited: Conditions | None = None
+) -> dict[str, str]:
+    """Returns dotted key -> the reason for each field that is not read: `key=value`, or a fact in words.
 
     Args:
       options: a frozen dataclass; nested dataclasses are included.
-      path: its dotted key in the configuration.
+      path: its dotted key in the configuration; '' for a whole configuration.
+      known: what `only_for` names outside of the class -> value; a condition on anything else holds.
+      inherited: the conditions of all fields: `only_for` of the field that holds these options.
     """
-    found: dict[str, str] = {}
+    prefix, known, found = f"{path}." if path else "", known or {}, dict[str, str]()
     for field in dataclasses.fields(options):
+        conditions = {**(inherited or {}), **(field.metadata.get("only_for") or {})}
         if dataclasses.is_dataclass(inner := getattr(options, field.name)):
-            found |= idle(inner, f"{path}.{field.name}")
+            found |= idle(inner, f"{prefix}{field.name}", known, conditions)
             continue
-        for other, values in field.metadata["only_for"].items():
-            value = getattr(options, other)
-            if value not in values and getattr(options, field.name) != field.default:
-                found[f"{path}.{field.name}"] = f"{path}.{other}={value}"
+        for other, values in conditions.items():
+            is_beside = hasattr(options, other)
+            if not is_beside and other not in known:
+                continue
+            key, value = (f"{prefix}{other}", getattr(options, other)) if is_beside else (other, known[other])
+            if value not in values:
+                # A fact speaks for itself, and a text that has to be empty may be long.
+                found[f"{prefix}{field.name}"] = key if " " in key or values == ("",) else f"{key}={value}"
     return found
 
 

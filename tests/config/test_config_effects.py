@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from meshtrain.config import effects
-from meshtrain.config.config import default, resolve
+from meshtrain.config.config import Config, default, resolve
 from meshtrain.layout.axes import AXES
+from meshtrain.models.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import NAMES as OPTIMIZERS
@@ -120,6 +121,35 @@ def test_compressed_gradients_have_no_other_dtype_on_the_wire():
 def test_a_source_of_ones_own_may_read_anything():
     own = ["data.source=tests.own.test_own_images:images", "data.path=a.h5", "data.tokenizer=t.json"]
     assert without_effect(*own, "data.text_field=body", "model.vocab_size=9") == {}
+
+
+def routed():
+    """A task of one's own, whose options are called as the decoder's are."""
+
+
+routed.options = DecoderOptions
+
+
+def test_a_task_of_ones_own_may_have_routers():
+    config = resolve(default(), {"optimizer.balance_rate": "0.01"}, make_task=routed, reads_data=False)
+    assert effects.without_effect(config, dict.fromkeys(AXES, 1)) == {}
+
+
+def test_what_options_name_as_the_condition_of_their_use_is_there(monkeypatch):
+    """A misspelled condition would always hold."""
+    asked = []
+    monkeypatch.setattr(effects, "idle", lambda options, path, known: asked.append(known) or {})
+    effects.without_effect(Config(), dict.fromkeys(AXES, 1))
+
+    def conditions(options):
+        for field in dataclasses.fields(options):
+            inner = getattr(options, field.name)
+            yield from ((options, name) for name in field.metadata.get("only_for") or {})
+            yield from conditions(inner) if dataclasses.is_dataclass(inner) else ()
+
+    found = [name for options, name in conditions(Config()) if not hasattr(options, name)]
+    assert len(found) > 10
+    assert set(found) <= asked[0].keys()
 
 
 def test_the_table_shows_what_was_set_and_why_it_does_nothing():

@@ -365,8 +365,9 @@ def test_experts_in_the_decoders_words(tmp_path):
     free = {"balance_weight": 0.5, "z_weight": 0.0, "expert_room": 2.0, "expert_exchange": "ragged"}
     ours = DecoderOptions(mlp_dim=7, **free, **of_both)
     assert differences(ours, mixtral, 32, "DIR") == []
-    [line] = differences(DecoderOptions(**{**vars(ours), "experts_per_token": 1}), mixtral, 32, "DIR")
-    assert line.startswith("model.experts_per_token: got 1, and the model in DIR has 2; allowed: 2; nearest: model.ex")
+    for name, value, wanted in (("experts_per_token", 1, 2), ("num_experts", 8, 4)):
+        [line] = differences(DecoderOptions(**{**vars(ours), name: value}), mixtral, 32, "DIR")
+        assert line.startswith(f"model.{name}: got {value}, and the model in DIR has {wanted}; allowed: {wanted}; near")
 
 
 WINDOWS = {
