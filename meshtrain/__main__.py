@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from meshtrain.launch.importing import imported
+from meshtrain.words import named
 from meshtrain.words.errors import UserError, run, unknown
 from meshtrain.words.flags import program
 from meshtrain.words.tables import aligned
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(line if "did you mean" in line else f"{line}; nearest: {_EXAMPLE}")
     module, _ = COMMANDS[command]
     # Only this module is imported: others may load JAX, which takes longer than `--help` should take.
-    return imported(module)[0].main(rest) or 0
+    return named.modules(module)[0].main(rest) or 0
 
 
 def console() -> NoReturn:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from meshtrain.launch import peers
 from meshtrain.launch.signals import interruptions
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.observe.goodput import Goodput
@@ -106,7 +107,7 @@ def run(
     """
     clock = StepClock()
     log = Log(when, throughput, clock, actions.write, observers)
-    with interruptions() as interrupted:
+    with interruptions(peers.agreed_stop()) as interrupted:
         for step in range(start_step + 1, when.num_steps + 1):
             state, metrics = dispatch(step, state, batches, clock, when, actions, observers)
             for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight

@@ -5,9 +5,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from meshtrain.launch.importing import imported
-from meshtrain.launch.starting import stops_at_signals
-from meshtrain.words import config_file, flags
+from meshtrain.launch.signals import stops_at_signals
+from meshtrain.words import config_file, flags, named
 from meshtrain.words.errors import run
 
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = flags.arguments(argv, extra)
     with stops_at_signals():
         # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
-        config, training = imported("meshtrain.config.config", "meshtrain.training")
+        config, training = named.modules("meshtrain.config.config", "meshtrain.training")
         found = flags.unwritable(arguments.workdir)
         if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):
             found.append(f"--config: got nothing; allowed: a file with get_config(){config_file.near_example()}")

@@ -1,8 +1,17 @@
-"""Options that XLA compiles the step and the initial weights with, for each kind of device."""
+"""XLA as a compiler: its options for the step and the initial weights, and what its C++ code writes meanwhile."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
+
+# The line with which a compiler announces that it aborts the process: it has to reach the terminal before that.
+FATAL = re.compile(r"[FE]\d{4} .*Check fail|F\d{4} ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,3 +157,36 @@ def init_compiler_options(device_kind: str) -> dict[str, Any]:
     On CPUs LLVM's first level of optimization takes half of the compile time; speed and results are the same.
     """
     return {"xla_backend_optimization_level": 1} if device_kind == "cpu" else {}
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[str]]:
+    """Captures what C++ code writes to file descriptor 2 during the block; yields its lines, there once it has ended.
+
+    A line that matches FATAL, and every line after it, is also written to the terminal at once.
+    """
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    reading, writing = os.pipe()
+    os.dup2(writing, 2)
+    os.close(writing)
+    reader = threading.Thread(target=_read, args=(reading, kept, lines), daemon=True)
+    reader.start()
+    try:
+        yield lines
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)  # closes the last end for writing, so that the reader sees the end of the file
+        reader.join()
+        os.close(kept)
+
+
+def _read(reading: int, kept: int, lines: list[str]) -> None:
+    is_fatal = False
+    with os.fdopen(reading, errors="replace") as stream:
+        for line in stream:
+            lines.append(line.rstrip("\n"))
+            is_fatal = is_fatal or bool(FATAL.match(line))
+            if is_fatal:
+                os.write(kept, line.encode())

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from meshtrain.launch import cluster, peers
+from meshtrain.launch.compiler import captured
 from meshtrain.launch.local import MAX_SIMULATED
 from meshtrain.launch.meeting import meet
-from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError
 from meshtrain.words.paths import is_url
 

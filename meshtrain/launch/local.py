@@ -19,8 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO
 
-from meshtrain.launch.starting import STOPPING, heeded
-from meshtrain.launch.terminal import drop_output, on_terminal
+from meshtrain.launch.signals import STOPPING, drop_output, heeded, on_terminal
 from meshtrain.words import errors
 from meshtrain.words.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
 

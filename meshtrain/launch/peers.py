@@ -9,11 +9,12 @@ import itertools
 import json
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax._src import distributed
+from jax.experimental import multihost_utils
 
 from meshtrain.words.errors import LostPeer, UserError
 
@@ -36,6 +37,11 @@ def is_main_process() -> bool:
     Call it after `distributed.start`: before that, JAX knows of one process only.
     """
     return index() == 0
+
+
+def agreed_stop() -> Callable[[int], bool] | None:
+    """Returns JAX's function of a step: whether all processes stop after it. None for a single process."""
+    return multihost_utils.reached_preemption_sync_point if jax.process_count() > 1 else None
 
 
 def count() -> int:

@@ -9,8 +9,7 @@ from jax.errors import JaxRuntimeError
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
-from meshtrain.launch.compiler import compiler_options
-from meshtrain.launch.quiet import captured
+from meshtrain.launch.compiler import captured, compiler_options
 from meshtrain.layout import loops, placement
 from meshtrain.models import fp8, layers
 from meshtrain.plan.attention import as_on_target

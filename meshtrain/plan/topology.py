@@ -18,8 +18,8 @@ import jax
 from jax.experimental import topologies
 
 from meshtrain.launch import distributed
+from meshtrain.launch.compiler import captured
 from meshtrain.launch.hardware import Accelerator, find
-from meshtrain.launch.quiet import captured
 from meshtrain.words.errors import UserError, nearest
 
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")

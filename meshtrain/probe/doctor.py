@@ -19,12 +19,11 @@ from typing import Any
 
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
-from meshtrain.launch.importing import imported
 from meshtrain.launch.meeting import Hub, Member, Unreachable
 from meshtrain.probe import alone, findings, machine, together
 from meshtrain.probe.findings import Finding
 from meshtrain.probe.rollcall import RollCall, Single, offsets
-from meshtrain.words import flags
+from meshtrain.words import flags, named
 from meshtrain.words.errors import EXIT_USER_ERROR, UserError, leave_at_once, run
 from meshtrain.words.paths import expanded, is_url
 
@@ -211,8 +210,8 @@ def _examined(
             # Imported here, by name: the first stage needs no JAX, and finds out whether it is whole.
             options = None
             if arguments.config is not None or any(key.startswith("mesh.") for key in arguments.overrides):
-                options = imported("meshtrain.probe.chosen")[0].mesh_options(arguments)
-            [exercise] = imported("meshtrain.probe.exercise")
+                options = named.modules("meshtrain.probe.chosen")[0].mesh_options(arguments)
+            [exercise] = named.modules("meshtrain.probe.exercise")
             result.update(exercise.exercised(options, lambda what: progress.append((time.monotonic(), what))))
         except UserError as failure:
             result["refused"] = list(failure.problems)

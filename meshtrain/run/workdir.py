@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from meshtrain.config.between_runs import difference
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.launch import peers
-from meshtrain.launch.starting import undone
+from meshtrain.launch.signals import undone
 from meshtrain.observe.folder import DEVICE_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE, WANDB_FOLDER
 from meshtrain.store.checkpoint import CHECKPOINTS

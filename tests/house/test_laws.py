@@ -25,7 +25,6 @@ LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.p
 LAZY_IMPORTERS = {
     "meshtrain/__main__.py",
     "meshtrain/config/tasks.py",
-    "meshtrain/launch/importing.py",
     "meshtrain/__init__.py",
     "meshtrain/probe/bench_collectives.py",
     "meshtrain/probe/doctor.py",

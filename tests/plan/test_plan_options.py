@@ -112,7 +112,7 @@ def test_the_loops_of_large_layers_are_pipelined_under_their_new_names(monkeypat
 
 NOISE = """
 import os, time
-from meshtrain.launch.quiet import captured
+from meshtrain.launch.compiler import captured
 with captured() as lines:
     os.write(2, b"I1121 nothing of interest\\n")
     if WHAT:

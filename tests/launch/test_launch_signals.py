@@ -9,16 +9,16 @@ import sys
 
 import pytest
 
-from meshtrain.launch import starting
+from meshtrain.launch import signals
 
 ROOT = pathlib.Path(__file__).parents[2]
 # As a compiler does, PBKDF2 keeps the main thread in C, where no handler in Python runs, and lets other threads run.
 BUSY = """
 import hashlib, pathlib, sys
-from meshtrain.launch import starting
-with starting.stops_at_signals(), starting.undone(pathlib.Path(sys.argv[1]).unlink):
+from meshtrain.launch import signals
+with signals.stops_at_signals(), signals.undone(pathlib.Path(sys.argv[1]).unlink):
     if sys.argv[2] == "over":
-        starting.over()
+        signals.over()
     print("started", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
@@ -60,17 +60,17 @@ def test_once_steps_begin_signals_are_left_to_others(tmp_path):
 
 
 def test_handlers_and_descriptor_are_what_they_were_afterwards():
-    before = [signal.getsignal(number) for number in starting.STOPPING], len(os.listdir("/proc/self/fd"))
-    with starting.stops_at_signals():
+    before = [signal.getsignal(number) for number in signals.STOPPING], len(os.listdir("/proc/self/fd"))
+    with signals.stops_at_signals():
         assert signal.getsignal(signal.SIGINT) != before[0][0]
-    assert ([signal.getsignal(number) for number in starting.STOPPING], len(os.listdir("/proc/self/fd"))) == before
+    assert ([signal.getsignal(number) for number in signals.STOPPING], len(os.listdir("/proc/self/fd"))) == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_what_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with starting.stops_at_signals():
+        with signals.stops_at_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -91,9 +91,9 @@ def test_what_a_test_starts_heeds_signals_that_the_tests_ignore():
 
 def test_a_block_that_fails_is_undone_and_one_that_ends_is_not():
     did = []
-    with starting.undone(lambda: did.append("ended")):
+    with signals.undone(lambda: did.append("ended")):
         pass
-    with contextlib.suppress(ZeroDivisionError), starting.undone(lambda: did.append("failed")):
+    with contextlib.suppress(ZeroDivisionError), signals.undone(lambda: did.append("failed")):
         raise ZeroDivisionError
     assert did == ["failed"]
 

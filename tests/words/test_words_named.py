@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from meshtrain.launch import importing
-from meshtrain.launch.importing import imported
+from meshtrain.words import named
 from meshtrain.words.errors import UserError
 
 
@@ -23,16 +22,16 @@ def unfrozen():
 def test_the_collector_is_left_as_it_was(unfrozen, is_enabled):
     (gc.enable if is_enabled else gc.disable)()
     sys.modules.pop("email.message", None)
-    assert [module.__name__ for module in imported("json", "email.message")] == ["json", "email.message"]
+    assert [module.__name__ for module in named.modules("json", "email.message")] == ["json", "email.message"]
     assert gc.isenabled() is is_enabled
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        imported("json", "no_such_module")
+        named.modules("json", "no_such_module")
     assert gc.isenabled() is is_enabled
 
 
 def test_nothing_is_frozen_where_all_were_imported_before(unfrozen):
     before = gc.get_freeze_count()
-    assert imported("gc", "sys") == [gc, sys]
+    assert named.modules("gc", "sys") == [gc, sys]
     assert gc.get_freeze_count() == before
 
 
@@ -42,11 +41,10 @@ import gc, sys
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 from meshtrain import main
-from meshtrain.launch import importing
-from meshtrain.launch.importing import imported
+from meshtrain.words import named
 from meshtrain.words.errors import UserError
 collections.clear()
-imported("meshtrain.config.config", "meshtrain.training")
+named.modules("meshtrain.config.config", "meshtrain.training")
 assert not collections, collections
 assert gc.get_freeze_count() > 100_000, gc.get_freeze_count()
 assert "jax" in sys.modules and "flax.linen" in sys.modules and "flax.nnx" not in sys.modules
@@ -63,7 +61,7 @@ def test_a_variable_that_jax_refuses_is_a_line(monkeypatch, tmp_path):
     with pytest.raises(
         UserError, match=r"^JAX_MADE_UP_NUMBER: got junk; allowed: .*; nearest: leave JAX_MADE_UP_NUMBER out$"
     ):
-        imported("reads_a_variable")
+        named.modules("reads_a_variable")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def test_a_package_that_is_broken_or_another_one_is_a_line_with_its_file(text, u
     for name in ("made_up", "ours"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UserError) as refusal:
-        imported("ours")
+        named.modules("ours")
     [line] = refusal.value.problems
     assert line.startswith(f"packages: got {said}")
     assert f", from {tmp_path / 'made_up.py'}; allowed: " in line
@@ -92,11 +90,11 @@ def test_a_package_that_is_broken_or_another_one_is_a_line_with_its_file(text, u
 @pytest.mark.parametrize("text", ["import no_such_module", "import json\njson.loads('{')", "1 / 0"])
 def test_a_bug_of_ours_keeps_its_traceback(text, monkeypatch, tmp_path):
     (tmp_path / "ours.py").write_text(text)
-    monkeypatch.setattr(importing, "_PACKAGE", str(tmp_path))
+    monkeypatch.setattr(named, "_PACKAGE", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ours", raising=False)
     with pytest.raises((ModuleNotFoundError, ValueError, ZeroDivisionError)) as bug:
-        imported("ours")
+        named.modules("ours")
     assert not isinstance(bug.value, UserError)
 
 
