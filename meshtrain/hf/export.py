@@ -161,7 +161,7 @@ def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> tuple[list[list[Ten
 
 
 def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable[np.ndarray], dtype: str) -> None:
-    """Writes a safetensors file.
+    """Writes a safetensors file, tensor by tensor: the format's library would hold all of the file's in memory at once.
 
     Args:
       path: of the file, which is replaced.
