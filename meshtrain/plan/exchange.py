@@ -20,6 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshtrain.config.config import Config
+from meshtrain.launch.links import wire_share
 from meshtrain.layout.axes import CONTEXT, PIPELINE
 from meshtrain.layout.rules import Rules
 from meshtrain.models.decoder import DecoderOptions
@@ -60,7 +61,7 @@ def exchange_bytes(config: Config, shape: Mapping[str, int], units: float) -> fl
         return None
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     again = 0.0 if config.remat.policy == "none" else 1 / config.remat.every
-    one_head = (parts - 1) / parts * units * model.width_of_head * itemsize
+    one_head = wire_share("all-to-all", parts) * units * model.width_of_head * itemsize
     heads, kv_heads = (num // shape["tensor"] for num in (model.num_heads, model.num_kv_heads))
     each = 2 * (heads + math.lcm(kv_heads, parts)) * (PASSES + again)
     return model.num_layers / shape[PIPELINE] * each * one_head

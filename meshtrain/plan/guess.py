@@ -34,18 +34,16 @@ from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.plan.exchange import exchange_bytes, unit_axes
 from meshtrain.plan.experts import num_rows, row_bytes, token_bytes
+from meshtrain.plan.minimum import FLOAT32_BYTES, GATHERS, SCATTERS, SCATTERS_EACH
 from meshtrain.step.placed import abstract_params
 from meshtrain.step.precision import as_stored, cast, compute_dtype, output_dtype, product_name
 
 LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
 KEPT_SEEN = 1.6
 EFFICIENCY = 0.6
-FLOAT32_BYTES = 4
-GATHERS_AND_SCATTER = 3
 REDUCTIONS_A_LAYER = 5
 EXPERTS = "experts"  # the logical axis of their dim
 STORED = "stored"  # what is sent along all axes that store weights, together
-SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +233,7 @@ def _sending_seconds(
     split = shape[EXPERT]
     gathered = of_stage * (1 - weights.share_of_experts * (1 - 1 / split))
     seconds = {
-        STORED: GATHERS_AND_SCATTER * itemsize * gathered * parts / storing_speed if storing > 1 else 0.0,
+        STORED: (GATHERS + SCATTERS) * itemsize * gathered * parts / storing_speed if storing > 1 else 0.0,
         EXPERT: token_bytes(config, shape, units) / (link if split * shape["tensor"] <= devices_each else network),
         CONTEXT: (exchange_bytes(config, shape, units) or 0.0) / (link if inside else network),
         "tensor": 2 * REDUCTIONS_A_LAYER * activation * task.num_layers / shape["pipeline"] / link,
@@ -254,7 +252,7 @@ def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: in
     if config.local_steps.period:
         return 2 * FLOAT32_BYTES / config.local_steps.period
     if level > SCATTERS_EACH:
-        return GATHERS_AND_SCATTER * itemsize * parts
+        return (GATHERS + SCATTERS) * itemsize * parts
     return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))
 
 

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
+from meshtrain.launch.links import wire_share
 from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, PIPELINE
 from meshtrain.layout.groups import Groups
 from meshtrain.layout.partition import ROUTER, STACKED, Names, num_parts
@@ -143,8 +144,8 @@ def _wire_itemsizes(assembly: Assembly) -> tuple[float, float]:
         itemsize = jnp.dtype(replicas.wire_dtype).itemsize
         return itemsize, itemsize
     n, options = assembly.mesh.shape[DATA], replicas.compression
-    # A ring sends 2 (n - 1) / n of what it all-reduces, and half of that of what it reduce-scatters.
-    return n / (2 * (n - 1)) * options.wire_bytes(n), n / (n - 1) * options.wire_bytes(n, is_scattered=True)
+    scattered = options.wire_bytes(n, is_scattered=True)
+    return options.wire_bytes(n) / wire_share("all-reduce", n), scattered / wire_share("reduce-scatter", n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +165,8 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     if not replicas.reduces_in_loops:
         return 0.0
     reduced, scattered = reduced_and_scattered(assembly, only_stacked=True)
-    share = (num_replicas - 1) / num_replicas * jnp.dtype(replicas.wire_dtype).itemsize
-    return share * (2 * reduced + scattered)
+    sent = wire_share("all-reduce", num_replicas) * reduced + wire_share("reduce-scatter", num_replicas) * scattered
+    return sent * jnp.dtype(replicas.wire_dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,8 +247,8 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     larger, storing = [axis for axis in AXES if shape[axis] > 1], _storing(assembly)
     least: dict[str, float] = {}
     for axis in larger:
-        share = (shape[axis] - 1) / shape[axis]
-        replicated = share * _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
+        summed, scattered = (wire_share(operation, shape[axis]) for operation in ("all-reduce", "reduce-scatter"))
+        replicated = scattered * _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
         if storing and axis == storing[0]:
             for joined, gathered in size.gather_bytes.items():
                 each = gathered + SCATTERS * (size.scatter_bytes[joined] if joined in size.scatter_bytes else 0.0)
@@ -266,7 +267,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
             least[axis] = replicated
         elif axis == TENSOR and assembly.task.width and assembly.task.num_layers:
             reductions = _reductions_of_layers(assembly, size) + LOOKUP_AND_HEAD
-            least[axis] = 2 * share * reductions * size.num_microbatches * size.activation_bytes
+            least[axis] = summed * reductions * size.num_microbatches * size.activation_bytes
         elif axis == PIPELINE and assembly.task.width:
             chunks = assembly.program.schedule.num_chunks if assembly.program else 1
             least[axis] = 2.0 * size.num_microbatches * chunks * size.residual_bytes
@@ -311,7 +312,7 @@ def outer_wire_bytes_minimum(assembly: Assembly) -> float:
     num_replicas = assembly.mesh.shape[DATA]
     if assembly.replicas.is_compressed:
         return elements * assembly.replicas.compression.wire_bytes(num_replicas)
-    return 2 * (num_replicas - 1) / num_replicas * elements * FLOAT32_BYTES
+    return wire_share("all-reduce", num_replicas) * elements * FLOAT32_BYTES
 
 
 def _reductions_of_layers(assembly: Assembly, size: Sizes) -> float:
@@ -351,7 +352,7 @@ def executor_bytes(assembly: Assembly) -> float | None:
     if program is None or not width:
         return None
     size, shape = sizes(assembly), dict(assembly.mesh.shape)
-    ring = 2 * (shape[PIPELINE] - 1) / shape[PIPELINE]
+    ring = wire_share("all-reduce", shape[PIPELINE])
     wider = FLOAT32_BYTES / jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
     residual = ring * wider * size.residual_bytes
     numbers = 3 * ring * wider * size.activation_bytes / width
