@@ -45,8 +45,6 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
 
 def text(config: Config, mesh_shape: Mapping[str, int]) -> str:
     """Returns a table of the options without effect; an empty string where there are none."""
-    rows = []
-    for key, why in without_effect(config, mesh_shape).items():
-        room, _, field = key.partition(".")
-        rows.append((key, json.dumps(getattr(getattr(config, room), field)), why))
+    values = flags.flatten(dataclasses.asdict(config))
+    rows = [(key, json.dumps(values[key]), why) for key, why in without_effect(config, mesh_shape).items()]
     return aligned(rows, ("without effect here", "value", "because")) if rows else ""
