@@ -86,8 +86,9 @@ def attention_text(assembly: Assembly) -> list[str]:
 
 def experts_text(assembly: Assembly) -> list[str]:
     """Returns one line with what computes the products of experts and one with how tokens reach them, if there are."""
-    given = assembly.config, assembly.mesh.devices.flat[0].platform, dict(assembly.mesh.shape)
-    products, exchange = blocks.of_experts(*given), blocks.exchanged(*given)
+    config, shape = assembly.config, dict(assembly.mesh.shape)
+    products = blocks.of_experts(config, assembly.mesh.devices.flat[0].platform, shape)
+    exchange = blocks.exchanged(config, shape)
     return [
         *([] if products is None else [f"experts      products by {products[0]}: {products[1]}"]),
         *([] if exchange is None else [f"exchange     {exchange}"]),

@@ -19,7 +19,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "mesh", "zero", "offload", "layout", "pipeline",
     ),
     "what the backward pass saves or recomputes, and which kernel runs: the same function": (
-        "remat", "model.attention", "model.loss_chunk", "model.expert_exchange",
+        "remat", "model.attention", "model.loss_chunk",
     ),
     # Dropout is keyed by a sequence's index in the global batch, and the loss scale is that of its mean loss: neither
     # depends on the number of parts. Only the order of a sum changes, as with another mesh or number of microbatches.

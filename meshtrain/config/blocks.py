@@ -8,8 +8,6 @@ from meshtrain.layout.partition import num_parts
 from meshtrain.models import experts
 from meshtrain.models.blocks import kernel_for
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_options import RAGGED
-from meshtrain.models.ragged import has_operation
 from meshtrain.step.precision import compute_dtype
 
 LOOP = "a loop over blocks"
@@ -48,20 +46,14 @@ def of_experts(config: Config, platform: str, mesh_shape: Mapping[str, int]) -> 
     return _NAMES[found], _WHY_NOT[kind] if kind in _WHY_NOT else f"there is no kernel for {platform}"
 
 
-def exchanged(config: Config, platform: str, mesh_shape: Mapping[str, int]) -> str | None:
+def exchanged(config: Config, mesh_shape: Mapping[str, int]) -> str | None:
     """Returns how tokens reach experts of other devices; None where no expert is on another device.
 
     Args:
       config: of the run, resolved.
-      platform: of the devices, as JAX names it.
       mesh_shape: the size of each mesh axis.
     """
     model, over = config.model, axes.expert_axes()
     if not isinstance(model, DecoderOptions) or not model.num_experts or num_parts(over, mesh_shape) == 1:
         return None
-    along = "+".join(over)
-    if model.expert_exchange != RAGGED:
-        return f"tokens gathered over {along}, results reduce-scattered"
-    if has_operation(platform):
-        return f"tokens go to the devices of their experts by a ragged all-to-all over {along}"
-    return f"a ragged all-to-all over {along}, emulated by gathering all rows: XLA has none for {platform}"
+    return f"tokens gathered over {'+'.join(over)}, results reduce-scattered"

@@ -9,7 +9,6 @@ ROTARY = {"positions": ("rotary",)}
 _SCALED: Conditions = {"rope_factor": AllBut(1.0), **ROTARY}
 _WINDOWED, _OF_EXPERTS = {"window": AllBut(0)}, {"num_experts": AllBut(0)}
 ROUTERS = ("softmax", "sigmoid")
-EXCHANGES = GATHER, RAGGED = ("gather", "ragged")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +118,6 @@ class DecoderOptions:
         "counted, and the guard skips the step; 0: as many as any choice takes",
         minimum=0.0,
         only_for=_OF_EXPERTS,
-    )
-    expert_exchange: str = option(
-        "gather",
-        "how tokens reach experts of other devices: all go to all (gather), or each to the devices of its experts by a "
-        "ragged all-to-all (ragged; GPU and TPU, emulated elsewhere), which has open faults",
-        choices=EXCHANGES,
-        only_for={"mesh.expert": AllBut(1), **_OF_EXPERTS},
     )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(

@@ -10,9 +10,6 @@ where tokens go. In it each device
 2. sorts the choices of its own experts into blocks of one expert each (`blocks.py`), and multiplies these rows;
 3. adds up the results of each token, and sends each device the sums of its own tokens.
 
-With `model.expert_exchange=ragged` a token goes to the devices of its experts instead of all (`ragged.py`), and its own
-device adds up what comes back.
-
 All gathers and sums have exact transposes, so that the backward pass needs no code of its own.
 """
 
@@ -31,8 +28,8 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.partition import Names, axes_of_dims
 from meshtrain.layout.placement import Placement, axes_in
-from meshtrain.models import blocks, ragged, routing
-from meshtrain.models.decoder_options import RAGGED, DecoderOptions
+from meshtrain.models import blocks, routing
+from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.layers import GATES, A, B, Mlp, factor_axes, normal, weight
 from meshtrain.models.metrics import LEFT_OUT, Count, Load
 from meshtrain.models.remat import EXPERT_DOWN, EXPERT_UP
@@ -232,8 +229,8 @@ class _Plan:
         """
         shape, o = x.shape, self.options
         matrices = {name: self._gathered(name, matrix) for name, matrix in matrices.items()}
-        x, own, gates = (array.reshape(-1, array.shape[-1]) for array in (x, chosen, gates))
-        chosen, gates = self._from_all(own), self._from_all(gates)
+        x, chosen, gates = (array.reshape(-1, array.shape[-1]) for array in (x, chosen, gates))
+        chosen, gates = self._from_all(chosen), self._from_all(gates)
         num_here = matrices["up"].shape[0]
         first = jax.lax.axis_index(self.shared) * num_here if self.shared else 0
         local = chosen.reshape(-1) - first
@@ -241,26 +238,15 @@ class _Plan:
         num_tokens, num_chosen = chosen.shape
         most, even = (f(num_tokens, num_chosen, num_here, o) for f in (room, even_load))
         found = placed(local.reshape(chosen.shape), num_here, int(most), block_rows(round(even), num_here))
-        tokens, places = found.tokens, found.places
-        exchange = None
-        if self.shared and o.expert_exchange == RAGGED:
-            has_op = ragged.has_operation(self.platform)
-            exchange = ragged.exchange_of(own, chosen, num_here, int(most), self.shared, has_op)
-            x = exchange.to_experts(x)
-            tokens, places = ragged.arrivals(local, num_here, int(most), found.choices)
-        else:
-            x = self._from_all(x)
-        rows = spread(x, tokens, places)
+        rows = spread(self._from_all(x), found.tokens, found.places)
         times = functools.partial(
             blocks.product, owners=found.owners, platform=self.platform, share=min(1.0, even / most)
         )
         results = of_rows(o.activation, rows, matrices, times)
         gate = jnp.take(gates.reshape(-1), found.choices, mode="fill", fill_value=0)
         results = (results.astype(jnp.float32) * gate[:, None]).astype(rows.dtype)
-        y = collected(results, tokens, places)
-        if exchange:
-            y = exchange.to_tokens(y)
-        elif self.shared:
+        y = collected(results, found.tokens, found.places)
+        if self.shared:
             y = jax.lax.psum_scatter(y, self.shared, scatter_dimension=0, tiled=True)
         y = y.reshape(shape)
         if self.result != self.x:

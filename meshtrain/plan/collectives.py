@@ -21,8 +21,7 @@ from meshtrain.plan.hlo import CALLED, Instruction, Program
 from meshtrain.plan.shapes import num_bytes, parts
 
 TENSOR = "tensor"
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "ragged-all-to-all",
-         "collective-broadcast")  # fmt: skip
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
 CHAIN = re.compile(r'chain_id="(\d+)"')
 CHANNEL = re.compile(r"channel_id=(\d+)")
 SCATTER = re.compile(r"^all-reduce-scatter")
@@ -142,13 +141,10 @@ def _collective(
 
 
 def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:
-    """Returns the bytes of the whole arrays: results of a gather, what an even load sends if ragged, else operands."""
+    """Returns the bytes of the whole arrays: results of a gather, else operands."""
     if kind == "all-gather":
         shape = parts(line.shape)[1] if line.opcode.endswith("-start") else line.shape
         return num_bytes(shape)
-    if kind == "ragged-all-to-all":
-        # One of both arrays has the choices of a device, which is the even load; the other has room for the worst.
-        return min(num_bytes(shapes[name]) for name in line.operands[:2])
     return sum(num_bytes(shapes[name]) for name in line.operands if name in shapes)
 
 

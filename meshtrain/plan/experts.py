@@ -5,7 +5,6 @@ a: bytes of a number.
 
     tokens    (n - 1) t D a in each gather and each scatter of a layer. Forward: tokens are gathered, results scattered.
               Backward: the transpose of both. Unless `remat.policy` is none, tokens are gathered once more
-    ragged    (n - 1) / n k t D a in place of it where `model.expert_exchange` is ragged and the load is even
     choices   (n - 1) t k of 4 bytes: experts and gates are gathered, and gates' cotangents scattered; again likewise
     rows      n t min(k, E / n): room for any choice; with `model.expert_room` at most that multiple of t k
 """
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import EXPERT, PIPELINE
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_options import RAGGED
 from meshtrain.step.precision import compute_dtype
 from meshtrain.words.numbers import divisors
 
@@ -42,8 +40,6 @@ def token_bytes(config: Config, shape: Mapping[str, int], units: float) -> float
     again = 0.0 if config.remat.policy == "none" else 1 / config.remat.every
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     of_tokens = (OF_TOKENS + TOKENS_AGAIN * again) * model.embed_dim * itemsize
-    if model.expert_exchange == RAGGED:
-        of_tokens *= model.experts_per_token / shape[EXPERT]
     of_choices = (OF_CHOICES + CHOICES_AGAIN * again) * model.experts_per_token * CHOICE_BYTES
     return model.num_layers / shape[PIPELINE] * others * units * (of_tokens + of_choices)
 

@@ -30,7 +30,6 @@ from meshtrain.plan.topology import Cluster
 
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
         "after-all")  # fmt: skip
-EXCHANGES = ("all-to-all", "ragged-all-to-all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +211,7 @@ def transfer_seconds(
             link = measured[one.axes, one.kind]
             return link.latency_seconds, one.wire_bytes / link.bytes_per_second
         hops = math.log2(max(2, one.group_size))
-        exchanges = one.kind in EXCHANGES
+        exchanges = one.kind == "all-to-all"
         speed = exchange_bandwidth(mesh, cluster, one.axes) if exchanges else speeds[one.axes]
         return hops * assumptions.latency_seconds, one.wire_bytes / (speed * assumptions.link_efficiency)
 

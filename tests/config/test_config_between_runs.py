@@ -23,7 +23,7 @@ def nested(key, value):
 @pytest.mark.parametrize(
     "key",
     [
-        "accumulation_steps", "data.path", "model.attention", "model.loss_chunk", "model.expert_exchange",
+        "accumulation_steps", "data.path", "model.attention", "model.loss_chunk",
         "mesh.tensor", "num_steps",
     ],
 )  # fmt: skip

@@ -47,15 +47,9 @@ def test_the_width_is_that_of_one_device():
     assert of_experts(dense, "cuda", ONE) is None
 
 
-def test_the_exchange_is_emulated_where_the_platform_has_none_and_there_is_none_inside_a_device():
-    gathers = Config(batch_size=8, sequence_length=64, model=MODEL)
-    config = dataclasses.replace(gathers, model=dataclasses.replace(MODEL, expert_exchange="ragged"))
+def test_tokens_are_gathered_between_devices_and_not_inside_one():
+    config = Config(batch_size=8, sequence_length=64, model=MODEL)
     split = ONE | {"expert": 2}
-    assert exchanged(gathers, "cuda", split) == "tokens gathered over expert, results reduce-scattered"
-    for platform in ("cuda", "tpu"):
-        assert exchanged(config, platform, split) == (
-            "tokens go to the devices of their experts by a ragged all-to-all over expert"
-        )
-    assert exchanged(config, "cpu", split).endswith("emulated by gathering all rows: XLA has none for cpu")
-    assert exchanged(config, "cuda", ONE) is None
-    assert exchanged(dataclasses.replace(config, model=dataclasses.replace(MODEL, num_experts=0)), "cpu", split) is None
+    assert exchanged(config, split) == "tokens gathered over expert, results reduce-scattered"
+    assert exchanged(config, ONE) is None
+    assert exchanged(dataclasses.replace(config, model=dataclasses.replace(MODEL, num_experts=0)), split) is None

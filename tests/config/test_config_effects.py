@@ -86,7 +86,6 @@ def without_effect(*overrides, **shape):
             "model.num_experts=0",
             ["model.num_experts=4", "model.router=sigmoid"],
         ),
-        (["model.expert_exchange=ragged", "model.num_experts=4"], "mesh.expert=1", {"expert": 2}),
         (["data.text_field=body"], "data.source=python", ["data.source=text", "data.path=x.jsonl"]),
         (["data.packing=first_fit", "data.source=synthetic"], "data.source=synthetic", ["data.source=python"]),
         (["optimizer.momentum=0.9"], "optimizer.name=adamw", ["optimizer.name=sgd"]),

@@ -14,7 +14,6 @@ BROKEN = {
     "model.biases=true": "model.biases: got True with model.num_experts = 8.*nearest: model.biases=False",
     "model.expert_room=0.5": "model.expert_room: got 0.5; allowed: 0 .*, or at least 1, the even load; nearest: 1.0",
     "precision.policy=fp8": "precision.policy: got fp8 with model.num_experts = 8.*=bfloat16",
-    "model.expert_exchange=ring": "model.expert_exchange: got 'ring'.*gather, ragged",
     "model.router=top": "model.router: got 'top'.*softmax, sigmoid",
     "mesh.fsdp=3": "(batch_size|model.embed_dim|mesh.fsdp|.*expert_embed).*3",
 }
@@ -41,7 +40,6 @@ def test_contradictions_are_reported_together():
 
 def test_options_of_experts_are_legal_without_experts_and_listed():
     asked = {"experts_per_token": "9", "expert_dim": "64", "router": "sigmoid", "expert_room": "1.5", "z_weight": "0"}
-    asked["expert_exchange"] = "ragged"
     sizes = dict.fromkeys(AXES, 1)
     config = resolve(default(), {f"model.{name}": value for name, value in asked.items()})
     found = effects.without_effect(config, sizes)

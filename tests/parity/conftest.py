@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 
 from meshtrain.config.config import Config
-from meshtrain.models.decoder_options import GATHER, DecoderOptions
 from tests.parity import runs
 from tests.parity.comparison import Trained, assert_same
 
@@ -18,12 +17,9 @@ def reference() -> Callable[[Config], Trained]:
 
     def of(config: Config) -> Trained:
         # What decides about numbers, and nothing else.
-        model = config.model
-        if isinstance(model, DecoderOptions):
-            model = dataclasses.replace(model, expert_exchange=GATHER)
         numbers = dataclasses.replace(
             runs.CONFIG,
-            model=model,
+            model=config.model,
             optimizer=config.optimizer,
             learning_rate=config.learning_rate,
             num_steps=config.num_steps,
