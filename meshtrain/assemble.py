@@ -32,7 +32,7 @@ from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.layout.stored import stored_tree
 from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.models.remat import gathers_early
-from meshtrain.models.task import Batch, Entry, Params, Task, batch_axes, checked_loss, entries
+from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, batch_axes, checked_loss, entries
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
@@ -46,7 +46,9 @@ from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
 from meshtrain.step.local import axes_in_groups, in_groups, inner_step, outer_step
 from meshtrain.step.placed import (
+    abstract_metrics,
     abstract_params,
+    after_update_of,
     in_chunks,
     layer_bytes,
     placed_states,
@@ -159,12 +161,14 @@ def assemble(
 
     scaling = loss_scaling(config, task)
     num_residuals = mesh.shape[DATA] if config.compression.has_residual or config.local_steps.delay else 0
+    keeps_metrics = config.local_steps.delay and task.after_update
+    late_metrics = abstract_metrics(task, entries_of_batch) if keeps_metrics else ()
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
         params = as_stored(meta.unbox(task.init(jax.random.fold_in(rng, 0))), axes, trained, config.precision)
         params, rng = in_chunks(params, num_chunks), jax.random.fold_in(rng, 1)
-        state = init_state(params, transformation, rng, scaling, trained, num_residuals)
+        state = init_state(params, transformation, rng, scaling, trained, num_residuals, late_metrics)
         return in_groups(state, outer, trained) if outer else state
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
@@ -177,7 +181,8 @@ def assemble(
     whole = NamedSharding(mesh, PartitionSpec())
     state_shardings = shardings(state)
     kind = devices[0].device_kind
-    update = _update(config, transformation, schedule_of_rates, scaling, state_shardings.opt_state, replicas)
+    moments, after_update = state_shardings.opt_state, after_update_of(task, num_chunks)
+    update = _update(config, transformation, schedule_of_rates, scaling, moments, replicas, after_update)
     step = inner_step(gradients, update, scaling, trained) if outer else train_step(gradients, update, scaling)
     join = outer_step(outer.transformation, groups.mean, trained) if outer and groups else None
     by_chunk = program is not None and reduces_early(program, replicas)
@@ -226,10 +231,10 @@ def _update(
     scaling: loss_scale.Scaling | None,
     moments: Any,
     replicas: Replicas,
+    after_update: AfterUpdate | None,
 ) -> Update:
     """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
     sends_each_step = config.local_steps.period == 0
-    counted = jax.tree.map(lambda weight: weight.is_counted, replicas.trained_stored)
     update = functools.partial(
         weight_update,
         transformation,
@@ -239,11 +244,10 @@ def _update(
         scaling,
         lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
         replicas.trained,
-        counted=counted if any(jax.tree.leaves(counted)) else None,
     )
     if config.local_steps.delay:
-        return late_update(update, replicas.reduce)
-    return update(replicas.reduce if sends_each_step and config.compression.is_on else None)
+        return late_update(update, replicas.reduce, after_update)
+    return update(replicas.reduce if sends_each_step and config.compression.is_on else None, after_update)
 
 
 def learning_rates(config: Config, task: Task) -> Schedule:

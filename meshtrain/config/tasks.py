@@ -54,7 +54,9 @@ def _of_text(config: Config, placement: Placement) -> dict[str, Any]:
 
 def decoder(config: Config, placement: Placement) -> Task:
     """Returns the decoder that a configuration describes; its options are `DecoderOptions`."""
-    return with_adapters(decoder_task.decoder(config.model, **_of_text(config, placement)), config.lora)
+    rate = config.optimizer.balance_rate
+    task = decoder_task.decoder(config.model, **_of_text(config, placement), balance_rate=rate)
+    return with_adapters(task, config.lora)
 
 
 decoder.options = DecoderOptions  # type: ignore[attr-defined]

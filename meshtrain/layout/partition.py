@@ -151,18 +151,6 @@ def is_names(leaf: Any) -> TypeGuard[Names]:
     return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
 
 
-def is_counted(names: Names) -> bool:
-    """Returns whether a weight is a router's bias, whose gradient is how many tokens chose each expert.
-
-    Such counts are exact in float32 up to 2^24. They are no part of the gradient of the loss: what divides, rounds or
-    compresses gradients leaves them out.
-
-    >>> is_counted(("layers", "router")), is_counted(("layers", "embed", "router"))
-    (True, False)
-    """
-    return tuple(name for name in names if name not in STACKED) == (ROUTER,)
-
-
 def activation_sharding(
     shape: Sequence[int], names: Names, rules: Rules, mesh: Mesh, path: str = "activation"
 ) -> NamedSharding:

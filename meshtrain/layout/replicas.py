@@ -53,8 +53,7 @@ class Replicas:
       stored: a tree of `Stored` like the parameters.
       level: of ZeRO (`zero.py`). At level 3 weights are sharded over data, which is then left to the partitioner.
       is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
-      wire_dtype: the dtype in which gradients are reduced over data; counts cross in float32. The sums over
-        microbatches are float32.
+      wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
       trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.
       compression: how gradients cross data in fewer bytes than those of `wire_dtype`.
     """
@@ -152,18 +151,10 @@ class Replicas:
         return on_shards(self.mesh, on_device, (before, of_residual), (after, of_residual))(gradients, residual)
 
     def _compressed(self, leaves: list[jax.Array], waiting: list[Any]) -> tuple[list[jax.Array], list[Any]]:
-        """Returns the sums over data of local gradients, and their residuals; counts are sent as they are."""
+        """Returns the sums over data of local gradients, and their residuals."""
         stored: list[Stored] = jax.tree.leaves(self.trained_stored)
-        some = [index for index, weight in enumerate(stored) if not weight.is_counted]
-        dims = [stored[index].data_dim if _is_scattered(stored[index]) else 0 for index in some]
-        gradients, residuals = ([each[index] for index in some] for each in (leaves, waiting))
-        found = summed_leaves(gradients, residuals, dims, self.compression, DATA, self.mesh.shape[DATA])
-        of_some = dict(zip(some, zip(*found, strict=True), strict=True))
-        pairs = [
-            of_some[index] if index in of_some else (self._reduce(leaves[index], weight), waiting[index])
-            for index, weight in enumerate(stored)
-        ]
-        return [total for total, _ in pairs], [left for _, left in pairs]
+        dims = [weight.data_dim if _is_scattered(weight) else 0 for weight in stored]
+        return summed_leaves(leaves, waiting, dims, self.compression, DATA, self.mesh.shape[DATA])
 
     def zeros(self, params: Any, stored: Any) -> Any:
         """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
@@ -240,9 +231,9 @@ class Replicas:
 
         return self._on_each(reduce, gradients, stored)
 
-    def as_sent(self, gradients: Any, stored: Any) -> Any:
-        """Returns gradients in the dtypes in which they cross data."""
-        return jax.tree.map(lambda leaf, weight: leaf.astype(self._dtype_sent(weight)), gradients, stored)
+    def as_sent(self, gradients: Any) -> Any:
+        """Returns gradients in the dtype in which they cross data."""
+        return jax.tree.map(lambda leaf: leaf.astype(self.wire_dtype), gradients)
 
     def are_scattered(self, stored: Any) -> Any:
         """Returns a tree of bool: whether `reduced_layers` returns a shard of a gradient."""
@@ -306,13 +297,10 @@ class Replicas:
 
     def _sent(self, x: jax.Array, weight: Stored, dim: int) -> jax.Array:
         """Reduce-scatters over data along `dim`, which is counted from the end; all-reduces where it is 0."""
-        sent = x.astype(self._dtype_sent(weight))
+        sent = x.astype(self.wire_dtype)
         if dim == 0:
             return jax.lax.psum(sent, DATA)
         return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True)
-
-    def _dtype_sent(self, weight: Stored) -> DTypeLike:
-        return jnp.float32 if weight.is_counted else self.wire_dtype
 
     def _with_replicas(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs, is_leaf=_is_spec)

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshtrain.layout.axes import DATA
-from meshtrain.layout.partition import STACKED, Names, axes_of_dims, is_counted, is_names, num_parts, spec, spec_of_dims
+from meshtrain.layout.partition import STACKED, Names, axes_of_dims, is_names, num_parts, spec, spec_of_dims
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.trees import leaves_with_paths
 
@@ -31,7 +31,6 @@ class Stored:
       moment: of the optimizer's moments, and of the gradient that the optimizer gets.
       num_dims: the weight's number of dims.
       data_dim: the dim that data splits in the arrays of the level, counted from the end (-1 is the last); 0: none.
-      is_counted: whether its gradient is a count, which crosses data in float32; see `partition.is_counted`.
     """
 
     parameter: PartitionSpec
@@ -39,7 +38,6 @@ class Stored:
     moment: PartitionSpec
     num_dims: int
     data_dim: int = 0
-    is_counted: bool = False
 
     @classmethod
     def alike(cls, spec: PartitionSpec, num_dims: int) -> "Stored":
@@ -71,14 +69,14 @@ def stored(
     by_rules = spec(path, shape, names, rules.parameters, mesh_shape)
     dim = _data_dim(by_rules, shape, names, mesh_shape)
     if dim == 0:
-        return Stored(by_rules, by_rules, by_rules, len(shape), is_counted=is_counted(names))
+        return Stored(by_rules, by_rules, by_rules, len(shape))
     parts = axes_of_dims(by_rules, len(shape))
     parts[dim] = (*parts[dim], DATA)
     sharded = spec_of_dims(parts)
     parameter, gradient, moment = (
         sharded if level >= first else by_rules for first in (PARAMETERS_LEVEL, GRADIENTS_LEVEL, MOMENTS_LEVEL)
     )
-    return Stored(parameter, gradient, moment, len(shape), dim, is_counted(names))
+    return Stored(parameter, gradient, moment, len(shape), dim)
 
 
 def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shape: Mapping[str, int]) -> int:

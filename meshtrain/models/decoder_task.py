@@ -33,6 +33,7 @@ from meshtrain.models.decoder import (
     slots_of,
 )
 from meshtrain.models.entry import Entry
+from meshtrain.models.experts import BIAS, with_moved_biases
 from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.routing import Tokens
 from meshtrain.models.task import (
@@ -49,7 +50,7 @@ from meshtrain.models.task import (
 )
 
 NOTHING_AGAIN = RematOptions("none")
-IN_FLOAT32 = ("router", "router_bias")
+IN_FLOAT32 = ("router", BIAS)
 
 
 def decoder(
@@ -61,6 +62,7 @@ def decoder(
     output_dtype: DTypeLike | None = None,
     remat: RematOptions = NOTHING_AGAIN,
     placement: Placement | None = None,
+    balance_rate: float = 0.0,
 ) -> Task:
     """Returns the task of a decoder.
 
@@ -72,12 +74,14 @@ def decoder(
       output_dtype: of the head's logits; None: `dtype`.
       remat: what the backward pass recomputes, in a pipeline too.
       placement: the shardings of activations and of gathered weights; None: one device, without shardings.
+      balance_rate: by which the bias of an expert moves in a step against its load.
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, placement or Placement.nowhere())
     num_parameters = count_parameters(options, num_positions)
     num_active = num_parameters - num_idle_parameters(options)
+    has_biases = options.num_experts > 0 and options.router == "sigmoid"
     return Task(
         init=initializer(options, num_positions),
         loss=functools.partial(model.loss, remat=remat),
@@ -98,6 +102,7 @@ def decoder(
         num_parameters=num_parameters,
         num_active_parameters=num_active if options.num_experts else 0,
         share_of_experts=options.experts_per_token / options.num_experts if options.num_experts else 1.0,
+        after_update=functools.partial(with_moved_biases, balance_rate) if has_biases else None,
         takes_manual_axes=True,
         width=options.embed_dim,
         num_layers=options.num_layers,

@@ -31,16 +31,17 @@ from meshtrain.layout.placement import Placement, axes_in
 from meshtrain.models import blocks, routing
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.layers import GATES, A, B, Mlp, factor_axes, normal, weight
-from meshtrain.models.metrics import LEFT_OUT, Count, Load
+from meshtrain.models.metrics import LEFT_OUT, Count, Load, Metrics
 from meshtrain.models.remat import EXPERT_DOWN, EXPERT_UP
 from meshtrain.models.routing import Routing, Tokens
 from meshtrain.models.rows import collected, places_of, spread
-from meshtrain.models.task import LayerSums
+from meshtrain.models.task import LayerSums, Params
 
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
 MATRICES: Mapping[str, Names] = {"up": UP, "gate": UP, "down": DOWN}
 X, RESIDUAL = ("batch", "sequence", None), ("batch", "residual_sequence", None)
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a block
+LOAD, BIAS = "expert_load", "router_bias"  # the metric by which the bias moves
 
 
 class Experts(nn.Module):
@@ -75,7 +76,7 @@ class Experts(nn.Module):
         bias = None
         if o.router == "sigmoid":
             zeros = nn.initializers.zeros_init()
-            bias = weight(self, "router_bias", (o.num_experts,), ("router",), zeros, place, jnp.float32)
+            bias = weight(self, BIAS, (o.num_experts,), ("router",), zeros, place, jnp.float32)
         logits = routing.logits(x, router)
         to = routing.routed(logits, bias, o.experts_per_token, o.router, o.router_scale)
         options = o if tokens is not None else dataclasses.replace(o, expert_room=0.0)
@@ -83,7 +84,6 @@ class Experts(nn.Module):
         sums = None
         if tokens is not None:
             counts = routing.counts(to.chosen, tokens, o.num_experts)
-            result = result if bias is None else routing.counted(result, bias, jnp.sum(counts, axis=0))
             sums = _sums(o, to, counts, tokens, layer, left_out)
         if o.shared_experts:
             width = o.shared_experts * o.expert_dim
@@ -145,11 +145,28 @@ def _sums(
         "balance_loss": balance / options.num_layers,
         "z_loss": z / options.num_layers,
         "router_entropy": routing.entropy(to, tokens) / options.num_layers,
-        "expert_load": Load(jax.lax.stop_gradient(row)),
+        LOAD: Load(jax.lax.stop_gradient(row)),
     }
     if left_out is not None:
         metrics[LEFT_OUT] = Count(left_out)
     return options.balance_weight * balance + options.z_weight * z, metrics
+
+
+def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
+    """Returns a decoder's parameters with each router's bias moved against the load of its experts.
+
+    It is the balance without an auxiliary loss (Wang et al. 2024; DeepSeek-V3, section 2.1.2): the bias of an expert
+    that more tokens than the mean chose falls by the rate, and that of one that fewer chose rises by it.
+
+    Args:
+      rate: by which a bias moves in a step.
+      params: float32, see `Task.after_update`.
+      metrics: sums over the batch, with the load of each layer's experts.
+    """
+    load: Any = metrics[LOAD]
+    experts = params["layers"]["experts"]
+    moved = experts | {BIAS: experts[BIAS] + rate * routing.direction(load.counts)}
+    return {**params, "layers": {**params["layers"], "experts": moved}}
 
 
 def block_rows(num_choices: int, num_experts: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models.decode import Decode
 from meshtrain.models.entry import Entry as Entry
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
@@ -21,10 +22,10 @@ from meshtrain.words.errors import UserError
 Batch = Mapping[str, jax.Array]
 Params = Any
 
-
 Loss = tuple[jax.Array, jax.Array, Metrics]
 # What layers add to the loss sum and to the metrics of a batch, float32; None: nothing.
 LayerSums = tuple[jax.Array, Metrics] | None
+AfterUpdate = Callable[[Params, Metrics], Params]
 
 # The step adds this entry, int32 [B]: the index of each example in the global batch. Dropout masks depend on it, so
 # they are the same on every mesh.
@@ -100,6 +101,10 @@ class Task:
       num_parameters: parameters without padding; 0: they are counted, padding included.
       num_active_parameters: those that one token goes through, where experts are some of all; 0: all.
       share_of_experts: of the weights with a dim `experts`, the share that a token goes through.
+      after_update: (params, metrics) -> params, what moves in a step besides what the optimizer moves, such as biases
+        against the load of experts; None: nothing. It gets the parameters after the optimizer's update, trained ones in
+        float32, with layers in layer order, and the sums of the batch's metrics before any division. Frozen weights
+        stay, and a skipped step changes none.
       takes_manual_axes: whether the model can be traced where the data axis is manual and other axes are not. Then
         gradients are reduced over data once a step. Otherwise, on meshes with fsdp or an axis after it, data is left to
         the partitioner, which reduces gradients once a microbatch. A plain `table[tokens]` in a sharded table does not
@@ -124,6 +129,7 @@ class Task:
     num_parameters: int = 0
     num_active_parameters: int = 0
     share_of_experts: float = 1.0
+    after_update: AfterUpdate | None = None
     takes_manual_axes: bool = False
     width: int = 0
     num_layers: int = 0
@@ -171,6 +177,27 @@ def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
         raise UserError(
             f"Task.loss: got {got} returned; allowed: a tuple of the sum over targets, its weight and a dict of "
             "metrics, each a scalar or a kind such as Ratio(sum, weight); nearest: return loss.sum(), weights.sum(), {}"
+        )
+
+    return checked
+
+
+def checked_after_update(after_update: AfterUpdate) -> AfterUpdate:
+    """Returns `Task.after_update` with a check, while it is traced, that parameters keep their tree and shapes.
+
+    The returned function raises UserError where they do not.
+    """
+
+    def checked(params: Params, metrics: Metrics) -> Params:
+        after = after_update(params, metrics)
+        wanted, got = ({path: jnp.shape(leaf) for path, leaf in leaves_with_paths(tree)} for tree in (params, after))
+        if wanted == got:
+            return after
+        path = next(path for path in wanted | got if path not in wanted or path not in got or wanted[path] != got[path])
+        has, gets = (str(shapes[path]) if path in shapes else "nothing" for shapes in (got, wanted))
+        raise UserError(
+            f"Task.after_update: got {has} for {path}; allowed: the parameters that it gets, with {gets} there; "
+            "nearest: return {**params, ...}"
         )
 
     return checked

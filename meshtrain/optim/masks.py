@@ -96,6 +96,15 @@ def decays(logical_axes: Any) -> Any:
     return map_axes(lambda axes: matrix_dims(axes) is not None, logical_axes)
 
 
+def is_router_bias(axes: Names) -> bool:
+    """Returns whether a weight is a router's bias: without a gradient, because `Task.after_update` moves it.
+
+    >>> is_router_bias(("layers", "router")), is_router_bias(("layers", "embed", "router"))
+    (True, False)
+    """
+    return axes[num_stacked(axes) :] == (partition.ROUTER,)
+
+
 def is_hidden_matrix(axes: Names) -> bool:
     """Returns whether a weight is a matrix, and neither a table (tokens, positions), the head nor a router."""
     return matrix_dims(axes) is not None and not any(name in TABLES for name in axes)

@@ -14,10 +14,10 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from meshtrain.layout.partition import Names
-from meshtrain.optim import balance, moments, trainable
+from meshtrain.optim import moments, trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
-from meshtrain.optim.masks import decays, is_hidden_matrix, map_axes, matrix_dims
+from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
 from meshtrain.words.errors import UserError
 from meshtrain.words.options import AllBut, option, problems
 
@@ -106,7 +106,7 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
 
     With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term
     applies to weights where `masks.decays` is true, and never with "adam". The step applies `clip_norm` and
-    `trainable`. The biases of routers move by `balance.balancing`; their gradients are counts.
+    `trainable`. The biases of routers stay and have no moments: `Task.after_update` moves them.
 
     >>> axes = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
     >>> adamw = optimizer(OptimizerOptions(weight_decay=0.5), lambda count: jnp.float32(0.01), axes)
@@ -131,7 +131,8 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
     if lines:
         raise UserError(*lines)
     weight_decay = 0.0 if options.name == "adam" else options.weight_decay
-    all_axes, logical_axes = logical_axes, balance.others(logical_axes)
+    labels = map_axes(lambda axes: "biases" if is_router_bias(axes) else "others", logical_axes)
+    logical_axes = map_axes(lambda axes: optax.MaskedNode() if is_router_bias(axes) else axes, logical_axes)
     direction = _direction(options, logical_axes)
     if options.name != "adafactor":
         direction = moments.stored(direction, options.moments, options.moment_block, logical_axes)
@@ -140,7 +141,9 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
         optax.add_decayed_weights(weight_decay, decays(logical_axes)),
         optax.scale_by_learning_rate(schedule),
     )
-    return balance.with_balance(moved, options.balance_rate, all_axes)
+    if "biases" not in jax.tree.leaves(labels):
+        return moved
+    return optax.partition({"biases": optax.set_to_zero(), "others": moved}, labels)
 
 
 def _direction(options: OptimizerOptions, logical_axes: Any) -> optax.GradientTransformation:

@@ -58,7 +58,7 @@ class Reduction:
         place = ring.take(jnp.asarray(self.chunks), reduced.num_chunks) * self.num_units
         part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, place, self.num_units), layers)
         # Later rows add to other chunks in place. Unless the slices are made first, XLA copies all sums for that.
-        layers, part = jax.lax.optimization_barrier((layers, self.replicas.as_sent(part, self.stored)))
+        layers, part = jax.lax.optimization_barrier((layers, self.replicas.as_sent(part)))
         return layers, self.replicas.reduced_layers(part, self.stored), place
 
     def end(self, layers: Params, reduced: Reduced, parts: Params, place: jax.Array) -> tuple[Params, Reduced]:

@@ -4,7 +4,7 @@ In memory an interleaved pipeline has the layers in chunks; checkpoints have the
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,9 +23,11 @@ from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import stored
 from meshtrain.layout.trees import leaves_with_paths, path_text, select
 from meshtrain.models.abstract import named_params
-from meshtrain.models.task import Params, Task
+from meshtrain.models.metrics import Metrics
+from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update
 from meshtrain.pipeline import chunks
 from meshtrain.step.state import REPLICAS, REPLICATED_FIELDS, TrainState
+from meshtrain.step.step import with_sequence_index
 from meshtrain.words.errors import UserError
 
 
@@ -39,9 +41,34 @@ def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any,
     return jax.eval_shape(lambda: in_chunks(zeros(), num_chunks)), axes
 
 
+def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
+    """Returns the abstract sums of the metrics of a global batch in training."""
+
+    def metrics(params: Params, batch: Batch) -> Metrics:
+        return task.loss(params, with_sequence_index(batch), jax.random.key(0), True)[2]
+
+    shapes = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in batch.items()}
+    return jax.eval_shape(metrics, named_params(task.init)[0], shapes)
+
+
 def in_chunks(params: Params, num_chunks: int) -> Params:
     """Returns parameters in layer order reshaped to chunks, as the step takes them."""
     return params if num_chunks == 1 else {**params, "layers": chunks.chunked(params["layers"], num_chunks)}
+
+
+def after_update_of(task: Task, num_chunks: int) -> AfterUpdate | None:
+    """Returns `Task.after_update` for parameters as the step has them; only those that it moves are reshaped."""
+    after_update = task.after_update and checked_after_update(task.after_update)
+    if after_update is None or num_chunks == 1:
+        return after_update
+
+    def on_chunks(params: Params, metrics: Metrics) -> Params:
+        in_order = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), params["layers"])
+        after = after_update({**params, "layers": in_order}, metrics)
+        of_step = lambda new, old, leaf: leaf if new is old else new.reshape(leaf.shape)  # noqa: E731
+        return {**after, "layers": jax.tree.map(of_step, after["layers"], in_order, params["layers"])}
+
+    return on_chunks
 
 
 def replicas_of(

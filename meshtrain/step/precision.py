@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Names, is_counted
-from meshtrain.optim.masks import matrix_dims
+from meshtrain.layout.partition import Names
+from meshtrain.optim.masks import is_router_bias, matrix_dims
 from meshtrain.words.options import option
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -73,7 +73,7 @@ def as_stored(params: Any, logical_axes: Any, trained: Any, options: PrecisionOp
     of_frozen = param_dtype(options) if options.frozen_dtype == "auto" else _DTYPES[options.frozen_dtype]
 
     def one(leaf: Any, axes: Names, is_trained: bool) -> Any:
-        if is_counted(axes):
+        if is_router_bias(axes):
             return cast(leaf, jnp.float32)
         is_rounded = not is_trained and matrix_dims(axes) is not None
         return cast(leaf, of_frozen if is_rounded else param_dtype(options))

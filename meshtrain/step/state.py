@@ -16,8 +16,8 @@ from meshtrain.step.guard import Skipped, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
 from meshtrain.step.precision import cast
 
-# Fields of `TrainState` whose arrays are scalars or short vectors, replicated on every device.
-REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale")
+# Fields of `TrainState` whose arrays are small, and replicated on every device.
+REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale", "late_metrics")
 # The field of residuals, and the logical axis of the first dim of its arrays, which the data axis splits.
 RESIDUAL, REPLICAS = "residual", "replicas"
 
@@ -39,6 +39,8 @@ class TrainState:
         float32 [replicas, ...] like the trained parameters; an empty tuple without either.
       local: with groups that train apart (`step/local.py`), their weights and the outer optimizer's state; then
         `params` is the anchor, and the arrays of `opt_state`, `skipped` and `loss_scale` are [groups, ...]. Else ().
+      late_metrics: with gradients that are applied one step late, the sums of the metrics that `Task.after_update` gets
+        with them; () without either.
     """
 
     step: jax.Array
@@ -49,6 +51,7 @@ class TrainState:
     loss_scale: LossScale
     residual: Any = ()
     local: Any = ()
+    late_metrics: Any = ()
 
 
 def init_state(
@@ -58,6 +61,7 @@ def init_state(
     scaling: Scaling | None = None,
     mask: Any = None,
     num_residuals: int = 0,
+    late_metrics: Any = (),
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -68,13 +72,16 @@ def init_state(
       scaling: how the loss is scaled; None: not at all.
       mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
       num_residuals: replicas that keep a residual each, 0 for none.
+      late_metrics: abstract sums of metrics, where the state has them.
     """
     trained, _ = select(params, mask)
     step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(trained, jnp.float32))
     residual: Any = ()
     if num_residuals:
         residual = jax.tree.map(lambda leaf: jnp.zeros((num_residuals, *leaf.shape), jnp.float32), trained)
-    return TrainState(step, params, opt_state, jax.random.key_data(rng), none_skipped(), first_scale(scaling), residual)
+    scale, key_data = first_scale(scaling), jax.random.key_data(rng)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), late_metrics)
+    return TrainState(step, params, opt_state, key_data, none_skipped(), scale, residual, late_metrics=zeros)
 
 
 def axes_of_fields(

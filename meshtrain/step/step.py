@@ -10,11 +10,10 @@ import optax
 
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.metrics import Metrics, all_logged, divisor, num_left_out
-from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Sums
+from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.clip import clip, square_sums
-from meshtrain.step.counted import except_counts, without_counts
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import Scaling
 from meshtrain.step.precision import cast
@@ -60,7 +59,7 @@ def weight_update(
     fetch: Callable[[Any, jax.Array], Any] = lambda opt_state, _: opt_state,
     mask: Any = None,
     reduce: Callable[[Any, Any], tuple[Any, Any]] | None = None,
-    counted: Any = None,
+    after_update: AfterUpdate | None = None,
 ) -> Update:
     """Returns the second half of a step: (state, sums of the batch, seed of its gradients) -> (state, metrics).
 
@@ -79,8 +78,7 @@ def weight_update(
         change.
       reduce: (gradients of the mean loss, residual) -> (the same reduced over data, the next residual), see
         `Replicas.reduce`; None where the sums have gradients that are reduced.
-      counted: a tree of bool like the trained parameters, true for each whose gradient is a count; None: none is. See
-        `counted.py`.
+      after_update: what moves weights besides the optimizer, see `Task.after_update`; None: nothing.
 
     Metrics are scalars: loss (mean over targets), weight (number of targets), grad_norm (over trained weights, before
     clipping), learning_rate (of this step, skipped or not), skipped_steps (since the run began), loss_scale (of this
@@ -91,18 +89,16 @@ def weight_update(
     def update(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
         weight = divisor(sums.weight)
         loss = sums.loss / weight
-        divided = lambda tree: jax.tree.map(lambda gradient: gradient / (weight * seed), tree)  # noqa: E731
-        mean_gradients = except_counts(divided, cast(sums.gradients, jnp.float32), counted)
+        mean_gradients = jax.tree.map(lambda total: total / (weight * seed), cast(sums.gradients, jnp.float32))
         trained, frozen = select(state.params, mask)
         # A zero for each frozen weight, because the guard reports a gradient by its index among all parameters.
-        of_loss = without_counts(mean_gradients, counted)
-        of_all = merged(of_loss, jax.tree.map(lambda _: jnp.float32(0), frozen))
+        of_all = merged(mean_gradients, jax.tree.map(lambda _: jnp.float32(0), frozen))
         squares = loss_scale.overflowed(scaling, square_sums(of_all), of_all, weight * seed)
         norm, residual = jnp.sqrt(jnp.sum(squares)), state.residual
         if reduce is not None:
             mean_gradients, residual = reduce(mean_gradients, residual)
             # Packing may lose a NaN, so the norm is that of the reduced gradients only if those before were finite.
-            reduced_norm = jnp.sqrt(jnp.sum(square_sums(without_counts(mean_gradients, counted))))
+            reduced_norm = jnp.sqrt(jnp.sum(square_sums(mean_gradients)))
             norm = jnp.where(jnp.isfinite(norm), reduced_norm, norm)
         left_out = num_left_out(sums.metrics)
         good = guard.is_good(guard_options, state.skipped, loss, norm, left_out)
@@ -110,11 +106,11 @@ def weight_update(
         skipped = guard.after(state.skipped, good, is_excused, norm)
         float32_params = cast(trained, jnp.float32)
         before = fetch(state.opt_state, norm)
-        clipped = except_counts(lambda tree: clip(tree, norm, clip_norm), mean_gradients, counted)
-        updates, opt_state = transformation.update(clipped, before, float32_params)
-        updated = jax.tree.map(
-            lambda new, old: new.astype(old.dtype), optax.apply_updates(float32_params, updates), trained
-        )
+        updates, opt_state = transformation.update(clip(mean_gradients, norm, clip_norm), before, float32_params)
+        moved = optax.apply_updates(float32_params, updates)
+        if after_update is not None:
+            moved, _ = select(after_update(merged(moved, frozen), sums.metrics), mask)
+        updated = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, trained)
         metrics = all_logged(sums.metrics, weight)
         metrics |= {
             "loss": loss,
@@ -135,15 +131,16 @@ def weight_update(
     return update
 
 
-def late_update(update: Callable[[Reduce], Update], reduce: Reduce) -> Update:
+def late_update(update: Callable[..., Update], reduce: Reduce, after_update: AfterUpdate | None = None) -> Update:
     """Returns the update of a step whose gradients are applied one step late; see `layout/late.py`.
 
     While there is no gradient to apply (in the first step, or after it if its own was not finite) weights and moments
     stay: an update by zeros would still decay weights and correct moments.
 
     Args:
-      update: `weight_update` without its `reduce`.
+      update: `weight_update` without its `reduce` and `after_update`.
       reduce: of `layout.late.Late`.
+      after_update: see `weight_update`; it gets the metrics of the step whose gradients are applied.
     """
 
     def late(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
@@ -152,12 +149,16 @@ def late_update(update: Callable[[Reduce], Update], reduce: Reduce) -> Update:
         gradients, waiting = jax.lax.optimization_barrier((sums.gradients, waiting))
         # The learning rate is that of the update, of which there is one less than there are steps.
         before = dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0))
-        apply = update(lambda found, _: (waiting, reduce(found, state.residual)[1]))
+        moved = after_update and (lambda params, _: after_update(params, state.late_metrics))
+        apply = update(lambda found, _: (waiting, reduce(found, state.residual)[1]), moved)
         new, metrics = apply(before, sums._replace(gradients=gradients), seed)
         norm: Any = metrics["grad_norm"]
         has_gradient = jnp.not_equal(norm, 0.0)
         params, opt_state = guard.where_good(has_gradient, (new.params, new.opt_state), (state.params, state.opt_state))
-        return dataclasses.replace(new, step=state.step + 1, params=params, opt_state=opt_state), metrics
+        is_good = new.skipped.total == state.skipped.total
+        late_metrics = guard.where_good(is_good, sums.metrics, state.late_metrics) if after_update else ()
+        after = dataclasses.replace(new, params=params, opt_state=opt_state, late_metrics=late_metrics)
+        return dataclasses.replace(after, step=state.step + 1), metrics
 
     return late
 

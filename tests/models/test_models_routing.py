@@ -92,10 +92,16 @@ def test_an_even_load_has_a_balance_loss_of_one_for_each_target():
     np.testing.assert_allclose(found, 0.5 * NUM_EXPERTS, rtol=1e-6)
 
 
-def test_the_gradient_of_a_bias_is_the_counts_and_of_activations_what_it_was():
-    x, counts = jnp.arange(3.0), jnp.float32([3, 1, 2])
-    (of_x, of_bias) = jax.grad(lambda x, bias: jnp.sum(routing.counted(x, bias, counts) ** 2), argnums=(0, 1))(
-        x, jnp.zeros(3)
-    )
-    np.testing.assert_array_equal(of_x, 2 * x)
-    np.testing.assert_array_equal(of_bias, counts)
+@pytest.mark.parametrize(
+    "counts, expected",
+    [
+        ([3, 3, 3], [0, 0, 0]),
+        ([4, 3, 3], [-1, 1, 1]),  # the mean is 10 / 3
+        ([0, 0, 0], [0, 0, 0]),
+        ([2**24 - 1, 2**24 - 2], [-1, 1]),
+        ([2**24 - 1] * 100 + [2**24 - 2], [-1] * 100 + [1]),  # a mean in float32 would equal the counts
+        ([[5, 1, 2, 0], [2, 2, 2, 2]], [[-1, 1, 0, 1], [0, 0, 0, 0]]),
+    ],
+)
+def test_a_bias_falls_above_the_mean_and_rises_below(counts, expected):
+    np.testing.assert_array_equal(routing.direction(jnp.float32(counts)), np.float32(expected))

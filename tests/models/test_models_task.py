@@ -14,6 +14,7 @@ from meshtrain.models.task import (
     Entry,
     Ratio,
     Task,
+    checked_after_update,
     checked_loss,
     entries,
     token_batch,
@@ -58,6 +59,28 @@ def test_a_loss_that_returns_something_else_is_refused_in_one_line(returned, got
     assert str(caught.value).startswith(f"Task.loss: {got}")
     assert "; allowed: a tuple of the sum" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (
+            {"layers": {"bias": jnp.ones(3)}},
+            "got (3,) for layers/bias; allowed: the parameters that it gets, with (2,) ",
+        ),
+        ({"layers": {}}, "got nothing for layers/bias; allowed: the parameters that it gets, with (2,) there"),
+        (
+            {"layers": {"bias": jnp.ones(2)}, "own": 1.0},
+            "got () for own; allowed: the parameters that it gets, with noth",
+        ),
+    ],
+)
+def test_an_update_that_returns_other_parameters_is_refused_in_one_line(returned, got):
+    params = {"layers": {"bias": jnp.zeros(2)}}
+    with pytest.raises(UserError, match=r"^Task\.after_update: .*nearest: return ") as caught:
+        checked_after_update(lambda *_: returned)(params, {})
+    assert got in str(caught.value)
+    assert checked_after_update(lambda params, _: params)(params, {}) is params
 
 
 def test_sums_pass_as_they_are():

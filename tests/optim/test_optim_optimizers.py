@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshtrain.layout.partition import is_names
+from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim.masks import num_stacked
 from meshtrain.optim.optimizers import NAMES, OptimizerOptions, check, optimizer
 from meshtrain.optim.states import state_axes
@@ -203,6 +204,26 @@ def test_weight_decay_shrinks_matrices_alone_and_adam_none(name):
         decayed = path[-1].key in MATRICES and name != "adam"
         expected = -1e-2 * 0.5 * weight if decayed else np.zeros_like(weight)
         np.testing.assert_allclose(update, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_router_s_bias_stays_and_changes_nothing_for_other_weights(name):
+    """It stays whatever its gradient; and it has no moments, so that states of runs are what they were."""
+    axes = {"up": ("layers", "embed", "mlp"), "norm": ("norm",), "router": ("embed", "router")}
+    sizes = SIZES | {"router": 4}
+    params = {at: jnp.full([sizes[axis] for axis in of], 0.5) for at, of in axes.items()}
+
+    def moved(params, axes):
+        made = build(name, axes, rate=0.1)
+        gradients = jax.tree.map(lambda leaf: jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), params)
+        updates, state = jax.jit(lambda: made.update(gradients, made.init(params), params))()
+        return updates, dict(leaves_with_paths(state))
+
+    found, state = moved({**params, "bias": jnp.full((2, 4), 7.0)}, {**axes, "bias": ("layers", "router")})
+    expected, state_without = moved(params, axes)
+    assert not found.pop("bias").any()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert list(state) == [f"inner_states/others/inner_state/{path}" for path in state_without]
 
 
 def test_adamw_and_lion_are_those_of_optax():

@@ -13,14 +13,12 @@ import optax
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.partition import is_counted
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.metrics import all_logged
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
-from meshtrain.optim.masks import map_axes
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.pipeline.schedules import PipelineOptions
 from tests.parity.comparison import Leaves, Trained
@@ -139,21 +137,25 @@ def train(config: Config, shape: Mapping[str, int]) -> Trained:
 
 
 @functools.cache
-def reference_functions(model: DecoderOptions) -> tuple[Any, Any]:
-    """(initial weights with their logical axes, gradients of the mean loss), jitted once a model for all optimizers."""
+def reference_functions(model: DecoderOptions) -> tuple[Any, Any, Any]:
+    """(initial weights with their logical axes, gradients of the mean loss, what moves after an update) of a model.
+
+    The first two are jitted once for all optimizers.
+    """
     whole = dataclasses.replace(model, loss_chunk=BATCH_SIZE * SEQUENCE_LENGTH)
-    task = decoder(whole, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)
+    rate = OptimizerOptions().balance_rate
+    task = decoder(whole, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH, balance_rate=rate)
 
     def mean_loss(params: Any, batch: Any, rng: jax.Array) -> Any:
         loss, weight, metrics = task.loss(params, batch, rng, True)
-        return loss / weight, all_logged(metrics, weight)
+        return loss / weight, (metrics, all_logged(metrics, weight))
 
-    return jax.jit(task.init), jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+    return jax.jit(task.init), jax.jit(jax.value_and_grad(mean_loss, has_aux=True)), task.after_update
 
 
 def reference(config: Config) -> Trained:
     """The same steps in plain JAX on one device: the whole batch at once, nothing of `step/`, no mesh."""
-    init, loss_and_gradients = reference_functions(config.model)
+    init, loss_and_gradients, after_update = reference_functions(config.model)
     root = jax.random.key(config.seed)
     with exact():  # initial weights are compared bit by bit
         boxed = init(jax.random.fold_in(root, 0))
@@ -166,27 +168,23 @@ def reference(config: Config) -> Trained:
         batch_size=config.batch_size,
     )
     axes = jax.tree.map(lambda box: box.names, boxed, is_leaf=is_box)
-    counted = map_axes(is_counted, axes)
     transformation = optimizer(config.optimizer, rates, axes)
 
     @jax.jit
-    def update(gradients: Any, opt_state: Any, params: Any) -> Any:
-        of_loss = jax.tree.map(lambda leaf, is_count: 0.0 if is_count else leaf, gradients, counted)
-        norm, limit = optax.tree.norm(of_loss), config.optimizer.clip_norm
-        clipped = jax.tree.map(
-            lambda leaf, is_count: leaf * jnp.minimum(1, limit / norm) if limit and not is_count else leaf,
-            gradients,
-            counted,
-        )
+    def update(gradients: Any, opt_state: Any, params: Any, metrics: Any) -> Any:
+        norm, limit = optax.tree.norm(gradients), config.optimizer.clip_norm
+        clipped = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, limit / norm) if limit else leaf, gradients)
         updates, opt_state = transformation.update(clipped, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, norm
+        moved = optax.apply_updates(params, updates)
+        return after_update(moved, metrics) if after_update else moved, opt_state, norm
 
     initial, opt_state = by_path(params), transformation.init(params)
     losses, norms, loads, gradients = [], [], [], {}
     for number, batch in enumerate(example_batches(config.num_steps)):
         rng = jax.random.fold_in(jax.random.fold_in(root, 1), number)
-        (loss, metrics), found = loss_and_gradients(params, {**batch, SEQUENCE_INDEX: np.arange(BATCH_SIZE)}, rng)
-        params, opt_state, norm = update(found, opt_state, params)
+        batch = {**batch, SEQUENCE_INDEX: np.arange(BATCH_SIZE)}
+        (loss, (sums, metrics)), found = loss_and_gradients(params, batch, rng)
+        params, opt_state, norm = update(found, opt_state, params, sums)
         losses.append(float(loss))
         norms.append(float(norm))
         loads += [np.asarray(metrics[name]).tolist() for name in metrics if name.startswith(LOAD)]

@@ -64,7 +64,7 @@ def test_muon_moves_each_expert_as_one_matrix_and_biases_as_counts_say(assert_pa
 
 
 def test_experts_alone_are_trained_where_a_pattern_says_so():
-    """Routers and their biases stay, though the gradient of a bias is a count; no moments but those of experts."""
+    """Routers and their biases stay, though tokens are counted; no moments but those of experts."""
     model = dataclasses.replace(DEEPSEEK, num_layers=1)
     optimizer = dataclasses.replace(CONFIG.optimizer, trainable="experts/(up|gate|down)")
     config = dataclasses.replace(CONFIG, model=model, optimizer=optimizer)

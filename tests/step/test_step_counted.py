@@ -1,4 +1,4 @@
-"""Counts of tokens that chose each expert come as the gradient of a bias: exact on any mesh, and no part of the norm.
+"""What moves after the optimizer's update, by counts of tokens: exact on any mesh, and no part of the norm.
 
 B: sequences, T: tokens a sequence, D: embed dim, E: experts, L: layers.
 """
@@ -17,10 +17,10 @@ from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.zero import ZeroOptions
-from meshtrain.models.metrics import LEFT_OUT, Count
+from meshtrain.models.metrics import LEFT_OUT, Count, Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch
-from meshtrain.optim import balance
 from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
@@ -29,14 +29,6 @@ from meshtrain.step.state import init_state
 from meshtrain.step.step import train_step, weight_update
 
 NUM_SEQUENCES, NUM_TOKENS, WIDTH, NUM_EXPERTS, NUM_LAYERS, VOCABULARY = 32, 61, 4, 4, 4, 11
-
-
-@jax.custom_vjp
-def counted(x, bias, counts):
-    return x
-
-
-counted.defvjp(lambda x, bias, counts: (x, counts), lambda counts, c: (c, counts, jnp.zeros_like(counts)))
 
 
 def chosen(tokens, layer):
@@ -53,10 +45,11 @@ def repeated(layers, x, batch, rng, start, train):
         index, weights = layer
         hot = jax.nn.one_hot(chosen(batch["tokens"], index), NUM_EXPERTS)
         x = x + jnp.tanh(x @ weights["kernel"].astype(x.dtype))
-        return counted(x, weights["bias"], hot.sum((0, 1))), None
+        return x, jnp.zeros((NUM_LAYERS, NUM_EXPERTS)).at[index].set(hot.sum((0, 1)))
 
     indices = start + jnp.arange(layers["bias"].shape[0])
-    return jax.lax.scan(one, x, (indices, layers))[0], None
+    y, rows = jax.lax.scan(one, x, (indices, layers))
+    return y, (jnp.float32(0), {"load": Load(rows.sum(0))})
 
 
 def last(outer, y, batch, axis):
@@ -64,6 +57,12 @@ def last(outer, y, batch, axis):
 
 
 STAGES = Stages(NUM_LAYERS, first, repeated, last)
+
+
+def with_counts(params, metrics):
+    """The counts themselves become the biases: their signs would hide an error."""
+    layers = params["layers"]
+    return {**params, "layers": {**layers, "bias": layers["bias"] + metrics["load"].counts}}
 
 
 def make_task(config, placement):
@@ -79,23 +78,31 @@ def make_task(config, placement):
         }
 
     batch = token_batch(config.batch_size, config.sequence_length)
-    return Task(init, staged_loss(STAGES), batch, stages=STAGES, takes_manual_axes=True)
+    return Task(init, staged_loss(STAGES), batch, stages=STAGES, after_update=with_counts, takes_manual_axes=True)
 
 
-def batch_of():
-    generator, shape = np.random.default_rng(0), (NUM_SEQUENCES, NUM_TOKENS)
+def batch_of(number=0):
+    generator, shape = np.random.default_rng(number), (NUM_SEQUENCES, NUM_TOKENS)
     ints = generator.integers(0, VOCABULARY, shape).astype(np.int32)
     names = ("tokens", "targets", "segment_ids", "positions")
     return {**dict.fromkeys(names, ints), "weights": np.ones(shape, np.float32)}
 
 
-def stepped(sizes, **changes):
+def counts_of(number):
+    """How many tokens of a batch chose each expert of each layer."""
+    tokens = batch_of(number)["tokens"]
+    rows = [np.bincount(chosen(tokens, layer).ravel(), minlength=NUM_EXPERTS) for layer in range(NUM_LAYERS)]
+    return np.stack(rows)
+
+
+def stepped(sizes, num_steps=1, **changes):
     config = Config(batch_size=NUM_SEQUENCES, sequence_length=NUM_TOKENS, **changes)
     shape = dict.fromkeys(AXES, 1) | sizes
     assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(sizes.values())))], make_task)
     state = assembly.init(jax.random.key_data(jax.random.key(0)))
-    placed = {name: jax.device_put(x, assembly.batch[name].sharding) for name, x in batch_of().items()}
-    state, metrics = assembly.train_step(state, placed)
+    for number in range(num_steps):
+        placed = {name: jax.device_put(x, assembly.batch[name].sharding) for name, x in batch_of(number).items()}
+        state, metrics = assembly.train_step(state, placed)
     kept = jax.device_get(assembly.to_kept(state).params)
     return kept["layers"]["bias"], jax.device_get(metrics)
 
@@ -125,43 +132,55 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_counts_reach_the_optimizer_exactly(name, monkeypatch):
-    """The optimizer writes the counts themselves into the biases, whose signs would hide an error."""
-    monkeypatch.setattr(balance, "direction", lambda counts: -counts)
+def test_counts_move_weights_exactly(name):
     sizes, changes = RUNS[name]
-    bias, metrics = stepped(sizes, optimizer=OptimizerOptions(balance_rate=1.0), **changes)
-    tokens = batch_of()["tokens"]
-    expected = [np.bincount(chosen(tokens, layer).ravel(), minlength=NUM_EXPERTS) for layer in range(NUM_LAYERS)]
+    bias, metrics = stepped(sizes, **changes)
+    expected = counts_of(0)
     assert bias.dtype == np.float32
-    np.testing.assert_array_equal(-bias, expected)
+    np.testing.assert_array_equal(bias, expected)
     assert np.min(np.max(expected, axis=1)) > 512, "bfloat16 holds smaller ones, and some of these"
     np.testing.assert_allclose(metrics["grad_norm"], norm_of_others(), rtol=0.02)
 
 
-COUNTED = {"a": False, "counts": True}
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_one_step_late_counts_are_those_of_the_gradients_that_are_applied(num_devices):
+    """The first of three steps applies nothing, and each other one the gradients and counts of the one before."""
+    late = LocalStepsOptions(delay=1)
+    bias, _ = stepped({"data": num_devices}, num_steps=3, local_steps=late)
+    np.testing.assert_array_equal(bias, counts_of(0) + counts_of(1))
+
+
+def test_a_frozen_weight_stays():
+    bias, _ = stepped({"data": 2}, optimizer=OptimizerOptions(trainable="kernel|table"))
+    assert not bias.any()
+
+
 RECORD = optax.GradientTransformation(lambda params: params, lambda gradients, state, params: (gradients, gradients))
 
 
 def update(metrics, options, state):
-    """A step with the gradient (3, 4) of a sum over 2 targets, and counts."""
+    """A step with the gradient (3, 4) of a sum over 2 targets, after which counts are added to `moved`."""
 
     def gradients(params, batch, rng, seed):
-        found = {"a": seed * jnp.float32([3, 4]), "counts": jnp.float32([1000, 1])}
-        return Sums(jnp.float32(1), jnp.float32(2), metrics, found)
+        found = {"a": seed * jnp.float32([3, 4]), "moved": jnp.zeros(2)}
+        return Sums(jnp.float32(1), jnp.float32(2), {**metrics, "load": Load(jnp.float32([1000, 1]))}, found)
 
-    change = weight_update(RECORD, lambda count: 0.1, 1.0, options, counted=COUNTED)
+    def after_update(params, metrics):
+        return {**params, "moved": params["moved"] + metrics["load"].counts}
+
+    change = weight_update(RECORD, lambda count: 0.1, 1.0, options, after_update=after_update)
     return train_step(gradients, change)(state, {"x": jnp.zeros((1, 1))})
 
 
 def start():
-    return init_state({"a": jnp.ones(2), "counts": jnp.zeros(2)}, RECORD, jax.random.key(0))
+    return init_state({"a": jnp.ones(2), "moved": jnp.zeros(2)}, RECORD, jax.random.key(0))
 
 
 def test_counts_are_neither_divided_nor_clipped_nor_in_the_norm():
     after, metrics = update({}, GuardOptions(), start())
     assert metrics["grad_norm"] == 2.5
     np.testing.assert_allclose(after.opt_state["a"], [0.6, 0.8], rtol=1e-6)
-    np.testing.assert_array_equal(after.opt_state["counts"], [1000, 1])
+    np.testing.assert_array_equal(after.params["moved"], [1000, 1])
 
 
 @pytest.mark.parametrize("left_out, allowed, is_good", [(0, False, True), (3, False, False), (3, True, True)])
@@ -170,6 +189,7 @@ def test_a_step_in_which_tokens_were_left_out_is_skipped(left_out, allowed, is_g
     after, logged = update(metrics, GuardOptions(allow_left_out=allowed), start())
     assert logged[LEFT_OUT] == left_out
     assert np.array_equal(after.params["a"], [1, 1]) is not is_good
+    assert np.array_equal(after.params["moved"], [0, 0]) is not is_good
     assert int(after.skipped.in_a_row) == (0 if is_good else 1)
     if not is_good:
         assert logged[guard.FIRST_NOT_FINITE] == guard.TOKENS_LEFT_OUT
