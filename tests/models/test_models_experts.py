@@ -14,7 +14,7 @@ from meshtrain.models import experts, routing
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.experts import Experts
-from meshtrain.models.metrics import LEFT_OUT
+from meshtrain.models.metrics import LEFT_OUT, Load
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.routing import Tokens
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -111,6 +111,21 @@ def test_room_is_that_of_the_worst_case_unless_asked_for_less():
     assert room(8, dataclasses.replace(OPTIONS, num_experts=16)) == 400
     assert room(2, dataclasses.replace(OPTIONS, num_experts=16, expert_room=1.5)) == 75
     assert room(16, dataclasses.replace(OPTIONS, num_experts=16, expert_room=1.5)) == 400
+
+
+def test_after_an_update_biases_have_moved_against_the_load_of_their_layer_and_nothing_else_has():
+    task = decoder(OPTIONS, batch_size=NUM_SEQUENCES, sequence_length=NUM_TOKENS, balance_rate=0.25)
+    params = jax.tree.map(
+        lambda leaf: jnp.full(leaf.shape, 7.0), meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
+    )
+    load = Load(jnp.float32([[5, 1, 2, 0, 2], [2, 2, 2, 2, 2]]))
+    after = task.after_update(params, {"expert_load": load})
+    bias = after["layers"]["experts"].pop("router_bias")
+    np.testing.assert_array_equal(bias, [[6.75, 7.25, 7, 7.25, 7], [7] * 5])
+    del params["layers"]["experts"]["router_bias"]
+    jax.tree.map(np.testing.assert_array_equal, after, params)
+    for options in (dataclasses.replace(OPTIONS, router="softmax"), dataclasses.replace(OPTIONS, num_experts=0)):
+        assert decoder(options, batch_size=2, sequence_length=NUM_TOKENS).after_update is None
 
 
 def test_left_out_choices_are_counted_where_room_is_an_option():
