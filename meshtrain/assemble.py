@@ -161,8 +161,7 @@ def assemble(
 
     scaling = loss_scaling(config, task)
     num_residuals = mesh.shape[DATA] if config.compression.has_residual or config.local_steps.delay else 0
-    keeps_metrics = config.local_steps.delay and task.after_update
-    late_metrics = abstract_metrics(task, entries_of_batch) if keeps_metrics else ()
+    late_metrics = abstract_metrics(task, entries_of_batch) if config.local_steps.delay and task.after_update else ()
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
