@@ -2,15 +2,17 @@
 
 JAX ends a process without a word about the others when one of them is missing. Here process 0 listens at the port that
 JAX will listen at. The others connect, and stay connected when it has stopped listening, so that process 0 can say who
-is missing or stuck whatever JAX does. A message is one line of JSON. `meet` waits until all are there.
+is missing or stuck whatever JAX does. A message is one line of JSON. `roll_call` is the rendezvous of the doctor, and
+of `meet`, with which a run starts.
 """
 
+import contextlib
 import json
 import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from meshtrain.launch.cluster import Meeting
@@ -20,15 +22,15 @@ from meshtrain.words.read_json import read_json
 LINE_SECONDS = 15.0  # between two lines about those that are awaited
 TRY_SECONDS = 10.0  # for a port that was in use a moment ago, and for name servers
 MEET_SECONDS = 300.0  # as long as JAX waits
-_ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri")
-_NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+_ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST")
+_NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 _NAMED = 8  # processes that a line names
 _MOST_BYTES = 2**22  # of a message: more is from something else
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 _CLOCK_SECONDS = 2.0
 _GRACE_SECONDS = 10.0  # process 0 waits for the others first, and answers then
-_CLOCK, _REFUSED = "clock", "refused"
+_MEET, _AWAITED, _CLOCK, _REFUSED = "meet", "awaited", "clock", "refused"
 _T = TypeVar("_T")
 
 
@@ -51,35 +53,21 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
       UserError: the address does not resolve, process 0 cannot listen there, or two processes have one number.
       LostPeer: a process has not come, or has ended meanwhile.
     """
-    where, number = (next(name for name in names if environ.get(name)) for names in (_ADDRESSES, _NUMBERS))
-    begun, everybody = time.monotonic(), set(range(meeting.num_processes))
-
-    def wait_for(missing: Collection[int], why: str = "") -> None:
-        seconds = time.monotonic() - begun
-        some = ", ".join(map(str, sorted(missing)[:_NAMED])) + ", ..." * (len(missing) > _NAMED)
-        line = f"{seconds:.0f} s for process {some} of {len(everybody)} at {meeting.address} ({where}){why}"
-        if seconds > MEET_SECONDS:
-            raise Unreachable(f"waited {line}")
-        print(f"meshtrain: waiting: {line}", file=sys.stderr, flush=True)
-
+    got, number = f"{_variable(_ADDRESSES, environ)}: got {meeting.address}", _variable(_NUMBERS, environ)
     try:
         if "KUBERNETES_SERVICE_HOST" not in environ:  # there a name resolves once its pod has started
-            wrong = f"{where}: got {meeting.address}, which does not resolve"
-            fix = "allowed: host:port of process 0; nearest: its IP address, or mend DNS"
-            _tried(lambda: socket.getaddrinfo(meeting.host, meeting.port), wrong, fix)
-        if meeting.index:
-            _follow(meeting, f"{number}={meeting.index}", wait_for)
-            return
-        wrong = f"{where}: got {meeting.address}, where process 0 cannot listen"
+            _tried(lambda: socket.getaddrinfo(meeting.host, meeting.port))
+    except (OSError, UnicodeError) as failure:
+        fix = "allowed: host:port of process 0; nearest: its IP address, or mend DNS"
+        raise UserError(f"{got}, which does not resolve ({_why(failure)}); {fix}") from failure
+    try:
+        call, _ = roll_call(meeting, environ, None, MEET_SECONDS, needs_all=True)
+        with call:
+            if isinstance(call, Hub):
+                call.wait_for_the_end(_CONNECT_SECONDS)
+    except OSError as failure:
         fix = f"allowed: a port that is free; nearest: another port, or {number}=1 if process 0 is there already"
-        with _tried(lambda: Hub(meeting, environ), wrong, fix) as hub:
-            while (missing := everybody - hub.exchange("meet", None, LINE_SECONDS).keys()) or hub.ended():
-                if hub.refused:
-                    raise Refused(hub.refused[0])
-                if gone := hub.ended():
-                    raise Unreachable(f"process {gone[0]} has ended")
-                wait_for(missing)
-            hub.wait_for_the_end(_CONNECT_SECONDS)
+        raise UserError(f"{got}, where process 0 cannot listen ({_why(failure)}); {fix}") from failure
     except Refused as why:
         fix = f"start each process once, with its own {number}"
         raise UserError(f"processes: {why}; allowed: each number once; nearest: {fix}") from None
@@ -87,35 +75,90 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
         raise LostPeer(f"{reason}, before all processes had met") from None
 
 
-def _follow(meeting: Meeting, own: str, wait_for: Callable[..., None]) -> None:
-    """Waits in another process until process 0 says that all are there."""
-    everybody, has_registered = set(range(meeting.num_processes)), False
-    while True:
-        pause = 0.0
+def roll_call(
+    meeting: Meeting, environ: Mapping[str, str], value: Any, seconds: float, *, needs_all: bool
+) -> "tuple[Hub | Member, dict[int, Any]]":
+    """Returns the open connection to the others, and process -> value; prints every 15 s who is awaited.
+
+    Args:
+      meeting: where the processes meet.
+      environ: of this process.
+      value: of this process, as JSON holds it.
+      seconds: how long to wait for the others.
+      needs_all: whether a process that is missing, refused or has ended is an error; without, the others go on.
+
+    Raises:
+      OSError: process 0 cannot listen.
+      Refused: this process has the number of another; or, if all are needed, two others have one.
+      Unreachable: process 0 cannot be reached; or, if all are needed, a process has not come or has ended.
+    """
+    begun = time.monotonic()
+    end = begun + seconds
+
+    def line(missing: Sequence[int], why: str = "") -> str:
+        some = ", ".join(map(str, missing[:_NAMED])) + ", ..." * (len(missing) > _NAMED)
+        where = f"{meeting.address} ({_variable(_ADDRESSES, environ)})"
+        return f"{time.monotonic() - begun:.0f} s for process {some} of {meeting.num_processes} at {where}{why}"
+
+    def say(missing: Sequence[int], why: str = "") -> None:
+        print(f"meshtrain: waiting: {line(missing, why)}", file=sys.stderr, flush=True)
+
+    while meeting.index:
+        member = None
         try:
-            with Member(meeting, LINE_SECONDS) as member:
-                pause = LINE_SECONDS  # what answers at once would be asked without end
-                while missing := everybody - member.exchange("meet", None, LINE_SECONDS).keys():
-                    has_registered = True
-                    wait_for(missing)
-            return
+            with contextlib.ExitStack() as opened:
+                member = opened.enter_context(Member(meeting, min(LINE_SECONDS, end - time.monotonic())))
+                found = member.exchange(_MEET, value, LINE_SECONDS, say)
+                opened.pop_all()
+                return member, found
         except Unreachable as reason:
-            if has_registered or isinstance(reason, Refused):
+            if isinstance(reason, Refused) or (member and member.has_answer):
                 raise
-            strange = f": another program answers there, or a job that has its {own} already"
-            wait_for([0], strange if pause else f": {reason}")
-            time.sleep(pause)
+            own = f"{_variable(_NUMBERS, environ)}={meeting.index}"
+            why = f": another program answers there, or a job that has its {own} already" if member else f": {reason}"
+            if (left := end - time.monotonic() - _RETRY_SECONDS) <= 0:
+                raise Unreachable(f"waited {line([0], why)}") from None
+            say([0], why)
+            time.sleep(min(left, LINE_SECONDS) if member else 0.0)  # what answers at once would be asked without end
+    with contextlib.ExitStack() as opened:
+        hub = opened.enter_context(_listening(meeting, environ))
+        missing = hub.wait_for_all(end, say)
+        if needs_all and hub.refused:
+            raise Refused(hub.refused[0])
+        if needs_all and (gone := hub.ended()):
+            raise Unreachable(f"process {gone[0]} has ended")
+        if needs_all and missing:
+            raise Unreachable(f"waited {line(missing)}")
+        opened.pop_all()
+    return hub, hub.exchange(_MEET, value, 0)
 
 
-def _tried(act: Callable[[], _T], wrong: str, fix: str) -> _T:
+def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
+    """Returns process 0's side of a roll call; Refused where another process 0 listens, else OSError."""
+    try:
+        return _tried(lambda: Hub(meeting, environ))
+    except OSError as failure:
+        try:
+            with Member(meeting, 0.0) as second:
+                second.exchange(_MEET, None, 0.0)
+        except Unreachable as reason:
+            raise reason if isinstance(reason, Refused) else failure from None
+        raise
+
+
+def _variable(names: Sequence[str], environ: Mapping[str, str]) -> str:
+    return next(name for name in names if environ.get(name))
+
+
+def _tried(act: Callable[[], _T]) -> _T:
     """Returns what `act` returns, which may fail for a while."""
     deadline = time.monotonic() + TRY_SECONDS
     while True:
         try:
             return act()
-        except (OSError, UnicodeError) as failure:  # UnicodeError: no name can be like that
+        except (OSError, UnicodeError):  # UnicodeError: no name can be like that
             if time.monotonic() > deadline:
-                raise UserError(f"{wrong} ({_why(failure)}); {fix}") from failure
+                raise
         time.sleep(_RETRY_SECONDS)
 
 
@@ -151,6 +194,18 @@ class Hub:
         for one in self._own.values():
             one.send(name, found)
         return found
+
+    def wait_for_all(self, deadline: float, say: Callable[[Sequence[int]], None]) -> list[int]:
+        """Returns who has not come when the time is over, or a process was refused or has ended; tells all who wait."""
+        while True:
+            self._pump(min(deadline, time.monotonic() + LINE_SECONDS), lambda: self._has_all(_MEET))
+            here = [process for process, one in self._own.items() if _MEET in one.said]
+            missing = sorted(set(range(1, self._meeting.num_processes)) - set(here))
+            if not missing or self.refused or self.ended() or time.monotonic() >= deadline:
+                return missing
+            for one in self._own.values():
+                one.send(_AWAITED, missing)
+            say(missing)
 
     def __enter__(self) -> Self:
         return self
@@ -219,6 +274,7 @@ class Hub:
             why = f"{one.address} says that it is process {process}, and so does another process"
         else:
             self._own[process] = one
+            one.send(_AWAITED, [])  # the process knows that it is not at another program's port
             return True
         self.refused.append(why)
         one.send(_REFUSED, why)
@@ -239,6 +295,7 @@ class Member:
           Unreachable: it cannot connect; the text is the reason of the last attempt.
         """
         self._unread: list[Mapping[str, Any]] = []
+        self.has_answer = False
         deadline = time.monotonic() + seconds
         while True:
             patience = max(0.1, min(_CONNECT_SECONDS, deadline - time.monotonic()))
@@ -263,8 +320,16 @@ class Member:
         """Closes the connection."""
         self._connection.close()
 
-    def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
+    def exchange(
+        self, name: str, value: Any, seconds: float, say: Callable[[Sequence[int]], None] = lambda _: None
+    ) -> dict[int, Any]:
         """Returns what `Hub.exchange` returns in process 0.
+
+        Args:
+          name: of the message.
+          value: of this process.
+          seconds: to wait after each answer of process 0.
+          say: told who is awaited.
 
         Raises:
           Unreachable: process 0 has ended, does not answer in time, or refuses this process.
@@ -275,7 +340,12 @@ class Member:
             message = self._received(deadline, seconds)
             if message["name"] == _REFUSED:
                 raise Refused(message["value"])
-            if message["name"] == _CLOCK:
+            self.has_answer = True
+            if message["name"] == _AWAITED:
+                if message["value"]:
+                    say(message["value"])
+                deadline = time.monotonic() + seconds + _GRACE_SECONDS
+            elif message["name"] == _CLOCK:
                 self._connection.send(_CLOCK, time.time())
             elif message["name"] == name:
                 return {int(process): each for process, each in message["value"].items()}

@@ -27,6 +27,7 @@ def threads():
 def soon(monkeypatch):
     monkeypatch.setattr(meeting, "LINE_SECONDS", 0.3)
     monkeypatch.setattr(meeting, "TRY_SECONDS", 0.3)
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 2.0)
 
 
 def once(meeting, value):
@@ -223,6 +224,13 @@ def test_a_taken_port_and_a_second_process_0_are_one_line(soon):
     assert "; nearest: another port, or JAX_PROCESS_ID=1 if process 0 is there already" in said
 
 
+def test_two_processes_0_are_named_as_such(threads, soon):
+    first, _ = meetings(2)
+    calls = [threads.submit(refusal, first) for _ in range(2)]
+    for call in calls:
+        assert "says that it is process 0, and so does another process; allowed: each number" in call.result(20)
+
+
 def test_two_with_one_number_are_refused_and_named_by_its_variable(threads, soon):
     first, second, _ = meetings(3)
     slurm = {"SLURM_STEP_NODELIST": "node[1-3]", "SLURM_PROCID": "1"}
@@ -255,7 +263,7 @@ def test_one_that_ends_meanwhile_ends_all(threads, soon):
 
     def leaves():
         with Member(third, 20) as call:
-            call.exchange("meet", None, 20)
+            call._connection.send("meet", None)
 
     calls = [threads.submit(refusal, second), threads.submit(leaves)]
     assert refusal(first) == "process 2 has ended, before all processes had met"
@@ -263,11 +271,11 @@ def test_one_that_ends_meanwhile_ends_all(threads, soon):
     calls[1].result(20)
 
 
-def test_one_that_has_ended_when_the_last_one_comes_ends_process_0(threads):
+def test_one_that_has_ended_when_the_last_one_comes_ends_all(threads):
     first, second, third = meetings(3)
     call = threads.submit(refusal, first)
     with Member(second, 20) as gone:
         gone._connection.send("meet", None)
     time.sleep(0.5)  # process 0 reads that it is gone
-    threads.submit(meet, third, BY_HAND).result(20)
+    assert refusal(third) == "process 0 has ended, before all processes had met"
     assert call.result(20) == "process 1 has ended, before all processes had met"
