@@ -1,6 +1,7 @@
-"""The mesh that a command line asks for, in the words of `train`."""
+"""The configuration and the mesh that a command line asks for, in the words of `train`."""
 
 import argparse
+import dataclasses
 
 from meshtrain.config.config import Config, built
 from meshtrain.layout.axes import AXES
@@ -10,10 +11,15 @@ from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError
 
 
-def mesh_options(given: argparse.Namespace) -> MeshOptions:
-    """Returns the sizes of the mesh that the command line names; without any, all devices are on the first axis.
+def names_mesh(given: argparse.Namespace) -> bool:
+    """Returns whether a command line names sizes of the mesh, by itself or in a file."""
+    return given.config is not None or any(key.startswith("mesh.") for key in given.overrides)
 
-    The rest of a configuration need not fit the mesh: a batch that does not divide is no matter here.
+
+def typed(given: argparse.Namespace) -> Config:
+    """Returns the configuration of a command line that need not name a file, and whose rest need not fit the mesh.
+
+    A batch that does not divide is no matter here. Where no size is named, all devices are on the first axis.
 
     Args:
       given: what `flags.arguments` returns.
@@ -21,11 +27,8 @@ def mesh_options(given: argparse.Namespace) -> MeshOptions:
     Raises:
       UserError: all problems of the file, of the overrides and of the sizes.
     """
-    overrides = dict(given.overrides)
-    if given.config is None and not any(key.startswith("mesh.") for key in overrides):
-        overrides[f"mesh.{AXES[0]}"] = "-1"
     content = {} if given.config is None else load(given.config, list(flags.schema(Config())))
-    made, found = built(content, overrides)
+    made, found = built(content, given.overrides)
     if found := [*found, *check(made.mesh)]:
         raise UserError(*found)
-    return made.mesh
+    return made if names_mesh(given) else dataclasses.replace(made, mesh=MeshOptions(**{AXES[0]: -1}))

@@ -11,8 +11,7 @@ from meshtrain.launch import distributed, peers
 from meshtrain.launch.links import OPERATIONS
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import describe, make_mesh, mesh_shape, num_needed
-from meshtrain.probe import chart, tables
-from meshtrain.probe.chosen import mesh_options
+from meshtrain.probe import chart, chosen, tables
 from meshtrain.probe.sweep import Sweep, room_bytes, sizes, sweep
 from meshtrain.words.errors import UserError
 from meshtrain.words.files import write_whole
@@ -31,7 +30,7 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
       UserError: problems of the mesh, or processes with other arguments.
       LostPeer: another process does not answer.
     """
-    options = mesh_options(given)
+    options = chosen.typed(given).mesh
     is_open = -1 in dataclasses.astuple(options)
     devices, notes = distributed.start(num_needed(options), is_open=is_open)
     is_main = peers.is_main_process()

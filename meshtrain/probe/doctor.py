@@ -1,38 +1,47 @@
 """Checks the machines of a job before it starts: `python -m meshtrain doctor`, started as the job will be, on each.
 
-In two stages. Alone, each process checks its own machine without JAX. Together, the processes register at process 0
-over TCP (`rollcall`), compare themselves, and only then let JAX connect them and run collectives. Process 0 prints.
-Whatever hangs is given up after a limit, and named.
+In three stages. Alone, each process checks its own machine without JAX. Together, the processes register at process 0
+over TCP (`launch.meeting`) and compare machines, then what the job would refuse and its configuration. Only if these
+are equal does JAX connect them and run collectives. Process 0 prints. Whatever hangs is given up after a limit, and named.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
-from meshtrain.launch.meeting import Hub, Member, Unreachable
+from meshtrain.launch.meeting import Hub, Member, Unreachable, roll_call
 from meshtrain.probe import alone, findings, machine, together
 from meshtrain.probe.findings import Finding
-from meshtrain.probe.rollcall import RollCall, Single, offsets
 from meshtrain.words import flags, named
 from meshtrain.words.errors import EXIT_USER_ERROR, UserError, leave_at_once, run
-from meshtrain.words.paths import expanded, is_url
 
 _LIMIT_SECONDS = 120.0
 _FACT_SECONDS = 60.0  # to read one fact of this machine
 _LOOK_SECONDS = 5.0
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-_CACHE = "~/.cache/meshtrain/jax"
+_Begin = Callable[[str], None]  # told what a process begins to wait for
+
+
+class Single:
+    """The roll call of a process that is alone."""
+
+    def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
+        """Returns the process' own value."""
+        return {0: value}
+
+
+RollCall = Hub | Member | Single  # all processes exchange the same names
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,105 +79,120 @@ def main(argv: Sequence[str]) -> int:
     meeting = cluster.meeting(os.environ, arguments.processes)
     if arguments.processes and arguments.processes != (count := meeting.num_processes if meeting else 1):
         raise UserError(f"--processes: got {arguments.processes}; allowed: the job's {count}; nearest: {count}")
-    folders = {"workdir": _existing(arguments.workdir)}
-    if not is_url(cache := os.environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
-        folders["cache"] = _existing(expanded(cache))
-    limit = min(_FACT_SECONDS, arguments.limit)
-    found = machine.findings(meeting, folders, arguments.gpus, os.environ, limit)
+    code = diagnosed(arguments, meeting, os.environ)
     if meeting is None:
-        found += _examined(arguments, Single(), 1)
-        return _shown(found, {0: socket.gethostname()}, "this machine")
-    if meeting.index == 0:
-        code = _lead(arguments, meeting, found, folders["workdir"])
-    else:
-        code = _follow(arguments, meeting, found, folders["workdir"])
+        return code
     # JAX's own farewell waits for all processes, of which one may be stuck.
     leave_at_once(code)
 
 
-def _lead(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding], workdir: Path) -> int:
-    """Is process 0: it waits for the others, judges what all have said, and prints."""
-    limit = arguments.limit
+def _exercise() -> Any:
+    # Imported here, by name: the first stages need no JAX, and find out whether it is whole.
+    return named.modules("meshtrain.probe.exercise")[0]
+
+
+def diagnosed(
+    arguments: argparse.Namespace,
+    meeting: Meeting | None,
+    environ: Mapping[str, str],
+    exercise: Callable[[], Any] = _exercise,
+) -> int:
+    """Runs all checks, prints in process 0, or where that cannot be reached, and returns the exit code.
+
+    Args:
+      arguments: of the command line.
+      meeting: where the processes meet; None: this one is alone.
+      environ: of this process.
+      exercise: returns the module `exercise`, which imports JAX.
+    """
+    found = machine.findings(meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit))
+    if meeting is None:
+        found += _as_job(arguments, Single(), 1, exercise)
+        return _shown(found, {0: socket.gethostname()}, "this machine")
     try:
-        hub = Hub(meeting, os.environ)
+        begun = time.monotonic()
+        call, said = roll_call(meeting, environ, _introduction(found, environ), arguments.limit, needs_all=False)
+        with call:
+            return _together(arguments, meeting, call, said, time.monotonic() - begun, exercise)
     except OSError as failure:
-        found = [*found, alone.port(meeting, failure.strerror or str(failure))]
-        return _shown(found, {0: socket.gethostname()}, "process 0")
-    own = _introduction(found) | {"token": f"{os.getpid()}-{time.time_ns()}"}
-    said = hub.exchange("hello", own, limit)
-    hub.stop_listening()
-    for process in [process for process, each in said.items() if process and set(each) != set(own) - {"token"}]:
-        hub.refused.append(f"process {process} runs another version of meshtrain's doctor")
-        del said[process]
+        found.append(alone.port(meeting, failure.strerror or str(failure)))
+    except Unreachable as reason:
+        addresses, _ = machine.resolved(meeting)
+        found.append(together.unreachable(meeting, reason, alone.is_loopback(addresses)))
+    hosts = {meeting.index: socket.gethostname()}
+    return _shown(findings.of_process(found, meeting.index), hosts, findings.named([meeting.index], hosts))
+
+
+def _together(
+    arguments: argparse.Namespace,
+    meeting: Meeting,
+    call: Hub | Member,
+    said: dict[int, Any],
+    seconds: float,
+    exercise: Callable[[], Any],
+) -> int:
+    """Compares what the processes have said, and goes on with those that are there; all decide alike, process 0 prints."""
+    hub, count = (call if isinstance(call, Hub) else None), meeting.num_processes
+    strangers = [f"process {process} runs another version of meshtrain's doctor"
+                 for process, each in said.items() if set(each) != set(said[0])]  # fmt: skip
+    said = {process: each for process, each in said.items() if set(each) == set(said[0])}
     hosts = {process: each["host"] for process, each in said.items()}
     found = [Finding(**each | {"process": process}) for process, one in said.items() for each in one["found"]]
-    found += [alone.port(meeting), *together.registered(meeting, hosts, hub.refused, limit)]
+    if hub:
+        hub.stop_listening()
+        found.append(alone.port(meeting))
+    found += together.registered(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
     fix = "install the same on all machines, from one image or one shared folder"
-    found += together.same("versions", {process: each["software"] for process, each in said.items()}, fix)
+    versions = together.same("versions", {process: each["software"] for process, each in said.items()}, fix)
+    found += versions
     fix = "set it in all processes alike"
     found += together.same("environment", {process: each["environment"] for process, each in said.items()}, fix)
     fix = "the same driver and libraries on all machines, if a job fails"
     libraries = {process: each["libraries"] for process, each in said.items()}
     found += together.same("libraries", libraries, fix, findings.warning)
-    found += together.clocks(offsets(hub))
-    looked = _looked(hub, workdir, own["token"], meeting, limit)
+    if hub:
+        asked = {process: together.clock_offset(functools.partial(hub.ask_clock, process)) for process in hub.others()}
+        found += together.clocks({process: offset for process, offset in asked.items() if offset is not None})
+    looked = _looked(call, arguments, said[0]["token"], meeting.index)
     found += together.shared({process: tuple(each) for process, each in looked.items()}, len(said))
-    goes_on = len(said) == meeting.num_processes and not any(
-        each.verdict == findings.ERROR and each.check in ("registered", "versions", "software") for each in found
-    )
-    hub.exchange("collectives", goes_on, limit)
-    if goes_on:
-        found += _examined(arguments, hub, meeting.num_processes, hub.ended)
+    is_whole = all(each.verdict != findings.ERROR or each.check not in ("versions", "software") for each in found)
+    if len(said) == count and is_whole:
+        found += _as_job(arguments, call, count, exercise)
     else:
-        found.append(findings.warning("collectives", "not run", "mend the errors, and start the doctor again"))
+        found.append(together.NOT_RUN)
+    if hub is None:
+        return int(call.exchange("end", None, arguments.limit)[0])
     machines = len(set(hosts.values()))
-    count = meeting.num_processes if len(said) == meeting.num_processes else f"{len(said)} of {meeting.num_processes}"
-    what = f"{count} processes on {machines} machine{'s' * (machines > 1)}"
-    code = _shown(found, hosts, what)
+    here = count if len(said) == count else f"{len(said)} of {count}"
+    code = _shown(found, hosts, f"{here} processes on {machines} machine{'s' * (machines > 1)}")
     hub.exchange("end", code, 0)
     hub.wait_for_the_end(_END_SECONDS)
     return code
 
 
-def _follow(arguments: argparse.Namespace, meeting: Meeting, found: list[Finding], workdir: Path) -> int:
-    """Is another process than 0: it reports to that one, and prints only if it cannot."""
-    limit = arguments.limit
-    try:
-        member = Member(meeting, limit)
-        hello = member.exchange("hello", _introduction(found), limit)
-        _looked(member, workdir, hello[0]["token"], meeting, limit)
-        if member.exchange("collectives", None, limit)[0]:
-            _examined(arguments, member, meeting.num_processes)
-        return int(member.exchange("end", None, limit)[0])
-    except Unreachable as reason:
-        addresses, _ = machine.resolved(meeting)
-        found = [*found, together.unreachable(meeting, str(reason), alone.is_loopback(addresses))]
-        hosts = {meeting.index: socket.gethostname()}
-        _shown(findings.of_process(found, meeting.index), hosts, findings.named([meeting.index], hosts))
-        return EXIT_USER_ERROR
-
-
-def _introduction(found: Sequence[Finding]) -> dict[str, Any]:
+def _introduction(found: Sequence[Finding], environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
+        "token": f"{os.getpid()}-{time.time_ns()}",
         "found": [dataclasses.asdict(each) for each in found],
         "software": machine.software(),
-        "environment": together.compared(os.environ),
-        "libraries": machine.libraries(os.environ),
+        "environment": together.compared(environ),
+        "libraries": machine.libraries(environ),
     }
 
 
-def _looked(call: RollCall, workdir: Path, name: str, meeting: Meeting, limit: float) -> dict[int, Any]:
-    """Returns process -> (its folder, the processes whose file it has read there, seconds until it had read the last).
+def _looked(call: RollCall, arguments: argparse.Namespace, name: str, index: int) -> dict[int, Any]:
+    """Returns process -> (its folder, the processes whose file it has not read there, the seconds that it has looked).
 
     Args:
       call: to the other processes.
-      workdir: of this process.
+      arguments: of the command line.
       name: which no other job has.
-      meeting: where the processes meet.
-      limit: seconds to wait for the others.
+      index: of this process.
     """
-    own = workdir / f".meshtrain-doctor-{name}-{meeting.index}"
+    limit = arguments.limit
+    workdir = machine.within(limit, lambda: machine.existing(arguments.workdir), arguments.workdir)
+    own = workdir / f".meshtrain-doctor-{name}-{index}"
 
     def write() -> bool:
         with contextlib.suppress(OSError):
@@ -196,53 +220,62 @@ def _looked(call: RollCall, workdir: Path, name: str, meeting: Meeting, limit: f
         machine.within(_FACT_SECONDS, lambda: own.unlink(missing_ok=True), None)
 
 
-def _examined(
-    arguments: argparse.Namespace, call: RollCall, num_processes: int, ended: Callable[[], Sequence[int]] = list
+def _as_job(
+    arguments: argparse.Namespace, call: RollCall, num_processes: int, exercise: Callable[[], Any]
 ) -> list[Finding]:
-    """Returns the findings of what needs JAX, of all processes.
+    """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does."""
 
-    JAX runs in a thread, so that this one can give up and tell the others.
+    def said_of(
+        name: str, first: str, work: Callable[[_Begin], dict[str, Any]]
+    ) -> tuple[dict[int, Any], list[Finding]]:
+        said = call.exchange(name, _within_limit(arguments.limit, first, work), 2 * arguments.limit)
+        return said, together.held_up(said, num_processes, arguments.limit)
+
+    said, found = said_of("configuration", "the import of JAX", lambda _: exercise().compared(arguments))
+    if found:
+        return [*found, together.NOT_RUN]
+    fix = "start all processes by the same command, with the same files"
+    found = together.same("configuration", said, fix)
+    if any(each.verdict == findings.ERROR for each in found):
+        return [*found, together.NOT_RUN]
+    said, failed = said_of("ran", "the start of JAX", lambda begin: exercise().exercised(arguments, begin))
+    return [*found, *(failed or _judged(said, arguments))]
+
+
+def _within_limit(limit: float, first: str, work: Callable[[_Begin], dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `work` returns, or why it does not: `refused`, `failed` or `stuck`.
+
+    It runs in a thread, so that this one can give up and tell the others.
+
+    Args:
+      limit: seconds that each part may take.
+      first: what it begins to wait for.
+      work: told which function says what it waits for next.
     """
-    progress, result, limit = [(time.monotonic(), "the import of JAX")], dict[str, Any](), arguments.limit
+    progress, result = [(time.monotonic(), first)], dict[str, Any]()
 
-    def work() -> None:
+    def act() -> None:
         try:
-            # Imported here, by name: the first stage needs no JAX, and finds out whether it is whole.
-            options = None
-            if arguments.config is not None or any(key.startswith("mesh.") for key in arguments.overrides):
-                options = named.modules("meshtrain.probe.chosen")[0].mesh_options(arguments)
-            [exercise] = named.modules("meshtrain.probe.exercise")
-            result.update(exercise.exercised(options, lambda what: progress.append((time.monotonic(), what))))
+            result.update(work(lambda what: progress.append((time.monotonic(), what))))
         except UserError as failure:
             result["refused"] = list(failure.problems)
         except Exception as failure:  # noqa: BLE001  whatever JAX raises is a finding
             result["failed"] = [f"{type(failure).__name__}: {str(failure) or 'no more is said'}"]
 
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=act, daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() < progress[-1][0] + limit:
         thread.join(_POLL_SECONDS)
-    own = dict(result) if not thread.is_alive() else {"stuck": (len(progress), progress[-1][1])}
-    said = call.exchange("collectives ran", own, 2 * limit)
-    missing = sorted(set(range(num_processes)) - set(said) | set(ended()))
-    return _judged(said, missing, arguments)
+    return {"stuck": (len(progress), progress[-1][1])} if thread.is_alive() else result
 
 
-def _judged(said: Mapping[int, Any], missing: Sequence[int], arguments: argparse.Namespace) -> list[Finding]:
-    waiting = {process: (each["stuck"][0], each["stuck"][1]) for process, each in said.items() if "stuck" in each}
-    found = together.stuck(waiting, missing, arguments.limit)
-    found += together.failures({process: each["refused"] for process, each in said.items() if "refused" in each}, "")
-    failed = {process: each["failed"] for process, each in said.items() if "failed" in each}
-    found += together.failures(failed, "try the same on that machine alone")
-    whole = {process: each for process, each in said.items() if "devices" in each}
-    if len(whole) < len(said) or missing:
-        return found
-    counts = {process: (int(each["devices"][0]), str(each["devices"][1])) for process, each in whole.items()}
-    without = [process for process, each in whole.items() if each["without_gpus"]]
-    found += together.devices(counts, arguments.gpus, without)
-    found += together.collectives(whole[0]["times"], whole[0]["wrong"])
+def _judged(said: Mapping[int, Any], arguments: argparse.Namespace) -> list[Finding]:
+    counts = {process: (int(each["devices"][0]), str(each["devices"][1])) for process, each in said.items()}
+    without = [process for process, each in said.items() if each["without_gpus"]]
+    found = together.devices(counts, arguments.gpus, without)
+    found += together.collectives(said[0]["times"], said[0]["wrong"])
     pairs: dict[tuple[int, int], list[float]] = {}
-    for process, each in whole.items():
+    for process, each in said.items():
         for partner, seconds in each["pairs"].items():
             pair = (min(process, int(partner)), max(process, int(partner)))
             # The exchange has ended when both have.
@@ -252,16 +285,8 @@ def _judged(said: Mapping[int, Any], missing: Sequence[int], arguments: argparse
 
 def _shown(found: Sequence[Finding], hosts: Mapping[int, str], what: str) -> int:
     """Prints the findings and returns the exit code."""
-    for line in findings.lines(found, hosts):
-        print(line)
-    print(findings.last_line(found, what), flush=True)
+    print("\n".join([*findings.lines(found, hosts), findings.last_line(found, what)]), flush=True)
     return findings.exit_code(found)
-
-
-def _existing(path: Path) -> Path:
-    """Returns the folder, or the nearest one above it that is there: the doctor makes none."""
-    path = path.absolute()
-    return path if path.is_dir() or path == path.parent else _existing(path.parent)
 
 
 if __name__ == "__main__":

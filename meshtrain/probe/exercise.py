@@ -1,23 +1,40 @@
-"""The part of the doctor that needs JAX: connect, see the devices, run a collective on each axis, exchange in pairs."""
+"""The part of the doctor that needs JAX: the job's configuration, its refusals, collectives on each axis, and in pairs."""
 
+import argparse
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
+from meshtrain.config.config import Config, check, configure
 from meshtrain.launch import distributed, peers
 from meshtrain.layout.axes import AXES, batch_axes, storage_axes
-from meshtrain.layout.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
+from meshtrain.layout.mesh import make_mesh, mesh_shape, num_needed
+from meshtrain.probe import chosen
 from meshtrain.probe.pairs import timed_pairs
 from meshtrain.probe.timed import timed
+from meshtrain.run import start
 from meshtrain.words.errors import UserError
 
 _NUM_BYTES = 2**20  # a device's array
 _NUM_ROUNDS = 3
 
 
-def exercised(options: MeshOptions | None, begin: Callable[[str], None]) -> dict[str, Any]:
+def compared(given: argparse.Namespace) -> dict[str, str]:
+    """Returns what a run compares between its processes, as text: the workdir and all fields of the configuration.
+
+    Args:
+      given: what `flags.arguments` returns.
+
+    Raises:
+      UserError: what a run would refuse before JAX starts; without a file the doctor asks for less than a run.
+    """
+    facts = start.compared(_configuration(given), given.workdir.absolute())
+    return {name: repr(value) for name, value in facts.items()}
+
+
+def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> dict[str, Any]:
     """Returns what this process has seen, as JSON holds it.
 
     `devices` (number and kind of its own), `without_gpus` (whether JAX cannot use those that are there), `times` (axis
@@ -25,18 +42,25 @@ def exercised(options: MeshOptions | None, begin: Callable[[str], None]) -> dict
     (partner -> seconds of each round).
 
     Args:
-      options: the sizes of the mesh; None: the first axis across processes, and the last one that splits the batch
-        inside of each.
+      given: what `flags.arguments` returns. Without sizes of the mesh its first axis is across processes, and the last
+        one that splits the batch inside of each.
       begin: told what this process begins to wait for.
 
     Raises:
-      UserError: JAX cannot start, or the mesh does not fit the devices.
+      UserError: JAX cannot start, the mesh does not fit the devices, or a run would be refused.
     """
-    begin("the start of JAX")
+    config = _configuration(given)
+    options = config.mesh if chosen.names_mesh(given) else None
     is_open = options is not None and -1 in (getattr(options, axis) for axis in AXES)
     devices, _ = distributed.start(None if options is None else num_needed(options), is_open=is_open)
     own = [device for device in devices if device.process_index == peers.index()]
-    mesh = make_mesh(_shape(options, devices), devices)
+    shape = _shape(options, devices)
+    if given.config is not None:
+        run = given.workdir.absolute()
+        problems = check(config, shape) + start.check(config, run, start.saved_step(run))
+        if problems := peers.share_problems("job", problems):
+            raise UserError(*problems)
+    mesh = make_mesh(shape, devices)
     times, wrong = {}, list[str]()
     for axis in [axis for axis in AXES if mesh.shape[axis] > 1]:
         begin(f"an all-reduce on {axis}")
@@ -52,7 +76,11 @@ def exercised(options: MeshOptions | None, begin: Callable[[str], None]) -> dict
     return {**seen, "times": times, "wrong": wrong, "pairs": pairs}
 
 
-def _shape(options: MeshOptions | None, devices: list[jax.Device]) -> Mapping[str, int]:
+def _configuration(given: argparse.Namespace) -> Config:
+    return chosen.typed(given) if given.config is None else configure(given)
+
+
+def _shape(options: Any, devices: list[jax.Device]) -> Mapping[str, int]:
     if options is not None:
         simulated = devices[0].platform == "cpu"
         return mesh_shape(options, len(devices), simulated=simulated, num_processes=peers.count())

@@ -19,10 +19,13 @@ from typing import TypeVar
 from meshtrain.launch.cluster import Meeting
 from meshtrain.probe import alone
 from meshtrain.probe.findings import Finding, error
+from meshtrain.words import flags
+from meshtrain.words.paths import expanded, is_url
 
 _PACKAGE = Path(__file__).parents[1]
 _WRITTEN_BYTES = 2**24
 _RETRY_SECONDS = 1.0
+_CACHE = "~/.cache/meshtrain/jax"
 _NET = Path("/sys/class/net")
 _UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
 _CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -73,13 +76,13 @@ def libraries(environ: Mapping[str, str], version: Path = Path("/proc/driver/nvi
 
 
 def findings(
-    meeting: Meeting | None, folders: Mapping[str, Path], num_gpus: int | None, environ: Mapping[str, str], limit: float
+    meeting: Meeting | None, workdir: Path, num_gpus: int | None, environ: Mapping[str, str], limit: float
 ) -> list[Finding]:
     """Returns what all checks of this machine by itself say.
 
     Args:
       meeting: where the processes meet; None: this one is alone.
-      folders: a word -> a folder that has to be writable.
+      workdir: of the job.
       num_gpus: that this process is to have; None: what the scheduler says, or as many as there are.
       environ: of this process.
       limit: seconds that reading a fact may take.
@@ -98,8 +101,9 @@ def findings(
     if {"cuda", "gpu", ""} & set((environ.get("JAX_PLATFORMS") or "").split(",")) or num_gpus is not None:
         found.append(alone.gpus(listed, failure, visible, expected, versions))
     found.append(alone.interface(environ.get("NCCL_SOCKET_IFNAME") or "", interfaces(), num_hosts))
-    for what, path in folders.items():
-        found += _folder(what, path, limit)
+    found += _folder("workdir", workdir, limit)
+    if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
+        found += _folder("cache", expanded(cache), limit)
     found += [
         alone.memory(*memory()),
         alone.shared_memory(_size_of(Path("/dev/shm")), len(listed)),
@@ -165,12 +169,16 @@ def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
     return found
 
 
+def existing(path: Path) -> Path:
+    """Returns the folder, or the nearest one above it that is there: the doctor makes none."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
+
+
 def write(path: Path) -> tuple[float, str]:
     """Returns (the seconds that 16 MiB took to be on the disk of a folder, "") or (0, why they are not)."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
         start = time.perf_counter()
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".meshtrain-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=existing(path), prefix=".meshtrain-doctor-") as file:
             file.write(b"\1" * _WRITTEN_BYTES)
             file.flush()
             os.fsync(file.fileno())
@@ -193,18 +201,24 @@ def memory(proc: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgr
 
 def _folder(what: str, path: Path, limit: float) -> list[Finding]:
     dead = error(what, f"{path}: no answer in {limit:.0f} s", "a file system that answers: is its server up?")
+    refused = within(limit, lambda: flags.unwritable(path), None)  # as the job asks
+    if refused is None:
+        return [dead]
+    if what == "workdir" and refused:
+        return [error(what, line, "") for line in refused]
     seconds, failure = within(limit, lambda: write(path), (-1.0, ""))
     if seconds < 0:
         return [dead]
+    folder = existing(path)
     if what == "cache":
-        return [alone.cache(str(path), failure)]
-    found = [alone.folder(what, str(path), seconds, failure)]
+        return [alone.cache(str(folder), failure)]
+    found = [alone.folder(what, str(folder), seconds, failure)]
     if not failure:
-        free = within(limit, lambda: os.statvfs(path), None)
+        free = within(limit, lambda: os.statvfs(folder), None)
         if free is None:
             return [dead]
         # Some network file systems say 0 for both: they have no inodes.
-        found.append(alone.disk(str(path), free.f_bavail * free.f_frsize, free.f_favail if free.f_files else -1))
+        found.append(alone.disk(str(folder), free.f_bavail * free.f_frsize, free.f_favail if free.f_files else -1))
     return found
 
 

@@ -5,12 +5,16 @@ A test plants a fault by calling a check with other facts or other times.
 
 import collections
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.meeting import Refused, Unreachable
 from meshtrain.probe.findings import Finding, error, named, ok, warning
 
 _CLOCK_SECONDS = 1.0
+_NUM_CLOCK_TIMES = 8
 _SLOW = 2.0  # times the median: hosts of one kind differ by less
 _VISIBLE_SECONDS = 1.0
 # What JAX, XLA and NCCL read, and what of that belongs to one process or changes nothing.
@@ -28,6 +32,10 @@ _OWN = (
 )
 
 
+NOT_RUN = warning("collectives", "not run", "mend the errors, and start the doctor again")
+_START_ONCE = "start each process once, with its own number"
+
+
 def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str], seconds: float) -> list[Finding]:
     """Checks who has come.
 
@@ -37,7 +45,7 @@ def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str
       refused: a line for each process that was refused.
       seconds: how long process 0 has waited.
     """
-    found = [error("registered", line, "start each process once, with its own number") for line in refused]
+    found = [error("registered", line, _START_ONCE) for line in refused]
     missing = sorted(set(range(meeting.num_processes)) - set(hosts))
     if missing:
         names = {process: meeting.names[process] for process in missing} if meeting.names else {}
@@ -48,19 +56,22 @@ def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str
     return found or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
 
 
-def unreachable(meeting: Meeting, reason: str, is_this_machine: bool) -> Finding:
-    """Returns what a process says that cannot reach process 0.
+def unreachable(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
+    """Returns what a process says that cannot reach process 0, or is refused there.
 
     Args:
       meeting: where the processes meet.
       reason: what was seen.
       is_this_machine: whether the address leads to the process' own machine.
     """
+    if isinstance(reason, Refused):
+        return error("registered", str(reason), _START_ONCE)
+    seen = str(reason)
     fix = f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and those that NCCL takes"
     if is_this_machine:
-        reason = f"{reason}, and this address is this machine itself"
+        seen = f"{seen}, and this address is this machine itself"
         fix = "the address of process 0's machine in the network"
-    return error("port", reason, fix)
+    return error("port", seen, fix)
 
 
 def same(
@@ -87,12 +98,39 @@ def same(
             if value != most:
                 seen = f"{name} is {value}, and {most} in process {other}"
                 found.append(made(check, seen, fix, process))
-    return found or [ok(check, f"the same {len(names)} values in all")] * bool(names)
+    return found or [ok(check, f"the same {len(names)} values in all")] * (len(facts) > 1 and bool(names))
 
 
 def compared(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that have to be the same in every process."""
     return {name: value for name, value in environ.items() if name.startswith(_COMPARED) and name not in _OWN}
+
+
+def clock_offset(
+    ask: Callable[[], float | None], now: Callable[[], float] = time.time, num_times: int = _NUM_CLOCK_TIMES
+) -> tuple[float, float] | None:
+    """Returns (seconds that another clock is ahead of ours, half the round trip); None if it does not answer.
+
+    The other clock was read at some moment between question and answer, half a round trip from their middle at most.
+    The fastest of a few questions says most (Cristian 1989).
+
+    Args:
+      ask: returns what the other clock says, in seconds.
+      now: what ours says.
+      num_times: how often to ask.
+    """
+    found = []
+    for _ in range(num_times):
+        sent = now()
+        theirs = ask()
+        received = now()
+        if theirs is None:
+            break
+        found.append((received - sent, theirs - (sent + received) / 2))
+    if not found:
+        return None
+    trip, offset = min(found)
+    return offset, trip / 2
 
 
 def clocks(offsets: Mapping[int, tuple[float, float]]) -> list[Finding]:
@@ -158,16 +196,23 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     return found or [ok("devices", f"{most} x {kind} in each process")]
 
 
-def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit: float) -> list[Finding]:
-    """Names the processes that hold up the others: those that have ended, else those that are furthest behind.
+def held_up(said: Mapping[int, Mapping[str, Any]], num_processes: int, limit: float) -> list[Finding]:
+    """Names the processes that hold up the others: those that refuse, fail or have ended, else those furthest behind.
 
     Args:
-      waiting: process -> (the number of what it waits for, what that is), of those that have not come to the end.
-      missing: processes that have ended or say nothing more.
+      said: process -> `refused` or `failed` (its lines), `stuck` (the number of what it waits for, what that is), or
+        what it has found.
+      num_processes: of the job; those that have said nothing have ended, or are stopped.
       limit: seconds that each of these may take.
     """
+    fix = "try the same on that machine alone"
+    found = [error("job", line, "", process) for process, one in said.items() if "refused" in one
+             for line in one["refused"]]  # fmt: skip
+    found += [error("collectives", line, fix, process) for process, one in said.items() if "failed" in one
+              for line in one["failed"]]  # fmt: skip
     gone, see = "it ended, or says nothing more", "see its output, and dmesg on its machine"
-    found = [error("collectives", gone, see, process) for process in missing]
+    found += [error("collectives", gone, see, process) for process in range(num_processes) if process not in said]
+    waiting = {process: one["stuck"] for process, one in said.items() if "stuck" in one}
     if found or not waiting:
         return found
     first = min(number for number, _ in waiting.values())
@@ -177,16 +222,6 @@ def stuck(waiting: Mapping[int, tuple[int, str]], missing: Iterable[int], limit:
             fix = "NCCL_DEBUG=INFO shows whom it cannot reach; open the ports between all machines"
             found.append(error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix, process))
     return found
-
-
-def failures(said: Mapping[int, Sequence[str]], fix: str) -> list[Finding]:
-    """Returns a finding for each line about what failed in a process.
-
-    Args:
-      said: process -> its lines.
-      fix: what to do; empty if the lines say it.
-    """
-    return [error("collectives", line, fix, process) for process, lines in said.items() for line in lines]
 
 
 def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) -> list[Finding]:

@@ -88,7 +88,12 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
     """
     versions = {name: importlib.metadata.version(name) for name in ("meshtrain", "jax", "jaxlib", "flax", "optax")}
     peers.refuse_differences("versions", {"python": platform.python_version(), **versions})
-    peers.refuse_differences("configuration", {"workdir": str(run), **flags.flatten(json.loads(to_json(config)))})
+    peers.refuse_differences("configuration", compared(config, run))
+
+
+def compared(config: Config, run: Path) -> dict[str, Any]:
+    """Returns name -> value of what has to be the same in all processes besides versions: workdir and configuration."""
+    return {"workdir": str(run), **flags.flatten(json.loads(to_json(config)))}
 
 
 def refuse_other_weights(assembly: Assembly, run: Path) -> None:

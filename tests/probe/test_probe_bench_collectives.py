@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from meshtrain.launch.links import OPERATIONS
-from meshtrain.probe import bench_collectives, collectives
+from meshtrain.probe import bench_collectives, chosen, collectives
 from meshtrain.probe.sweep import Sweep
 from meshtrain.probe.timed import Timed
 from meshtrain.words.errors import UserError
@@ -62,7 +62,7 @@ def test_all_problems_come_at_once():
 )
 def test_the_mesh_is_that_of_the_configuration(overrides, config, sizes):
     given = bench_collectives.argparse.Namespace(overrides=overrides, config=config and str(ROOT / config))
-    made = collectives.mesh_options(given)
+    made = chosen.typed(given).mesh
     assert (made.data, made.pipeline, made.fsdp, made.tensor) == sizes
 
 

@@ -77,10 +77,10 @@ def test_a_name_that_does_not_resolve_says_why():
 
 def test_the_facts_of_this_machine_are_judged(tmp_path):
     """A folder that no user may write, and a network that is not there, among checks that are well."""
-    environ = {"NCCL_SOCKET_IFNAME": "no-such", "JAX_PLATFORMS": "cpu"}
-    folders = {"workdir": tmp_path / "file" / "x", "cache": tmp_path}
+    cache = str(tmp_path / "not" / "yet")
+    environ = {"NCCL_SOCKET_IFNAME": "no-such", "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
     (tmp_path / "file").write_text("")
-    found = {each.check: each for each in machine.findings(None, folders, None, environ, 20)}
+    found = {each.check: each for each in machine.findings(None, tmp_path / "file" / "x", None, environ, 20)}
     wrong = {check for check, each in found.items() if each.verdict == ERROR}
     assert wrong == {"workdir", "interface"}
     assert {"software", "cache", "memory"} <= {check for check, each in found.items() if each.verdict == OK}

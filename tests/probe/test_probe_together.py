@@ -3,6 +3,7 @@
 import pytest
 
 from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.meeting import Unreachable
 from meshtrain.probe import together
 from meshtrain.probe.findings import ERROR, OK, WARNING, lines, warning
 
@@ -11,6 +12,7 @@ HOSTS = {0: "node1", 1: "node2", 2: "node3", 3: "node4"}
 VERSIONS = {process: {"jax": "0.10.2", "python": "3.11.7"} for process in HOSTS}
 SAME = {process: {"NCCL_IB_HCA": "mlx5"} for process in HOSTS}
 SEEN = {process: ("/shared", [], 0.1) for process in HOSTS}
+REDUCES = {"stuck": (3, "an all-reduce on data")}
 COUNTS = dict.fromkeys(HOSTS, (8, "NVIDIA H100"))
 QUICK = [1.0e-3, 1.1e-3, 1.3e-3]
 PAIRS = {(a, b): QUICK for a in range(4) for b in range(a + 1, 4)}
@@ -41,7 +43,7 @@ FAULTS = [
     ),
     (
         "firewall",
-        [together.unreachable(JOB, "node1:61000 does not answer", False)],
+        [together.unreachable(JOB, Unreachable("node1:61000 does not answer"), False)],
         ERROR,
         [None],
         "does not answer",
@@ -124,9 +126,7 @@ FAULTS = [
     ("on the CPU", together.devices({**COUNTS, 3: (8, "cpu")}, 8, [3]), ERROR, [3], "on the CPU", "meshtrain[cuda12]"),
     (
         "stuck first",
-        together.stuck(
-            {0: (3, "an all-reduce on data"), 1: (3, "an all-reduce on data"), 2: (2, "JAX's start")}, [], 60
-        ),
+        together.held_up({0: REDUCES, 1: REDUCES, 2: {"stuck": (2, "JAX's start")}}, 3, 60),
         ERROR,
         [2],
         "JAX's start has not ended in 60 s; others wait for it",
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     (
         "all stuck",
-        together.stuck({0: (3, "an all-reduce on data"), 1: (3, "an all-reduce on data")}, [], 60),
+        together.held_up({0: REDUCES, 1: REDUCES}, 2, 60),
         ERROR,
         [0, 1],
         "an all-reduce on data has not ended in 60 s",
@@ -142,13 +142,20 @@ FAULTS = [
     ),
     (
         "ended",
-        together.stuck({0: (3, "an all-reduce on data")}, [3], 60),
+        together.held_up(dict.fromkeys(range(3), REDUCES), 4, 60),
         ERROR,
         [3],
         "it ended, or says nothing more",
         "dmesg",
     ),
-    ("raises", together.failures({1: ["XlaRuntimeError: x"]}, "try"), ERROR, [1], "XlaRuntimeError: x", "try"),
+    (
+        "raises",
+        together.held_up({0: REDUCES, 1: {"failed": ["XlaRuntimeError: x"]}}, 2, 60),
+        ERROR,
+        [1],
+        "XlaRuntimeError: x",
+        "try",
+    ),
     (
         "wrong value",
         together.collectives({"data": (4, 1e-3)}, ["process 2: all-reduce on data: device 5 has 3 elements wrong"]),
@@ -186,8 +193,7 @@ def test_a_planted_fault_is_one_line_that_names_the_process(found, verdict, proc
         together.shared({0: ("/unwritable", [0], 5.0)}, 1),  # alone, and the folder's own check says that
         together.devices(COUNTS, None, []),
         together.devices(COUNTS, 8, []),
-        together.stuck({}, [], 60),
-        together.failures({}, "x"),
+        together.held_up({0: {}, 1: {}}, 2, 60),
         together.collectives({"data": (4, 1e-3)}, []),
         together.collectives({}, []),
         together.slow(PAIRS),
@@ -214,6 +220,16 @@ def test_slow_begins_beyond_twice_the_median_and_ones_own_spread():
     assert named(together.slow(of_2(1.9, 2.0, 2.1))) == [None], "less than twice the median of 1 ms"
     assert named(together.slow(of_2(2.1, 3.3, 9.0))) == [None], "its spread of 1.2 ms explains the 1.1 ms above"
     assert named(together.slow(of_2(2.1, 3.1, 9.0))) == [2]
+
+
+def test_the_fastest_answer_tells_the_offset_of_a_clock():
+    """A clock that is 5 s ahead; of four round trips one is quick, and the others wait on their way back."""
+    ours = iter([100.0, 100.9, 200.0, 200.2, 300.0, 300.8, 400.0, 401.0])
+    theirs = iter([105.1, 205.1, 305.1, 405.1])
+    offset, uncertain = together.clock_offset(lambda: next(theirs), lambda: next(ours), 4)
+    assert offset == pytest.approx(5.0)
+    assert uncertain == pytest.approx(0.1)
+    assert together.clock_offset(lambda: None) is None
 
 
 def test_variables_of_one_process_are_not_compared():
