@@ -28,9 +28,8 @@ _NAMED = 8  # processes that a line names
 _MOST_BYTES = 2**22  # of a message: more is from something else
 _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
-_CLOCK_SECONDS = 2.0
 _GRACE_SECONDS = 10.0  # process 0 waits for the others first, and answers then
-_MEET, _AWAITED, _CLOCK, _REFUSED = "meet", "awaited", "clock", "refused"
+_MEET, _AWAITED, _REFUSED = "meet", "awaited", "refused"
 _T = TypeVar("_T")
 
 
@@ -40,6 +39,10 @@ class Unreachable(Exception):
 
 class Refused(Unreachable):
     """Two processes say that they are the same one, or that the job has different sizes; the text names them."""
+
+
+class Occupied(Unreachable):
+    """Process 0 cannot listen at its port; the text is the reason."""
 
 
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
@@ -56,18 +59,18 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
     got, number = f"{_variable(_ADDRESSES, environ)}: got {meeting.address}", _variable(_NUMBERS, environ)
     try:
         if "KUBERNETES_SERVICE_HOST" not in environ:  # there a name resolves once its pod has started
-            _tried(lambda: socket.getaddrinfo(meeting.host, meeting.port))
-    except (OSError, UnicodeError) as failure:
+            tried(lambda: socket.getaddrinfo(meeting.host, meeting.port), TRY_SECONDS)
+    except OSError as failure:
         fix = "allowed: host:port of process 0; nearest: its IP address, or mend DNS"
-        raise UserError(f"{got}, which does not resolve ({_why(failure)}); {fix}") from failure
+        raise UserError(f"{got}, which does not resolve ({failure.strerror}); {fix}") from failure
     try:
         call, _ = roll_call(meeting, environ, None, MEET_SECONDS, needs_all=True)
         with call:
             if isinstance(call, Hub):
                 call.wait_for_the_end(_CONNECT_SECONDS)
-    except OSError as failure:
+    except Occupied as why:
         fix = f"allowed: a port that is free; nearest: another port, or {number}=1 if process 0 is there already"
-        raise UserError(f"{got}, where process 0 cannot listen ({_why(failure)}); {fix}") from failure
+        raise UserError(f"{got}, where process 0 cannot listen ({why}); {fix}") from None
     except Refused as why:
         fix = f"start each process once, with its own {number}"
         raise UserError(f"processes: {why}; allowed: each number once; nearest: {fix}") from None
@@ -88,7 +91,7 @@ def roll_call(
       needs_all: whether a process that is missing, refused or has ended is an error; without, the others go on.
 
     Raises:
-      OSError: process 0 cannot listen.
+      Occupied: process 0 cannot listen.
       Refused: this process has the number of another; or, if all are needed, two others have one.
       Unreachable: process 0 cannot be reached; or, if all are needed, a process has not come or has ended.
     """
@@ -134,15 +137,15 @@ def roll_call(
 
 
 def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
-    """Returns process 0's side of a roll call; Refused where another process 0 listens, else OSError."""
+    """Returns process 0's side of a roll call; Refused where another process 0 listens, else Occupied."""
     try:
-        return _tried(lambda: Hub(meeting, environ))
+        return tried(lambda: Hub(meeting, environ), TRY_SECONDS)
     except OSError as failure:
         try:
             with Member(meeting, 0.0) as second:
                 second.exchange(_MEET, None, 0.0)
         except Unreachable as reason:
-            raise reason if isinstance(reason, Refused) else failure from None
+            raise reason if isinstance(reason, Refused) else Occupied(failure.strerror) from None
         raise
 
 
@@ -150,15 +153,19 @@ def _variable(names: Sequence[str], environ: Mapping[str, str]) -> str:
     return next(name for name in names if environ.get(name))
 
 
-def _tried(act: Callable[[], _T]) -> _T:
-    """Returns what `act` returns, which may fail for a while."""
-    deadline = time.monotonic() + TRY_SECONDS
+def tried(act: Callable[[], _T], seconds: float) -> _T:
+    """Returns what `act` returns, which may fail for a while.
+
+    Raises:
+      OSError: it still fails; its `strerror` is the reason.
+    """
+    deadline = time.monotonic() + seconds
     while True:
         try:
             return act()
-        except (OSError, UnicodeError):  # UnicodeError: no name can be like that
-            if time.monotonic() > deadline:
-                raise
+        except (OSError, UnicodeError) as failure:  # UnicodeError: no name can be like that
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise OSError(None, _why(failure)) from failure
         time.sleep(_RETRY_SECONDS)
 
 
@@ -221,18 +228,6 @@ class Hub:
         self._is_listening = False
         self._selector.unregister(self._server)
         self._server.close()
-
-    def others(self) -> list[int]:
-        """Returns the processes that have registered."""
-        return sorted(self._own)
-
-    def ask_clock(self, process: int) -> float | None:
-        """Returns what the clock of a process says, in seconds; None: it does not answer."""
-        one = self._own[process]
-        one.said.pop(_CLOCK, None)
-        one.send(_CLOCK, None)
-        self._pump(time.monotonic() + _CLOCK_SECONDS, lambda: _CLOCK in one.said or not one.is_open)
-        return one.said.get(_CLOCK)
 
     def wait_for_the_end(self, seconds: float) -> None:
         """Waits until the others have ended: JAX would abort them if this process ended first."""
@@ -345,8 +340,6 @@ class Member:
                 if message["value"]:
                     say(message["value"])
                 deadline = time.monotonic() + seconds + _GRACE_SECONDS
-            elif message["name"] == _CLOCK:
-                self._connection.send(_CLOCK, time.time())
             elif message["name"] == name:
                 return {int(process): each for process, each in message["value"].items()}
 

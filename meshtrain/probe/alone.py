@@ -63,20 +63,6 @@ def is_loopback(addresses: Sequence[str]) -> bool:
     return bool(addresses) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
 
 
-def port(meeting: Meeting, failure: str = "") -> Finding:
-    """Checks, in process 0, that it can listen at the port.
-
-    Args:
-      meeting: where the processes meet.
-      failure: why it cannot; empty if it can.
-    """
-    if not failure:
-        return ok("port", f"{meeting.port} is free")
-    fix = "end the program that has it (ss -ltnp shows it), or another port in JAX_COORDINATOR_ADDRESS"
-    fix = f"{fix}; or its own number in JAX_PROCESS_ID, if another process 0 has it"
-    return error("port", f"{meeting.port}: {failure}", fix)
-
-
 def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
     """Checks that the connection to process 0 does not go through a proxy, in which it would hang.
 
@@ -175,29 +161,19 @@ def _matching(wanted: str, names: Mapping[str, object]) -> list[str]:
 
 
 def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
-    """Checks that a folder can be written.
+    """Checks that a folder can be written; without that of compiled programs a job only starts slowly.
 
     Args:
-      what: which folder it is, in a word.
+      what: `workdir` or `cache`.
       path: of the folder.
       seconds: that 16 MiB took to be on its disk.
       failure: why it cannot be written; empty if it can.
     """
-    if failure:
-        return error(what, f"{path}: {failure}", "a folder that every process may write, or more space in it")
-    return ok(what, f"{path}: 16 MiB in {seconds:.2f} s")
-
-
-def cache(path: str, failure: str) -> Finding:
-    """Checks that compiled programs can be kept.
-
-    Args:
-      path: of the folder.
-      failure: why it cannot be written; empty if it can.
-    """
-    if failure:
-        return warning("cache", f"{path}: {failure}: each start compiles again", "JAX_COMPILATION_CACHE_DIR=DIR")
-    return ok("cache", f"{path} can be written")
+    if not failure:
+        return ok(what, f"{path}: 16 MiB in {seconds:.2f} s")
+    if what == "cache":
+        return warning(what, f"{path}: {failure}: each start compiles again", "JAX_COMPILATION_CACHE_DIR=DIR")
+    return error(what, f"{path}: {failure}", "a folder that every process may write, or more space in it")
 
 
 def disk(path: str, free_bytes: int, free_files: int) -> Finding:

@@ -2,13 +2,12 @@
 
 In three stages. Alone, each process checks its own machine without JAX. Together, the processes register at process 0
 over TCP (`launch.meeting`) and compare machines, then what the job would refuse and its configuration. Only if these
-are equal does JAX connect them and run collectives. Process 0 prints. Whatever hangs is given up after a limit, and named.
+are equal does JAX connect them and run collectives. Process 0 prints. What hangs is given up after a limit, and named.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import os
 import socket
 import sys
@@ -23,25 +22,16 @@ from meshtrain.launch.meeting import Hub, Member, Unreachable, roll_call
 from meshtrain.probe import alone, findings, machine, together
 from meshtrain.probe.findings import Finding
 from meshtrain.words import flags, named
-from meshtrain.words.errors import EXIT_USER_ERROR, UserError, leave_at_once, run
+from meshtrain.words.errors import UserError, leave_at_once, run
 
 _LIMIT_SECONDS = 120.0
 _FACT_SECONDS = 60.0  # to read one fact of this machine
 _LOOK_SECONDS = 5.0
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+_NUM_CLOCK_ROUNDS = 8
 _Begin = Callable[[str], None]  # told what a process begins to wait for
-
-
-class Single:
-    """The roll call of a process that is alone."""
-
-    def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
-        """Returns the process' own value."""
-        return {0: value}
-
-
-RollCall = Hub | Member | Single  # all processes exchange the same names
+_Exchange = Callable[[str, Any, float], dict[int, Any]]  # (name, value, seconds) -> process -> value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,18 +97,16 @@ def diagnosed(
     """
     found = machine.findings(meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit))
     if meeting is None:
-        found += _as_job(arguments, Single(), 1, exercise)
+        found += _as_job(arguments, lambda name, value, seconds: {0: value}, 1, exercise)
         return _shown(found, {0: socket.gethostname()}, "this machine")
     try:
         begun = time.monotonic()
         call, said = roll_call(meeting, environ, _introduction(found, environ), arguments.limit, needs_all=False)
         with call:
             return _together(arguments, meeting, call, said, time.monotonic() - begun, exercise)
-    except OSError as failure:
-        found.append(alone.port(meeting, failure.strerror or str(failure)))
     except Unreachable as reason:
         addresses, _ = machine.resolved(meeting)
-        found.append(together.unreachable(meeting, reason, alone.is_loopback(addresses)))
+        found.append(together.cut_off(meeting, reason, alone.is_loopback(addresses)))
     hosts = {meeting.index: socket.gethostname()}
     return _shown(findings.of_process(found, meeting.index), hosts, findings.named([meeting.index], hosts))
 
@@ -131,7 +119,7 @@ def _together(
     seconds: float,
     exercise: Callable[[], Any],
 ) -> int:
-    """Compares what the processes have said, and goes on with those that are there; all decide alike, process 0 prints."""
+    """Compares what the processes have said, and goes on with those that are there: all decide alike, one prints."""
     hub, count = (call if isinstance(call, Hub) else None), meeting.num_processes
     strangers = [f"process {process} runs another version of meshtrain's doctor"
                  for process, each in said.items() if set(each) != set(said[0])]  # fmt: skip
@@ -140,24 +128,26 @@ def _together(
     found = [Finding(**each | {"process": process}) for process, one in said.items() for each in one["found"]]
     if hub:
         hub.stop_listening()
-        found.append(alone.port(meeting))
+        found.append(findings.ok("port", f"{meeting.port} is free"))
     found += together.registered(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
-    fix = "install the same on all machines, from one image or one shared folder"
-    versions = together.same("versions", {process: each["software"] for process, each in said.items()}, fix)
-    found += versions
-    fix = "set it in all processes alike"
-    found += together.same("environment", {process: each["environment"] for process, each in said.items()}, fix)
-    fix = "the same driver and libraries on all machines, if a job fails"
-    libraries = {process: each["libraries"] for process, each in said.items()}
-    found += together.same("libraries", libraries, fix, findings.warning)
-    if hub:
-        asked = {process: together.clock_offset(functools.partial(hub.ask_clock, process)) for process in hub.others()}
-        found += together.clocks({process: offset for process, offset in asked.items() if offset is not None})
-    looked = _looked(call, arguments, said[0]["token"], meeting.index)
+    for check, fix, made in (
+        ("versions", "install the same on all machines, from one image or one shared folder", findings.error),
+        ("environment", "set it in all processes alike", findings.error),
+        ("libraries", "the same driver and libraries on all machines, if a job fails", findings.warning),
+    ):
+        found += together.same(check, {process: each[check] for process, each in said.items()}, fix, made)
+    times, rounds = [time.time()], []
+    for number in range(_NUM_CLOCK_ROUNDS):
+        rounds.append(call.exchange(f"clock {number}", time.time(), arguments.limit))
+        times.append(time.time())
+        if len(rounds[-1]) < len(said):
+            break
+    found += together.clocks(times, rounds)
+    looked = _looked(call.exchange, arguments, said[0]["token"], meeting.index)
     found += together.shared({process: tuple(each) for process, each in looked.items()}, len(said))
     is_whole = all(each.verdict != findings.ERROR or each.check not in ("versions", "software") for each in found)
     if len(said) == count and is_whole:
-        found += _as_job(arguments, call, count, exercise)
+        found += _as_job(arguments, call.exchange, count, exercise)
     else:
         found.append(together.NOT_RUN)
     if hub is None:
@@ -175,17 +165,17 @@ def _introduction(found: Sequence[Finding], environ: Mapping[str, str]) -> dict[
         "host": socket.gethostname(),
         "token": f"{os.getpid()}-{time.time_ns()}",
         "found": [dataclasses.asdict(each) for each in found],
-        "software": machine.software(),
+        "versions": machine.software(),
         "environment": together.compared(environ),
         "libraries": machine.libraries(environ),
     }
 
 
-def _looked(call: RollCall, arguments: argparse.Namespace, name: str, index: int) -> dict[int, Any]:
+def _looked(exchange: _Exchange, arguments: argparse.Namespace, name: str, index: int) -> dict[int, Any]:
     """Returns process -> (its folder, the processes whose file it has not read there, the seconds that it has looked).
 
     Args:
-      call: to the other processes.
+      exchange: with the other processes.
       arguments: of the command line.
       name: which no other job has.
       index: of this process.
@@ -201,7 +191,7 @@ def _looked(call: RollCall, arguments: argparse.Namespace, name: str, index: int
 
     try:
         # Of a process that cannot write here, another check has said so.
-        did = call.exchange("written", machine.within(_FACT_SECONDS, write, False), limit)
+        did = exchange("written", machine.within(_FACT_SECONDS, write, False), limit)
         writers = sorted(process for process, has_written in did.items() if has_written)
         start, seen = time.monotonic(), set[int]()
 
@@ -215,20 +205,20 @@ def _looked(call: RollCall, arguments: argparse.Namespace, name: str, index: int
             machine.within(_LOOK_SECONDS, look, None)
             time.sleep(_POLL_SECONDS)
         missing = [process for process in writers if process not in seen]
-        return call.exchange("seen", (str(workdir), missing, time.monotonic() - start), limit)
+        return exchange("seen", (str(workdir), missing, time.monotonic() - start), limit)
     finally:
         machine.within(_FACT_SECONDS, lambda: own.unlink(missing_ok=True), None)
 
 
 def _as_job(
-    arguments: argparse.Namespace, call: RollCall, num_processes: int, exercise: Callable[[], Any]
+    arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, exercise: Callable[[], Any]
 ) -> list[Finding]:
     """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does."""
 
     def said_of(
         name: str, first: str, work: Callable[[_Begin], dict[str, Any]]
     ) -> tuple[dict[int, Any], list[Finding]]:
-        said = call.exchange(name, _within_limit(arguments.limit, first, work), 2 * arguments.limit)
+        said = exchange(name, _within_limit(arguments.limit, first, work), 2 * arguments.limit)
         return said, together.held_up(said, num_processes, arguments.limit)
 
     said, found = said_of("configuration", "the import of JAX", lambda _: exercise().compared(arguments))
@@ -239,7 +229,7 @@ def _as_job(
     if any(each.verdict == findings.ERROR for each in found):
         return [*found, together.NOT_RUN]
     said, failed = said_of("ran", "the start of JAX", lambda begin: exercise().exercised(arguments, begin))
-    return [*found, *(failed or _judged(said, arguments))]
+    return [*found, *(failed or _judged(said, arguments.gpus))]
 
 
 def _within_limit(limit: float, first: str, work: Callable[[_Begin], dict[str, Any]]) -> dict[str, Any]:
@@ -269,10 +259,10 @@ def _within_limit(limit: float, first: str, work: Callable[[_Begin], dict[str, A
     return {"stuck": (len(progress), progress[-1][1])} if thread.is_alive() else result
 
 
-def _judged(said: Mapping[int, Any], arguments: argparse.Namespace) -> list[Finding]:
+def _judged(said: Mapping[int, Any], num_gpus: int | None) -> list[Finding]:
     counts = {process: (int(each["devices"][0]), str(each["devices"][1])) for process, each in said.items()}
     without = [process for process, each in said.items() if each["without_gpus"]]
-    found = together.devices(counts, arguments.gpus, without)
+    found = together.devices(counts, num_gpus, without)
     found += together.collectives(said[0]["times"], said[0]["wrong"])
     pairs: dict[tuple[int, int], list[float]] = {}
     for process, each in said.items():

@@ -1,4 +1,4 @@
-"""The part of the doctor that needs JAX: the job's configuration, its refusals, collectives on each axis, and in pairs."""
+"""The part of the doctor that needs JAX: the job's configuration, what it refuses, collectives on axes and in pairs."""
 
 import argparse
 import math

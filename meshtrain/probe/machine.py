@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.meeting import tried
 from meshtrain.probe import alone
 from meshtrain.probe.findings import Finding, error
 from meshtrain.words import flags
@@ -24,7 +25,6 @@ from meshtrain.words.paths import expanded, is_url
 
 _PACKAGE = Path(__file__).parents[1]
 _WRITTEN_BYTES = 2**24
-_RETRY_SECONDS = 1.0
 _CACHE = "~/.cache/meshtrain/jax"
 _NET = Path("/sys/class/net")
 _UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
@@ -131,15 +131,11 @@ def resolved(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
       meeting: where the processes meet.
       seconds: how long to ask again: the name of a pod that has just started may not be known yet.
     """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            found = socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP)
-            return sorted({str(each[4][0]) for each in found}), ""
-        except (OSError, ValueError) as failure:
-            if time.monotonic() + _RETRY_SECONDS >= deadline:
-                return [], (failure.strerror if isinstance(failure, OSError) else None) or str(failure)
-        time.sleep(_RETRY_SECONDS)
+    try:
+        found = tried(lambda: socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP), seconds)
+        return sorted({str(each[4][0]) for each in found}), ""
+    except OSError as failure:
+        return [], str(failure.strerror)
 
 
 def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
@@ -210,10 +206,8 @@ def _folder(what: str, path: Path, limit: float) -> list[Finding]:
     if seconds < 0:
         return [dead]
     folder = existing(path)
-    if what == "cache":
-        return [alone.cache(str(folder), failure)]
     found = [alone.folder(what, str(folder), seconds, failure)]
-    if not failure:
+    if what == "workdir" and not failure:
         free = within(limit, lambda: os.statvfs(folder), None)
         if free is None:
             return [dead]

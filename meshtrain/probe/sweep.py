@@ -14,7 +14,6 @@ from meshtrain.launch.links import OPERATIONS
 from meshtrain.probe.fit import Fit, fit
 from meshtrain.probe.timed import NUM_ROUNDS, Timed, repeats, timed
 
-SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**30
 GROWTH = 4  # from one size to the next
 # Of the largest array on a device: input, first and last result, the loop's own, a gather's or an exchange's.
 _COPIES = 8

@@ -12,6 +12,8 @@ SIMULATED = (
     "these devices are simulated: the times are of copies in one memory, of waiting threads and of what else this "
     "machine does, and say nothing about a network"
 )
+_MEASURED = ("axis", "operation", "group_size", "num_bytes", "wire_bytes", "fastest_seconds", "spread",
+             "algorithm_bytes_per_second", "bus_bytes_per_second")  # fmt: skip
 
 
 def text(found: Sweep) -> str:
@@ -83,19 +85,7 @@ def json_of(found: Sweep) -> dict[str, Any]:
             {"axis": one.axis, "operation": one.operation, "why_not": one.why_not} for one in found.fits if one.why_not
         ],
         "measurements": [
-            {
-                "axis": row.axis,
-                "operation": row.operation,
-                "group_size": row.group_size,
-                "num_bytes": row.num_bytes,
-                "wire_bytes": row.wire_bytes,
-                "seconds": list(row.seconds),
-                "fastest_seconds": row.fastest_seconds,
-                "spread": row.spread,
-                "algorithm_bytes_per_second": row.algorithm_bytes_per_second,
-                "bus_bytes_per_second": row.bus_bytes_per_second,
-                "wrong": list(row.wrong),
-            }
+            {**{name: getattr(row, name) for name in _MEASURED}, "seconds": list(row.seconds), "wrong": list(row.wrong)}
             for row in found.rows
         ],
     }

@@ -5,16 +5,14 @@ A test plants a fault by calling a check with other facts or other times.
 
 import collections
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshtrain.launch.cluster import Meeting
-from meshtrain.launch.meeting import Refused, Unreachable
+from meshtrain.launch.meeting import Occupied, Refused, Unreachable
 from meshtrain.probe.findings import Finding, error, named, ok, warning
 
 _CLOCK_SECONDS = 1.0
-_NUM_CLOCK_TIMES = 8
 _SLOW = 2.0  # times the median: hosts of one kind differ by less
 _VISIBLE_SECONDS = 1.0
 # What JAX, XLA and NCCL read, and what of that belongs to one process or changes nothing.
@@ -56,8 +54,8 @@ def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str
     return found or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
 
 
-def unreachable(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
-    """Returns what a process says that cannot reach process 0, or is refused there.
+def cut_off(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
+    """Returns what a process says that cannot register at process 0, or cannot be it.
 
     Args:
       meeting: where the processes meet.
@@ -66,12 +64,15 @@ def unreachable(meeting: Meeting, reason: Unreachable, is_this_machine: bool) ->
     """
     if isinstance(reason, Refused):
         return error("registered", str(reason), _START_ONCE)
-    seen = str(reason)
-    fix = f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and those that NCCL takes"
+    if isinstance(reason, Occupied):
+        fix = "end the program that has it (ss -ltnp shows it), or another port in JAX_COORDINATOR_ADDRESS"
+        fix = f"{fix}; or its own number in JAX_PROCESS_ID, if another process 0 has it"
+        return error("port", f"{meeting.port}: {reason}", fix)
     if is_this_machine:
-        seen = f"{seen}, and this address is this machine itself"
-        fix = "the address of process 0's machine in the network"
-    return error("port", seen, fix)
+        seen = f"{reason}, and this address is this machine itself"
+        return error("port", seen, "the address of process 0's machine in the network")
+    fix = f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and those that NCCL takes"
+    return error("port", str(reason), fix)
 
 
 def same(
@@ -106,48 +107,31 @@ def compared(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_COMPARED) and name not in _OWN}
 
 
-def clock_offset(
-    ask: Callable[[], float | None], now: Callable[[], float] = time.time, num_times: int = _NUM_CLOCK_TIMES
-) -> tuple[float, float] | None:
-    """Returns (seconds that another clock is ahead of ours, half the round trip); None if it does not answer.
-
-    The other clock was read at some moment between question and answer, half a round trip from their middle at most.
-    The fastest of a few questions says most (Cristian 1989).
-
-    Args:
-      ask: returns what the other clock says, in seconds.
-      now: what ours says.
-      num_times: how often to ask.
-    """
-    found = []
-    for _ in range(num_times):
-        sent = now()
-        theirs = ask()
-        received = now()
-        if theirs is None:
-            break
-        found.append((received - sent, theirs - (sent + received) / 2))
-    if not found:
-        return None
-    trip, offset = min(found)
-    return offset, trip / 2
-
-
-def clocks(offsets: Mapping[int, tuple[float, float]]) -> list[Finding]:
+def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[Finding]:
     """Checks that clocks agree to a second.
 
+    A process reads its clock between the answers to the round before and to its own. The fastest round says most
+    (Cristian 1989).
+
     Args:
-      offsets: process -> (seconds that its clock is ahead of process 0's, how uncertain that is).
+      times: of process 0, in seconds: before the first round and after each.
+      said: of each round, process -> what its clock says, in seconds.
     """
+    rounds = list(zip(times, said[1:], times[2:], strict=False))
+    if not rounds:
+        return []
+    begun, last, ended = min(rounds, key=lambda one: one[2] - one[0])
+    middle, uncertain = (begun + ended) / 2, (ended - begun) / 2
+    offsets = {process: theirs - middle for process, theirs in last.items() if process}
     found = []
-    for process, (offset, uncertain) in offsets.items():
+    for process, offset in offsets.items():
         if abs(offset) - uncertain > _CLOCK_SECONDS:
             where = "ahead of" if offset > 0 else "behind"
             seen = f"its clock is {abs(offset):.1f} s {where} process 0's"
             found.append(warning("clock", seen, "start chrony or ntpd there", process))
     if found or not offsets:
         return found
-    most = max(abs(offset) + uncertain for offset, uncertain in offsets.values())
+    most = max(map(abs, offsets.values())) + uncertain
     return [ok("clock", f"at most {1e3 * most:.1f} ms apart")]
 
 

@@ -30,7 +30,6 @@ FAULTS = [
     ("unknown name", alone.coordinator(NODE, [], "Name or service not known"), ERROR, "node1: Name", "an IP address"),
     ("loopback name", alone.coordinator(NODE, ["127.0.1.1"]), ERROR, "node1:61000 is 127.0.1.1", "/etc/hosts"),
     ("loopback at process 0", alone.coordinator(OWN, ["127.0.1.1"]), WARNING, "this machine only", "/etc/hosts"),
-    ("port taken", alone.port(OWN, "Address already in use"), ERROR, "61000: Address already in use", "ss -ltnp"),
     (
         "proxy",
         alone.proxy(NODE, {"https_proxy": "http://p:3128", "no_proxy": "x"}),
@@ -59,7 +58,13 @@ FAULTS = [
     ),
     ("full disk", alone.disk("/s", GIB - 1, 100), ERROR, "/s has 1.00 GiB left", "free space"),
     ("no inodes", alone.disk("/s", 9 * GIB, 0), ERROR, "no file can be made", "inodes"),
-    ("cache", alone.cache("/c", "Read-only file system"), WARNING, "each start compiles again", "JAX_COMPILATION_"),
+    (
+        "cache",
+        alone.folder("cache", "/c", 0.0, "Read-only file system"),
+        WARNING,
+        "each start compiles again",
+        "JAX_COMPILATION_",
+    ),
     ("memory", alone.memory(GIB - 1, 64 * GIB), ERROR, "1.00 GiB of 64 GiB available", "end other programs"),
     ("shared memory", alone.shared_memory(2**26, 8), WARNING, "/dev/shm has 64 MiB, for 8 GPUs", "--shm-size"),
     ("locked memory", alone.locked_memory(2**23, True), WARNING, "at most 8 MiB", "ulimit -l unlimited"),
@@ -87,7 +92,6 @@ def test_a_planted_fault_is_one_line_with_what_to_do(finding, verdict, seen, fix
         alone.coordinator(NODE, ["10.0.0.1"]),
         alone.coordinator(NODE, ["10.0.0.1", "127.0.0.1"]),
         alone.coordinator(SAME_MACHINE, ["127.0.0.1", "::1"]),  # several processes of one machine
-        alone.port(OWN),
         alone.proxy(NODE, {"https_proxy": "http://p:3128", "no_proxy": "localhost,node1"}),
         alone.proxy(Meeting("a.b.org:1", 2, 1), {"http_proxy": "http://p", "no_grpc_proxy": ".b.org"}),
         alone.proxy(NODE, {"HTTPS_PROXY": "http://p:3128"}),  # gRPC reads small letters only
@@ -106,7 +110,7 @@ def test_a_planted_fault_is_one_line_with_what_to_do(finding, verdict, seen, fix
         alone.folder("workdir", "/s", 0.1),
         alone.disk("/s", GIB, 1),
         alone.disk("/s", GIB, -1),
-        alone.cache("/c", ""),
+        alone.folder("cache", "/c", 0.1),
         alone.memory(GIB, GIB),
         alone.shared_memory(2**26, 1),
         alone.shared_memory(2**30, 8),

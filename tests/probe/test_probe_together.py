@@ -3,7 +3,7 @@
 import pytest
 
 from meshtrain.launch.cluster import Meeting
-from meshtrain.launch.meeting import Unreachable
+from meshtrain.launch.meeting import Occupied, Unreachable
 from meshtrain.probe import together
 from meshtrain.probe.findings import ERROR, OK, WARNING, lines, warning
 
@@ -17,6 +17,12 @@ COUNTS = dict.fromkeys(HOSTS, (8, "NVIDIA H100"))
 QUICK = [1.0e-3, 1.1e-3, 1.3e-3]
 PAIRS = {(a, b): QUICK for a in range(4) for b in range(a + 1, 4)}
 SLOW_2 = {pair: [2.1e-3, 2.2e-3, 2.3e-3] if 2 in pair else seconds for pair, seconds in PAIRS.items()}
+
+
+def clocks(offsets, uncertain=0.01):
+    """Two rounds in which other clocks are so many seconds ahead of process 0's."""
+    said = {0: 100.0} | {process: 100.0 + offset for process, offset in offsets.items()}
+    return together.clocks([100.0 - uncertain, 100.0, 100.0 + uncertain], [said, said])
 
 
 def named(findings):
@@ -43,11 +49,19 @@ FAULTS = [
     ),
     (
         "firewall",
-        [together.unreachable(JOB, Unreachable("node1:61000 does not answer"), False)],
+        [together.cut_off(JOB, Unreachable("node1:61000 does not answer"), False)],
         ERROR,
         [None],
         "does not answer",
         "open port 61000 in the firewall",
+    ),
+    (
+        "port taken",
+        [together.cut_off(JOB, Occupied("Address already in use"), True)],
+        ERROR,
+        [None],
+        "61000: Address already in use",
+        "ss -ltnp",
     ),
     (
         "other version",
@@ -81,8 +95,8 @@ FAULTS = [
         "driver is 535, and 550 in process 0",
         "the same",
     ),
-    ("clock ahead", together.clocks({1: (5.0, 0.01), 2: (0.1, 0.01)}), WARNING, [1], "5.0 s ahead of", "chrony"),
-    ("clock behind", together.clocks({1: (0.1, 0.01), 2: (-5.0, 0.01)}), WARNING, [2], "5.0 s behind", "chrony"),
+    ("clock ahead", clocks({1: 5.0, 2: 0.1}), WARNING, [1], "5.0 s ahead of", "chrony"),
+    ("clock behind", clocks({1: 0.1, 2: -5.0}), WARNING, [2], "5.0 s behind", "chrony"),
     (
         "another folder",
         together.shared({**SEEN, 3: ("/shared", [0, 1, 2], 5.0)}, 4),
@@ -186,9 +200,9 @@ def test_a_planted_fault_is_one_line_that_names_the_process(found, verdict, proc
         together.registered(JOB, HOSTS, [], 120),
         together.same("versions", VERSIONS, "x"),
         together.same("libraries", {0: {}, 1: {}}, "x"),
-        together.clocks({1: (0.5, 0.001), 2: (-0.9, 0.001)}),
-        together.clocks({1: (1.4, 0.5)}),  # known to half a second only
-        together.clocks({}),
+        clocks({1: 0.5, 2: -0.9}),
+        clocks({1: 1.4}, 0.5),  # known to half a second only
+        clocks({}),
         together.shared(SEEN, 4),
         together.shared({0: ("/unwritable", [0], 5.0)}, 1),  # alone, and the folder's own check says that
         together.devices(COUNTS, None, []),
@@ -222,14 +236,12 @@ def test_slow_begins_beyond_twice_the_median_and_ones_own_spread():
     assert named(together.slow(of_2(2.1, 3.1, 9.0))) == [2]
 
 
-def test_the_fastest_answer_tells_the_offset_of_a_clock():
-    """A clock that is 5 s ahead; of four round trips one is quick, and the others wait on their way back."""
-    ours = iter([100.0, 100.9, 200.0, 200.2, 300.0, 300.8, 400.0, 401.0])
-    theirs = iter([105.1, 205.1, 305.1, 405.1])
-    offset, uncertain = together.clock_offset(lambda: next(theirs), lambda: next(ours), 4)
-    assert offset == pytest.approx(5.0)
-    assert uncertain == pytest.approx(0.1)
-    assert together.clock_offset(lambda: None) is None
+def test_the_fastest_round_tells_the_offset_of_a_clock():
+    """Process 1 is 5 s ahead; of five rounds the fourth is quick, and the others wait on their way back."""
+    said = [{0: 0.0, 1: theirs} for theirs in (105.0, 105.5, 106.1, 106.3, 107.0)]
+    [found] = together.clocks([100.0, 100.1, 101.0, 101.1, 101.5, 103.5], said)
+    assert (found.verdict, found.process) == (WARNING, 1)
+    assert "5.0 s ahead" in found.seen
 
 
 def test_variables_of_one_process_are_not_compared():
