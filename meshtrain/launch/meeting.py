@@ -48,15 +48,11 @@ class Occupied(Unreachable):
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
     """Waits until all processes of a job are there, five minutes at most; prints every 15 s for whom.
 
-    Args:
-      meeting: where they meet.
-      environ: of this process.
-
     Raises:
       UserError: the address does not resolve, process 0 cannot listen there, or two processes have one number.
       LostPeer: a process has not come, or has ended meanwhile.
     """
-    got, number = f"{_variable(_ADDRESSES, environ)}: got {meeting.address}", _variable(_NUMBERS, environ)
+    got, number = f"{next(filter(environ.get, _ADDRESSES))}: got {meeting.address}", next(filter(environ.get, _NUMBERS))
     try:
         if "KUBERNETES_SERVICE_HOST" not in environ:  # there a name resolves once its pod has started
             tried(lambda: socket.getaddrinfo(meeting.host, meeting.port), TRY_SECONDS)
@@ -91,16 +87,14 @@ def roll_call(
       needs_all: whether a process that is missing, refused or has ended is an error; without, the others go on.
 
     Raises:
-      Occupied: process 0 cannot listen.
-      Refused: this process has the number of another; or, if all are needed, two others have one.
-      Unreachable: process 0 cannot be reached; or, if all are needed, a process has not come or has ended.
+      Unreachable: process 0 cannot be reached or cannot listen (`Occupied`), or this process has the number of another
+        (`Refused`); if all are needed, also if a process has not come, has ended, or has the number of another.
     """
     begun = time.monotonic()
-    end = begun + seconds
 
     def line(missing: Sequence[int], why: str = "") -> str:
         some = ", ".join(map(str, missing[:_NAMED])) + ", ..." * (len(missing) > _NAMED)
-        where = f"{meeting.address} ({_variable(_ADDRESSES, environ)})"
+        where = f"{meeting.address} ({next(filter(environ.get, _ADDRESSES))})"
         return f"{time.monotonic() - begun:.0f} s for process {some} of {meeting.num_processes} at {where}{why}"
 
     def say(missing: Sequence[int], why: str = "") -> None:
@@ -110,22 +104,22 @@ def roll_call(
         member = None
         try:
             with contextlib.ExitStack() as opened:
-                member = opened.enter_context(Member(meeting, min(LINE_SECONDS, end - time.monotonic())))
+                member = opened.enter_context(Member(meeting, min(LINE_SECONDS, begun + seconds - time.monotonic())))
                 found = member.exchange(_MEET, value, LINE_SECONDS, say)
                 opened.pop_all()
                 return member, found
         except Unreachable as reason:
             if isinstance(reason, Refused) or (member and member.has_answer):
                 raise
-            own = f"{_variable(_NUMBERS, environ)}={meeting.index}"
+            own = f"{next(filter(environ.get, _NUMBERS))}={meeting.index}"
             why = f": another program answers there, or a job that has its {own} already" if member else f": {reason}"
-            if (left := end - time.monotonic() - _RETRY_SECONDS) <= 0:
+            if (left := begun + seconds - time.monotonic() - _RETRY_SECONDS) <= 0:
                 raise Unreachable(f"waited {line([0], why)}") from None
             say([0], why)
             time.sleep(min(left, LINE_SECONDS) if member else 0.0)  # what answers at once would be asked without end
     with contextlib.ExitStack() as opened:
         hub = opened.enter_context(_listening(meeting, environ))
-        missing = hub.wait_for_all(end, say)
+        missing = hub.wait_for_all(begun + seconds, say)
         if needs_all and hub.refused:
             raise Refused(hub.refused[0])
         if needs_all and (gone := hub.ended()):
@@ -149,16 +143,8 @@ def _listening(meeting: Meeting, environ: Mapping[str, str]) -> "Hub":
         raise
 
 
-def _variable(names: Sequence[str], environ: Mapping[str, str]) -> str:
-    return next(name for name in names if environ.get(name))
-
-
 def tried(act: Callable[[], _T], seconds: float) -> _T:
-    """Returns what `act` returns, which may fail for a while.
-
-    Raises:
-      OSError: it still fails; its `strerror` is the reason.
-    """
+    """Returns what `act` returns; raises OSError, its `strerror` the reason, if that fails for so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -20,12 +20,7 @@ _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 
 
 def software(installed: Mapping[str, str | None], python: str) -> Finding:
-    """Checks that what meshtrain needs is installed, and that the parts of JAX fit each other.
-
-    Args:
-      installed: distribution -> its version, None if it is missing.
-      python: Python's version.
-    """
+    """Checks that what meshtrain needs is installed, and that JAX's parts fit each other; None: a missing one."""
     missing = [name for name, version in installed.items() if version is None and name not in _PLUGINS]
     if missing:
         return error("software", f"{', '.join(missing)} is not installed", "pip install meshtrain, on this machine too")
@@ -64,12 +59,7 @@ def is_loopback(addresses: Sequence[str]) -> bool:
 
 
 def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
-    """Checks that the connection to process 0 does not go through a proxy, in which it would hang.
-
-    Args:
-      meeting: where the processes meet.
-      environ: of this process.
-    """
+    """Checks that the connection to process 0 does not go through a proxy, in which it would hang."""
     used = [name for name in _PROXIES if environ.get(name)]
     excepted = [word.strip().lstrip(".") for name in _NO_PROXIES for word in (environ.get(name) or "").split(",")]
     if not used or any(word and (word == "*" or f".{meeting.host}".endswith(f".{word}")) for word in excepted):
@@ -165,7 +155,7 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
 
     Args:
       what: `workdir` or `cache`.
-      path: of the folder.
+      path: its own.
       seconds: that 16 MiB took to be on its disk.
       failure: why it cannot be written; empty if it can.
     """
@@ -192,12 +182,7 @@ def disk(path: str, free_bytes: int, free_files: int) -> Finding:
 
 
 def memory(available_bytes: int, total_bytes: int) -> Finding:
-    """Checks that the machine, or the container, has memory left.
-
-    Args:
-      available_bytes: of main memory.
-      total_bytes: of main memory, or the container's limit.
-    """
+    """Checks that the machine, or the container, has memory left."""
     seen = f"{format_bytes(available_bytes)} of {format_bytes(total_bytes)} available"
     if available_bytes < LEAST_BYTES:
         return error("memory", seen, "end other programs on this machine, or ask for more memory")
@@ -205,12 +190,7 @@ def memory(available_bytes: int, total_bytes: int) -> Finding:
 
 
 def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
-    """Checks /dev/shm, through which NCCL connects GPUs of one machine.
-
-    Args:
-      total_bytes: its size.
-      num_gpus: GPUs that this process sees.
-    """
+    """Checks /dev/shm, through which NCCL connects GPUs of one machine."""
     seen = f"/dev/shm has {format_bytes(total_bytes)}"
     if num_gpus > 1 and total_bytes < _LEAST_SHARED_BYTES:
         return warning(
@@ -220,12 +200,7 @@ def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
 
 
 def locked_memory(limit_bytes: int | None, has_infiniband: bool) -> Finding:
-    """Checks the limit of locked memory, which InfiniBand needs for its buffers.
-
-    Args:
-      limit_bytes: of this process; None: no limit.
-      has_infiniband: whether the machine has such a network.
-    """
+    """Checks the limit of locked memory, which InfiniBand needs for its buffers; None is no limit."""
     if limit_bytes is None or not has_infiniband:
         return ok("locked memory", "no limit" if limit_bytes is None else "not needed without InfiniBand")
     return warning("locked memory", f"at most {format_bytes(limit_bytes)}, with InfiniBand", "ulimit -l unlimited")

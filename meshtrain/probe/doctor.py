@@ -6,7 +6,6 @@ are equal does JAX connect them and run collectives. Process 0 prints. What hang
 """
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import socket
@@ -26,7 +25,6 @@ from meshtrain.words.errors import UserError, leave_at_once, run
 
 _LIMIT_SECONDS = 120.0
 _FACT_SECONDS = 60.0  # to read one fact of this machine
-_LOOK_SECONDS = 5.0
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _NUM_CLOCK_ROUNDS = 8
@@ -136,17 +134,13 @@ def _together(
         ("libraries", "the same driver and libraries on all machines, if a job fails", findings.warning),
     ):
         found += together.same(check, {process: each[check] for process, each in said.items()}, fix, made)
-    times, rounds = [time.time()], []
-    for number in range(_NUM_CLOCK_ROUNDS):
-        rounds.append(call.exchange(f"clock {number}", time.time(), arguments.limit))
-        times.append(time.time())
-        if len(rounds[-1]) < len(said):
-            break
-    found += together.clocks(times, rounds)
-    looked = _looked(call.exchange, arguments, said[0]["token"], meeting.index)
+    writers = set(said) - {each.process for each in found if (each.verdict, each.check) == (findings.ERROR, "workdir")}
+    files = {process: f".meshtrain-doctor-{said[0]['token']}-{process}" for process in writers}
+    with machine.marked(arguments.workdir, files, meeting.index, _FACT_SECONDS) as workdir:
+        found += _clocks(call.exchange, len(said), arguments.limit)
+        looked = call.exchange("seen", machine.looked(workdir, files), arguments.limit)
     found += together.shared({process: tuple(each) for process, each in looked.items()}, len(said))
-    is_whole = all(each.verdict != findings.ERROR or each.check not in ("versions", "software") for each in found)
-    if len(said) == count and is_whole:
+    if len(said) == count and not findings.exit_code(each for each in found if each.check in ("versions", "software")):
         found += _as_job(arguments, call.exchange, count, exercise)
     else:
         found.append(together.NOT_RUN)
@@ -171,43 +165,14 @@ def _introduction(found: Sequence[Finding], environ: Mapping[str, str]) -> dict[
     }
 
 
-def _looked(exchange: _Exchange, arguments: argparse.Namespace, name: str, index: int) -> dict[int, Any]:
-    """Returns process -> (its folder, the processes whose file it has not read there, the seconds that it has looked).
-
-    Args:
-      exchange: with the other processes.
-      arguments: of the command line.
-      name: which no other job has.
-      index: of this process.
-    """
-    limit = arguments.limit
-    workdir = machine.within(limit, lambda: machine.existing(arguments.workdir), arguments.workdir)
-    own = workdir / f".meshtrain-doctor-{name}-{index}"
-
-    def write() -> bool:
-        with contextlib.suppress(OSError):
-            return own.write_text(name) > 0
-        return False
-
-    try:
-        # Of a process that cannot write here, another check has said so.
-        did = exchange("written", machine.within(_FACT_SECONDS, write, False), limit)
-        writers = sorted(process for process, has_written in did.items() if has_written)
-        start, seen = time.monotonic(), set[int]()
-
-        def look() -> None:
-            for process in writers:
-                with contextlib.suppress(OSError):
-                    if (workdir / f".meshtrain-doctor-{name}-{process}").read_text() == name:
-                        seen.add(process)
-
-        while len(seen) < len(writers) and time.monotonic() < start + _LOOK_SECONDS:
-            machine.within(_LOOK_SECONDS, look, None)
-            time.sleep(_POLL_SECONDS)
-        missing = [process for process in writers if process not in seen]
-        return exchange("seen", (str(workdir), missing, time.monotonic() - start), limit)
-    finally:
-        machine.within(_FACT_SECONDS, lambda: own.unlink(missing_ok=True), None)
+def _clocks(exchange: _Exchange, num_processes: int, limit: float) -> list[Finding]:
+    times, said = [time.time()], list[dict[int, float]]()
+    for number in range(_NUM_CLOCK_ROUNDS):
+        said.append(exchange(f"clock {number}", time.time(), limit))
+        times.append(time.time())
+        if len(said[-1]) < num_processes:
+            break
+    return together.clocks(times, said)
 
 
 def _as_job(
@@ -215,32 +180,22 @@ def _as_job(
 ) -> list[Finding]:
     """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does."""
 
-    def said_of(
-        name: str, first: str, work: Callable[[_Begin], dict[str, Any]]
-    ) -> tuple[dict[int, Any], list[Finding]]:
-        said = exchange(name, _within_limit(arguments.limit, first, work), 2 * arguments.limit)
-        return said, together.held_up(said, num_processes, arguments.limit)
-
-    said, found = said_of("configuration", "the import of JAX", lambda _: exercise().compared(arguments))
-    if found:
-        return [*found, together.NOT_RUN]
+    limit = arguments.limit
+    own = _within_limit(limit, "the import of JAX", lambda _: exercise().compared(arguments))
+    said = exchange("configuration", own, 2 * limit)
     fix = "start all processes by the same command, with the same files"
-    found = together.same("configuration", said, fix)
-    if any(each.verdict == findings.ERROR for each in found):
+    found = together.held_up(said, num_processes, limit) or together.same("configuration", said, fix)
+    if findings.exit_code(found):
         return [*found, together.NOT_RUN]
-    said, failed = said_of("ran", "the start of JAX", lambda begin: exercise().exercised(arguments, begin))
-    return [*found, *(failed or _judged(said, arguments.gpus))]
+    own = _within_limit(limit, "the start of JAX", lambda begin: exercise().exercised(arguments, begin))
+    said = exchange("collectives", own, 2 * limit)
+    return found + (together.held_up(said, num_processes, limit) or _judged(said, arguments.gpus))
 
 
 def _within_limit(limit: float, first: str, work: Callable[[_Begin], dict[str, Any]]) -> dict[str, Any]:
-    """Returns what `work` returns, or why it does not: `refused`, `failed` or `stuck`.
+    """Returns what `work` returns, or why it does not: `refused`, `failed` or `stuck` in a part for `limit` seconds.
 
     It runs in a thread, so that this one can give up and tell the others.
-
-    Args:
-      limit: seconds that each part may take.
-      first: what it begins to wait for.
-      work: told which function says what it waits for next.
     """
     progress, result = [(time.monotonic(), first)], dict[str, Any]()
 

@@ -1,12 +1,12 @@
 """What the doctor says: one line a check with a verdict, what was seen, and what to do."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshtrain.words.errors import EXIT_FINISHED, EXIT_USER_ERROR, one_line
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-_VERDICTS = (OK, WARNING, ERROR)
 _NAMED = 8  # processes that a line names; of more it says how many there are
 
 
@@ -54,10 +54,6 @@ def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:
 
     A check that is fine in several processes is one line, of the first of them. Processes with the same problem share
     its line.
-
-    Args:
-      findings: of all processes, in order of the checks.
-      hosts: process -> the name of its machine.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     shown: dict[tuple[str, ...], Finding] = {}
@@ -75,13 +71,8 @@ def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:
 
 
 def last_line(findings: Sequence[Finding], what: str) -> str:
-    """Returns the summary.
-
-    Args:
-      findings: all of them.
-      what: what was checked, such as `2 processes with 8 devices`.
-    """
-    counts = {verdict: len(set(map(_words, findings)) & _of(findings, verdict)) for verdict in _VERDICTS}
+    """Returns the summary of all findings; `what` was checked, such as `2 processes on 1 machine`."""
+    counts = collections.Counter(verdict for verdict, *_ in set(map(_words, findings)))
     if not counts[ERROR] + counts[WARNING]:
         return f"doctor: nothing is wrong with {what}"
     said = [f"{counts[verdict]} {verdict}{'s' * (counts[verdict] > 1)}" for verdict in (ERROR, WARNING)]
@@ -113,7 +104,3 @@ def _line(finding: Finding, processes: Sequence[int], hosts: Mapping[int, str]) 
 
 def _words(finding: Finding) -> tuple[str, ...]:
     return finding.verdict, finding.check, finding.seen, finding.fix
-
-
-def _of(findings: Iterable[Finding], verdict: str) -> set[tuple[str, ...]]:
-    return {_words(finding) for finding in findings if finding.verdict == verdict}

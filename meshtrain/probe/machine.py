@@ -1,5 +1,6 @@
 """Reads the facts about this machine that the doctor's checks judge. Imports no JAX; each read has a time limit."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -12,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,30 +26,20 @@ from meshtrain.words.paths import expanded, is_url
 
 _PACKAGE = Path(__file__).parents[1]
 _WRITTEN_BYTES = 2**24
+_LOOK_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _CACHE = "~/.cache/meshtrain/jax"
 _NET = Path("/sys/class/net")
 _UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
 _CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-_ALSO_INSTALLED = (
-    "jaxlib",
-    "jax-cuda12-plugin",
-    "jax-cuda12-pjrt",
-    "jax-cuda13-plugin",
-    "jax-cuda13-pjrt",
-    "libtpu",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-)
+_ALSO_INSTALLED = ("jax-cuda", "libtpu", "nvidia-nccl", "nvidia-cudnn")  # beginnings of distributions' names
 _T = TypeVar("_T")
 
 
 def installed() -> dict[str, str | None]:
     """Returns distribution -> version; None for one that meshtrain needs and that is missing."""
-    needed = ["meshtrain", *_requirements("meshtrain"), "jaxlib"]
-    found = {name: _version(name) for name in needed}
-    return found | {name: version for name in _ALSO_INSTALLED if (version := _version(name))}
+    found = {name: _version(name) for name in ("meshtrain", *_requirements("meshtrain"), "jaxlib")}
+    others = ((each.name, each.version) for each in importlib.metadata.distributions())
+    return found | {name: version for name, version in others if name.startswith(_ALSO_INSTALLED)}
 
 
 def software() -> dict[str, str]:
@@ -64,12 +55,7 @@ def software() -> dict[str, str]:
 
 
 def libraries(environ: Mapping[str, str], version: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:
-    """Returns name -> value of what may differ between processes, and rarely does on purpose.
-
-    Args:
-      environ: of this process.
-      version: the file in which NVIDIA's driver says its own.
-    """
+    """Returns name -> value of what may differ between processes, and rarely does on purpose."""
     driver = re.search(r"Kernel Module\D*([\d.]+)", _text(version))
     paths = {name: environ[name] for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if environ.get(name)}
     return {**({"NVIDIA driver": driver[1]} if driver else {}), **paths}
@@ -104,10 +90,13 @@ def findings(
     found += _folder("workdir", workdir, limit)
     if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
         found += _folder("cache", expanded(cache), limit)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found += [
         alone.memory(*memory()),
         alone.shared_memory(_size_of(Path("/dev/shm")), len(listed)),
-        alone.locked_memory(_locked_limit(), any(Path("/sys/class/infiniband").glob("*"))),
+        alone.locked_memory(
+            None if locked == resource.RLIM_INFINITY else locked, any(Path("/sys/class/infiniband").glob("*"))
+        ),
     ]
     return found
 
@@ -168,6 +157,39 @@ def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
 def existing(path: Path) -> Path:
     """Returns the folder, or the nearest one above it that is there: the doctor makes none."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
+
+
+@contextlib.contextmanager
+def marked(workdir: Path, files: Mapping[int, str], process: int, limit: float) -> Iterator[Path]:
+    """Yields the folder, or the nearest one above it, in which this process' file is until the block ends.
+
+    Args:
+      workdir: of the job.
+      files: process -> its file, of those that can write.
+      process: this one.
+      limit: seconds that a file may take.
+    """
+    folder = within(limit, lambda: existing(workdir), workdir)
+    if process in files:
+        within(limit, lambda: (folder / files[process]).touch(), None)
+    try:
+        yield folder
+    finally:
+        if process in files:
+            within(limit, lambda: (folder / files[process]).unlink(missing_ok=True), None)
+
+
+def looked(folder: Path, files: Mapping[int, str]) -> tuple[str, list[int], float]:
+    """Returns (the folder, the processes whose file is not there after 5 s, the seconds until all of them were)."""
+    start, seen = time.monotonic(), set[int]()
+
+    def look() -> None:
+        seen.update(process for process, file in files.items() if (folder / file).exists())
+
+    while len(seen) < len(files) and time.monotonic() < start + _LOOK_SECONDS:
+        within(_LOOK_SECONDS, look, None)
+        time.sleep(_POLL_SECONDS)
+    return str(folder), sorted(files.keys() - seen), time.monotonic() - start
 
 
 def write(path: Path) -> tuple[float, str]:
@@ -244,11 +266,6 @@ def _size_of(path: Path) -> int:
     except OSError:
         return 0
     return free.f_blocks * free.f_frsize
-
-
-def _locked_limit() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _text(path: Path) -> str:

@@ -60,9 +60,6 @@ def room_bytes(mesh: Mesh) -> int:
     """Returns the largest array that each device can be given, by the free memory of the fullest one.
 
     Simulated devices share half of their host's memory. All processes call it, and get the same number.
-
-    Args:
-      mesh: of the devices.
     """
     own = [device for device in mesh.devices.flat if device.process_index == peers.index()]
     if own[0].platform == "cpu":
@@ -135,12 +132,6 @@ def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:
 
 
 def hosts_along(mesh: Mesh, axis: str, hosts: Sequence[str]) -> int:
-    """Returns over how many hosts the devices of a group along an axis are spread; of several groups the most.
-
-    Args:
-      mesh: of the devices.
-      axis: one of its axes.
-      hosts: the host's name of each process.
-    """
+    """Returns over how many hosts the devices of a group along an axis are spread; of several groups the most."""
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     return max(len({hosts[device.process_index] for device in group}) for group in groups)

@@ -55,13 +55,7 @@ def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str
 
 
 def cut_off(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
-    """Returns what a process says that cannot register at process 0, or cannot be it.
-
-    Args:
-      meeting: where the processes meet.
-      reason: what was seen.
-      is_this_machine: whether the address leads to the process' own machine.
-    """
+    """Returns what a process says that cannot register at process 0, or cannot be it."""
     if isinstance(reason, Refused):
         return error("registered", str(reason), _START_ONCE)
     if isinstance(reason, Occupied):
@@ -144,7 +138,7 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
     """
     found = []
     for process, (folder, missing, _) in seen.items():
-        if others := [other for other in missing if other != process]:
+        if others := [other for other in missing if other != process and other in seen]:
             what = f"{folder} has no file of {named(others, {})}: it is not the same folder"
             fix = "a workdir on a file system that all machines mount"
             found.append(error("shared", what, fix, process))

@@ -111,7 +111,7 @@ def impatient(monkeypatch, tmp_path):
     monkeypatch.setattr(meeting, "_GRACE_SECONDS", 2.0)
     monkeypatch.setattr(doctor, "_END_SECONDS", 0.1)
     monkeypatch.setattr(machine, "_WRITTEN_BYTES", 1)
-    monkeypatch.setattr(doctor, "_LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(machine, "_LOOK_SECONDS", 0.3)
 
 
 def doctor_of(index, one, port, never):
