@@ -155,7 +155,6 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
 
     Args:
       what: `workdir` or `cache`.
-      path: its own.
       seconds: that 16 MiB took to be on its disk.
       failure: why it cannot be written; empty if it can.
     """

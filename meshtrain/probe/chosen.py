@@ -21,9 +21,6 @@ def typed(given: argparse.Namespace) -> Config:
 
     A batch that does not divide is no matter here. Where no size is named, all devices are on the first axis.
 
-    Args:
-      given: what `flags.arguments` returns.
-
     Raises:
       UserError: all problems of the file, of the overrides and of the sizes.
     """

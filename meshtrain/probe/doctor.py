@@ -179,7 +179,6 @@ def _as_job(
     arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, exercise: Callable[[], Any]
 ) -> list[Finding]:
     """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does."""
-
     limit = arguments.limit
     own = _within_limit(limit, "the import of JAX", lambda _: exercise().compared(arguments))
     said = exchange("configuration", own, 2 * limit)

@@ -102,23 +102,26 @@ def findings(
 
 
 def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
-    """Returns what `read` returns, or `otherwise` if it takes longer: a dead disk or name server blocks for minutes.
+    """Returns what `read` returns, or `otherwise` if it fails or takes longer: a dead disk or name server blocks.
 
     `read` goes on in its thread, which does not keep the program from ending.
     """
     found: list[_T] = []
-    thread = threading.Thread(target=lambda: found.append(read()), daemon=True)
+
+    def act() -> None:
+        with contextlib.suppress(OSError):
+            found.append(read())
+
+    thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(seconds)
     return found[0] if found else otherwise
 
 
 def resolved(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
-    """Returns (the addresses of process 0's machine, "") or ([], why there are none).
+    """Returns (the addresses of process 0's machine, "") or ([], why there are none, after so many seconds).
 
-    Args:
-      meeting: where the processes meet.
-      seconds: how long to ask again: the name of a pod that has just started may not be known yet.
+    The name of a pod that has just started may not be known yet.
     """
     try:
         found = tried(lambda: socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP), seconds)
@@ -161,14 +164,7 @@ def existing(path: Path) -> Path:
 
 @contextlib.contextmanager
 def marked(workdir: Path, files: Mapping[int, str], process: int, limit: float) -> Iterator[Path]:
-    """Yields the folder, or the nearest one above it, in which this process' file is until the block ends.
-
-    Args:
-      workdir: of the job.
-      files: process -> its file, of those that can write.
-      process: this one.
-      limit: seconds that a file may take.
-    """
+    """Yields the folder, or the nearest one above it; there this process has its file, if any, until the block ends."""
     folder = within(limit, lambda: existing(workdir), workdir)
     if process in files:
         within(limit, lambda: (folder / files[process]).touch(), None)

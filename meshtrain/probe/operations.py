@@ -59,11 +59,6 @@ def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
 
     In n - 1 hops each device adds its own part to the one that it receives and passes the sum on; then device i has
     the sum of part i + 1. In n - 1 more hops the sums go round.
-
-    Args:
-      x: float32 [E].
-      axis: of the mesh.
-      size: devices along the axis.
     """
     me, right = lax.axis_index(axis), [(i, (i + 1) % size) for i in range(size)]
 

@@ -19,17 +19,15 @@ _MEASURED = ("axis", "operation", "group_size", "num_bytes", "wire_bytes", "fast
 def text(found: Sweep) -> str:
     """Returns the tables of all measurements and of the fits, and what is doubtful about them."""
     header = ("axis", "operation", "devices", "bytes", "us", "spread", "algorithm GB/s", "bus GB/s", "value")
-    parts = [aligned([_row(row) for row in found.rows], header, "<<>>>>>><")]
     fitted = ("axis", "operation", "devices", "hosts", "latency us", "GB/s", "error")
-    lines = [_fit_row(one) for one in found.fits if one.link]
-    if lines:
-        parts.append(aligned(lines, fitted, "<<>>>>>"))
-    parts += _left_out(found)
-    parts += [f"not fitted   {one.operation} on {one.axis}: {one.why_not}" for one in found.fits if one.why_not]
-    parts += [f"WRONG        {line}" for row in found.rows for line in row.wrong]
-    if found.platform == "cpu":
-        parts.append(f"note         {SIMULATED}")
-    return "\n\n".join(parts[: 2 if lines else 1]) + "\n\n" + "\n".join(parts[2 if lines else 1 :])
+    fits = [_fit_row(one) for one in found.fits if one.link]
+    parts = [aligned([_row(row) for row in found.rows], header, "<<>>>>>><")]
+    parts += [aligned(fits, fitted, "<<>>>>>")] if fits else []
+    lines = _left_out(found)
+    lines += [f"not fitted   {one.operation} on {one.axis}: {one.why_not}" for one in found.fits if one.why_not]
+    lines += [f"WRONG        {line}" for row in found.rows for line in row.wrong]
+    lines += [f"note         {SIMULATED}"] if found.platform == "cpu" else []
+    return "\n\n".join([*parts, "\n".join(lines)])
 
 
 def _left_out(found: Sweep) -> list[str]:
@@ -38,9 +36,8 @@ def _left_out(found: Sweep) -> list[str]:
         count = sum((row.axis, row.operation) == (one.axis, one.operation) for row in found.rows)
         if count < len(found.sizes):
             first = format_bytes(found.sizes[count])
-            lines.append(
-                f"left out     {one.operation} on {one.axis} from {first} on: it would take longer than --limit"
-            )
+            which = f"{one.operation} on {one.axis} from {first} on"
+            lines.append(f"left out     {which}: it would take longer than --limit")
     return lines
 
 

@@ -137,15 +137,9 @@ def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
 
 
 def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> Any:
-    """Returns the compiled function [mesh.size, E] -> (after the first collective, after the last one).
+    """Returns the compiled function [mesh.size, E] -> (after the first collective, after the last of an odd number).
 
     Sums grow with each repeat, to infinity at last, which takes no longer than other numbers.
-
-    Args:
-      mesh: of the devices.
-      axis: along which the collective runs.
-      name: one of `links.OPERATIONS`.
-      num_repeats: odd.
     """
     function = operation(name, axis, mesh.shape[axis], mesh.devices.flat[0].platform)
 
