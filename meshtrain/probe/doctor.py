@@ -97,9 +97,9 @@ def diagnosed(
     if meeting is None:
         found += _as_job(arguments, lambda name, value, seconds: {0: value}, 1, exercise)
         return _shown(found, {0: socket.gethostname()}, "this machine")
+    own, begun = _introduction(found, environ), time.monotonic()
     try:
-        begun = time.monotonic()
-        call, said = roll_call(meeting, environ, _introduction(found, environ), arguments.limit, needs_all=False)
+        call, said = roll_call(meeting, environ, own, arguments.limit, needs_all=False)
         with call:
             return _together(arguments, meeting, call, said, time.monotonic() - begun, exercise)
     except Unreachable as reason:
