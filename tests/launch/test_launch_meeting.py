@@ -195,6 +195,22 @@ def test_who_is_awaited_is_said_again_and_again(threads, capsys, soon):
         call.result(20)
 
 
+def test_those_that_have_registered_learn_who_is_awaited(threads, soon):
+    first, second, _ = meetings(3)
+    heard = []
+
+    def member():
+        with Member(second, 20) as call:
+            call.exchange("meet", 1, 20, heard.append)
+
+    done = threads.submit(member)
+    with Hub(first, {}) as hub:
+        assert hub.wait_for_all(time.monotonic() + 1.0, lambda _: None) == [2]
+        hub.exchange("meet", 0, 0)
+        done.result(20)
+    assert heard[0] == [2]
+
+
 def test_without_process_0_the_line_says_what_is_seen_and_the_wait_has_an_end(capsys, soon, monkeypatch):
     monkeypatch.setattr(meeting, "MEET_SECONDS", 0.5)
     _, second = meetings(2)
