@@ -31,6 +31,8 @@ _CONNECT_SECONDS = 5.0
 _GRACE_SECONDS = 10.0  # process 0 waits for the others first, and answers then
 _MEET, _AWAITED, _REFUSED = "meet", "awaited", "refused"
 _T = TypeVar("_T")
+_Message = Mapping[str, Any]
+Said = dict[int, Any]  # process -> its value, as JSON holds it
 
 
 class Unreachable(Exception):
@@ -76,7 +78,7 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
 
 def roll_call(
     meeting: Meeting, environ: Mapping[str, str], value: Any, seconds: float, *, needs_all: bool
-) -> "tuple[Hub | Member, dict[int, Any]]":
+) -> "tuple[Hub | Member, Said]":
     """Returns the open connection to the others, and process -> value; prints every 15 s who is awaited.
 
     Args:
@@ -180,7 +182,7 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._server)
 
-    def exchange(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
+    def exchange(self, name: str, value: Any, seconds: float) -> Said:
         """Returns process -> value, of those that answered in time, and tells them the same."""
         self._pump(time.monotonic() + seconds, lambda: self._has_all(name))
         found = {0: value, **{i: one.said[name] for i, one in sorted(self._own.items()) if name in one.said}}
@@ -247,7 +249,7 @@ class Hub:
             self._selector.unregister(one.socket)
             one.close()
 
-    def _registers(self, one: "_Connection", message: Mapping[str, Any]) -> bool:
+    def _registers(self, one: "_Connection", message: _Message) -> bool:
         process, count, expected = message["process"], message["num_processes"], self._meeting.num_processes
         if count != expected:
             why = f"{one.address} was started as one of {count} processes, process 0 as one of {expected}"
@@ -275,7 +277,7 @@ class Member:
         Raises:
           Unreachable: it cannot connect; the text is the reason of the last attempt.
         """
-        self._unread: list[Mapping[str, Any]] = []
+        self._unread: list[_Message] = []
         self.has_answer = False
         deadline = time.monotonic() + seconds
         while True:
@@ -303,7 +305,7 @@ class Member:
 
     def exchange(
         self, name: str, value: Any, seconds: float, say: Callable[[Sequence[int]], None] = lambda _: None
-    ) -> dict[int, Any]:
+    ) -> Said:
         """Returns what `Hub.exchange` returns in process 0.
 
         Args:
@@ -329,7 +331,7 @@ class Member:
             elif message["name"] == name:
                 return {int(process): each for process, each in message["value"].items()}
 
-    def _received(self, deadline: float, seconds: float) -> Mapping[str, Any]:
+    def _received(self, deadline: float, seconds: float) -> _Message:
         one = self._connection
         while not self._unread:
             if one.strange:
@@ -372,7 +374,7 @@ class _Connection:
             except OSError:
                 self.is_open = False
 
-    def read(self) -> list[Mapping[str, Any]]:
+    def read(self) -> list[_Message]:
         """Returns the messages that are complete; something else than a message ends the connection."""
         try:
             piece = self.socket.recv(2**16)
@@ -380,7 +382,7 @@ class _Connection:
             piece = b""
         *complete, self._buffer = (self._buffer + piece).split(b"\n")
         self.is_open = bool(piece) and len(self._buffer) <= _MOST_BYTES
-        found: list[Mapping[str, Any]] = []
+        found: list[_Message] = []
         for line in complete:
             try:
                 message = read_json(line)

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
-from meshtrain.launch.meeting import Hub, Member, Unreachable, roll_call
+from meshtrain.launch.meeting import Hub, Member, Said, Unreachable, roll_call
 from meshtrain.probe import alone, findings, machine, together
 from meshtrain.probe.findings import Finding
 from meshtrain.words import flags, named
@@ -25,11 +25,11 @@ from meshtrain.words.errors import UserError, leave_at_once, run
 
 _LIMIT_SECONDS = 120.0
 _FACT_SECONDS = 60.0  # to read one fact of this machine
-_END_SECONDS = 5.0
-_POLL_SECONDS = 0.05
+_END_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _NUM_CLOCK_ROUNDS = 8
-_Begin = Callable[[str], None]  # told what a process begins to wait for
-_Exchange = Callable[[str, Any, float], dict[int, Any]]  # (name, value, seconds) -> process -> value
+_Exchange = Callable[[str, Any, float], Said]  # (name, value, seconds) -> process -> value
+_Exercise = Callable[[], Any]  # imports JAX, and returns the module `exercise`
+_Work = Callable[[Callable[[str], None]], dict[str, Any]]  # given what to tell when it begins to wait for something
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ def diagnosed(
     arguments: argparse.Namespace,
     meeting: Meeting | None,
     environ: Mapping[str, str],
-    exercise: Callable[[], Any] = _exercise,
+    exercise: _Exercise = _exercise,
 ) -> int:
     """Runs all checks, prints in process 0, or where that cannot be reached, and returns the exit code.
 
@@ -113,9 +113,9 @@ def _together(
     arguments: argparse.Namespace,
     meeting: Meeting,
     call: Hub | Member,
-    said: dict[int, Any],
+    said: Said,
     seconds: float,
-    exercise: Callable[[], Any],
+    exercise: _Exercise,
 ) -> int:
     """Compares what the processes have said, and goes on with those that are there: all decide alike, one prints."""
     hub, count = (call if isinstance(call, Hub) else None), meeting.num_processes
@@ -176,7 +176,7 @@ def _clocks(exchange: _Exchange, num_processes: int, limit: float) -> list[Findi
 
 
 def _as_job(
-    arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, exercise: Callable[[], Any]
+    arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, exercise: _Exercise
 ) -> list[Finding]:
     """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does."""
     limit = arguments.limit
@@ -191,7 +191,7 @@ def _as_job(
     return found + (together.held_up(said, num_processes, limit) or _judged(said, arguments.gpus))
 
 
-def _within_limit(limit: float, first: str, work: Callable[[_Begin], dict[str, Any]]) -> dict[str, Any]:
+def _within_limit(limit: float, first: str, work: _Work) -> dict[str, Any]:
     """Returns what `work` returns, or why it does not: `refused`, `failed` or `stuck` in a part for `limit` seconds.
 
     It runs in a thread, so that this one can give up and tell the others.
@@ -213,7 +213,7 @@ def _within_limit(limit: float, first: str, work: Callable[[_Begin], dict[str, A
     return {"stuck": (len(progress), progress[-1][1])} if thread.is_alive() else result
 
 
-def _judged(said: Mapping[int, Any], num_gpus: int | None) -> list[Finding]:
+def _judged(said: Said, num_gpus: int | None) -> list[Finding]:
     counts = {process: (int(each["devices"][0]), str(each["devices"][1])) for process, each in said.items()}
     without = [process for process, each in said.items() if each["without_gpus"]]
     found = together.devices(counts, num_gpus, without)

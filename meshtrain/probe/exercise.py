@@ -9,7 +9,7 @@ import jax
 from meshtrain.config.config import Config, check, configure
 from meshtrain.launch import distributed, peers
 from meshtrain.layout.axes import AXES, batch_axes, storage_axes
-from meshtrain.layout.mesh import make_mesh, mesh_shape, num_needed
+from meshtrain.layout.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
 from meshtrain.probe import chosen
 from meshtrain.probe.pairs import timed_pairs
 from meshtrain.probe.timed import timed
@@ -76,7 +76,7 @@ def _configuration(given: argparse.Namespace) -> Config:
     return chosen.typed(given) if given.config is None else configure(given)
 
 
-def _shape(options: Any, devices: list[jax.Device]) -> Mapping[str, int]:
+def _shape(options: MeshOptions | None, devices: list[jax.Device]) -> Mapping[str, int]:
     if options is not None:
         simulated = devices[0].platform == "cpu"
         return mesh_shape(options, len(devices), simulated=simulated, num_processes=peers.count())
