@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from meshtrain.config import former
 from meshtrain.config.config import CONFIG_FILE, Config, built
 from meshtrain.config.effects import without_effect
 from meshtrain.config.tasks import TASKS, find
@@ -80,13 +81,15 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     Options without effect (of an optimizer that is not in use, say) are not compared.
 
     Args:
-      old: the nested dict of the run to resume, as `json.loads` reads its config.json.
+      old: the nested dict of the run to resume, as `json.loads` reads its config.json; its keys may be former ones.
       new: the nested dict of the new configuration. A key that one of them lacks has its default.
     """
     task = new["task"] if "task" in new else Config.task
-    before, after = (_defaults(task) | flags.flatten(values) for values in (old, new))
+    then, after = flags.flatten(old), _defaults(task) | flags.flatten(new)
+    found = [line for key, line in former.rename(then, {}, after).items() if not is_free(key)]
+    before = _defaults(task) | then
     # A function that the old run alone names is not imported; the two differ anyway.
-    found, idle = list[str](), _idle(new) | (_idle(old) if before["task"] == after["task"] else set())
+    idle = _idle(new) | (_idle(then) if before["task"] == after["task"] else set())
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         # The table names the decoder's options. A user's option of the same name is another one, and may not change.

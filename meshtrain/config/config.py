@@ -20,7 +20,7 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain.config import checks, context, tasks, vocabulary
+from meshtrain.config import checks, context, former, tasks, vocabulary
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
@@ -236,6 +236,7 @@ def built(
     if isinstance(values.get("model"), Mapping) and not dataclasses.fields(start.model):
         del values["model"]  # the task has options, and none of them
     found += _drop_other_defaults(start, values, texts)
+    found += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
     typed, wrong = flags.collect(flags.schema(start), values, texts)
     return flags.construct(start, typed), found + wrong
 

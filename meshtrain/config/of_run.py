@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import CONFIG_FILE, Config, built, configure, resolve
+from meshtrain.config.former import FORMER
 from meshtrain.config.of_folder import of_folder
 from meshtrain.hf.config import is_described
 from meshtrain.hf.folder import opened
@@ -48,7 +49,8 @@ def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_d
         text = own.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
-    given = from_json(text, _refuse_functions(text, own, arguments))
+    instead = {key: value for key, value in arguments.overrides.items() if key in FORMER}
+    given = from_json(text, instead | _refuse_functions(text, own, arguments))
     return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
 
 

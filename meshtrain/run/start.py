@@ -164,8 +164,8 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
         return
     now = assembly.config
     given = json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    # A task function without options cannot be found by its name, and no rate depends on `model`.
-    was = from_json(json.dumps({key: value for key, value in given.items() if key not in ("task", "model")}))
+    # Alone: the run's other options may be of a task that is not here, or of a former version.
+    was = from_json(json.dumps({key: given[key] for key in ("num_steps", "learning_rate") if key in given}))
     options = dataclasses.replace(now.learning_rate, decay_steps=was.learning_rate.decay_steps)
     before = dataclasses.replace(now, num_steps=was.num_steps, learning_rate=options)
     # Of groups that train apart, each with its own count, the one that skipped least.

@@ -1,0 +1,81 @@
+"""Keys of former versions, and what takes their place wherever a configuration is read."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.words import flags
+
+
+@dataclasses.dataclass(frozen=True)
+class Gone:
+    """A key that no longer exists.
+
+    Attributes:
+      default: its last default, which is what the program does now; this value is dropped without a word.
+      why: what takes the place of other values, or why there are none, as the end of "the only value now, ...".
+    """
+
+    default: Any
+    why: str
+
+
+# Former key -> today's key, or why it is gone. A row has no effect where the options have a key of that name.
+FORMER: Mapping[str, str | Gone] = {
+    "pipeline.table": Gone("", "as pipeline.schedule=package.module:function takes the place of tables in files"),
+    "model.expert_exchange": Gone("gather", "as the devices of an expert axis always gather tokens"),
+}
+
+
+def rename(values: dict[str, Any], texts: dict[str, str], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """Puts values of renamed keys under today's keys and takes those of gone keys out, both in place.
+
+    Args:
+      values: dotted key -> value, from Python or JSON.
+      texts: dotted key -> text of a command line; takes precedence over `values`.
+      defaults: dotted key -> default, of every key of today.
+
+    Returns:
+      Former key -> a line, for each value that nothing stands for today.
+    """
+    found = {}
+    for key, now in FORMER.items():
+        if key in defaults:
+            continue  # the task's own option
+        given = [values.pop(key)] if key in values else []
+        typed = [texts.pop(key)] if key in texts else []
+        if isinstance(now, Gone):
+            line = _refused(key, (typed or given)[0], now, is_text=bool(typed)) if typed or given else ""
+        else:
+            unchosen = defaults[now] if now in defaults else None
+            line = _moved(key, now, given, values, unchosen) or _moved(key, now, typed, texts, None)
+        if line:
+            found[key] = line
+    return found
+
+
+def _refused(key: str, value: Any, gone: Gone, *, is_text: bool) -> str:
+    """Returns a line for a value of a key that is gone; '' for the default that it had."""
+    default = json.dumps(gone.default)
+    try:
+        read = flags.typed(value, type(gone.default), is_text=is_text)
+        got = "" if read == gone.default else f"got {json.dumps(read)}"
+    except ValueError as error:
+        got = str(error).partition("; allowed: ")[0]
+    return got and f"{key}: {got}; allowed: {default}, the only value now, {gone.why}; nearest: {key}={default}"
+
+
+def _moved(key: str, now: str, value: list[Any], among: dict[str, Any], unchosen: Any) -> str:
+    """Puts a value, if there is one, under today's key; returns a line where that has been chosen with another value.
+
+    What a file has under today's key may be `unchosen`, the default that it began with.
+    """
+    for one in value:
+        # A comparison with an array, or with an object of the user's, may raise.
+        are_plain = now in among and all(isinstance(each, int | float | str) for each in (one, among[now]))
+        if are_plain and among[now] not in (one, unchosen):
+            got = f"{key}: got {json.dumps(one)}, and {now} is {json.dumps(among[now])}"
+            return f"{got}; allowed: {now} alone, its name today; nearest: leave {key} out"
+        among[now] = one
+    return ""
