@@ -50,9 +50,9 @@ TOP_LEVEL = {
     "scripts",
     "tests",
 }
-# The only places of files that are not text: pictures, a data set that comes with the package, with its source, and
-# small models with their logits.
-NOT_TEXT = ("docs/", "meshtrain/data/digits/", "tests/hf/fixtures/")
+# The only places of files that are not text: pictures, a data set that comes with the package, with its source,
+# small models with their logits, and runs of a former version.
+NOT_TEXT = ("docs/", "meshtrain/data/digits/", "tests/hf/fixtures/", "tests/run/fixtures/")
 BATCH = batch_axes()
 # The table of rules says which axes split which dim, and is where a list of them belongs.
 AXES_LISTED = {"meshtrain/layout/rules.py": {"('pipeline', 'tensor')"}}

@@ -1,0 +1,264 @@
+"""Records what the program decides, computes and says, and compares two records: nothing may change by accident.
+
+    .venv/bin/python -m scripts.benchmarks.net record FOLDER [--parts=placements,charts,...] [--like=OLDER]
+    .venv/bin/python -m scripts.benchmarks.net compare OLDER FOLDER [--relative=1e-6]
+
+A record is a folder of text files, one folder a part:
+
+    placements   where each weight of each configuration lives, as in tests/golden
+    charts       every schedule of the pipeline in a few sizes
+    losses       loss and gradient norm of 20 steps of each configuration that fits eight devices
+    errors       the lines that the broken configurations, data, runs and command lines of the tests are refused with,
+                 and those of random configurations; with --like the random ones of an older record, because other
+                 options would draw others
+    tests        the names of all tests
+    plans        bytes by axis, peak, and a hash of the scheduled program's collectives (kind, axes, how often, bytes,
+                 whether products overlap them, in the program's order) of the large configurations; needs the extra
+                 plan-gpu and an hour of CPU
+
+`compare` prints each difference and returns 1 if there is one; parts that one of the two lacks are named and left out.
+No file holds a time. Both records must come from one version of JAX on one kind of machine.
+"""
+
+import argparse
+import contextlib
+import difflib
+import hashlib
+import io
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshtrain import explain
+from meshtrain.__main__ import main as meshtrain
+from meshtrain.config.config import Config, parse
+from meshtrain.launch import distributed
+from meshtrain.pipeline.schedules import NAMES
+from meshtrain.plan import planner, report, topology
+from meshtrain.plan.collectives import collectives
+from meshtrain.plan.compile import program_of
+from meshtrain.plan.timing import Assumptions
+from meshtrain.words.errors import UserError, run
+from scripts import fuzz_configurations as fuzz
+from scripts.plan_table import LARGE
+from tests.golden import test_golden_placements as golden
+from tests.run import broken, test_run_broken_configurations, test_run_broken_data, test_run_broken_runs
+
+ROOT = Path(__file__).parents[2]
+NUM_DEVICES, NUM_STEPS, NUM_RANDOM = 8, 20, 200
+SMALL = (
+    "3d", "data", "digits", "experts", "fsdp", "hybrid", "long", "numbers", "pipeline", "tensor", "tiny",
+)  # fmt: skip
+SIZES = ((2, 2, 1), (4, 8, 1), (4, 8, 2), (2, 4, 3), (3, 5, 1))  # stages, microbatches, chunks
+HOSTILE = (test_run_broken_configurations, test_run_broken_data, test_run_broken_runs)
+RANDOM = "random.json"
+ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+Texts = dict[str, str]  # file's name -> content
+
+
+def placements() -> Texts:
+    """Returns what stands in tests/golden/placements for each configuration."""
+    return {f"{name}.txt": golden.text(golden.assembled(name)) for name in golden.CONFIGS}
+
+
+def charts() -> Texts:
+    """Returns the chart and the numbers of each schedule, or why it has none."""
+    found = {}
+    for name in NAMES:
+        for stages, microbatches, chunks in SIZES:
+            flags = [f"--stages={stages}", f"--microbatches={microbatches}", f"--chunks={chunks}"]
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                try:
+                    meshtrain(["pipeline", f"--schedule={name}", *flags])
+                except UserError as error:
+                    print(error)
+            found[f"{name}_{stages}_{microbatches}_{chunks}.txt"] = said.getvalue()
+    return found
+
+
+def losses() -> Texts:
+    """Returns a line for each of 20 steps of each small configuration: step, loss, gradient norm, all digits."""
+    return {f"{name}.txt": _losses(name) for name in SMALL}
+
+
+def _losses(name: str) -> str:
+    changes = {"num_steps": NUM_STEPS, "log_every": 1, "num_eval_batches": 1, "sample_tokens": 0}
+    words = [f"--config.{key}={value}" for key, value in changes.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(io.StringIO()):
+            meshtrain(["train", f"--config={ROOT}/configs/{name}.py", f"--workdir={folder}/run", *words])
+        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    return "".join(f"{row['step']} {row['loss']!r} {row['grad_norm']!r}\n" for row in rows if "loss" in row)
+
+
+def errors(like: Path | None) -> Texts:
+    """Returns the lines that hostile inputs are refused with.
+
+    Args:
+      like: an older record, whose random configurations are taken; None: newly drawn ones.
+    """
+    found = {}
+    for module in HOSTILE:
+        lines = [line for case in module.CASES for line in (f"# {case.name}", *_refusal(case))]
+        found[f"{module.__name__.rpartition('.')[2]}.txt"] = ADDRESS.sub("0x", "\n".join(lines)) + "\n"
+    cases = json.loads((like / "errors" / RANDOM).read_text(encoding="utf-8")) if like else _drawn()
+    said = [line for i, case in enumerate(cases) for line in (f"# case {i}", *_said(case["words"], case["file"]))]
+    return {**found, RANDOM: json.dumps(cases, indent=1), "random.txt": ADDRESS.sub("0x", "\n".join(said)) + "\n"}
+
+
+def _refusal(case: broken.Case) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        lines = broken.assert_refused(case, Path(folder), patch)
+        patch.undo()  # the working directory, before its folder goes
+        return [line.replace(folder, "FOLDER") for line in lines]
+
+
+def _drawn() -> list[dict[str, object]]:
+    """Returns random configurations: the words of a command line besides --config, and the file's text."""
+    chance, known = random.Random(0), list(fuzz.fields(Config()))
+    cases = [fuzz.drawn_case(chance, known, Path("file.py"), 1 + i % fuzz.MOST_FIELDS) for i in range(NUM_RANDOM)]
+    return [{"words": case.words[1:], "file": case.file} for case in cases]
+
+
+def _said(words: Sequence[str], text: str) -> list[str]:
+    """Returns the lines that `explain` refuses a configuration with; none if it takes it."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        file = Path(folder, "file.py")
+        file.write_text(text, encoding="utf-8")
+        try:
+            explain.main([f"--config={file}", *words])
+        except UserError as error:
+            return [line.replace(folder, "FOLDER").encode("unicode_escape").decode() for line in error.problems]
+    return []
+
+
+def tests() -> Texts:
+    """Returns the names of all tests, whatever they are marked."""
+    words = ["-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    return {"names.txt": "\n".join(sorted(names)) + "\n"}
+
+
+def plans() -> Texts:
+    """Returns what the plan of each large configuration says, without a modelled time."""
+    found = {}
+    for words in LARGE:
+        name, _, cluster = words.partition("=")
+        config, _ = parse([f"--config={ROOT}/configs/{name}.py"], reads_data=False)
+        target = topology.open_cluster(cluster)
+        shape = planner.shape_on(config, target)
+        made = planner.plan(config, shape, target, Assumptions())
+        program, stats = program_of(made.compiled), made.memory.compiler
+        assert program
+        assert stats
+        sent = [
+            (one.kind, one.axes, one.count, one.logical_bytes, one.wire_bytes, one.is_asynchronous, one.is_overlapped)
+            for one in collectives(program, shape)
+        ]
+        row = {
+            "cluster": cluster,
+            "held_bytes": stats.arguments_bytes,
+            "peak_bytes": stats.peak_bytes,
+            "sent_bytes": {axis: report.sent_along(made, axis) for axis in sorted(made.minimum)},
+            "least_bytes": dict(sorted(made.minimum.items())),
+            "num_collectives": len(sent),
+            "collectives": hashlib.sha256(json.dumps(sent).encode()).hexdigest(),
+        }
+        found[f"{name}.txt"] = json.dumps(row, indent=1) + "\n"
+        print(name, flush=True)
+    return found
+
+
+def parts(like: Path | None) -> Mapping[str, Callable[[], Texts]]:
+    """Returns part -> what makes its files."""
+    return {
+        "placements": placements,
+        "charts": charts,
+        "losses": losses,
+        "errors": lambda: errors(like),
+        "tests": tests,
+        "plans": plans,
+    }
+
+
+def record(folder: Path, names: Sequence[str], like: Path | None) -> None:
+    """Writes the files of these parts, and the versions that they come from."""
+    distributed.start(NUM_DEVICES)
+    folder.mkdir(parents=True, exist_ok=True)
+    python = ".".join(map(str, sys.version_info[:2]))
+    (folder / "versions.txt").write_text(f"python {python}\njax {jax.__version__}\n", encoding="utf-8")
+    for name in names:
+        texts = parts(like)[name]()
+        (folder / name).mkdir(exist_ok=True)
+        for file, text in texts.items():
+            (folder / name / file).write_text(text, encoding="utf-8")
+        print(f"{len(texts):4} files  {name}", flush=True)
+
+
+def compare(older: Path, newer: Path, relative: float) -> int:
+    """Prints each difference of two records and returns how many files differ.
+
+    Args:
+      older: a record.
+      newer: another one.
+      relative: numbers of losses that differ by at most this share of the larger one are equal.
+    """
+    mine, other = ({path.name for path in folder.iterdir()} for folder in (older, newer))
+    for name in sorted(mine ^ other):
+        print(f"only in one of the two, not compared: {name}")
+    found = {path.relative_to(folder) for folder in (older, newer) for path in folder.rglob("*") if path.is_file()}
+    count = 0
+    for file in sorted(file for file in found if file.parts[0] in mine & other and file.name != RANDOM):
+        before, now = (_lines(folder / file) for folder in (older, newer))
+        if before != now and not (file.parts[0] == "losses" and _are_near(before, now, relative)):
+            print(*difflib.unified_diff(before, now, f"{older / file}", f"{newer / file}", "", "", 0, ""), sep="\n")
+            count += 1
+    print(f"{count} files differ")
+    return count
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _are_near(before: Sequence[str], now: Sequence[str], relative: float) -> bool:
+    rows = [[[float(word) for word in line.split()] for line in lines] for lines in (before, now)]
+    numbers = [[number for row in some for number in row] for some in rows]
+    return len(numbers[0]) == len(numbers[1]) and all(
+        math.isclose(a, b, rel_tol=relative, abs_tol=0) for a, b in zip(*numbers, strict=True)
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Records or compares; returns 1 if two records differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    recording, comparing = commands.add_parser("record"), commands.add_parser("compare")
+    recording.add_argument("folder", type=Path)
+    recording.add_argument("--parts", default=",".join(parts(None)), help="comma separated; all by default")
+    recording.add_argument("--like", type=Path, metavar="OLDER", help="takes the random configurations of this record")
+    comparing.add_argument("older", type=Path)
+    comparing.add_argument("newer", type=Path)
+    comparing.add_argument("--relative", type=float, default=0.0, help="by which losses may differ (default: 0)")
+    given = parser.parse_args(argv)
+    if given.command == "compare":
+        return int(compare(given.older, given.newer, given.relative) > 0)
+    names = given.parts.split(",")
+    if unknown := set(names) - set(parts(None)):
+        parser.error(f"--parts: got {', '.join(sorted(unknown))}; allowed: {', '.join(parts(None))}")
+    record(given.folder, names, given.like)
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))
