@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from meshtrain.config import former
@@ -58,6 +59,7 @@ def test_two_values_for_one_option_are_refused():
 
 
 def test_a_wrong_value_of_a_renamed_key_is_told_under_todays_name():
+    assert refused({"num_steps": 300, "steps": np.zeros(2)})[0].startswith("num_steps: got array([0., 0.]) (ndarray)")
     assert refused({"steps": "x"})[0].startswith("num_steps: got 'x' (str); allowed: a whole number")
 
 

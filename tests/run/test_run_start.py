@@ -1,6 +1,7 @@
 """What a run starts from, and what it says before it goes on."""
 
 import dataclasses
+import json
 import types
 
 import jax
@@ -19,8 +20,8 @@ from meshtrain.store.keeping import CheckpointOptions
 COSINE = Config(num_steps=40, learning_rate=LearningRateOptions(peak=3e-3, warmup_steps=10))
 
 
-def said(run, before, now, capsys, step=40, skipped=0):
-    (run / "config.json").write_text(to_json(before))
+def said(run, before, now, capsys, step=40, skipped=0, more=None):
+    (run / "config.json").write_text(json.dumps(json.loads(to_json(before)) | (more or {})))
     assembly = types.SimpleNamespace(config=now, task=types.SimpleNamespace(width=0))
     state = types.SimpleNamespace(step=step, skipped=types.SimpleNamespace(total=skipped))
     start.warn_of_another_rate(assembly, run, state)
@@ -30,6 +31,12 @@ def said(run, before, now, capsys, step=40, skipped=0):
 def test_a_task_that_cannot_be_found_by_name_has_a_rate_too(tmp_path, capsys):
     """As that of a notebook, or one without options: `train` is given the function itself."""
     [line] = said(tmp_path, dataclasses.replace(COSINE, task="nowhere:task", model={}), longer(80), capsys)
+    assert "its decay was to end at step 40 and now ends at 80" in line
+
+
+def test_an_option_of_a_former_version_does_not_hide_the_rate(tmp_path, capsys):
+    """It may change between two starts; `workdir.check` has said so if not."""
+    [line] = said(tmp_path, COSINE, longer(80), capsys, more={"pipeline": {"gone": "x"}})
     assert "its decay was to end at step 40 and now ends at 80" in line
 
 
