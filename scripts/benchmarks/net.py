@@ -14,7 +14,7 @@ A record is a folder of text files, one folder a part:
     tests        the names of all tests
     plans        bytes by axis, peak, and a hash of the scheduled program's collectives (kind, axes, how often, bytes,
                  whether products overlap them, in the program's order) of the large configurations; needs the extra
-                 plan-gpu and an hour of CPU
+                 plan-gpu, and far more time than the other parts
 
 `compare` prints each difference and returns 1 if there is one; parts that one of the two lacks are named and left out.
 No file holds a time. Both records must come from one version of JAX on one kind of machine.
@@ -151,7 +151,7 @@ def tests() -> Texts:
 
 def plans() -> Texts:
     """Returns what the plan of each large configuration says, without a modelled time."""
-    jax.config.update("jax_enable_compilation_cache", False)  # a program from there was not scheduled here
+    jax.config.update("jax_enable_compilation_cache", False)  # no run here would read these programs
     found = {}
     for words in LARGE:
         name, _, cluster = words.partition("=")
