@@ -4,7 +4,7 @@
 
 An archive holds what a user has: `run.py` (the configuration), `words.txt` (its text), `run/` (the workdir of a run
 that was stopped after half of its steps), and `losses.json`: {step: loss} of the same run without a stop. They are
-archives because a save of Orbax is a dozen small files full of repeated metadata, and an archive takes a quarter of that.
+archives because a save of Orbax is a dozen small files full of repeated metadata: packed they take a quarter.
 """
 
 import contextlib
