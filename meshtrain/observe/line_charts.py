@@ -19,11 +19,11 @@ class Line:
 
     Attributes:
       label: of the legend.
-      points: (number of devices, value, whether its marker is filled), with rising numbers of devices.
+      points: (number of devices, value), with rising numbers of devices.
     """
 
     label: str
-    points: Sequence[tuple[int, float, bool]]
+    points: Sequence[tuple[int, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
 
     Args:
       panels: at least one.
-      note: the meaning of filled and hollow markers, below them.
+      note: below them.
     """
     from matplotlib.figure import Figure
 
@@ -64,21 +64,21 @@ def figure_of(panels: Sequence[Panel], note: str) -> "Figure":
         place.tick_params(labelsize=8)
         place.spines[["top", "right"]].set_visible(False)
         if panel.ideal:
-            sizes, values = zip(*((size, value) for size, value, _ in panel.ideal.points), strict=True)
+            sizes, values = zip(*panel.ideal.points, strict=True)
             place.plot(sizes, values, color="#8a94a0", linewidth=0.9, linestyle="--", label=panel.ideal.label)
         for number, line in enumerate(panel.lines):
             colour = COLOURS[number % len(COLOURS)]
             place.plot(
-                [size for size, _, _ in line.points],
-                [value for _, value, _ in line.points],
+                [size for size, _ in line.points],
+                [value for _, value in line.points],
                 color=colour,
                 linewidth=1.4 + 1.3 * (len(panel.lines) - 1 - number),  # those below stay visible where lines meet
+                marker="o",
+                markersize=5,
                 label=line.label,
             )
-            for size, value, is_filled in line.points:
-                place.plot([size], [value], "o", color=colour, markersize=5, fillstyle="full" if is_filled else "none")
         if not panel.is_logarithmic:
-            highest = max((value for line in panel.lines for _, value, _ in line.points), default=1.0)
+            highest = max((value for line in panel.lines for _, value in line.points), default=1.0)
             place.set_ylim(0, 1.08 * highest)
         if panel.lines:
             place.legend(fontsize=8, frameon=False)

@@ -5,10 +5,12 @@ python -m meshtrain plan --config=configs/llama3_8b.py --cluster=h100:8x8 --scal
 """
 
 import argparse
+import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -79,7 +81,10 @@ def arguments() -> argparse.ArgumentParser:
         help="speedup and efficiency on these numbers of devices instead, such as 8,16,...,4096",
     )
     extra.add_argument(
-        "--programs", metavar="N", default="", help=f"compile at most N for --scaling ({scaling.MOST_PROGRAMS})"
+        "--programs",
+        metavar="N",
+        default="",
+        help=f"compile at most N for --scaling ({scaling.MOST_PROGRAMS}; {scaling.MOST_WHOLE} if compiled whole)",
     )
     extra.add_argument("--chart", metavar="FILE", default="", help="also draw --scaling, as .png or .svg")
     return extra
@@ -101,6 +106,7 @@ def main(argv: Sequence[str]) -> int:
     # A cached program has no compiler warnings, which the report needs.
     jax.config.update("jax_enable_compilation_cache", False)
     compiled_by = None if given.search or given.scaling else early.started(config, given.cluster)
+    elsewhere = early.server(config, given.cluster) if given.scaling else None
     cluster = topology.open_cluster(given.cluster)
     if links:
         refuse_other_platform(given.links, links, cluster.devices[0].device_kind)
@@ -108,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     if given.search:
         return searched(config, cluster, given, assumptions)
     if given.scaling:
-        return scaled(config, cluster, given, assumptions)
+        return scaled(config, cluster, given, assumptions, elsewhere)
     shape = planner.shape_on(config, cluster)
     with phase("compile") as say:
         what = f"compiling for {given.cluster}"
@@ -195,10 +201,18 @@ def scaling_problems(given: argparse.Namespace) -> list[str]:
     return found
 
 
-def scaled(config: Config, cluster: topology.Cluster, given: argparse.Namespace, assumptions: Assumptions) -> int:
-    """Models the configuration on several numbers of devices, and prints the tables."""
-    programs = int(given.programs or scaling.MOST_PROGRAMS)
-    found = scaling.scaling(config, cluster, sizes.read_sizes(given.scaling), assumptions, programs=programs)
+def scaled(
+    config: Config,
+    cluster: topology.Cluster,
+    given: argparse.Namespace,
+    assumptions: Assumptions,
+    elsewhere: Callable[..., Any] | None,
+) -> int:
+    """Plans the configuration on several numbers of devices, and prints the tables; `elsewhere`: see `planned`."""
+    programs = int(given.programs or (scaling.MOST_PROGRAMS if elsewhere else scaling.MOST_WHOLE))
+    plan_point = functools.partial(scaling.planned, elsewhere=elsewhere)
+    wanted = sizes.read_sizes(given.scaling)
+    found = scaling.scaling(config, cluster, wanted, assumptions, programs=programs, plan_point=plan_point)
     print(f"\n{scaling_report.text(found)}")
     write(given, scaling_report.to_json(found), lambda: page.scaling_page(found))
     if given.chart:

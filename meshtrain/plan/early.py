@@ -43,22 +43,12 @@ def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], C
 
     What was not compared is compiled whole. So is what the process does not bring to an end: its error comes again.
     """
-    compared = jax.__version__ in COMPARED and parse(name)[0] in GPUS and not config.local_steps.period
-    if not compared or xla_bridge.backends_are_initialized():  # a copy of this process would lack JAX's threads
+    if not ends_early(config, name):
         return compile_step
-    folder = tempfile.TemporaryDirectory(prefix="meshtrain-plan-", ignore_cleanup_errors=True)
-    fork = multiprocessing.get_context("fork")
-    reading, writing = fork.Pipe(duplex=False)
-    process = fork.Process(target=_send, args=(writing, config, name, Path(folder.name)), daemon=True)
-    process.start()
-    writing.close()
+    result = begun(_compiled, config, name)
 
     def wait(config: Config, shape: Mapping[str, int], cluster: Cluster) -> Compiled:
-        found = None
-        with folder, reading:
-            with contextlib.suppress(EOFError):
-                found = reading.recv()
-            process.join()
+        found = result()
         with as_on_target(cluster):
             assembly = assemble(config, shape, cluster.devices)
         return Compiled(assembly=assembly, **found) if found else compile_step(config, shape, cluster)
@@ -66,17 +56,77 @@ def started(config: Config, name: str) -> Callable[[Config, Mapping[str, int], C
     return wait
 
 
-def _send(writing: Any, config: Config, name: str, folder: Path) -> None:
-    """Sends what is compiled but its assembly, whose devices are this process's, and ends the process."""
+def ends_early(config: Config, name: str) -> bool:
+    """Returns whether steps are planned from dumps, by copies of this process: for the cluster of this name."""
+    compared = jax.__version__ in COMPARED and parse(name)[0] in GPUS and not config.local_steps.period
+    return compared and not xla_bridge.backends_are_initialized()  # a copy would lack JAX's threads
+
+
+def server(config: Config, name: str) -> Callable[..., Any] | None:
+    """Returns (work, *arguments) -> the result, see `begun`; it can be called once this process has started JAX.
+
+    A process stays as this one is now, and is copied for each call. None where steps are compiled whole.
+    """
+    if not ends_early(config, name):
+        return None
+    jobs, others = multiprocessing.Pipe()
+    if os.fork() == 0:
+        jobs.close()  # or this process would not see that the other has ended
+        try:
+            while True:
+                work, arguments = others.recv()
+                others.send(begun(work, *arguments)())
+        finally:
+            os._exit(0)
+    others.close()
+
+    def call(work: Callable[..., Any], *arguments: Any) -> Any:
+        jobs.send((work, arguments))
+        return jobs.recv()
+
+    return call
+
+
+def begun(work: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Starts `work(by, *arguments)` in a copy of this process; returns what waits for its result.
+
+    `by` is for `compile_step`. The result is pickled. It is None if the process does not bring the work to an end.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="meshtrain-plan-", ignore_cleanup_errors=True)
+    fork = multiprocessing.get_context("fork")
+    reading, writing = fork.Pipe(duplex=False)
+    process = fork.Process(target=_send, args=(writing, Path(folder.name), work, *arguments), daemon=True)
+    process.start()
+    writing.close()
+
+    def result() -> Any:
+        found = None
+        with folder, reading:
+            with contextlib.suppress(EOFError):
+                found = reading.recv()
+            process.join()
+        return found
+
+    return result
+
+
+def _send(writing: Any, folder: Path, work: Callable[..., Any], *arguments: Any) -> None:
+    """Sends what `work` returns, and ends the process."""
     os.environ["TMPDIR"] = str(folder)  # where XLA leaves its files when it ends so
+    jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache is not dumped
     try:
-        cluster = open_cluster(name)
-        made = compile_step(config, shape_on(config, cluster), cluster, functools.partial(_scheduled, folder))
-        writing.send({key: value for key, value in vars(made).items() if key != "assembly"})
+        writing.send(work(functools.partial(_scheduled, folder), *arguments))
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)  # nothing else does then
     finally:
         os._exit(0)
+
+
+def _compiled(by: Callable[[Any], Any], config: Config, name: str) -> dict[str, Any]:
+    """Returns what is compiled but its assembly, whose devices are this process's."""
+    cluster = open_cluster(name)
+    made = compile_step(config, shape_on(config, cluster), cluster, by)
+    return {key: value for key, value in vars(made).items() if key != "assembly"}
 
 
 def _scheduled(folder: Path, lowered: Any) -> tuple[SimpleNamespace, dict[str, Any]]:

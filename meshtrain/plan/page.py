@@ -4,12 +4,11 @@ from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars, scatter
 from meshtrain.observe.line_charts import Line, Panel, line_chart
 from meshtrain.observe.page import as_it_stands, escaped, heading, page
 from meshtrain.plan import report, scaling_report, search
-from meshtrain.plan.curves import COMPILED, Curve
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.scaling import Scaling
 from meshtrain.plan.ways import STRONG
 
-NOTE = "filled: compiled; hollow: modelled from compiled programs of other sizes; every time is modelled"
+NOTE = "every point is a plan: the program is compiled, its time is modelled"
 CLASSES = {True: "fits", False: "not", None: "unclear"}
 
 
@@ -70,22 +69,19 @@ def scaling_panels(found: Scaling) -> list[Panel]:
     if bases:
         first = min(bases, key=lambda row: (row.point.num_devices, row.seconds))
         devices, rate = first.point.num_devices, first.rate
-        ideal = Line("in proportion", [(size, float(size), True) for size in found.sizes if size >= devices])
-        lines = [_line(curve, {row.point.num_devices: devices * row.rate / rate for row in curve.rows if row.is_usable})
-                 for curve in strong]  # fmt: skip
+        ideal = Line("in proportion", [(size, float(size)) for size in found.sizes if size >= devices])
+        lines = [
+            Line(one.name, [(row.point.num_devices, devices * row.rate / rate) for row in one.rows if row.is_usable])
+            for one in strong
+        ]
         panels.append(Panel("strong: devices' worth of speed", [line for line in lines if line.points], True, ideal))
     lines = [
-        _line(curve, {row.point.num_devices: curve.efficiency(row) or 0.0 for row in curve.rows if row.is_usable})
-        for curve in weak
+        Line(one.name, [(row.point.num_devices, one.efficiency(row) or 0.0) for row in one.rows if row.is_usable])
+        for one in weak
     ]
     if any(line.points for line in lines):
         panels.append(Panel("weak: efficiency against each way's base", [line for line in lines if line.points]))
     return panels
-
-
-def _line(curve: Curve, values: dict[int, float]) -> Line:
-    rows = {row.point.num_devices: row for row in curve.rows}
-    return Line(curve.name, [(size, value, rows[size].how == COMPILED) for size, value in values.items()])
 
 
 def scaling_page(found: Scaling) -> str:

@@ -1,36 +1,39 @@
 """How a configuration scales, before the devices are bought: data, fsdp, hybrid and the search's best. MODELLED.
 
-Few programs are compiled (`prices.py` tells which, and how the steps between them are priced). The search runs at three
-numbers of devices, and what it has found is used between them.
+Each way is planned on each number of devices, as `plan` does it, while there are programs left. The search runs at
+three numbers of devices, and what it has found is used between them.
 """
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.launch.links import Link
 from meshtrain.plan import planner, search
-from meshtrain.plan.curves import Curve, curves
+from meshtrain.plan.candidates import candidates
+from meshtrain.plan.compile import compile_step, program_of, with_tiles
+from meshtrain.plan.curves import Curve, Row, curves, spent
 from meshtrain.plan.guess import weights_of
-from meshtrain.plan.prices import Prices, ends
-from meshtrain.plan.sample import Sample, compile_point, sample_of
+from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.sizes import resized
 from meshtrain.plan.timing import Assumptions
 from meshtrain.plan.topology import Cluster, open_cluster
+from meshtrain.plan.waiting import waiting_for
 from meshtrain.plan.ways import BEST, KINDS, STRONG, Basis, Point, Way, plain_ways, point, way_of
 from meshtrain.words.errors import UserError
 
-MOST_PROGRAMS = 40
+MOST_PROGRAMS = 64
+MOST_WHOLE = 40  # unless told otherwise, where each is compiled whole, which takes twice as long
 NUM_SEARCHES = 3
 MOST_A_SEARCH = 4
 PROGRAMS_A_SEARCH = 4  # there is a search for each four of the programs allowed
-FOR_THE_BEST = 10  # programs for the search's best on other numbers of devices
-
-Search = Callable[[Config, Cluster, Assumptions, int], search.Found]
+NOT_COMPILED = "not compiled: the programs allowed were used up"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +47,6 @@ class Scaling:
       curves: each way, strong, then each way, weak.
       searched: numbers of devices at which a search ran.
       num_compiled: programs that were compiled.
-      checks: see `Prices.checks`.
-      links: see `Prices.links`.
       assumptions: of the model of time.
     """
 
@@ -55,9 +56,13 @@ class Scaling:
     curves: tuple[Curve, ...]
     searched: tuple[int, ...]
     num_compiled: int
-    checks: tuple[float, ...]
-    links: Mapping[tuple[str, str], Link | None]
     assumptions: Assumptions
+
+    @property
+    def links(self) -> dict[tuple[str, str], Link | None]:
+        """(axes, kind of collective) -> a measured link that was used, or None; empty if none were given."""
+        timings = [row.timing for curve in self.curves for row in curve.rows if row.timing]
+        return {key: link for timing in timings for key, link in timing.links.items()}
 
 
 def basis_of(config: Config, cluster: Cluster) -> Basis:
@@ -98,11 +103,6 @@ def open_clusters(cluster: Cluster, sizes: Sequence[int]) -> dict[int, Cluster]:
     return opened
 
 
-def best_guesses(config: Config, cluster: Cluster, assumptions: Assumptions, most: int) -> search.Found:
-    """Searches with at most so many programs."""
-    return search.search(config, cluster, assumptions, only_mesh=False, most=most)
-
-
 def scaling(
     config: Config,
     cluster: Cluster,
@@ -111,10 +111,9 @@ def scaling(
     *,
     programs: int = MOST_PROGRAMS,
     say: Callable[[str], None] = print,
-    compile_step: Callable[[Point, Cluster], Sample] = compile_point,
-    run_search: Search = best_guesses,
+    plan_point: Callable[[Point, Cluster, Assumptions], Row],
 ) -> Scaling:
-    """Models each way at each number of devices, strong and weak.
+    """Plans each way at each number of devices, strong and weak.
 
     Args:
       config: to scale; its mesh fits `cluster`, where strong and weak scaling meet.
@@ -123,8 +122,7 @@ def scaling(
       assumptions: of the model of time.
       programs: at most so many are compiled.
       say: called with a line before the first is compiled, and with one for each that is.
-      compile_step: compiles a point; another one in tests.
-      run_search: (configuration, cluster, assumptions, most programs) -> what a search has found; another one in tests.
+      plan_point: plans a point, see `planned`.
 
     Raises:
       UserError: the mesh does not fit the cluster, or a size or the kind of device is not possible.
@@ -138,44 +136,100 @@ def scaling(
             clusters |= open_clusters(cluster, [1])
             sizes = [1, *sizes]
     plain = [point(basis, way, kind, size) for way in ways for kind in KINDS for size in sizes]
-    prices = Prices(basis, clusters, assumptions, _told(compile_step, say))
-    shares = shares_of(programs, len({one.config for one in ends(plain)}))
+    wanted = {one.config for one in plain if one.config is not None}
+    shares = shares_of(programs, len(wanted), len(KINDS) * len(sizes))
     say(shares.line())
-    prices.compile(ends(plain), shares.plain)
-    rows = prices.rows(plain)
-    fitting = min((row.point.num_devices for row in rows if row.is_usable), default=sizes[0])
-    larger = [size for size in sizes if size >= fitting]
-    found, num_searched = searched(basis, clusters, larger, shares, prices, run_search)
+    rows = Rows(lambda one: plan_point(one, clusters[one.num_devices], assumptions), say)
+    rows.plan(in_order(plain), shares.plain)
+    usable = [one.num_devices for one in plain if rows.of(one).is_usable]
+    fitting = min(usable, default=sizes[0])
+    found = searched(basis, {size: clusters[size] for size in sizes if size >= fitting}, shares, rows)
     best = nearest_points(basis, found, sizes) if found else []
-    prices.compile(ends(best), shares.rest)
+    rows.plan(in_order(best), shares.most - len(rows.made))
+    rows.plan(in_order(plain), shares.most - len(rows.made))
     names = [*(way.name for way in ways), *([BEST] if found else [])]
-    made = curves([*rows, *prices.rows(best)], names)
     return Scaling(
         cluster=cluster,
         basis=basis,
         sizes=tuple(sizes),
-        curves=tuple(made),
+        curves=tuple(curves([rows.of(one) for one in [*plain, *best]], names)),
         searched=tuple(found),
-        num_compiled=prices.num_compiled + num_searched,
-        checks=tuple(prices.checks),
-        links=prices.links,
+        num_compiled=len(rows.made),
         assumptions=assumptions,
     )
 
 
-def _told(
-    compile_step: Callable[[Point, Cluster], Sample], say: Callable[[str], None]
-) -> Callable[[Point, Cluster], Sample]:
-    """Returns a function that compiles a point and says so, with the seconds that it took."""
+def in_order(points: Sequence[Point]) -> list[Point]:
+    """Returns what can be planned, in turns of the ways: the smallest number of devices first, then the largest on."""
+    ranked, legal = list[tuple[int, Point]](), [one for one in points if one.config is not None]
+    for name, kind in dict.fromkeys((one.way.name, one.kind) for one in legal):
+        first, *others = [one for one in legal if (one.way.name, one.kind) == (name, kind)]
+        ranked += enumerate([first, *reversed(others)])
+    return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
-    def compiled(one: Point, cluster: Cluster) -> Sample:
-        start = time.perf_counter()
-        made = compile_step(one, cluster)
-        seconds = time.perf_counter() - start
-        say(f"compiled     {one.way.name} on {one.num_devices:,} devices, {one.kind} scaling, in {seconds:.0f} s")
-        return made
 
-    return compiled
+def planned(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: Callable[..., Any] | None = None) -> Row:
+    """Plans a point, while the terminal shows the seconds.
+
+    Args:
+      one: can run.
+      cluster: of its size.
+      assumptions: of the model of time.
+      elsewhere: see `early.server`; None: its program is compiled whole. So is what comes to no end there.
+    """
+    what, row = f"{one.way.name} on {one.num_devices:,} devices", None
+    if elsewhere is not None:
+        row = waiting_for(what, lambda: elsewhere(_planned_on, one, cluster.text, assumptions))
+    return row or waiting_for(what, lambda: _planned(with_tiles, one, cluster, assumptions))
+
+
+def _planned_on(by: Callable[[Any], Any], one: Point, name: str, assumptions: Assumptions) -> Row:
+    return _planned(by, one, open_cluster(name), assumptions)
+
+
+def _planned(by: Callable[[Any], Any], one: Point, cluster: Cluster, assumptions: Assumptions) -> Row:
+    assert one.config is not None
+    try:
+        plan = planner.plan(one.config, one.shape, cluster, assumptions, None, functools.partial(compile_step, by=by))
+    except UserError as error:
+        return Row(one, problem=error.problems[0])
+    program, assembly, stats = program_of(plan.compiled), plan.compiled.assembly, plan.memory.compiler
+    if program is None or stats is None:
+        refusal = plan.compiled.refusal.strip().partition("\n")[0]
+        return Row(one, problem=f"does not fit: {refusal}", fits=False)
+    parts = spent(program, assembly.mesh, cluster, assumptions, idle_share(assembly))
+    return Row(one, "", plan.timing, parts, stats.peak_bytes, plan.memory.fits)
+
+
+class Rows:
+    """The rows of points; each configuration is planned once.
+
+    Attributes:
+      made: configuration -> its row.
+    """
+
+    def __init__(self, plan_point: Callable[[Point], Row], say: Callable[[str], None]) -> None:
+        """Stores what plans a point, and what is called with a line for each that was."""
+        self.plan_point, self.say = plan_point, say
+        self.made: dict[Config, Row] = {}
+
+    def plan(self, points: Sequence[Point], most: int) -> None:
+        """Plans the first points that were not planned yet, at most so many."""
+        for one in points:
+            if most > 0 and one.config is not None and one.config not in self.made:
+                start, most = time.perf_counter(), most - 1
+                self.made[one.config] = self.plan_point(one)
+                seconds = time.perf_counter() - start
+                where = f"{one.way.name} on {one.num_devices:,} devices, {one.kind} scaling"
+                self.say(f"compiled     {where}, in {seconds:.0f} s")
+
+    def of(self, one: Point) -> Row:
+        """Returns the row of a point, which says why it has no time."""
+        if one.config is None:
+            return Row(one, problem=one.problem)
+        if one.config not in self.made:
+            return Row(one, problem=NOT_COMPILED)
+        return dataclasses.replace(self.made[one.config], point=one)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,67 +262,56 @@ class Shares:
         )
 
 
-def shares_of(programs: int, wanted: int) -> Shares:
+def shares_of(programs: int, plain: int, rest: int) -> Shares:
     """Returns how many programs are compiled for what; with few of them there are fewer searches.
 
-    >>> shares_of(40, 12)
-    Shares(plain=12, searches=3, each=4, rest=10)
-    >>> shares_of(16, 12)
-    Shares(plain=9, searches=3, each=1, rest=4)
-    >>> shares_of(9, 12)
+    >>> shares_of(64, 30, 20)
+    Shares(plain=30, searches=3, each=4, rest=20)
+    >>> shares_of(40, 30, 20)
+    Shares(plain=21, searches=3, each=3, rest=10)
+    >>> shares_of(9, 30, 20)
     Shares(plain=5, searches=2, each=1, rest=2)
 
     Args:
       programs: all of them.
-      wanted: by data, fsdp and hybrid.
+      plain: as many as data, fsdp and hybrid have.
+      rest: as many as what the searches find may have, on other numbers of devices.
     """
     searches = min(NUM_SEARCHES, programs // PROGRAMS_A_SEARCH)
-    each = min(MOST_A_SEARCH, max(1, (programs - wanted - FOR_THE_BEST) // NUM_SEARCHES))
+    each = min(MOST_A_SEARCH, max(1, programs // (NUM_SEARCHES * PROGRAMS_A_SEARCH)))
     left = programs - searches * each
-    rest = min(FOR_THE_BEST, max(left // 3, left - wanted)) if searches else 0
-    return Shares(min(wanted, left - rest), searches, each, rest)
+    rest = min(rest, max(left // 3, left - plain)) if searches else 0
+    return Shares(min(plain, left - rest), searches, each, rest)
 
 
-def searched(
-    basis: Basis,
-    clusters: Mapping[int, Cluster],
-    sizes: Sequence[int],
-    shares: Shares,
-    prices: Prices,
-    run_search: Search,
-) -> tuple[dict[int, Way], int]:
+def searched(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows: Rows) -> dict[int, Way]:
     """Searches on the smallest number of devices where something may fit, on the largest, and between the two.
 
     Args:
       basis: what is scaled; its batch stays as configured.
-      clusters: number of devices -> cluster.
-      sizes: numbers of devices, from the smallest on which some other way may fit.
+      clusters: number of devices -> cluster, from the smallest on which some other way may fit.
       shares: how many searches, and how many programs each.
-      prices: gets the programs of the best.
-      run_search: see `scaling`.
+      rows: gets those of what is compiled.
 
     Returns:
-      (number of devices -> the best way found, where one may fit; the number of programs compiled).
+      Number of devices -> the best way found, where one may fit.
     """
-    found, num_programs, most = dict[int, Way](), 0, shares.searches * shares.each
-    left = list(sizes)
-    while left and len(found) < shares.searches and num_programs < most:
+    found, left = dict[int, Way](), list(clusters)
+    room = len(rows.made) + shares.searches * shares.each
+    while left and len(found) < shares.searches and len(rows.made) < room:
         size = left.pop(0)
-        try:
-            result = run_search(basis.config, clusters[size], prices.assumptions, min(shares.each, most - num_programs))
-        except UserError:
-            continue  # no mesh is legal here and may fit
-        num_programs += len(result.ranked)
-        if not result.ranked or result.ranked[0][1].memory.fits is False:
+        most = min(shares.each, room - len(rows.made))
+        chosen = search.chosen_of(candidates(basis.config, clusters[size], only_mesh=False), most, clusters[size])
+        ways = [way_of(one, basis.config.batch_size, basis.config) for one in chosen]
+        points = [point(basis, way, STRONG, size) for way in ways]
+        rows.plan(points, most)
+        usable = [row for row in map(rows.of, points) if row.is_usable]
+        if not usable:
             continue
-        candidate, plan = result.ranked[0]
-        found[size] = way_of(candidate, basis.config.batch_size, basis.config)
-        one = point(basis, found[size], STRONG, size)
-        if one.config is not None:
-            prices.add(sample_of(one, plan.compiled))
+        found[size] = min(usable, key=lambda row: (row.fits is None, row.seconds)).point.way
         if len(found) == 1 and left:
             left = [*dict.fromkeys([left[(len(left) - 1) // 2], left[-1]])][-max(1, shares.searches - 1) :]
-    return found, num_programs
+    return found
 
 
 def nearest_points(basis: Basis, found: Mapping[int, Way], sizes: Sequence[int]) -> list[Point]:

@@ -11,8 +11,8 @@ from meshtrain.plan.ways import STRONG, Point
 from meshtrain.words.tables import aligned, format_bytes
 
 HEADER = ("way", "devices", "mesh", "microbatches", "step", "speedup", "efficiency", "serial", "computing", "idle",
-          "waiting for links", "latency", "peak", "memory", "how")  # fmt: skip
-ALIGN = "<><>>>>>>><>><<"
+          "waiting for links", "latency", "peak", "memory")  # fmt: skip
+ALIGN = "<><>>>>>>><>><"
 SHOWN = 0.0005  # of a step; less is 0.0% in the table
 SHORT = {True: "fits", None: "close", False: "too much"}
 WHAT = {
@@ -62,7 +62,7 @@ def _cells(curve: Curve, row: Row) -> tuple[str, ...]:
     assert spent is not None
     speedup, efficiency, serial = curve.speedup(row), curve.efficiency(row), curve.serial_share(row)
     waits = [
-        f"{axes} {_share(seconds, row)}" for axes, seconds in spent.waiting.items() if seconds > 0.0005 * row.seconds
+        f"{axes} {_share(seconds, row)}" for axes, seconds in spent.waiting.items() if seconds > SHOWN * row.seconds
     ]
     return (
         curve.name,
@@ -79,7 +79,6 @@ def _cells(curve: Curve, row: Row) -> tuple[str, ...]:
         _share(spent.latency, row),
         format_bytes(row.peak_bytes or 0),
         SHORT[row.fits],
-        row.how,
     )
 
 
@@ -122,13 +121,7 @@ def _amdahl(curves: Sequence[Curve]) -> str:
 
 
 def _assumed(found: Scaling) -> str:
-    lines = ["a step marked modelled is made of programs compiled for other sizes, with larger or smaller groups"]
-    if found.checks:
-        worst = max(found.checks, key=abs)
-        lines.append(
-            f"priced for the other end of its line, a compiled program is off by at most {abs(worst):.2%} "
-            f"({len(found.checks)} times seen)"
-        )
+    lines = []
     for (axes, kind), link in found.links.items():
         measured = "as measured" if link else "as assumed, which nothing measured is like"
         lines.append(f"links of {kind} along {axes}: {measured}")
@@ -152,7 +145,6 @@ def to_json(found: Scaling) -> dict[str, Any]:
         "configured_devices": found.basis.num_devices,
         "searched": list(found.searched),
         "num_compiled": found.num_compiled,
-        "checks": list(found.checks),
         "assumptions": _of_model(found),
         "links": [
             {"axis": axes, "kind": kind, "is_measured": link is not None} for (axes, kind), link in found.links.items()
@@ -182,9 +174,8 @@ def _row_json(curve: Curve, row: Row) -> dict[str, Any]:
         "microbatch": point.microbatch,
         "num_microbatches": point.num_microbatches,
         **run,
-        "how": row.how or None,
         "problem": row.problem or None,
-        "step_seconds": spent and spent.step,
+        "step_seconds": row.seconds if spent else None,
         "examples_per_second": row.rate if spent else None,
         "speedup": curve.speedup(row),
         "efficiency": curve.efficiency(row),

@@ -1,9 +1,12 @@
 """Steps that are imagined rather than compiled: their programs are written here, for any mesh of data and fsdp."""
 
 import math
+from types import SimpleNamespace
 
-from meshtrain.plan import collectives, hlo
-from meshtrain.plan.sample import Sample
+from meshtrain.layout.mesh import make_mesh
+from meshtrain.plan import hlo
+from meshtrain.plan.curves import Row, spent
+from meshtrain.plan.timing import timing
 from tests.plan import recorded
 
 PRODUCT = "%dot.{0} = f32[{1},4096]{{1,0}} dot(%a.{0}, %w.{0}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
@@ -24,7 +27,6 @@ LOOP = """\
   ROOT %true = pred[] constant(true)
 }}
 """
-STATE_BYTES = 1000
 
 
 def text(shape, microbatch, num_microbatches):
@@ -49,9 +51,10 @@ def text(shape, microbatch, num_microbatches):
     return recorded.entry(*lines, before=recorded.SUM + "\n" + loop)
 
 
-def sample(point, _=None):
-    """A point as if it had been compiled: its peak falls with the number of devices that share the weights."""
-    assert math.prod(point.shape.values()) == point.num_devices
+def row(point, cluster, assumptions):
+    """A point as if it had been planned."""
+    assert math.prod(point.shape.values()) == point.num_devices == len(cluster.devices)
     program = hlo.read(text(point.shape, point.microbatch, point.num_microbatches))
-    found = tuple(collectives.collectives(program, point.shape))
-    return Sample(point, program, found, idle_share=0.0, peak_bytes=2**20 + STATE_BYTES // point.shape["fsdp"])
+    mesh = make_mesh(point.shape, cluster.devices)
+    seconds = timing(SimpleNamespace(mesh=mesh), cluster, program, assumptions)
+    return Row(point, "", seconds, spent(program, mesh, cluster, assumptions, 0.0), 2**20, fits=True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,31 @@ def test_a_process_compiles_and_leaves_nothing_behind(tmp_path, change, is_early
     subprocess.run([sys.executable, "-c", code, *WORDS, f"--json={file}"], check=True, env=environment)
     assert json.loads(file.read_text())["num_devices"] == 2
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+SERVED = """
+import jax
+from meshtrain.config.config import Config
+from meshtrain.plan import early
+from tests.plan.test_plan_early import halved
+early.GPUS, early.COMPARED = ("cpu",), (jax.__version__,)
+call = early.server(Config(), "cpu:2")
+assert jax.devices() and early.server(Config(), "cpu:2") is None
+print([call(halved, number) for number in (4, 3)])
+"""
+
+
+def halved(by, number):
+    """Work for a process; it leaves a file where XLA does."""
+    Path(os.environ["TMPDIR"], "left").touch()
+    return number // 2 if number % 2 == 0 else None / by
+
+
+def test_once_a_process_has_started_jax_another_is_copied_that_has_not(tmp_path):
+    run = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run([sys.executable, "-c", SERVED], **run)
+    assert (done.stdout, done.stderr) == ("[2, None]\n", "")  # what fails there is compiled whole
+    assert not list(tmp_path.glob("meshtrain-plan-*"))
 
 
 @pytest.mark.gpu_compiler

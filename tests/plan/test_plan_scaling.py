@@ -1,4 +1,4 @@
-"""A whole scaling: how many programs, where searches run, baselines, tables, JSON, chart; steps are imagined."""
+"""A whole scaling: how many programs, where searches run, baselines, tables, JSON, chart; most steps are imagined."""
 
 import dataclasses
 import json
@@ -10,9 +10,8 @@ from meshtrain.launch.links import Link, Links
 from meshtrain.layout.axes import AXES
 from meshtrain.observe.line_charts import picture
 from meshtrain.plan import __main__ as program
-from meshtrain.plan import page, planner, scaling, scaling_report, search, topology
+from meshtrain.plan import guess, page, planner, scaling, scaling_report, topology, ways
 from meshtrain.plan.candidates import Candidate
-from meshtrain.plan.curves import COMPILED, MODELLED
 from meshtrain.plan.timing import Assumptions
 from meshtrain.words.errors import UserError
 from tests.plan import imagined
@@ -32,37 +31,27 @@ def open_cluster(monkeypatch):
     monkeypatch.setattr(scaling, "open_cluster", lambda text: cluster(int(text.rpartition("x")[2])))
 
 
-def finds(shape_of, calls=None):
-    """A search that finds data x fsdp meshes by a function of the number of devices; None: nothing."""
-
-    def run(config, cluster, assumptions, most):
-        size = len(cluster.devices)
-        if calls is not None:
-            calls.append((size, most))
-        data = shape_of(size)
-        if data is None:
-            raise UserError("--search: got nothing")
-        shape = dict.fromkeys(AXES, 1) | {"data": data, "fsdp": size // data}
-        change = {f"mesh.{axis}": length for axis, length in shape.items()} | {"accumulation_steps": 1}
-        one = Candidate(change, shape, 0.0, 0.0)
-        plan = dataclasses.make_dataclass("plan", ["memory", "compiled"])
-        memory = dataclasses.make_dataclass("memory", ["fits"])(True)
-        return search.Found(cluster, ((one, plan(memory, None)),), 1, ())
-
-    return run
-
-
 CONFIG = small({"data": 8}, batch_size=128, accumulation_steps=8)
 
 
 @pytest.fixture
 def run(monkeypatch):
-    monkeypatch.setattr(scaling, "sample_of", lambda point, compiled: imagined.sample(point))
+    """Scales; the search finds one data x fsdp mesh, by a function of the number of devices, or nothing for None."""
 
-    def run(shape_of=lambda size: size, config=CONFIG, sizes=SIZES, calls=None, **fields):
-        given = {"say": lambda line: None, "compile_step": imagined.sample} | fields
-        assumed = given.pop("assumptions", Assumptions())
-        return scaling.scaling(config, cluster(), sizes, assumed, run_search=finds(shape_of, calls), **given)
+    def run(data_of=lambda size: size, config=CONFIG, sizes=SIZES, searched=None, assumptions=None, **fields):
+        def found(config, cluster, *, only_mesh):
+            size = len(cluster.devices)
+            if searched is not None:
+                searched.append(size)
+            if data_of(size) is None:
+                return []
+            shape = dict.fromkeys(AXES, 1) | {"data": data_of(size), "fsdp": size // data_of(size)}
+            change = {f"mesh.{axis}": length for axis, length in shape.items()} | {"accumulation_steps": 1}
+            return [Candidate(change, shape, 0.0, 0.0)]
+
+        monkeypatch.setattr(scaling, "candidates", found)
+        given = {"say": lambda line: None, "plan_point": imagined.row} | fields
+        return scaling.scaling(config, cluster(), sizes, assumptions or Assumptions(), **given)
 
     return run
 
@@ -101,12 +90,12 @@ def test_where_no_cluster_is_a_single_device_the_smallest_is_the_base(run, monke
 def test_without_room_on_one_device_the_smallest_that_fits_is_the_base(run, monkeypatch):
     monkeypatch.setattr(scaling, "usable_bytes", lambda accelerator: 2_000_000)  # of 1.2 MB of training state and more
 
-    def large(point, _):
-        return dataclasses.replace(imagined.sample(point), peak_bytes=5_000_000 // point.shape["fsdp"])
+    def large(point, *given):
+        return dataclasses.replace(imagined.row(point, *given), fits=point.shape["fsdp"] > 2)
 
-    calls = []
-    found = run(compile_step=large, calls=calls)
-    assert [size for size, _ in calls] == [4, 8]  # no search where nothing has fitted
+    searched = []
+    found = run(plan_point=large, searched=searched)
+    assert searched == [4, 8]  # no search where nothing has fitted
     assert curve(found, "data", "strong").base is None
     fsdp = curve(found, "fsdp", "strong")
     assert found.sizes == (2, 4, 8)
@@ -117,10 +106,10 @@ def test_without_room_on_one_device_the_smallest_that_fits_is_the_base(run, monk
 
 
 def test_the_search_runs_on_three_sizes_and_its_best_is_used_between(run):
-    calls = []
-    found = run(lambda size: 1 if size == 1 else 2, calls=calls)
-    assert [size for size, _ in calls] == [1, 4, 8] if found.sizes[0] == 1 else [2, 4, 8]
-    assert found.searched == tuple(size for size, _ in calls)
+    searched = []
+    found = run(lambda size: min(size, 2), searched=searched)
+    assert searched == [1, 4, 8]
+    assert found.searched == (1, 4, 8)
     best = curve(found, "best", "strong")
     assert len(best.rows) == len(found.sizes)
     others = [curve(found, name, "strong") for name in ("data", "fsdp", "hybrid")]
@@ -129,9 +118,9 @@ def test_the_search_runs_on_three_sizes_and_its_best_is_used_between(run):
 
 
 def test_a_search_that_finds_nothing_goes_on_with_more_devices(run):
-    calls = []
-    found = run(lambda size: size if size > 2 else None, calls=calls)
-    assert [size for size, _ in calls] == [1, 2, 4, 8]
+    searched = []
+    found = run(lambda size: size if size > 2 else None, searched=searched)
+    assert searched == [1, 2, 4, 8]
     assert found.searched == (4, 8)
     nothing = run(lambda size: None)
     assert nothing.searched == ()
@@ -142,22 +131,99 @@ def test_a_search_that_finds_nothing_goes_on_with_more_devices(run):
 def test_it_says_how_many_programs_and_compiles_no_more(run, programs):
     said, seen = [], []
 
-    def counted(point, _):
+    def counted(point, *given):
         assert said, "the number of programs comes first"
-        seen.append(point)
-        return imagined.sample(point)
+        seen.append(point.config)
+        return imagined.row(point, *given)
 
-    found = run(programs=programs, say=said.append, compile_step=counted)
+    found = run(programs=programs, say=said.append, plan_point=counted)
     (announced,) = re.findall(r"at most (\d+) programs", said[0])
     assert len(said) == 1 + len(seen)
-    assert len(seen) + len(found.searched) == found.num_compiled <= int(announced) <= programs
+    assert len(seen) == len(set(seen)) == found.num_compiled <= int(announced) <= programs
+    left_out = [row for one in found.curves for row in one.rows if row.problem == scaling.NOT_COMPILED]
+    assert bool(left_out) == (programs < 40)
+    assert (f"devices: {scaling.NOT_COMPILED}" in scaling_report.text(found)) == (programs < 40)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "words", "programs"),
+    [(None, [], scaling.MOST_WHOLE), (print, [], scaling.MOST_PROGRAMS), (print, ["--programs=3"], 3)],
+)
+def test_unless_told_otherwise_less_is_compiled_where_each_program_is_compiled_whole(
+    monkeypatch, elsewhere, words, programs
+):
+    asked = {}
+    monkeypatch.setattr(scaling, "scaling", lambda *_, **fields: asked.update(fields))
+    monkeypatch.setattr(scaling_report, "text", str)
+    monkeypatch.setattr(scaling_report, "to_json", str)
+    given = program.flags.arguments(["--cluster=h100:1x8", "--scaling=8,16", *words], program.arguments())
+    program.scaled(CONFIG, cluster(), given, Assumptions(), elsewhere)
+    assert asked["programs"] == programs
+    assert asked["plan_point"].keywords == {"elsewhere": elsewhere}
+
+
+def test_of_each_way_the_smallest_and_the_largest_number_of_devices_are_planned_first():
+    basis = ways.Basis(CONFIG, 8, guess.weights_of(CONFIG), 73e9, devices_each=4)
+    plain = ways.plain_ways(basis, dict.fromkeys(AXES, 1) | {"data": 8}, 8)
+    points = [ways.point(basis, way, "strong", size) for way in plain[:2] for size in (2, 4, 8, 256)]
+    assert points[3].config is None
+    order = [(one.way.name, one.num_devices) for one in scaling.in_order(points)]
+    assert order == [("data", 2), ("fsdp", 2), ("data", 8), ("fsdp", 8), ("data", 4), ("fsdp", 4)]
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """(point, cluster as if of H100s, the plan of the point) of a tiny step, which this machine's compiler made."""
+    config = small({"data": 2}, accumulation_steps=2)
+    target = dataclasses.replace(topology.open_cluster("cpu:2"), accelerator=cluster().accelerator)
+    basis = ways.Basis(config, 2, guess.weights_of(config), 73e9, devices_each=2)
+    one = ways.point(basis, ways.Way("data", "data", (), (), 4), "strong", 2)
+    return one, target, planner.plan(one.config, one.shape, target, Assumptions())
+
+
+def test_a_row_has_the_numbers_of_a_plan(planned, monkeypatch):
+    one, target, plan = planned
+    monkeypatch.setattr(scaling.planner, "plan", lambda config, shape, *_: plan if config == one.config else None)
+    row = scaling.planned(one, target, Assumptions())
+    assert (row.point, row.problem, row.timing) == (one, "", plan.timing)
+    assert (row.peak_bytes, row.fits) == (plan.memory.compiler.peak_bytes, plan.memory.fits)
+    parts = row.spent.computing + row.spent.idle + sum(row.spent.waiting.values())
+    assert parts == pytest.approx(row.seconds)
+    assert row.spent.waiting["data"] > 0
+
+
+def test_a_row_of_another_process_is_taken_and_what_ends_there_without_one_is_planned_here(planned, monkeypatch):
+    one, target, plan = planned
+    monkeypatch.setattr(scaling.planner, "plan", lambda *_: plan)
+    row = imagined.row(one, target, Assumptions())
+    assert (
+        scaling.planned(
+            one, target, Assumptions(), lambda work, *given: given == (one, target.text, Assumptions()) and row
+        )
+        is row
+    )
+    assert scaling.planned(one, target, Assumptions(), lambda *_: None).timing == plan.timing
+
+
+def test_what_the_compiler_gives_up_or_assemble_refuses_has_a_reason_instead_of_a_time(planned, monkeypatch):
+    one, target, plan = planned
+    compiled = dataclasses.replace(plan.compiled, text=None, refusal="RESOURCE_EXHAUSTED: too much\nmore")
+    refused = dataclasses.replace(plan, compiled=compiled, timing=None)
+    monkeypatch.setattr(scaling.planner, "plan", lambda *_: refused)
+    row = scaling.planned(one, target, Assumptions())
+    assert (row.problem, row.fits, row.is_usable) == ("does not fit: RESOURCE_EXHAUSTED: too much", False, False)
+
+    def illegal(*_):
+        raise UserError("first", "second")
+
+    monkeypatch.setattr(scaling.planner, "plan", illegal)
+    assert scaling.planned(one, target, Assumptions()) == scaling.Row(one, problem="first")
 
 
 def test_the_table_the_json_and_the_page_say_the_same(run):
     found = run()
     content = json.loads(json.dumps(scaling_report.to_json(found)))
     text, html = scaling_report.text(found), page.scaling_page(found)
-    assert {row["how"] for one in content["curves"] for row in one["rows"]} == {COMPILED, MODELLED}
     for one in content["curves"]:
         for row in one["rows"]:
             parts = row["computing_seconds"] + row["idle_seconds"] + sum(row["waiting_seconds"].values())
@@ -165,8 +231,6 @@ def test_the_table_the_json_and_the_page_say_the_same(run):
             assert row["mesh"] is not None
     weak = [line for line in text.splitlines() if line.startswith("data ")]
     assert len(weak) == 2 * len(found.sizes) + 1  # and one of Amdahl's
-    assert text.count("modelled") >= sum(row["how"] == MODELLED for one in content["curves"] for row in one["rows"])
-    assert "off by at most 0.00%" in text
     assert html.count("<svg") == 1
     assert "://" not in html
     assert "Amdahl" in html
@@ -182,7 +246,7 @@ def test_the_chart_has_a_line_for_each_way_against_one_base(run):
     )
     assert max(line.points[0][1] for line in strong.lines) == 1  # the fastest on one device is one device's worth
     assert [line.points[0][0] for line in strong.lines] == [1, 1, 1, 1]
-    assert [size for size, _, _ in strong.ideal.points] == [1, 2, 4, 8]
+    assert [size for size, _ in strong.ideal.points] == [1, 2, 4, 8]
     assert picture([strong, weak], page.NOTE, "png").startswith(b"\x89PNG")
 
 
@@ -210,7 +274,7 @@ def test_measured_links_take_the_place_of_the_assumed_ones(run):
 def test_a_cluster_without_known_speed_is_one_line():
     unknown = topology.open_cluster("cpu:8")
     with pytest.raises(UserError, match=r"--scaling: got --cluster=cpu:8, whose speed is not known"):
-        scaling.scaling(CONFIG, unknown, SIZES, Assumptions())
+        scaling.scaling(CONFIG, unknown, SIZES, Assumptions(), plan_point=imagined.row)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +283,7 @@ def test_a_cluster_without_known_speed_is_one_line():
         (["--scaling=8"], "--scaling: got '8'"),
         (["--scaling=8,16", "--search"], "--search: got it together with --scaling"),
         (["--scaling=8,16", "--calibrate=1.5"], "--calibrate: got it together with --scaling"),
-        (["--scaling=8,16", "--programs=41"], "--programs: got '41'; allowed: 1 to 40"),
+        (["--scaling=8,16", "--programs=65"], "--programs: got '65'; allowed: 1 to 64"),
         (["--scaling=8,16", "--chart=a.pdf"], "--chart: got 'a.pdf'"),
         (["--chart=a.png"], "--chart: got 'a.png' without --scaling"),
         (["--programs=3"], "--programs: got '3' without --scaling"),
