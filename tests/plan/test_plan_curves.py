@@ -1,4 +1,6 @@
-"""Where the seconds of a step go, and Amdahl's serial share, from numbers that are known."""
+"""Where the seconds of a step go, efficiency, and Amdahl's serial share, from numbers that are known."""
+
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -62,3 +64,16 @@ def test_the_serial_share_of_the_law_is_found_again(share, base):
 def test_a_base_alone_has_no_serial_share():
     assert curves.fitted_serial_share([(8, 3.0)]) is None
     assert curves.fitted_serial_share([(8, 3.0), (8, 3.0)]) is None
+
+
+def test_efficiency_is_the_throughput_of_a_device():
+    # Four times the devices, three times the examples a second.
+    rows = tuple(
+        curves.Row(
+            SimpleNamespace(num_devices=devices, batch_size=batch), timing=SimpleNamespace(step_seconds=1), fits=True
+        )
+        for devices, batch in ((8, 10), (32, 30))
+    )
+    curve = curves.Curve("fsdp", "weak", rows)
+    assert [curve.speedup(row) for row in rows] == [1, 3]
+    assert [curve.efficiency(row) for row in rows] == [1, 0.75]
