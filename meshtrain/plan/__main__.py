@@ -9,8 +9,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
@@ -206,7 +205,7 @@ def scaled(
     cluster: topology.Cluster,
     given: argparse.Namespace,
     assumptions: Assumptions,
-    elsewhere: Callable[..., Any] | None,
+    elsewhere: early.Work | None,
 ) -> int:
     """Plans the configuration on several numbers of devices, and prints the tables; `elsewhere`: see `planned`."""
     programs = int(given.programs or (scaling.MOST_PROGRAMS if elsewhere else scaling.MOST_WHOLE))

@@ -22,6 +22,8 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 # Without a GPU nothing tunes the tiles of Triton's products, and for some products XLA then finds none at all.
 NO_TILES = "Couldn't find output tile sizes"
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+# `jax.stages.Lowered` -> (`jax.stages.Compiled` or what stands for it, options that a second compilation added).
+Compiler = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ def compile_step(
     config: Config,
     shape: Mapping[str, int],
     cluster: Cluster,
-    by: Callable[[Any], tuple[Any, dict[str, Any]]] | None = None,
+    by: Compiler | None = None,
 ) -> Compiled:
     """Compiles the step of a configuration: assembled, traced, lowered and compiled as `train` does it.
 

@@ -28,13 +28,14 @@ from jaxlib._hlo import HloModule
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.plan.attention import as_on_target
-from meshtrain.plan.compile import Compiled, compile_step
+from meshtrain.plan.compile import Compiled, Compiler, compile_step
 from meshtrain.plan.planner import shape_on
 from meshtrain.plan.topology import GPUS, Cluster, open_cluster, parse
 
 COMPARED = ("0.10.2", "0.12.0.1")  # with these `scripts/bench plan_ratio` finds the plans of whole compilations
 POLL_SECONDS = 0.05
 OF_THREAD, PARAMETER, OUTPUT, MEMORY, CONSTANT = 3, 5, 7, 8, 12  # of a BufferAllocationProto
+Work = Callable[..., Any]  # by a process of its own
 FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates
 
 
@@ -62,7 +63,7 @@ def ends_early(config: Config, name: str) -> bool:
     return compared and not xla_bridge.backends_are_initialized()  # a copy would lack JAX's threads
 
 
-def server(config: Config, name: str) -> Callable[..., Any] | None:
+def server(config: Config, name: str) -> Work | None:
     """Returns (work, *arguments) -> the result, see `begun`; it can be called once this process has started JAX.
 
     A process stays as this one is now, and is copied for each call. None where steps are compiled whole.
@@ -80,14 +81,14 @@ def server(config: Config, name: str) -> Callable[..., Any] | None:
             os._exit(0)
     others.close()
 
-    def call(work: Callable[..., Any], *arguments: Any) -> Any:
+    def call(work: Work, *arguments: Any) -> Any:
         jobs.send((work, arguments))
         return jobs.recv()
 
     return call
 
 
-def begun(work: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+def begun(work: Work, *arguments: Any) -> Callable[[], Any]:
     """Starts `work(by, *arguments)` in a copy of this process; returns what waits for its result.
 
     `by` is for `compile_step`. The result is pickled. It is None if the process does not bring the work to an end.
@@ -110,7 +111,7 @@ def begun(work: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     return result
 
 
-def _send(writing: Any, folder: Path, work: Callable[..., Any], *arguments: Any) -> None:
+def _send(writing: Any, folder: Path, work: Work, *arguments: Any) -> None:
     """Sends what `work` returns, and ends the process."""
     os.environ["TMPDIR"] = str(folder)  # where XLA leaves its files when it ends so
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache is not dumped
@@ -122,7 +123,7 @@ def _send(writing: Any, folder: Path, work: Callable[..., Any], *arguments: Any)
         os._exit(0)
 
 
-def _compiled(by: Callable[[Any], Any], config: Config, name: str) -> dict[str, Any]:
+def _compiled(by: Compiler, config: Config, name: str) -> dict[str, Any]:
     """Returns what is compiled but its assembly, whose devices are this process's."""
     cluster = open_cluster(name)
     made = compile_step(config, shape_on(config, cluster), cluster, by)

@@ -10,15 +10,15 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.launch.links import Link
 from meshtrain.plan import planner, search
 from meshtrain.plan.candidates import candidates
-from meshtrain.plan.compile import compile_step, program_of, with_tiles
+from meshtrain.plan.compile import Compiler, compile_step, program_of, with_tiles
 from meshtrain.plan.curves import Curve, Row, curves, spent
+from meshtrain.plan.early import Work
 from meshtrain.plan.guess import weights_of
 from meshtrain.plan.minimum import idle_share
 from meshtrain.plan.sizes import resized
@@ -168,7 +168,7 @@ def in_order(points: Sequence[Point]) -> list[Point]:
     return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def planned(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: Callable[..., Any] | None = None) -> Row:
+def planned(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: Work | None = None) -> Row:
     """Plans a point, while the terminal shows the seconds.
 
     Args:
@@ -183,11 +183,11 @@ def planned(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere: C
     return row or waiting_for(what, lambda: _planned(with_tiles, one, cluster, assumptions))
 
 
-def _planned_on(by: Callable[[Any], Any], one: Point, name: str, assumptions: Assumptions) -> Row:
+def _planned_on(by: Compiler, one: Point, name: str, assumptions: Assumptions) -> Row:
     return _planned(by, one, open_cluster(name), assumptions)
 
 
-def _planned(by: Callable[[Any], Any], one: Point, cluster: Cluster, assumptions: Assumptions) -> Row:
+def _planned(by: Compiler, one: Point, cluster: Cluster, assumptions: Assumptions) -> Row:
     assert one.config is not None
     try:
         plan = planner.plan(one.config, one.shape, cluster, assumptions, None, functools.partial(compile_step, by=by))
