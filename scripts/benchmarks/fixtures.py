@@ -1,6 +1,6 @@
 """Makes the stored runs that later versions must read: tests/run/fixtures/*.tar.xz, one archive a kind of run.
 
-    .venv/bin/python -m scripts.benchmarks.fixtures FOLDER [NAME ...]
+    scripts/bench fixtures FOLDER [NAME ...]
 
 An archive holds what a user has: `run.py` (the configuration), `words.txt` (its text), `run/` (the workdir of a run
 that was stopped after half of its steps), and `losses.json`: {step: loss} of the same run without a stop. They are

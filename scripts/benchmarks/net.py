@@ -1,7 +1,7 @@
 """Records what the program decides, computes and says, and compares two records: nothing may change by accident.
 
-    .venv/bin/python -m scripts.benchmarks.net record FOLDER [--parts=placements,charts,...] [--like=OLDER]
-    .venv/bin/python -m scripts.benchmarks.net compare OLDER FOLDER [--relative=1e-6]
+    scripts/bench net record FOLDER [--parts=placements,charts,...] [--like=OLDER]
+    scripts/bench net compare OLDER FOLDER [--relative=1e-6]
 
 A record is a folder of text files, one folder a part:
 
@@ -18,6 +18,8 @@ A record is a folder of text files, one folder a part:
 
 `compare` prints each difference and returns 1 if there is one; parts that one of the two lacks are named and left out.
 No file holds a time. Both records must come from one version of JAX on one kind of machine.
+
+Extras: dev plan-gpu
 """
 
 import argparse
@@ -48,8 +50,8 @@ from meshtrain.plan.collectives import collectives
 from meshtrain.plan.compile import program_of
 from meshtrain.plan.timing import Assumptions
 from meshtrain.words.errors import UserError, run
-from scripts import fuzz_configurations as fuzz
-from scripts.plan_table import LARGE
+from scripts.benchmarks import fuzz
+from scripts.benchmarks.plan import LARGE
 from tests.golden import test_golden_placements as golden
 from tests.run import broken, test_run_broken_configurations, test_run_broken_data, test_run_broken_runs
 
