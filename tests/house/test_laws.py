@@ -271,7 +271,7 @@ def test_the_package_keeps_the_law(law):
         (executing_data, "from joblib import load\n"),
         (executing_data, "exec('1')\n"),
         (executing_data, "x = np.load('x', allow_pickle=True)\n"),
-        (long_files, "x = 1\n" * 401),
+        (long_files, "x = 1\n" * 601),
         (long_functions, "def f():\n" + "    x = 1\n" * 60),
         (hidden_imports, "def f():\n    from meshtrain import trees\n"),
         (hidden_imports, "def f():\n    import json, meshtrain.trees\n"),
