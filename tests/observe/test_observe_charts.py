@@ -53,7 +53,7 @@ def test_a_chart_is_an_element_that_needs_nothing_else_and_changes_nothing_else(
     assert charts.bars([("a", 1.0)], None) == charts.bars([("a", 1.0)], None), "the same bytes each time"
 
 
-PANEL = Panel("strong", [Line("data", [(8, 8.0, True), (16, 14.0, True)])])
+PANEL = Panel("strong", [Line("data", [(8, 8.0), (16, 14.0)])])
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,22 @@ from meshtrain.observe.line_charts import Line, Panel, figure_of, line_chart
 
 PANEL = Panel(
     "strong",
-    [Line("data", [(8, 8.0, True), (16, 14.0, False)]), Line("fsdp", [(8, 7.0, True)])],
+    [Line("data", [(8, 8.0), (16, 14.0)]), Line("fsdp", [(8, 7.0)])],
     True,
-    Line("in proportion", [(8, 8.0, True), (16, 16.0, True)]),
+    Line("in proportion", [(8, 8.0), (16, 16.0)]),
 )
 
 
-def test_compiled_points_are_filled_and_others_hollow():
+def test_each_point_has_a_marker():
     (place,) = figure_of([PANEL], "a note").axes
-    markers = [line for line in place.lines if line.get_marker() == "o"]
-    assert [line.get_fillstyle() for line in markers] == ["full", "none", "full"]
-    assert [list(line.get_ydata()) for line in markers] == [[8.0], [14.0], [7.0]]
+    marked = [line for line in place.lines if line.get_marker() == "o"]
+    assert [list(line.get_ydata()) for line in marked] == [[8.0, 14.0], [7.0]]
     assert [text.get_text() for text in place.get_legend().get_texts()] == ["in proportion", "data", "fsdp"]
     assert (place.get_xscale(), place.get_yscale()) == ("log", "log")
 
 
 def test_shares_start_at_zero():
-    (place,) = figure_of([Panel("weak", [Line("data", [(8, 1.0, True), (16, 1.1, True)])])], "").axes
+    (place,) = figure_of([Panel("weak", [Line("data", [(8, 1.0), (16, 1.1)])])], "").axes
     bottom, top = place.get_ylim()
     assert bottom == 0
     assert top > 1.1
