@@ -52,13 +52,18 @@ def test_a_field_without_axes_is_named():
 
 def test_every_array_of_the_training_state_has_as_many_axes_as_dims():
     model = DecoderOptions(num_layers=2, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2, vocab_size=32)
-    shape = dict.fromkeys(AXES, 1)
-    config = Config(batch_size=2, sequence_length=8, model=model, compression=CompressionOptions(kind="int8"))
-    config = dataclasses.replace(config, local_steps=LocalStepsOptions(period=2, groups=2))
-    assembly = assemble(config, shape, jax.devices()[:1])
-    leaves = jax.tree_util.tree_leaves_with_path(assembly.state)
-    assert {path[0].name for path, _ in leaves} == {field.name for field in dataclasses.fields(TrainState)}
-    for (path, leaf), axes in zip(leaves, assembly.names, strict=True):
-        assert len(axes) == leaf.ndim, path
-        is_split = path[0].name in ("params", "opt_state", "residual", "local") and leaf.ndim > 0
-        assert any(axes) == (is_split or getattr(path[-1], "name", "") == "norms"), path
+    compressed = CompressionOptions(kind="int8"), LocalStepsOptions(period=2, groups=2)
+    late = CompressionOptions(), LocalStepsOptions(delay=1)
+    routed = dataclasses.replace(model, num_experts=2, experts_per_token=1, router="sigmoid")
+    held = set()
+    for chosen, (compression, local_steps) in ((model, compressed), (routed, late)):
+        config = Config(batch_size=2, sequence_length=8, model=chosen, compression=compression, local_steps=local_steps)
+        assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices()[:1])
+        leaves = jax.tree_util.tree_leaves_with_path(assembly.state)
+        held |= {path[0].name for path, _ in leaves}
+        for (path, leaf), axes in zip(leaves, assembly.names, strict=True):
+            assert len(axes) == leaf.ndim, path
+            is_split = path[0].name in ("params", "opt_state", "residual", "local") and leaf.ndim > 0
+            is_of_groups = local_steps.period > 0 and getattr(path[-1], "name", "") == "norms"
+            assert any(axes) == (is_split or is_of_groups), path
+    assert held == {field.name for field in dataclasses.fields(TrainState)}
