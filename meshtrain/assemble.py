@@ -14,12 +14,12 @@ import optax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.config.config import Config, num_microbatches
+from meshtrain.config.config import Config, check_filled, num_microbatches
 from meshtrain.config.tasks import MakeTask, find
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
 from meshtrain.launch.hardware import peak_flops_per_second
-from meshtrain.layout import fit, offload, partition, zero
+from meshtrain.layout import offload, partition, zero
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.groups import groups_of
@@ -118,21 +118,24 @@ def assemble(
     devices: Sequence[jax.Device],
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
+    also: Sequence[str] = (),
 ) -> Assembly:
     """Returns the mesh, the shardings and the jitted functions of a run. It allocates no array and compiles nothing.
 
     Args:
-      config: a checked configuration.
+      config: from `resolve`.
       shape: the size of each mesh axis, -1 filled in.
       devices: at least as many as the mesh has, real or ahead-of-time.
       make_task: a task function; None for the one that `config.task` names.
       rules: logical axis -> mesh axes, None for the built-in table.
+      also: problems found elsewhere, to be reported together with those found here.
 
     Raises:
       UserError: arrays that cannot be sharded as configured, a batch or loss that breaks the contract of `Task`, or a
         pipeline with a task without stages.
     """
-    if problems := _offload_problems(config, devices):
+    on_mesh = check_filled(config, shape, make_task, rules)
+    if problems := [*on_mesh, *also, *_offload_problems(config, devices)]:
         raise UserError(*problems)
     mesh = make_mesh(shape, devices)
     level = config.zero.effective_level
@@ -147,8 +150,6 @@ def assemble(
 
     params, axes = abstract_params(task, num_chunks, mesh.size)
     trained = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
-    if problems := fit.problems(params, axes, rules, mesh.shape, level, trained=trained):
-        raise UserError(*problems)
     specs = stored_tree(params, axes, rules, mesh.shape, level)
     replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained, config.compression)
     outer = outer_optimizer(config.local_steps)

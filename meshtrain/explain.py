@@ -13,7 +13,7 @@ import jax
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config import blocks, effects
 from meshtrain.config.attention import exchanged, implementation
-from meshtrain.config.config import check, parse
+from meshtrain.config.config import parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
@@ -147,8 +147,6 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(*lines)
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    if problems := check(config, shape):
-        raise UserError(*problems)
     print(text(assemble(config, shape, devices)))
     for note in notes:
         print(f"note         {note}")

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):
             found.append(f"--config: got nothing; allowed: a file with get_config(){config_file.near_example()}")
         configuration = config.configure(arguments, found)
-        training.train(configuration, arguments.workdir, begun_seconds=begun_seconds)
+        training.train_resolved(configuration, arguments.workdir, begun_seconds=begun_seconds)
     return 0
 
 

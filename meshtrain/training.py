@@ -15,8 +15,8 @@ import ml_collections
 from meshtrain import loop
 from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
 from meshtrain.config.attention import exchanged
-from meshtrain.config.config import Config, check, resolve
-from meshtrain.config.tasks import MakeTask, abstract_task
+from meshtrain.config.config import Config, resolve
+from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.own import Data, MakeData
 from meshtrain.launch import distributed, peers
@@ -63,8 +63,6 @@ def train(
     make_task: MakeTask | None = None,
     make_data: MakeData | None = None,
     rules: Rules | None = None,
-    *,
-    begun_seconds: float | None = None,
 ) -> Result:
     """Trains from the beginning, or from the newest checkpoint in the directory. `meshtrain.train` is this function.
 
@@ -83,16 +81,32 @@ def train(
       make_task: a task function (config, placement) -> Task; None for the one that `config.task` names.
       make_data: a function config -> `data.own.Data`; None for what `config.data` says.
       rules: logical axis -> mesh axes for the task's weights, activations and batch; None for the built-in table.
-      begun_seconds: when the program began, by `time.monotonic`; goodput counts from there. None: now.
 
     Raises:
       UserError: a problem of configuration, data or task that the user can fix.
       TrainingStopped, Interrupted, SaveFailed: see `loop.run`.
     """
-    begun_seconds = time.monotonic() if begun_seconds is None else begun_seconds
+    begun_seconds = time.monotonic()
     _refuse_arguments(directory, make_task, make_data)
     source = {"data.source": named.name_of(make_data)} if make_data else {}
     config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
+    return train_resolved(config, directory, make_task, make_data, rules, begun_seconds=begun_seconds)
+
+
+def train_resolved(
+    config: Config,
+    directory: str | Path,
+    make_task: MakeTask | None = None,
+    make_data: MakeData | None = None,
+    rules: Rules | None = None,
+    *,
+    begun_seconds: float,
+) -> Result:
+    """Trains a configuration from `resolve`; `train` says what the other arguments are, and what is raised.
+
+    Args:
+      begun_seconds: when the program began, by `time.monotonic`; goodput counts from there.
+    """
     run = expanded(directory).absolute()
     devices, notes = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     is_main = peers.is_main_process()
@@ -100,16 +114,14 @@ def train(
     with Watchdog(config.watchdog_seconds) as watchdog:
         start.refuse_unequal_processes(config, run)
         shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-        problems = check(config, shape, make_task, rules) + start.check(config, run, start.saved_step(run))
-        if problems := peers.share_problems("configuration", problems):
-            raise UserError(*problems)
+        of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run)))
+        with show("mesh") as say:
+            assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
+            say("; ".join([describe(assembly.mesh, peers.num_machines()), *exchanged(config, shape), *notes]))
         with show("data") as say:
-            corpus = open_data(config, abstract_task(config, make_task), make_data)
+            corpus = open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint)
             say(corpus.summary)
-        with show("mesh") as say:
-            assembly = assemble(config, shape, devices, make_task, rules)
-            say("; ".join([describe(assembly.mesh, peers.num_machines()), *exchanged(config, shape), *notes]))
         start.refuse_other_weights(assembly, run)
         saving.refuse_unknown_metric(assembly, corpus)
         with workdir.locked(run), saving.checkpoints_of(assembly, run) as checkpoints:

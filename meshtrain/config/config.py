@@ -71,7 +71,9 @@ def resolve(
     rules: Rules | None = None,
     reads_data: bool = True,
 ) -> Config:
-    """Returns the configuration with every value checked, as far as that goes without knowing the devices.
+    """Returns the configuration with every value checked, and its placement if it states the size of each mesh axis.
+
+    `assemble` checks the placement on a mesh with an axis of -1, whose size the devices give.
 
     >>> resolve({"mesh": {"data": 2}}, {"batch_size": "64"}).batch_size
     64
@@ -105,7 +107,6 @@ def resolve(
     if make_task is not None and not hasattr(make_task, "options"):
         no_vocabulary = []  # this task function may not read `model`
     function = None if "task" in faulty else make_task or tasks.find(config.task)
-    sizes = dataclasses.asdict(mended.mesh)
     across = [
         *no_vocabulary,
         *mesh.check(mended.mesh),
@@ -115,8 +116,10 @@ def resolve(
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
         *checks.scaling(mended.loss_scale, mended.precision),
-        *_on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules),
     ]
+    sizes = dataclasses.asdict(mended.mesh)
+    if -1 not in sizes.values() or found or across or also:  # all problems at once
+        across += _on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules)
     found += [line for line in across if not any(key in line for key in faulty)]
     if found or also:
         raise UserError(*also, *found)
@@ -128,8 +131,6 @@ def check(
 ) -> list[str]:
     """Returns one line for each reason why a configuration does not fit a mesh of these sizes.
 
-    `resolve` passes 1 for an axis of -1. `train`, `explain` and `plan` check again once they know the devices.
-
     Args:
       config: resolved.
       mesh_shape: the size of each axis.
@@ -137,6 +138,14 @@ def check(
       rules: as in `resolve`.
     """
     return _on_mesh(config, mesh_shape, make_task or tasks.find(config.task), rules)
+
+
+def check_filled(
+    config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
+) -> list[str]:
+    """Returns the lines of `check` for a mesh that the devices give a size; none for the one that `resolve` checks."""
+    is_stated = dict(mesh_shape) == dataclasses.asdict(config.mesh)
+    return [] if is_stated else check(config, mesh_shape, make_task, rules)
 
 
 def _on_mesh(
@@ -156,24 +165,21 @@ def _on_mesh(
     own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
     found += own
     on_one_device = math.prod(mesh_shape.values()) == 1
-    if on_one_device and not config.optimizer.trainable and not config.lora.rank:
+    if on_one_device and not config.optimizer.trainable and not config.lora.rank and not rules.own:
         return found
     try:
         if unfit := tasks.lora_problems(config, function):
             found += unfit
             config = dataclasses.replace(config, lora=LoraOptions())
-        task = tasks.abstract_task(config, function) if mesh_shape[PIPELINE] * mesh_shape[CONTEXT] > 1 else None
-        if task is not None and mesh_shape[CONTEXT] > 1:
+        task, params, axes = tasks.abstract_weights(config, function, on_one_device=on_one_device)
+        if mesh_shape[CONTEXT] > 1:
             found += context.problems(config, task, rules, mesh_shape)
-        if task is not None and mesh_shape[PIPELINE] > 1:
+        if mesh_shape[PIPELINE] > 1:
             found += _in_stages(config, mesh_shape, task)
-        params, axes = tasks.abstract_weights(config, function)
     except Exception:
         if own:
             return found  # contradictory options, reported above, may make tracing the weights fail
         raise
-    if on_one_device:  # nothing is split, and weights need no logical axes
-        return found + checks.trained(config, params)[1]
     return found + checks.weights(config, mesh_shape, params, axes, rules)
 
 

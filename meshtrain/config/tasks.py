@@ -157,17 +157,19 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
     return (make_task or find(config.task))(config, Placement.nowhere())
 
 
-def abstract_weights(config: Config, make_task: MakeTask) -> tuple[Any, Any]:
-    """Returns the abstract parameters of a configuration's task in layer order, and their logical axes.
+def abstract_weights(config: Config, make_task: MakeTask, *, on_one_device: bool = False) -> tuple[Task, Any, Any]:
+    """Returns a configuration's task without a mesh, its abstract parameters in layer order, and their logical axes.
 
     It uses no device. Results for built-in tasks are cached, because the planner asks for many meshes.
 
     Args:
       config: resolved.
       make_task: the task function.
+      on_one_device: weights of a task of one's own then need no logical axes.
     """
     if make_task not in TASKS.values():
-        return named_params(abstract_task(config, make_task).init)
+        task = abstract_task(config, make_task)
+        return task, *named_params(task.init, on_one_device=on_one_device)
     # Only these fields change shapes of weights; leaving out the others makes the cache effective.
     alone = Config(
         task=config.task,
@@ -193,9 +195,11 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
             f"lora.rank: got {config.lora.rank} with task={name_of(make_task)}; allowed: 0, or the tasks decoder and "
             "seq2seq, whose layers apply adapters; nearest: lora.rank=0"
         ]
-    return lora.problems(config.lora, *abstract_weights(dataclasses.replace(config, lora=LoraOptions()), make_task))
+    _, params, axes = abstract_weights(dataclasses.replace(config, lora=LoraOptions()), make_task)
+    return lora.problems(config.lora, params, axes)
 
 
 @functools.lru_cache(maxsize=8)
-def _built_in_weights(config: Config, make_task: MakeTask) -> tuple[Any, Any]:
-    return named_params(abstract_task(config, make_task).init)
+def _built_in_weights(config: Config, make_task: MakeTask) -> tuple[Task, Any, Any]:
+    task = abstract_task(config, make_task)
+    return task, *named_params(task.init)

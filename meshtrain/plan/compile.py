@@ -66,7 +66,7 @@ def compile_step(
     """Compiles the step of a configuration: assembled, traced, lowered and compiled as `train` does it.
 
     Args:
-      config: checked against `shape`.
+      config: from `resolve`.
       shape: the size of each mesh axis.
       cluster: the target, with at least as many devices.
       by: what compiles; None: `with_tiles`.

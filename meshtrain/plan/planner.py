@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from meshtrain.assemble import Assembly
-from meshtrain.config.config import Config, check
+from meshtrain.config.config import Config
 from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.mesh import mesh_shape
@@ -32,7 +32,6 @@ from meshtrain.plan.minimum import (
 from meshtrain.plan.timing import Assumptions, Timing, timing
 from meshtrain.plan.topology import Cluster
 from meshtrain.step.precision import product_name
-from meshtrain.words.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +122,9 @@ def shape_on(config: Config, cluster: Cluster) -> dict[str, int]:
     """Returns the size of each axis on a cluster.
 
     Raises:
-      UserError: the mesh or the configuration does not fit the cluster.
+      UserError: the mesh does not fit the cluster.
     """
-    shape = mesh_shape(config.mesh, len(cluster.devices), simulated=False)
-    if problems := check(config, shape):
-        raise UserError(*problems)
-    return shape
+    return mesh_shape(config.mesh, len(cluster.devices), simulated=False)
 
 
 def plan(
@@ -142,7 +138,7 @@ def plan(
     """Compiles a step and returns its plan.
 
     Args:
-      config: checked against `shape`.
+      config: from `resolve`.
       shape: the size of each mesh axis.
       cluster: at least as many devices.
       assumptions: of the model of time.

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from meshtrain.config.config import Config
+from meshtrain.config.config import Config, check_filled
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.launch.links import Link
 from meshtrain.plan import planner, search
@@ -69,7 +69,7 @@ def basis_of(config: Config, cluster: Cluster) -> Basis:
     """Returns what is scaled.
 
     Raises:
-      UserError: the mesh does not fit the cluster, or nothing is known about the speed of its devices.
+      UserError: the configuration does not fit the cluster, or nothing is known about the speed of its devices.
     """
     if cluster.accelerator is None:
         raise UserError(
@@ -77,6 +77,8 @@ def basis_of(config: Config, cluster: Cluster) -> Basis:
             f"nearest: --cluster=h100:1x8"
         )
     shape = planner.shape_on(config, cluster)
+    if problems := check_filled(config, shape):
+        raise UserError(*problems)
     return Basis(
         config=config,
         num_devices=math.prod(shape.values()),

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from meshtrain.config.config import Config, check, configure
+from meshtrain.config.config import Config, check_filled, configure
 from meshtrain.launch import distributed, peers
 from meshtrain.layout.axes import AXES, batch_axes, storage_axes
 from meshtrain.layout.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
@@ -53,7 +53,7 @@ def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> dict[s
     shape = _shape(options, devices)
     if given.config is not None:
         run = given.workdir.absolute()
-        problems = check(config, shape) + start.check(config, run, start.saved_step(run))
+        problems = check_filled(config, shape) + start.check(config, run, start.saved_step(run))
         if problems := peers.share_problems("job", problems):
             raise UserError(*problems)
     mesh = make_mesh(shape, devices)

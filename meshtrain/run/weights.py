@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshtrain.assemble import Assembly, assemble, stored_params
-from meshtrain.config.config import Config, check
+from meshtrain.config.config import Config
 from meshtrain.config.folded import without_pipeline
 from meshtrain.launch import distributed, peers
 from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Params
 from meshtrain.run import weights_from
-from meshtrain.words.errors import UserError
 
 
 class Weights(NamedTuple):
@@ -43,13 +42,12 @@ def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline
     """
     devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    if problems := check(config, shape) + weights_from.problems(config, workdir, step):
-        raise UserError(*problems)
-    if folds_pipeline:
+    also = weights_from.problems(config, workdir, step)
+    if folds_pipeline and not also:
         config, shape, line = without_pipeline(config, shape)
         if line and peers.is_main_process():
             print(f"meshtrain: {line}", file=sys.stderr, flush=True)
-    return assemble(config, shape, devices)
+    return assemble(config, shape, devices, also=also)
 
 
 def restored(assembly: Assembly, workdir: Path, step: int | None) -> Weights:

@@ -94,7 +94,9 @@ def run(command: Callable[..., list[str]]) -> Callable[..., Ran]:
     def trained(directory: pathlib.Path, *changes: str) -> Ran:
         kept: list[Any] = []
         output = io.StringIO()
-        remember = patched("train", lambda original: lambda *given, **named: kept.append(original(*given, **named)))
+        remember = patched(
+            "train_resolved", lambda original: lambda *given, **named: kept.append(original(*given, **named))
+        )
         with remember, contextlib.redirect_stdout(output):
             assert main(command(directory, *changes)) == 0
         return Ran(kept[0], output.getvalue(), directory)

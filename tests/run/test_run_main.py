@@ -1,5 +1,6 @@
 """A run, seen from outside: what it writes, what it says, how often it compiles, how it ends."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -14,9 +15,13 @@ import jax
 import pytest
 
 import meshtrain
+from meshtrain import explain
+from meshtrain.config import config as configuration
 from meshtrain.config.between_runs import from_json
 from meshtrain.layout.axes import AXES
 from meshtrain.main import main
+from meshtrain.plan import __main__ as plan
+from meshtrain.run import weights
 from meshtrain.store.other_runs import find
 from meshtrain.words import errors
 from meshtrain.words.config_file import load
@@ -84,7 +89,7 @@ def test_it_ends_with_a_summary(straight):
 
 def test_phases_print_their_times(straight):
     starts = [line.split()[0] for line in straight.output.splitlines()[:5]]
-    assert starts == ["data", "mesh", "init", "compile", "step"]
+    assert starts == ["mesh", "data", "init", "compile", "step"]
 
 
 def test_goodput_counts_from_the_beginning_of_the_program(straight):
@@ -200,7 +205,7 @@ def test_ctrl_c_during_the_start_ends_at_once_and_leaves_nothing(command, tmp_pa
     )
     try:
         for line in process.stdout:
-            if line.startswith("mesh"):
+            if line.startswith("data"):
                 break
         while not (tmp_path / "runs" / "new" / "checkpoints").exists():
             time.sleep(0.01)
@@ -229,6 +234,45 @@ def test_from_a_notebook(config_file, straight, tmp_path, monkeypatch):
     config.mesh.tensr = 2
     with pytest.raises(errors.UserError, match=r"mesh.tensr: unknown key"):
         meshtrain.train(config)
+
+
+def changed(words):
+    config = load(words[0].removeprefix("--config="), [])
+    config.mesh.tensor = int(words[1].removeprefix("--config.mesh.tensor="))
+    return config
+
+
+WAYS = {
+    "train": lambda words, run: main([*words, f"--workdir={run}"]),
+    "notebook": lambda words, run: meshtrain.train(changed(words), run),
+    "explain": lambda words, run: explain.main(words),
+    "plan": lambda words, run: plan.main([*words, "--cluster=cpu:8"]),
+    "weights": lambda words, run: weights.assembled(configuration.parse(words)[0], run, None),
+}
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The meshes whose placement is checked; commands stop where they would open data or compile."""
+    meshes, original = [], configuration._on_mesh
+    monkeypatch.setattr(configuration, "_on_mesh", lambda *given: meshes.append(given[1]) or original(*given))
+    monkeypatch.setattr("meshtrain.plan.early.ends_early", lambda *given: False)
+    monkeypatch.setattr("meshtrain.run.weights_from.problems", lambda *given: [])
+    for place in ("training.open_data", "plan.compile.captured"):
+        monkeypatch.setattr(f"meshtrain.{place}", lambda *given: sys.exit("stopped"))
+    return meshes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_checks_a_placement_once_before_data_are_opened(way, checked, config_file, tmp_path):
+    words = [f"--config={config_file}", "--config.mesh.tensor=2"]
+    with contextlib.suppress(SystemExit):
+        WAYS[way](words, tmp_path / "run")
+    assert [mesh["tensor"] for mesh in checked] == [2]
+    checked.clear()
+    with pytest.raises(errors.UserError, match=r"model\.num_heads: got 4 .* mesh\.tensor = 8"):
+        WAYS[way]([words[0], "--config.mesh.tensor=-1"], tmp_path / "run")
+    assert [mesh["tensor"] for mesh in checked] == [8]
 
 
 ORDERS = [

@@ -56,7 +56,7 @@ def read(file):
 def counted(config):
     if config.task == "decoder":
         return count_parameters(config.model, config.model.max_positions or config.sequence_length)
-    return sum(leaf.size for leaf in jax.tree.leaves(abstract_weights(config, find(config.task))[0]))
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_weights(config, find(config.task))[1]))
 
 
 def test_every_file_is_listed():
