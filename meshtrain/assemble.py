@@ -19,17 +19,16 @@ from meshtrain.config.tasks import MakeTask, find
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
 from meshtrain.launch.hardware import peak_flops_per_second
-from meshtrain.layout import offload, partition, zero
+from meshtrain.layout import offload
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.explain import Row, rows
 from meshtrain.layout.groups import groups_of
 from meshtrain.layout.late import late
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.partition import Names
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
-from meshtrain.layout.stored import stored_tree
+from meshtrain.layout.stored import Names, activation_sharding, rules_of_level, stored_tree
 from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.models.remat import gathers_early
 from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, batch_axes, checked_loss, entries
@@ -131,15 +130,14 @@ def assemble(
       also: problems found elsewhere, to be reported together with those found here.
 
     Raises:
-      UserError: arrays that cannot be sharded as configured, a batch or loss that breaks the contract of `Task`, or a
-        pipeline with a task without stages.
+      UserError: `also`, arrays that cannot be sharded as configured, a batch or loss that breaks the contract of
+        `Task`, or a pipeline with a task without stages.
     """
-    on_mesh = check_filled(config, shape, make_task, rules)
-    if problems := [*on_mesh, *also, *_offload_problems(config, devices)]:
+    if problems := [*check_filled(config, shape, make_task, rules), *also, *_offload_problems(config, devices)]:
         raise UserError(*problems)
     mesh = make_mesh(shape, devices)
     level = config.zero.effective_level
-    rules = zero.rules_of_level(rules or default_rules(config.layout), level)
+    rules = rules_of_level(rules or default_rules(config.layout), level)
     placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
     task = (make_task or find(config.task))(config, placement)
     task = dataclasses.replace(task, loss=checked_loss(task.loss))
@@ -312,22 +310,18 @@ def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[s
     Raises:
       UserError: one line for each dim that has no rule or that the mesh does not divide.
     """
-    problems = []
+    abstract, problems = {}, list[str]()
     for name, entry in batch.items():
-        lines = partition.problems(f"batch/{name}", entry.shape, entry.axes, rules.activations, mesh.shape)
-        # A user's own model may have dims that the built-in table does not list.
-        hint = ", or a rule of its own: layout.rules.extend(rules, Rule('...'))"
-        problems += [f"{line}{hint}" if "logical axis of dim" in line else line for line in lines]
+        try:
+            sharding = activation_sharding(entry.shape, entry.axes, rules, mesh, path=f"batch/{name}")
+            abstract[name] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding)
+        except UserError as error:
+            # A user's own model may have dims that the built-in table does not list.
+            hint = ", or a rule of its own: layout.rules.extend(rules, Rule('...'))"
+            problems += [f"{line}{hint}" if "logical axis of dim" in line else line for line in error.problems]
     if problems:
         raise UserError(*problems)
-    return {
-        name: jax.ShapeDtypeStruct(
-            entry.shape,
-            entry.dtype,
-            sharding=partition.activation_sharding(entry.shape, entry.axes, rules, mesh, path=f"batch/{name}"),
-        )
-        for name, entry in batch.items()
-    }
+    return abstract
 
 
 def _computations(

@@ -6,8 +6,8 @@ from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import CONTEXT
-from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
+from meshtrain.layout.stored import num_parts
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import attention_flops_per_token
 from meshtrain.models.exchange import has_heads

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from meshtrain.config.config import Config, num_microbatches
 from meshtrain.layout import axes
-from meshtrain.layout.partition import num_parts
+from meshtrain.layout.stored import num_parts
 from meshtrain.models import experts
 from meshtrain.models.blocks import kernel_for
 from meshtrain.models.decoder import DecoderOptions

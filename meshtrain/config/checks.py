@@ -12,10 +12,9 @@ from meshtrain.config import experts
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import BEGIN_ID, DOCUMENTS, IMAGES, PAIRS, SOURCES, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
-from meshtrain.layout import fit, zero
 from meshtrain.layout.axes import DATA, expert_axes
-from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules, default_rules
+from meshtrain.layout.stored import MAX_LEVEL, num_parts, tree_problems
 from meshtrain.layout.trees import select
 from meshtrain.models import remat
 from meshtrain.models.decoder import DecoderOptions
@@ -342,12 +341,12 @@ def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: An
     if config.optimizer.moments == moments.EIGHT_BITS and not moments.check_block(config.optimizer.moment_block, ""):
         chosen, of_chosen = (select(tree, mask)[0] for tree in (params, axes))
         found += moments.problems(config.optimizer.moment_block, chosen, of_chosen, rules.parameters, mesh_shape)
-    return found + fit.problems(
+    return found + tree_problems(
         params,
         axes,
         rules,
         mesh_shape,
-        min(config.zero.effective_level, zero.MAX_LEVEL),
+        min(config.zero.effective_level, MAX_LEVEL),
         options=sizes_of_dims(config.model),
         trained=mask,
         elsewhere=("layers",),

@@ -25,9 +25,10 @@ from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data import sources
-from meshtrain.layout import compression, mesh, zero
+from meshtrain.layout import compression, mesh
 from meshtrain.layout.axes import CONTEXT, DATA, PIPELINE
 from meshtrain.layout.rules import Rules, default_rules
+from meshtrain.layout.stored import level_problems, rules_of_level
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task
@@ -71,9 +72,7 @@ def resolve(
     rules: Rules | None = None,
     reads_data: bool = True,
 ) -> Config:
-    """Returns the configuration with every value checked, and its placement if it states the size of each mesh axis.
-
-    `assemble` checks the placement on a mesh with an axis of -1, whose size the devices give.
+    """Returns the configuration with every value checked, and its placement where it states all sizes of the mesh.
 
     >>> resolve({"mesh": {"data": 2}}, {"batch_size": "64"}).batch_size
     64
@@ -117,13 +116,17 @@ def resolve(
         *profiler.check(mended.profile),
         *checks.scaling(mended.loss_scale, mended.precision),
     ]
-    sizes = dataclasses.asdict(mended.mesh)
-    if -1 not in sizes.values() or found or across or also:  # all problems at once
-        across += _on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules)
+    if -1 not in dataclasses.astuple(mended.mesh) or found or across or also:  # all problems at once
+        across += _on_mesh(mended, _stated(mended.mesh), function, rules)
     found += [line for line in across if not any(key in line for key in faulty)]
     if found or also:
         raise UserError(*also, *found)
     return mended
+
+
+def _stated(options: mesh.MeshOptions) -> dict[str, int]:
+    """Returns the size of each axis, 1 for one of -1, which can only weaken a check."""
+    return {axis: max(size, 1) for axis, size in dataclasses.asdict(options).items()}
 
 
 def check(
@@ -143,22 +146,22 @@ def check(
 def check_filled(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> list[str]:
-    """Returns the lines of `check` for a mesh that the devices give a size; none for the one that `resolve` checks."""
-    is_stated = dict(mesh_shape) == dataclasses.asdict(config.mesh)
-    return [] if is_stated else check(config, mesh_shape, make_task, rules)
+    """Returns the lines of `check` for a mesh with an axis of -1, now filled in; none if `resolve` has checked."""
+    is_open = -1 in dataclasses.astuple(config.mesh)
+    return check(config, mesh_shape, make_task, rules) if is_open else []
 
 
 def _on_mesh(
     config: Config, mesh_shape: Mapping[str, int], function: MakeTask | None, rules: Rules | None
 ) -> list[str]:
     """Returns the lines of `check`; without a task function only those that do not depend on the task."""
-    rules = zero.rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
+    rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     num_groups = config.local_steps.groups if config.local_steps.period else 0
     num_parts = num_microbatches(config, mesh_shape)
     found = checks.batch(config.batch_size, rules, mesh_shape, num_parts, num_groups)
     found += checks.local_steps(config, mesh_shape)
     found += checks.sequence(config.sequence_length, rules, mesh_shape)
-    found += zero.problems(config.zero, config.mesh.data, config.mesh.fsdp)
+    found += level_problems(config.zero, config.mesh.data, config.mesh.fsdp)
     found += compression.problems(config.compression, config.zero.effective_level, mesh_shape[DATA])
     if function is None:
         return found

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from meshtrain.config.fields import Config
 from meshtrain.layout.axes import CONTEXT
-from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules
+from meshtrain.layout.stored import num_parts
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.exchange import has_heads
 from meshtrain.models.seq2seq import Seq2SeqOptions

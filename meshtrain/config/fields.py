@@ -8,7 +8,7 @@ from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.offload import OffloadOptions
 from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.remat import RematOptions

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from meshtrain.config.config import check
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import MakeTask
-from meshtrain.layout import zero
 from meshtrain.layout.axes import PIPELINE, partitioned_axes
-from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import Rules, default_rules
+from meshtrain.layout.stored import num_parts, rules_of_level
 from meshtrain.words.errors import UserError
 from meshtrain.words.numbers import divisors
 
@@ -38,7 +37,7 @@ def without_pipeline(
     size = shape[PIPELINE]
     if size == 1:
         return config, dict(shape), ""
-    table = zero.rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
+    table = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     outer, *_, inner = partitioned_axes()
     problems: list[str] = []
     for factor in sorted(set(divisors(size)), reverse=True):

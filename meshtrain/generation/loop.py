@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.generation.sampling import Sampling, choose, row_keys
-from meshtrain.layout.partition import activation_sharding, num_parts
 from meshtrain.layout.rules import Rules
+from meshtrain.layout.stored import activation_sharding, num_parts
 from meshtrain.models.decode import Cache, Decode
 from meshtrain.models.task import Params
 

@@ -79,7 +79,7 @@ def sequence_axes() -> tuple[str, ...]:
 
 
 def storage_axes() -> tuple[str, ...]:
-    """Returns the axes that split weights for storage only. At ZeRO level 3, `zero.rules_of_level` adds data."""
+    """Returns the axes that split weights for storage only. At ZeRO level 3, `stored.rules_of_level` adds data."""
     return tuple(axis.name for axis in TABLE if axis.stores_weights)
 
 

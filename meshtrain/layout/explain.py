@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from meshtrain.layout.offload import is_on_host
-from meshtrain.layout.partition import Names, axes_of_dims, is_names
+from meshtrain.layout.stored import Names, axes_of_dims, is_names
 from meshtrain.layout.trees import leaves_with_paths, num_bytes
 from meshtrain.words.tables import aligned, format_bytes
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtrain.layout import axes
 from meshtrain.layout.axes import AXES, PIPELINE
-from meshtrain.layout.partition import num_parts
+from meshtrain.layout.stored import num_parts
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure

@@ -13,10 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.called_once import called_once
-from meshtrain.layout.partition import Names, axes_of_dims, num_parts, spec, spec_of_dims
 from meshtrain.layout.rules import Rules
-from meshtrain.layout.stored import stored
-from meshtrain.layout.zero import MAX_LEVEL
+from meshtrain.layout.stored import MAX_LEVEL, Names, axes_in, axes_of_dims, num_parts, spec, spec_of_dims, stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Placement:
         """Returns `x` constrained to its sharding by the rules; `names` has a logical axis or None for each dim.
 
         Raises:
-          UserError: see `partition.problems`.
+          UserError: see `stored.array_problems`.
         """
         return self._constrained(x, self.activation_spec(x.shape, names))
 
@@ -69,7 +67,7 @@ class Placement:
         for each dim.
 
         Raises:
-          UserError: see `partition.problems`.
+          UserError: see `stored.array_problems`.
         """
         spec_of_weight = self.weight_spec(w.shape, names)
         return self._constrained(w, spec_of_weight) if self.gathers_weights else w
@@ -82,7 +80,7 @@ class Placement:
         or None for each dim.
 
         Raises:
-          UserError: see `partition.problems`.
+          UserError: see `stored.array_problems`.
         """
         return self._constrained(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
 
@@ -94,7 +92,7 @@ class Placement:
         logical axis or None for each dim.
 
         Raises:
-          UserError: see `partition.problems`, during the backward pass.
+          UserError: see `stored.array_problems`, during the backward pass.
         """
         if self.mesh is None or not _is_split_here(self.mesh):
             return x
@@ -111,7 +109,7 @@ class Placement:
         """Returns the spec of an activation by the rules, without the axes that are manual here.
 
         Raises:
-          UserError: see `partition.problems`.
+          UserError: see `stored.array_problems`.
         """
         if self.rules is None or self.mesh is None:
             return PartitionSpec()
@@ -121,7 +119,7 @@ class Placement:
         """Returns the spec of a gathered weight by the rules, without the axes that are manual here.
 
         Raises:
-          UserError: see `partition.problems`.
+          UserError: see `stored.array_problems`.
         """
         if self.rules is None or self.mesh is None:
             return PartitionSpec()
@@ -131,7 +129,7 @@ class Placement:
         """Returns the spec of a stored weight by the rules, without the axes that are manual here.
 
         Raises:
-          UserError: see `partition.problems`.
+          UserError: see `stored.array_problems`.
         """
         if self.rules is None or self.mesh is None:
             return PartitionSpec()
@@ -257,11 +255,6 @@ def manual_specs(specs: Any, axes: frozenset[str]) -> Any:
         return spec_of_dims([tuple(axis for axis in dim if axis in axes) for dim in axes_of_dims(spec, len(spec))])
 
     return jax.tree.map(keep, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-
-
-def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
-    """Returns the mesh axes in a spec, in their order."""
-    return tuple(axis for dim in axes_of_dims(spec, len(spec)) for axis in dim)
 
 
 def _mesh_here(mesh: Mesh) -> Mesh | AbstractMesh:

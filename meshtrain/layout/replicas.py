@@ -22,12 +22,10 @@ from jax.typing import DTypeLike
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.loops import Hook
-from meshtrain.layout.partition import axes_of_dims, spec_of_dims
 from meshtrain.layout.placement import on_shards
-from meshtrain.layout.stored import GRADIENTS_LEVEL, Stored
+from meshtrain.layout.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, axes_of_dims, spec_of_dims
 from meshtrain.layout.trees import select
 from meshtrain.layout.wire import summed_leaves
-from meshtrain.layout.zero import MAX_LEVEL
 
 Compute = Callable[..., tuple[Any, Any]]
 
@@ -51,7 +49,7 @@ class Replicas:
     Attributes:
       mesh: the mesh.
       stored: a tree of `Stored` like the parameters.
-      level: of ZeRO (`zero.py`). At level 3 weights are sharded over data, which is then left to the partitioner.
+      level: of ZeRO (`stored.py`). At level 3 weights are sharded over data, which is then left to the partitioner.
       is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
       wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
       trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.

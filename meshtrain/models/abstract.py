@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax.core import meta
 
-from meshtrain.layout.partition import Names
+from meshtrain.layout.stored import Names
 
 
 def named_params(init: Callable[[jax.Array], Any], *, on_one_device: bool = False) -> tuple[Any, Any]:

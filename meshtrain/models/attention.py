@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import axes_of_dims
 from meshtrain.layout.placement import Placement
+from meshtrain.layout.stored import axes_of_dims
 from meshtrain.models import blockwise, exchange, splash, triton
 from meshtrain.models.fp8 import product
 from meshtrain.models.implementation import GPU, Case, chosen

@@ -26,8 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Names, axes_of_dims
-from meshtrain.layout.placement import Placement, axes_in
+from meshtrain.layout.placement import Placement
+from meshtrain.layout.stored import Names, axes_in, axes_of_dims
 from meshtrain.models import blocks, routing
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.layers import GATES, A, B, Mlp, factor_axes, normal, weight

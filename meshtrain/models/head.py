@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Names, axes_of_dims
-from meshtrain.layout.placement import Placement, axes_in
+from meshtrain.layout.placement import Placement
+from meshtrain.layout.stored import Names, axes_in, axes_of_dims
 from meshtrain.models import losses
 from meshtrain.models.layers import capped
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshtrain.layout.partition import axes_of_dims, spec_of_dims
-from meshtrain.layout.placement import Placement, axes_in
+from meshtrain.layout.placement import Placement
+from meshtrain.layout.stored import axes_in, axes_of_dims, spec_of_dims
 
 TABLE, ROWS, RESIDUAL = ("vocab", "embed"), ("batch", "sequence"), ("batch", "residual_sequence", "embed")
 

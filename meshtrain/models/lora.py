@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from meshtrain.layout.partition import Names, is_names
+from meshtrain.layout.stored import Names, is_names
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models.abstract import named_params
 from meshtrain.models.decode import Decode

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain.layout import partition
-from meshtrain.layout.partition import Names, is_names
+from meshtrain.layout import stored
 from meshtrain.layout.rules import ADAPTER_HEAD_DIM
+from meshtrain.layout.stored import ROUTER, Names, is_names
 
-STACKED = (*partition.STACKED, "experts")
+STACKED = (*stored.STACKED, "experts")
 NORM = "norm"
 # A row of each is for one token, position or expert: updates with equal singular values would mix what is apart.
 TABLES = ("vocab", "positions", "router")
@@ -102,7 +102,7 @@ def is_router_bias(axes: Names) -> bool:
     >>> is_router_bias(("layers", "router")), is_router_bias(("layers", "embed", "router"))
     (True, False)
     """
-    return axes[num_stacked(axes) :] == (partition.ROUTER,)
+    return axes[num_stacked(axes) :] == (ROUTER,)
 
 
 def is_hidden_matrix(axes: Names) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.layout.partition import Names, is_names, num_parts
+from meshtrain.layout.stored import Names, is_names, num_parts
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim.eight_bits import LARGEST_BLOCK, SMALLEST_BLOCK, decoded, encoded, extents, num_blocks
 from meshtrain.optim.states import owners

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from meshtrain.layout.partition import Names, is_names
+from meshtrain.layout.stored import Names, is_names
 
 
 def owners(state: Any, params: Any) -> list[Any]:

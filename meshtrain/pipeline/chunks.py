@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from meshtrain.layout.partition import Names
+from meshtrain.layout.stored import Names
 
 CHUNKS = "chunks"
 

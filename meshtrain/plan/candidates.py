@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, model_axes, partitioned_axes
-from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
-from meshtrain.layout.zero import MAX_LEVEL
+from meshtrain.layout.stored import MAX_LEVEL, num_parts
 from meshtrain.pipeline.schedules import SEARCHED
 from meshtrain.plan import experts
 from meshtrain.plan.changes import SPLITS_SUMS, Change, with_change, with_level

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.layout.axes import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
-from meshtrain.layout.zero import MAX_LEVEL
+from meshtrain.layout.stored import MAX_LEVEL
 from meshtrain.plan.compile import compile_step, program_of
 from meshtrain.plan.memory import Memory, memory
 from meshtrain.plan.planner import Plan, shape_on

@@ -17,14 +17,10 @@ import jax.numpy as jnp
 from meshtrain.config.config import Config, num_microbatches
 from meshtrain.config.tasks import abstract_task
 from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
-from meshtrain.layout import fit
 from meshtrain.layout.axes import CONTEXT, DATA, EXPERT, storage_axes
-from meshtrain.layout.partition import is_names, num_parts
-from meshtrain.layout.placement import axes_in
 from meshtrain.layout.rules import default_rules
-from meshtrain.layout.stored import stored
+from meshtrain.layout.stored import axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
 from meshtrain.layout.trees import leaves_with_paths, select
-from meshtrain.layout.zero import rules_of_level
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.head import num_chunks
 from meshtrain.models.seq2seq import Seq2SeqOptions
@@ -105,7 +101,7 @@ def _zeros(tree: Any) -> Any:
 
 def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[str]:
     """Returns one line for each weight that the rules cannot place on a mesh."""
-    return fit.problems(weights.params, weights.axes, default_rules(config.layout), shape, level=0)
+    return tree_problems(weights.params, weights.axes, default_rules(config.layout), shape, level=0)
 
 
 def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
@@ -244,7 +240,7 @@ def _sending_seconds(
 
 
 def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: int) -> float:
-    """Returns the bytes that cross data in a step of M microbatches for each parameter (table in `layout/zero.py`)."""
+    """Returns the bytes that cross data in a step of M microbatches for each parameter (table in `stored.py`)."""
     level = config.zero.effective_level
     if config.compression.is_on:
         gathered = FLOAT32_BYTES if level else 0

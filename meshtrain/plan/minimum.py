@@ -39,10 +39,8 @@ from meshtrain.config.config import num_microbatches
 from meshtrain.launch.links import wire_share
 from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, PIPELINE
 from meshtrain.layout.groups import Groups
-from meshtrain.layout.partition import ROUTER, STACKED, Names, num_parts
-from meshtrain.layout.placement import axes_in
+from meshtrain.layout.stored import MAX_LEVEL, ROUTER, STACKED, Names, axes_in, num_parts
 from meshtrain.layout.trees import select
-from meshtrain.layout.zero import MAX_LEVEL
 from meshtrain.models.remat import SUMS_AGAIN
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.plan.exchange import exchange_bytes, unit_axes

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.layout.axes import AXES, DATA, PIPELINE
-from meshtrain.layout.partition import num_parts
 from meshtrain.layout.rules import default_rules
+from meshtrain.layout.stored import num_parts
 from meshtrain.plan.candidates import MODEST, Candidate
 from meshtrain.plan.changes import Change, with_change
 from meshtrain.plan.guess import Weights, guessed_bytes, placement_problems

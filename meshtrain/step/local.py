@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.layout.groups import GROUPS
-from meshtrain.layout.partition import Names, is_names
+from meshtrain.layout.stored import Names, is_names
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import Batch, Sums

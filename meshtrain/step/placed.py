@@ -12,15 +12,23 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from meshtrain.layout import offload, partition, zero
+from meshtrain.layout import offload
 from meshtrain.layout.axes import DATA, partitioned_axes
 from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.groups import GROUPS
-from meshtrain.layout.partition import Names
-from meshtrain.layout.placement import axes_in
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules
-from meshtrain.layout.stored import stored
+from meshtrain.layout.stored import (
+    MAX_LEVEL,
+    STACKED,
+    Names,
+    axes_in,
+    axes_of_dims,
+    is_names,
+    num_parts,
+    spec_of_dims,
+    stored,
+)
 from meshtrain.layout.trees import leaves_with_paths, path_text, select
 from meshtrain.models.abstract import named_params
 from meshtrain.models.metrics import Metrics
@@ -36,7 +44,7 @@ def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any,
     params, axes = named_params(task.init, on_one_device=num_devices == 1)
     if num_chunks > 1:
         chunked = lambda leaf: chunks.chunked_names(leaf, num_chunks)  # noqa: E731
-        axes = {**axes, "layers": jax.tree.map(chunked, axes["layers"], is_leaf=partition.is_names)}
+        axes = {**axes, "layers": jax.tree.map(chunked, axes["layers"], is_leaf=is_names)}
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
     return jax.eval_shape(lambda: in_chunks(zeros(), num_chunks)), axes
 
@@ -95,9 +103,9 @@ def replicas_of(
       UserError: level 2 or compression with a task that cannot be traced where data is manual: both reduce gradients in
         such a region.
     """
-    is_manual = task.takes_manual_axes or partition.num_parts(partitioned_axes(), mesh.shape) == 1
+    is_manual = task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1
     # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
-    is_manual &= level == zero.MAX_LEVEL or not any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
+    is_manual &= level == MAX_LEVEL or not any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
     if level == 2 and not is_manual:
         raise UserError(
             "zero.level: got 2 with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights "
@@ -123,15 +131,13 @@ def layer_bytes(params: Params, axes: Any, replicas: Replicas, num_together: int
     """
     if not replicas.reduces_in_loops:
         return 0
-    names, total = dict(leaves_with_paths(axes, is_leaf=partition.is_names)), 0
+    names, total = dict(leaves_with_paths(axes, is_leaf=is_names)), 0
     trained, _ = select(params, replicas.trained)
     weights = jax.tree.leaves(replicas.trained_stored)
     for (path, leaf), weight in zip(leaves_with_paths(trained), weights, strict=True):
-        num_layers = math.prod(
-            size for size, name in zip(leaf.shape, names[path], strict=True) if name in partition.STACKED
-        )
-        if set(names[path]) & set(partition.STACKED):
-            num_shards = partition.num_parts(axes_in(weight.parameter), replicas.mesh.shape)
+        num_layers = math.prod(size for size, name in zip(leaf.shape, names[path], strict=True) if name in STACKED)
+        if set(names[path]) & set(STACKED):
+            num_shards = num_parts(axes_in(weight.parameter), replicas.mesh.shape)
             total += leaf.size // num_layers // num_shards
     return total * num_together * jnp.dtype(replicas.wire_dtype).itemsize
 
@@ -159,7 +165,7 @@ def placed(
             # One for each: data splits the first dim, and the others are split as those of the weight.
             of_weight = stored(leaf.shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
             replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
-            spec = partition.spec_of_dims([replicas, *partition.axes_of_dims(of_weight, leaf.ndim - 1)])
+            spec = spec_of_dims([replicas, *axes_of_dims(of_weight, leaf.ndim - 1)])
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
         specs = stored(leaf.shape, axes, rules, mesh.shape, 0 if field in REPLICATED_FIELDS else level, path_text(path))
         is_moment = field == "opt_state"

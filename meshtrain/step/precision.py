@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.layout.partition import Names
+from meshtrain.layout.stored import Names
 from meshtrain.optim.masks import is_router_bias, matrix_dims
 from meshtrain.words.options import option
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.layout.partition import Names, is_names
+from meshtrain.layout.stored import Names, is_names
 from meshtrain.layout.trees import select
 from meshtrain.models.task import Params
 from meshtrain.optim.states import state_axes

@@ -10,7 +10,7 @@ import jax
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.zero import MAX_LEVEL, ZeroOptions
+from meshtrain.layout.stored import MAX_LEVEL, ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step.held import held
 

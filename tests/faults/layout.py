@@ -8,21 +8,21 @@ FAULTS = (
         "return jax.lax.psum(sent, DATA)\n",
         "return sent\n",
         "gradients are not reduced over data",
-        "layout/test_layout_zero.py::test_gradients_are_reduced_over_data_and_get_their_sharding[shape0-0]",
+        "layout/test_layout_stored_levels.py::test_gradients_are_reduced_over_data_and_get_their_sharding[shape0-0]",
     ),
     Fault(
         "layout/replicas.py",
         "return bool(self.axes) and weight.gradient != weight.parameter",
         "return False",
         "ZeRO level 2 keeps whole sums of gradients",
-        "layout/test_layout_zero.py::test_bytes_of_the_accumulator[2-0.5]",
+        "layout/test_layout_stored_levels.py::test_bytes_of_the_accumulator[2-0.5]",
     ),
     Fault(
         "layout/replicas.py",
         "sent = x.astype(self.wire_dtype)",
         "sent = x.astype(jnp.float32)",
         "gradients cross data in float32 whatever `precision.reduce_dtype` says",
-        "layout/test_layout_zero.py::test_gradients_may_cross_in_bfloat16_and_come_out_in_float32",
+        "layout/test_layout_stored_levels.py::test_gradients_may_cross_in_bfloat16_and_come_out_in_float32",
     ),
     Fault(
         "layout/wire.py",
@@ -47,7 +47,7 @@ FAULTS = (
     ),
     # Once no test noticed these.
     Fault(
-        "layout/fit.py",
+        "layout/stored.py",
         "MOST_WHOLE = 0.01",
         "MOST_WHOLE = 1.0",
         "a ZeRO level or an fsdp axis that splits nothing is accepted",

@@ -9,7 +9,7 @@ import pytest
 
 from meshtrain.hf import export, folder, reading
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.partition import activation_sharding
+from meshtrain.layout.stored import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
 
 ONE = dict.fromkeys(AXES, 1)

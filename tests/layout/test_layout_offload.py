@@ -13,7 +13,7 @@ from meshtrain.layout import offload
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.explain import table
 from meshtrain.layout.offload import OffloadOptions
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions

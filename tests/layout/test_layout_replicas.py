@@ -13,8 +13,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.rules import LayoutOptions, default_rules
-from meshtrain.layout.stored import Stored, stored
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import Stored, ZeroOptions, stored
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import collectives, hlo

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.step.precision import PrecisionOptions

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.partition import spec
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, default_rules
+from meshtrain.layout.stored import spec
 from meshtrain.models.decoder import DecoderOptions, Layer, angles_of
 from meshtrain.plan import hlo
 from meshtrain.plan.shapes import dims

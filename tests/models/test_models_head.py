@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.layout import zero
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import LayoutOptions, default_rules
+from meshtrain.layout.stored import rules_of_level
 from meshtrain.models import head, losses
 
 B, T, D, V = 8, 26, 16, 128
@@ -58,7 +58,7 @@ def gap(got, wanted):
 def on_mesh(sizes, names, dtype=jnp.float32, *, sequence_parallel=False, level=0, length=T):
     """(compiled value and gradients over chunks, its arguments) on a mesh."""
     mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes, jax.devices())
-    rules = zero.rules_of_level(default_rules(LayoutOptions(sequence_parallel=sequence_parallel)), level)
+    rules = rules_of_level(default_rules(LayoutOptions(sequence_parallel=sequence_parallel)), level)
     place = Placement(rules, mesh)
     x, weight, *rest = arrays(names, dtype, length)
     stored = NamedSharding(mesh, place.stored_spec(weight.shape, names))

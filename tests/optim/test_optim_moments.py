@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.layout.partition import is_names
+from meshtrain.layout.stored import is_names
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim.eight_bits import decoded, extents
 from meshtrain.optim.moments import StoredMoments, to_bfloat16

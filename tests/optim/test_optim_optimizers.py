@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.layout.partition import is_names
+from meshtrain.layout.stored import is_names
 from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim.masks import num_stacked
 from meshtrain.optim.optimizers import NAMES, OptimizerOptions, check, optimizer

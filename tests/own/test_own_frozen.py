@@ -20,8 +20,8 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.layout.zero import ZeroOptions
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Task, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions

@@ -16,8 +16,9 @@ from flax import nnx
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
+from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Task, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions
@@ -28,6 +29,7 @@ CONFIG = Config(
     num_steps=3,
     batch_size=B,
     sequence_length=T,
+    mesh=MeshOptions(data=-1),
     learning_rate=LearningRateOptions(name="constant", peak=3e-3, warmup_steps=0),
 )
 WEIGHTS = {"table": ((V, D), ("vocab", "embed")), "up": ((D, F), ("embed", "mlp")), "down": ((F, D), ("mlp", "embed"))}

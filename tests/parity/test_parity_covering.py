@@ -12,7 +12,7 @@ from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.offload import OffloadOptions
 from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.zero import MAX_LEVEL, STRATEGIES, ZeroOptions
+from meshtrain.layout.stored import MAX_LEVEL, STRATEGIES, ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim import optimizers
 from meshtrain.pipeline import schedules

@@ -11,7 +11,7 @@ from meshtrain.assemble import assemble
 from meshtrain.generation.loop import Request
 from meshtrain.generation.sampling import Sampling
 from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.metrics import LEFT_OUT
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions

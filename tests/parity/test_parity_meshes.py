@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from tests.parity import runs
 from tests.parity.comparison import assert_same
 

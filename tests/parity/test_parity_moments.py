@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from tests.parity import runs
 

@@ -12,7 +12,7 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step.precision import PrecisionOptions

@@ -11,7 +11,7 @@ import pytest
 from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe import charts
 from meshtrain.optim.outer import LocalStepsOptions

@@ -10,7 +10,7 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout import replicas
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions

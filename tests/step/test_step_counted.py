@@ -16,7 +16,7 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.metrics import LEFT_OUT, Count, Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch
 from meshtrain.optim.optimizers import OptimizerOptions

@@ -9,7 +9,7 @@ from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.offload import OffloadOptions
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step.held import held
 from meshtrain.words.tables import format_bytes

@@ -18,7 +18,7 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Sums, Task, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.zero import ZeroOptions
+from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.task import Sums
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.residual import as_saved, shared_out

@@ -15,8 +15,7 @@ from meshtrain.layout.axes import AXES
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import LayoutOptions, default_rules
-from meshtrain.layout.stored import Stored, stored
-from meshtrain.layout.zero import ZeroOptions, problems
+from meshtrain.layout.stored import Stored, ZeroOptions, level_problems, stored
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 
@@ -33,15 +32,15 @@ def sizes(**axes):
 
 
 def test_contradictions_are_named():
-    assert problems(ZeroOptions(), 8, 1) == []
-    assert problems(ZeroOptions(strategy="full_shard", level=3), 8, 1) == []
-    (line,) = problems(ZeroOptions(level=4), 8, 1)
+    assert level_problems(ZeroOptions(), 8, 1) == []
+    assert level_problems(ZeroOptions(strategy="full_shard", level=3), 8, 1) == []
+    (line,) = level_problems(ZeroOptions(level=4), 8, 1)
     assert line == "zero.level: got 4; allowed: 0 to 3; nearest: 3"
-    (line,) = problems(ZeroOptions(level=1, strategy="full_shard"), 8, 1)
+    (line,) = level_problems(ZeroOptions(level=1, strategy="full_shard"), 8, 1)
     assert "zero.level: got 1 with zero.strategy = full_shard, which is level 3" in line
-    (line,) = problems(ZeroOptions(strategy="hybrid_shard"), 8, 1)
+    (line,) = level_problems(ZeroOptions(strategy="hybrid_shard"), 8, 1)
     assert "mesh.fsdp = 1" in line
-    assert problems(ZeroOptions(strategy="hybrid_shard"), 2, -1) == []
+    assert level_problems(ZeroOptions(strategy="hybrid_shard"), 2, -1) == []
 
 
 def test_words_of_other_frameworks():

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.layout import zero
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.fit import problems
 from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.layout.stored import rules_of_level, tree_problems
 
 RULES = default_rules(LayoutOptions())
 
@@ -22,7 +21,7 @@ def array(*shape):
 
 def lines(tree, axes, rules=RULES, mesh=None, level=0, **more):
     shape = mesh or sizes(pipeline=2, fsdp=2, tensor=2)
-    return problems(tree, axes, zero.rules_of_level(rules, level), shape, level, **more)
+    return tree_problems(tree, axes, rules_of_level(rules, level), shape, level, **more)
 
 
 def test_a_size_that_does_not_divide_names_path_shape_rule_axis_and_the_nearest():
