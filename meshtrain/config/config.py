@@ -20,11 +20,13 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain.config import checks, context, former, tasks, vocabulary
+from meshtrain.config import checks, context, former, tasks
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data import sources
+from meshtrain.data.corpus import vocabulary_of
+from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout import compression, mesh
 from meshtrain.layout.axes import CONTEXT, DATA, PIPELINE
 from meshtrain.layout.rules import Rules, default_rules
@@ -102,7 +104,7 @@ def resolve(
     # The checks across fields need legal values: a wrong one is replaced by its default, lines about it are dropped.
     defaults = {key: entry.default for key, entry in schema.items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
-    mended, no_vocabulary = vocabulary.filled(mended, reads_data=reads_data)
+    mended, no_vocabulary = _with_vocabulary(mended, reads_data=reads_data)
     if make_task is not None and not hasattr(make_task, "options"):
         no_vocabulary = []  # this task function may not read `model`
     function = None if "task" in faulty else make_task or tasks.find(config.task)
@@ -122,6 +124,35 @@ def resolve(
     if found or also:
         raise UserError(*also, *found)
     return mended
+
+
+def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[str]]:
+    """Returns the configuration with `model.vocab_size=0` filled in, and a line for each reason why it is unknown.
+
+    It means as many tokens as the data's tokenizer has. If that is unknown, the size for bytes is filled in, so that
+    other checks can run.
+
+    Args:
+      config: each field within its own bounds; the options of its task may have a field `vocab_size`.
+      reads_data: whether the data files must exist on this machine. If so, lines of `sources.check` are not repeated.
+    """
+    names = [field.name for field in dataclasses.fields(config.model)]
+    if "vocab_size" not in names or config.model.vocab_size != 0:
+        return config, []
+    size, found = NUM_BYTES + 1, list[str]()
+    try:
+        size = vocabulary_of(config.data)
+    except UserError as error:
+        if not reads_data:
+            why = error.problems[0].partition("; allowed")[0]
+            found.append(
+                f"model.vocab_size: got 0, as many tokens as the data have, which are not known here ({why}); "
+                "allowed: a number, or data that are here; nearest: 50257"
+            )
+        elif not sources.check(config.data):
+            found += error.problems
+    model = dataclasses.replace(config.model, vocab_size=size)
+    return dataclasses.replace(config, model=model), found
 
 
 def _stated(options: mesh.MeshOptions) -> dict[str, int]:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.layout.axes import DATA
-from meshtrain.layout.called_once import called_once
+from meshtrain.layout.jaxprs import called_once
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import MAX_LEVEL, Names, axes_in, axes_of_dims, num_parts, spec, spec_of_dims, stored
 

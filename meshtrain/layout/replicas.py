@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout.axes import DATA
 from meshtrain.layout.compression import CompressionOptions
-from meshtrain.layout.loops import Hook
+from meshtrain.layout.jaxprs import Hook
 from meshtrain.layout.placement import on_shards
 from meshtrain.layout.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, axes_of_dims, spec_of_dims
 from meshtrain.layout.trees import select

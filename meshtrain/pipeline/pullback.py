@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
-from jax.interpreters import partial_eval
+from jax.extend.core import Literal
 
+from meshtrain.layout.jaxprs import depends, results
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import LayerSums, Params
-from meshtrain.pipeline.residuals import depends
 from meshtrain.words.errors import UserError
 
 # (weights, activations, given) -> (activations, sums), see `Stages.repeated`; `given` is any tree of integers.
@@ -44,12 +43,12 @@ class SplitLayer:
         arguments = weights, x, given
         trace = jax.make_jaxpr(lambda *given: self._differentiated(layer, mask, *given), return_shape=True)
         closed, (self.output, self.sums, residuals) = trace(*arguments)
-        self._jaxpr, self._consts = closed.jaxpr, closed.consts
+        self._closed = closed
         self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
         is_x = [index == 1 for index, part in enumerate(arguments) for _ in jax.tree.leaves(part)]
-        depends_on_x = depends(self._jaxpr, is_x, on_constants=False)
-        first = len(self._jaxpr.outvars) - len(residuals)
-        self._residuals = self._jaxpr.outvars[first:]
+        depends_on_x = depends(closed.jaxpr, is_x)
+        first = len(depends_on_x) - len(residuals)
+        self._outputs, self._residuals = closed.jaxpr.outvars[:first], closed.jaxpr.outvars[first:]
         chosen = list(zip(self._residuals, depends_on_x[first:], strict=True))
         # Two residuals may be the same array.
         self._kept = list(dict.fromkeys(var for var, is_kept in chosen if is_kept))
@@ -84,10 +83,10 @@ class SplitLayer:
 
     def forward(self, weights: Params, x: Any, given: Any) -> tuple[Any, LayerSums, list[jax.Array]]:
         """Returns the layer's output, its sums, and the residuals that depend on `x`."""
-        num_leaves = len(self._jaxpr.outvars) - len(self._residuals)
-        results = self._evaluated([*self._jaxpr.outvars[:num_leaves], *self._kept], weights, jax.tree.leaves(x), given)
-        y, sums = jax.tree.unflatten(jax.tree.structure((self.output, self.sums)), results[:num_leaves])
-        return y, sums, results[num_leaves:]
+        arguments, num_outputs = jax.tree.leaves((weights, x, given)), len(self._outputs)
+        found = results(self._closed, [*self._outputs, *self._kept], *arguments)
+        y, sums = jax.tree.unflatten(jax.tree.structure((self.output, self.sums)), found[:num_outputs])
+        return y, sums, found[num_outputs:]
 
     def backward(
         self, kept: list[jax.Array], weights: Params, given: Any, cotangent: Any, seed: jax.Array
@@ -103,7 +102,7 @@ class SplitLayer:
         """
         # Nothing of what is computed here depends on the activations.
         x = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._shapes]
-        again = self._evaluated(self._again, weights, x, given)
+        again = results(self._closed, self._again, *jax.tree.leaves((weights, x, given)))
         values = dict(zip([*self._kept, *self._again], [*kept, *again], strict=True))
         numbers = [var.val if isinstance(var, Literal) else values[var] for var in self._residuals]
         structure, implementations = self._pulls
@@ -112,15 +111,6 @@ class SplitLayer:
         pull = jax.tree.unflatten(structure, leaves)
         gradients, x_cotangent = pull((with_float0(cotangent, self.output), None if self.sums is None else seed))
         return gradients, floating(x_cotangent)
-
-    def _evaluated(self, wanted: list[Any], weights: Params, x: list[jax.Array], given: Any) -> list[jax.Array]:
-        """Returns some of the variables of the traced layer, computed by the equations that they need."""
-        jaxpr = self._jaxpr.replace(outvars=wanted)
-        needed: Jaxpr
-        needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(wanted), instantiate=True)
-        arguments = [*jax.tree.leaves(weights), *x, *jax.tree.leaves(given)]
-        results: list[jax.Array] = jax.core.eval_jaxpr(needed, self._consts, *arguments)
-        return results
 
 
 def _aval(var: Any) -> Any:

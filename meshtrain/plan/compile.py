@@ -10,7 +10,7 @@ from jax.errors import JaxRuntimeError
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
 from meshtrain.launch.compiler import captured, compiler_options
-from meshtrain.layout import loops, placement
+from meshtrain.layout import jaxprs, placement
 from meshtrain.models import fp8, layers
 from meshtrain.plan.attention import as_on_target
 from meshtrain.plan.hlo import Program, read
@@ -152,6 +152,6 @@ def outer_program_of(compiled: Compiled) -> Program | None:
 def _places_for_others(file: str, function: str) -> bool:
     """Returns whether a function adds constraints, runs loops or multiplies for its caller, which is the source."""
     of_layers = (layers.weight.__qualname__, layers.gather_sequence.__qualname__)
-    return file in (placement.__file__, loops.__file__, fp8.__file__) or (
+    return file in (placement.__file__, jaxprs.__file__, fp8.__file__) or (
         file == layers.__file__ and function in of_layers
     )

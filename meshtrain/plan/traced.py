@@ -5,12 +5,12 @@ sizes of these axes. Inside `jax.shard_map` shapes are already a device's own al
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
+from meshtrain.layout.jaxprs import inner_jaxprs
 from meshtrain.models import blockwise
 from meshtrain.plan import blocks
 from meshtrain.plan.flops import (
@@ -69,7 +69,7 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
                 inside = automatic - frozenset(equation.params["newly_manual_axes"])
             times = equation.params["length"] if name == "scan" else _turns(equation) if name == "while" else 1
             scopes = _scopes(equation, above)
-            flops = [_flops(inner, mesh_shape, inside, scopes) for inner in _inner(equation)]
+            flops = [_flops(inner, mesh_shape, inside, scopes) for inner in inner_jaxprs(equation)]
             if name == "cond" and (said := SOME.search(str(equation.source_info.name_stack))):
                 taken = int(said[1]) / int(said[2])
                 flops = [(1 - taken) * flops[0], taken * flops[1]]
@@ -108,7 +108,7 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
             return "triton"
         if name in ("jit", "pjit") and equation.params["name"] == blockwise.TRACED_NAME:
             return "blockwise"
-        if inside := next((kernel for kernel in map(attention_kernel, _inner(equation)) if kernel != "xla"), ""):
+        if inside := next((kernel for kernel in map(attention_kernel, inner_jaxprs(equation)) if kernel != "xla"), ""):
             return inside
     return "xla"
 
@@ -120,15 +120,6 @@ def _turns(equation: Any) -> int:
     if len(tests) == 1 and tests[0].primitive.name == "lt" and isinstance(tests[0].invars[1], core.Literal):
         bound = int(tests[0].invars[1].val)
     return bound or 1
-
-
-def _inner(equation: Any) -> Iterator[core.Jaxpr]:
-    for value in equation.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, core.ClosedJaxpr):
-                yield part.jaxpr
-            elif isinstance(part, core.Jaxpr):
-                yield part
 
 
 def _product(equation: Any) -> float:

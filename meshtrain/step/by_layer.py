@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.layout import loops
+from meshtrain.layout import jaxprs
 from meshtrain.layout.replicas import Reduced, Replicas
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, Loss, Params, Sums
@@ -48,7 +48,7 @@ def by_layer(
     def loss_of(leaves: list[jax.Array], batch: Batch) -> Loss:
         return loss(merged(jax.tree.unflatten(structure, leaves), frozen), batch, rng, True)
 
-    traced = loops.traced(loss_of, leaves, batch)
+    traced = jaxprs.traced(loss_of, leaves, batch)
     if not traced.sliced:
         return None
     stored = enumerate(jax.tree.leaves(replicas.trained_stored))
@@ -69,7 +69,7 @@ def by_layer(
         zeros = {index: replicas.reduced_zeros(leaves[index], weight) for index, weight in of_layers.items()}
         gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
         first = before.weight if before else seed
-        (_, sums), (parts, reduced) = loops.run_after(gradient, first, others, zeros, microbatch)
+        (_, sums), (parts, reduced) = jaxprs.run_after(gradient, first, others, zeros, microbatch)
         loss_sum, weight_sum, metrics = jax.tree.map(jnp.add, before[:-1], sums) if before else sums
         whole = [
             Reduced(reduced[index]) if index in reduced else _plus(parts[index], sum_before)

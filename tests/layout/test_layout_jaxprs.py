@@ -1,12 +1,17 @@
-"""Which weights one loop alone slices, and that hooks see the slices of each layer."""
+"""Which weights one loop alone slices, that hooks see each layer's, what depends on what, and regions called once."""
+
+import collections
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Literal
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from meshtrain.layout import loops
+from meshtrain.layout import jaxprs
+from meshtrain.layout.placement import on_shards
 
 W, V = jnp.arange(24.0).reshape(4, 2, 3), jnp.arange(4.0)
 X = jnp.ones(3)
@@ -39,13 +44,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_weight_is_hooked_where_one_loop_alone_reads_it_in_slices(name):
     function, expected = CASES[name]
-    assert loops.traced(function, [W, V], X).sliced == expected
+    assert jaxprs.traced(function, [W, V], X).sliced == expected
 
 
 @pytest.mark.parametrize("name", [name for name, (_, expected) in CASES.items() if expected])
 def test_a_hook_gets_each_slice_with_what_goes_with_it(name):
     function, indices = CASES[name]
-    traced, added = loops.traced(function, [W, V], X), [10.0 * W + 1, 10.0 * V + 1]
+    traced, added = jaxprs.traced(function, [W, V], X), [10.0 * W + 1, 10.0 * V + 1]
 
     def hook(slices, given):
         return {index: slices[index] + given[index].astype(slices[index].dtype) for index in slices}
@@ -63,9 +68,9 @@ def test_loops_that_wait_compute_the_same(reverse):
         last, sums = scanned(2 * w, x, reverse=reverse)
         return {"last": last, "sums": sums[::-1] * x.sum(), "w": w}
 
-    found = loops.run_after(function, jnp.float32(7), W, X)
+    found = jaxprs.run_after(function, jnp.float32(7), W, X)
     jax.tree.map(np.testing.assert_array_equal, found, function(W, X))
-    jaxpr = jax.make_jaxpr(lambda first: loops.run_after(function, first, W, X))(jnp.float32(7)).jaxpr
+    jaxpr = jax.make_jaxpr(lambda first: jaxprs.run_after(function, first, W, X))(jnp.float32(7)).jaxpr
     names = [equation.primitive.name for equation in jaxpr.eqns]
     assert "scan" not in names
     # What the loop stacks starts as that number, and what it reads has passed a barrier.
@@ -76,3 +81,62 @@ def test_loops_that_wait_compute_the_same(reverse):
     starts = [var for var in loop.invars if not isinstance(var, Literal) and var in known]
     assert [var.aval.shape for var in starts] == [(4,)]
     assert "optimization_barrier" in names[: names.index("while")]
+
+
+def test_a_loop_passes_on_in_its_next_turn_what_it_read_in_this_one():
+    def shifted(a, b):
+        turn = lambda carry, x: ((x, carry[0], carry[2]), carry[1])  # noqa: E731
+        (_, _, same), stacked = jax.lax.scan(turn, (a, a, a), b)
+        return same, stacked
+
+    jaxpr = jax.make_jaxpr(shifted)(jnp.zeros(()), jnp.zeros(4)).jaxpr
+    assert jaxprs.depends(jaxpr, [True, False]) == [True, True]
+    assert jaxprs.depends(jaxpr, [False, True]) == [False, True]
+
+
+GIVEN = jnp.arange(8.0).reshape(4, 2) / 8
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    return Mesh(devices, ("pipeline", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def stage(mesh):
+    """Returns a function with a layer on shards: called twice, in a loop, in a branch, and in their gradients."""
+    split = PartitionSpec("tensor")
+
+    @jax.jit
+    def layer(x):
+        return on_shards(mesh, lambda x: jnp.sin(x) @ jnp.eye(2), (split,), split)(jnp.cos(x))
+
+    def total(x):
+        rows = lambda x: jax.lax.scan(lambda x, _: (layer(x), None), layer(x), None, length=2)[0]  # noqa: E731
+        return jnp.sum(jax.lax.cond(x[0, 0] > 0, rows, layer, rows(layer(x))))
+
+    return jax.grad(total)
+
+
+def on_stage(mesh, function):
+    whole = PartitionSpec("pipeline")
+    return jax.jit(on_shards(mesh, function, (whole,), whole, axes=frozenset({"pipeline"})))
+
+
+def num_calls(text):
+    """Numbers of calls of each function with a manual region, or with a call of such a function."""
+    functions = dict(re.findall(r"func\.func (?:private|public) @(\w+)(.*?)\n  }", text, re.DOTALL))
+    calls = collections.Counter(re.findall(r"call @(\w+)", text))
+    regions = {name for name, body in functions.items() if "sdy.manual_computation" in body}
+    while more := {name for name, body in functions.items() if set(re.findall(r"call @(\w+)", body)) & regions}:
+        if more <= regions:
+            break
+        regions |= more
+    return {name: calls[name] for name in regions if name != "main"}
+
+
+def test_no_function_with_a_manual_region_is_called_twice(mesh):
+    shared, own = (on_stage(mesh, function) for function in (stage(mesh), jaxprs.called_once(stage(mesh))))
+    assert max(num_calls(shared.lower(GIVEN).as_text()).values()) > 1
+    assert set(num_calls(own.lower(GIVEN).as_text()).values()) == {1}
+    np.testing.assert_array_equal(own(GIVEN), shared(GIVEN))

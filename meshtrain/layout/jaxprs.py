@@ -1,0 +1,348 @@
+"""What the program does to a function that it has traced: the one place that walks jaxprs to change or to run them.
+
+`traced` finds the weights that a function reads in a single loop, one layer at a time, and runs it with a hook on each
+layer's: a model that scans over stacked weights [L, ...] reads a slice of each in one iteration. Tasks need no change,
+whether Linen, NNX or plain functions. `run_after` makes loops take memory late, `depends` says which results depend on
+which inputs, `results` computes some of the variables, and `called_once` keeps manual regions apart.
+
+L: layers in a stack.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+# (slices of weights by the index of each, slices of what goes with it) -> the slices that the layer computes with.
+Hook = Callable[[dict[int, jax.Array], dict[int, Any]], dict[int, jax.Array]]
+Values = dict[Var, Any]
+# (index of an equation, the equation, values of the variables so far) -> its results.
+Step = Callable[[int, Any, Values], Sequence[Any]]
+
+# Operations between a weight and its loop that keep its layers apart: one input, one output.
+_ON_EACH_LAYER = ("convert_element_type", "reshape", "copy")
+_CALLS = ("jit", "pjit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function of a list of arrays and of other arguments, traced.
+
+    Attributes:
+      closed: its jaxpr.
+      structure: of its result.
+      sliced: indices of the arrays [L, ...] of which one loop alone reads slices, in the order of L or against it.
+    """
+
+    closed: ClosedJaxpr
+    structure: Any
+    sliced: frozenset[int]
+
+    def run(self, arrays: Sequence[jax.Array], others: Any, given: Mapping[int, Any], hook: Hook) -> Any:
+        """Returns the function's result; its loops compute with the slices that the hook returns.
+
+        Args:
+          arrays: with the shapes that were traced.
+          others: the other argument, likewise.
+          given: index of a sliced array -> a tree of arrays [L, ...] whose slices the hook gets. Other arrays stay
+            without a hook.
+          hook: called once for each loop, where JAX traces the loop's body.
+        """
+        jaxpr, arguments = self.closed.jaxpr, [*arrays, *jax.tree.leaves(others)]
+        tracked = {jaxpr.invars[index]: index for index in given}
+        outputs = _hooked(jaxpr, self.closed.consts, arguments, tracked, given, hook)
+        return jax.tree.unflatten(self.structure, outputs)
+
+
+def traced(function: Callable[[list[jax.Array], Any], Any], arrays: list[jax.Array], others: Any) -> Traced:
+    """Traces a function of a list of arrays and of a tree of others; finds those in the list that one loop slices."""
+    closed, result = jax.make_jaxpr(function, return_shape=True)(arrays, others)
+    found = _sliced(closed.jaxpr, {closed.jaxpr.invars[index]: index for index in range(len(arrays))})
+    return Traced(closed, jax.tree.structure(result), frozenset(found))
+
+
+def _sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
+    tracked, found = dict(tracked), set[int]()
+    uses = collections.Counter(map(id, _read_by(jaxpr.eqns) + list(jaxpr.outvars)))
+    for equation in jaxpr.eqns:
+        for at, index in _places_of(tracked, equation).items():
+            if uses[id(equation.invars[at])] > 1:
+                continue
+            if equation.primitive.name == "scan":
+                found |= {index} if at >= sum(_counts(equation)) else set()
+            elif equation.primitive.name in _CALLS:
+                inner = equation.params["jaxpr"].jaxpr
+                found |= _sliced(inner, {inner.invars[at]: index})
+            elif _keeps_layers(equation):
+                tracked[equation.outvars[0]] = index
+    return found
+
+
+def _keeps_layers(equation: Any) -> bool:
+    """Returns whether each layer of the output is made of the same layer of the input, or of several in a row."""
+    if equation.primitive.name not in _ON_EACH_LAYER or len(equation.invars) > 1:
+        return False
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    # Groups of layers, [L / n, n, ...], as remat.every makes them.
+    keeps = before == after or (len(after) > 1 and before[1:] == after[2:])
+    return keeps and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+
+
+def _hooked(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    tracked: Mapping[Var, int],
+    given: Mapping[int, Any],
+    hook: Hook,
+) -> list[Any]:
+    """Returns the results of a jaxpr whose tracked variables, each read once, reach a loop; see `Traced.run`."""
+    tracked, places = dict(tracked), dict[int, dict[int, int]]()
+    for number, equation in enumerate(jaxpr.eqns):
+        mine = _places_of(tracked, equation)
+        if mine and equation.primitive.name in ("scan", *_CALLS):
+            places[number] = mine
+        elif mine:
+            tracked[equation.outvars[0]] = mine[0]
+
+    def step(number: int, equation: Any, values: Values) -> Sequence[Any]:
+        inputs, mine = _read(equation.invars, values), places[number]
+        if equation.primitive.name == "scan":
+            return _scan(equation, inputs, mine, given, hook)
+        inner = equation.params["jaxpr"]
+        within = {inner.jaxpr.invars[at]: index for at, index in mine.items()}
+        return _hooked(inner.jaxpr, inner.consts, inputs, within, given, hook)
+
+    return _run(jaxpr, consts, arguments, places, step)
+
+
+def _scan(equation: Any, inputs: list[Any], mine: Mapping[int, int], given: Mapping[int, Any], hook: Hook) -> list[Any]:
+    """Returns the results of a scan whose inputs `mine` pass the hook, a slice of each in an iteration."""
+    loop = _Loop(equation, inputs)
+    start = len(loop.consts) + len(loop.carry)
+    # A loop over groups of layers gets what goes with a group.
+    grouped = lambda leaf: leaf if len(leaf) == loop.length else leaf.reshape(loop.length, -1, *leaf.shape[1:])  # noqa: E731
+    beside = {index: jax.tree.map(grouped, given[index]) for index in mine.values()}
+
+    def one(carry: list[Any], slices: tuple[list[Any], dict[int, Any]]) -> tuple[list[Any], list[Any]]:
+        own, given = slices
+        hooked = hook({index: own[at - start] for at, index in mine.items()}, given)
+        return loop.body(carry, [hooked[mine[at]] if at in mine else x for at, x in enumerate(own, start)])
+
+    reverse, unroll = equation.params["reverse"], equation.params["unroll"]
+    stacked = (loop.stacked, beside)
+    carry, outputs = jax.lax.scan(one, loop.carry, stacked, length=loop.length, reverse=reverse, unroll=unroll)
+    return [*carry, *outputs]
+
+
+def run_after(function: Callable[..., Any], first: jax.Array, *arguments: Any) -> Any:
+    """Returns `function(*arguments)`, whose loops take memory only when `first` and what precedes them are computed.
+
+    A scan writes its stacked results, such as the residuals of a backward pass, into arrays that start as constants. A
+    compiler may allocate constants long before the loop. Here they start as copies of `first`, which the loop
+    overwrites. And it may put a product off until the loop is over, which keeps the factors in memory.
+
+    Args:
+      function: any function of trees of arrays.
+      first: a float scalar.
+      *arguments: of the function.
+    """
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    jaxpr = closed.jaxpr
+    given = {*jaxpr.constvars, *jaxpr.invars}
+    loops = [number for number, one in enumerate(jaxpr.eqns) if one.primitive.name == "scan" and not _is_offloaded(one)]
+
+    def step(number: int, equation: Any, values: Values) -> Sequence[Any]:
+        needed = {var for var in (*_read_by(jaxpr.eqns[number:]), *jaxpr.outvars) if isinstance(var, Var)}
+        ready = {var: values[var] for var in values if var in needed and var not in given and _is_plain(var)}
+        values |= zip(ready, jax.lax.optimization_barrier(list(ready.values())), strict=True)
+        return _scan_after(equation, _read(equation.invars, values), first)
+
+    outputs = _run(jaxpr, closed.consts, jax.tree.leaves(arguments), loops, step)
+    return jax.tree.unflatten(jax.tree.structure(result), outputs)
+
+
+def _is_plain(var: Var) -> bool:
+    """Returns whether a variable is an array of numbers, not of random keys."""
+    array: Any = var.aval
+    return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def _is_offloaded(equation: Any) -> bool:
+    """Returns whether an operation reads or writes host memory: the residuals of such a loop take none of a device."""
+    arrays: list[Any] = [var.aval for var in (*equation.invars, *equation.outvars)]
+    return any(array.memory_space == jax.memory.Space.Host for array in arrays)
+
+
+def _scan_after(equation: Any, inputs: list[Any], first: jax.Array) -> list[Any]:
+    """Returns the results of a scan whose stacked ones start as copies of `first`."""
+    loop = _Loop(equation, inputs)
+    made = [var.aval for var in equation.outvars[len(loop.carry) :]]
+    # Each starts with a number of its own: of equal arrays XLA makes one, and copies it.
+    arrays = [jnp.broadcast_to((first + at).astype(one.dtype), one.shape) for at, one in enumerate(made)]
+
+    # A while loop, as a scan becomes one: a second counter would hide from XLA which slice an iteration writes.
+    def one(state: tuple[jax.Array, list[Any], list[Any]]) -> tuple[jax.Array, list[Any], list[Any]]:
+        turn, carry, arrays = state
+        at = loop.length - 1 - turn if equation.params["reverse"] else turn
+        slices = [jax.lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in loop.stacked]
+        carry, outputs = loop.body(carry, slices)
+        written = zip(arrays, outputs, strict=True)
+        arrays = [jax.lax.dynamic_update_index_in_dim(array, new, at, 0) for array, new in written]
+        return turn + 1, carry, arrays
+
+    state = (jnp.int32(0), loop.carry, arrays)
+    _, carry, arrays = jax.lax.while_loop(lambda state: state[0] < loop.length, one, state)
+    return [*carry, *arrays]
+
+
+class _Loop:
+    """A scan's equation with its inputs: constants, what it carries, and what it reads in slices."""
+
+    def __init__(self, equation: Any, inputs: list[Any]) -> None:
+        num_consts, num_carried = _counts(equation)
+        start = num_consts + num_carried
+        self.length = equation.params["length"]
+        self.consts, self.carry, self.stacked = inputs[:num_consts], inputs[num_consts:start], inputs[start:]
+        self._function = jaxpr_as_fun(equation.params["jaxpr"])
+
+    def body(self, carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns what an iteration carries on, and its slices of the stacked results."""
+        outputs = self._function(*self.consts, *carry, *slices)
+        return outputs[: len(self.carry)], outputs[len(self.carry) :]
+
+
+def _counts(scan: Any) -> tuple[int, int]:
+    """Returns the number of constants and of carried arrays of a scan's equation; its stacked inputs follow them.
+
+    JAX versions name these counts differently, so ranks give them: a stacked input has one dim less in the body.
+    """
+    inner = scan.params["jaxpr"].jaxpr
+    num_stacked = sum(x.aval.ndim < y.aval.ndim for x, y in zip(inner.invars, scan.invars, strict=True))
+    num_carried = sum(x.aval.ndim == y.aval.ndim for x, y in zip(inner.outvars, scan.outvars, strict=True))
+    return len(scan.invars) - num_stacked - num_carried, num_carried
+
+
+def _run(
+    jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], stops: Sequence[int] | Mapping[int, Any], step: Step
+) -> list[Any]:
+    """Returns the results of a jaxpr; `step` computes the equations with the numbers in `stops`, JAX all others."""
+    values: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+    start = 0
+    for number in (*stops, len(jaxpr.eqns)):
+        values |= _evaluated(jaxpr, jaxpr.eqns[start:number], values)
+        for equation in jaxpr.eqns[number : number + 1]:
+            values |= zip(equation.outvars, step(number, equation, values), strict=True)
+        start = number + 1
+    return _read(jaxpr.outvars, values)
+
+
+def _evaluated(jaxpr: Jaxpr, equations: Sequence[Any], values: Values) -> Values:
+    """Returns the results of some equations of a jaxpr, in their order, by variable."""
+    made = [var for equation in equations for var in equation.outvars if not isinstance(var, DropVar)]
+    inputs = list(dict.fromkeys(var for var in _read_by(equations) if isinstance(var, Var) and var in values))
+    part = jaxpr.replace(constvars=[], invars=inputs, eqns=list(equations), outvars=made)
+    return dict(zip(made, jax.core.eval_jaxpr(part, [], *_read(inputs, values)), strict=True))
+
+
+def _read_by(equations: Sequence[Any]) -> list[Any]:
+    return [var for equation in equations for var in equation.invars]
+
+
+def _read(variables: Sequence[Any], values: Values) -> list[Any]:
+    return [var.val if isinstance(var, Literal) else values[var] for var in variables]
+
+
+def _places_of(tracked: Mapping[Var, int], equation: Any) -> dict[int, int]:
+    """Returns place among an equation's inputs -> index, for the inputs that are tracked."""
+    variables = enumerate(equation.invars)
+    return {at: tracked[var] for at, var in variables if not isinstance(var, Literal) and var in tracked}
+
+
+def results(closed: ClosedJaxpr, wanted: Sequence[Any], *arguments: Any) -> list[jax.Array]:
+    """Returns some of the variables of a jaxpr, computed by the equations that they need."""
+    jaxpr = closed.jaxpr.replace(outvars=list(wanted))
+    needed: Jaxpr
+    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(wanted), instantiate=True)
+    found: list[jax.Array] = jax.core.eval_jaxpr(needed, closed.consts, *arguments)
+    return found
+
+
+def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Returns for each output of a jaxpr whether it depends on one of the marked inputs; constants are not marked.
+
+    The result is exact through calls and scans. Each output of any other equation that contains jaxprs (`cond`,
+    `while`) counts as dependent on all of its inputs.
+    """
+    marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+    for equation in jaxpr.eqns:
+        marks = [not isinstance(var, Literal) and var in marked for var in equation.invars]
+        marked |= {var for var, mark in zip(equation.outvars, _depends(equation, marks), strict=True) if mark}
+    return [not isinstance(var, Literal) and var in marked for var in jaxpr.outvars]
+
+
+def _depends(equation: Any, marks: list[bool]) -> list[bool]:
+    inner = list(inner_jaxprs(equation))
+    if len(inner) != 1 or len(inner[0].invars) != len(marks) or len(inner[0].outvars) != len(equation.outvars):
+        return [any(marks)] * len(equation.outvars)
+    if equation.primitive.name != "scan":
+        return depends(inner[0], marks)
+    start, num_carry = _counts(equation)
+    while True:  # until the marks of the carry do not change, because each turn reads the carry of the one before
+        outputs = depends(inner[0], marks)
+        before = marks[start : start + num_carry]
+        after = [old or new for old, new in zip(before, outputs[:num_carry], strict=True)]
+        if after == before:
+            return outputs
+        marks = [*marks[:start], *after, *marks[start + num_carry :]]
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
+    """Yields the jaxprs in an equation's parameters: of a call, of a loop, of branches."""
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, Jaxpr):
+                yield part
+
+
+def called_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the same function of trees of arrays; no two calls in it share a jaxpr with a manual region.
+
+    JAX emits one function for a jaxpr that is called several times, such as a jitted function or the body of a loop. On
+    TPUs XLA does not inline such a function. If it has a manual region, and its callers are in another, the partitioner
+    takes the outer region's axes for automatic ones and aborts (Check failed: target.IsManualSubgroup() ==
+    sharding().IsManualSubgroup(), seen with jax 0.10.2). Here each call gets a copy of its jaxpr, so its own function.
+    """
+
+    def run(*arguments: Any) -> Any:
+        closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        leaves = jax.core.eval_jaxpr(_copy(closed.jaxpr), closed.consts, *jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(result), leaves)
+
+    return run
+
+
+def _copy(value: Any) -> Any:
+    """Returns a parameter of an equation with a copy of each jaxpr in it that has a manual region."""
+    if isinstance(value, tuple):
+        return tuple(map(_copy, value))
+    if isinstance(value, Jaxpr) and _has_region(value):  # of newer versions a ClosedJaxpr, too
+        copies = [{name: _copy(param) for name, param in equation.params.items()} for equation in value.eqns]
+        return value.replace(eqns=[one.replace(params=params) for one, params in zip(value.eqns, copies, strict=True)])
+    if isinstance(value, ClosedJaxpr) and _has_region(value.jaxpr):
+        return value.replace(jaxpr=_copy(value.jaxpr))
+    return value
+
+
+def _has_region(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name == "shard_map" or any(map(_has_region, inner_jaxprs(equation)))
+        for equation in jaxpr.eqns
+    )
