@@ -4,6 +4,7 @@ python -m meshtrain train --config=docs/own_model.py   (or explain, plan --clust
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from ml_collections import ConfigDict
 import meshtrain
 from meshtrain.config import Config, default
 from meshtrain.layout.placement import Placement
+from meshtrain.models.cost import Cost
 from meshtrain.models.losses import cross_entropy, without_padding
 from meshtrain.models.task import Batch, Loss, Params, Task, token_batch
 from meshtrain.words.options import option
@@ -48,7 +50,14 @@ def eight_bytes(config: Config, placement: Placement) -> Task:
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
         return cross_entropy(logits(params, batch), batch["targets"], batch["weights"], 257), batch["weights"].sum(), {}
 
-    return Task(init, loss, token_batch(config.batch_size, config.sequence_length), logits, width=d, vocab_size=257)
+    def cost(mesh: Mapping[str, int], units: float) -> Cost:
+        n = mesh["tensor"]
+        # For each token d numbers of the look-up and of `down` are summed over tensor, and 8 d + d of their gradients.
+        summed = 2 * (n - 1) / n * 11 * d
+        return Cost(other_bytes={"tensor": 4 * units * summed}, kept_bytes=4 * units * (9 * d + (f + 2 * 384) / n))
+
+    batch = token_batch(config.batch_size, config.sequence_length)
+    return Task(init, loss, batch, logits, cost=cost, width=d, vocab_size=257)
 
 
 eight_bytes.options = Options

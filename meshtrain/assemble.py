@@ -14,7 +14,7 @@ import optax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.config.config import Config, check_filled, num_microbatches
+from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
 from meshtrain.config.tasks import MakeTask, find
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
@@ -30,6 +30,7 @@ from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.layout.stored import Names, activation_sharding, rules_of_level, stored_tree
 from meshtrain.layout.trees import leaves_with_paths, select
+from meshtrain.models.cost import Cost
 from meshtrain.models.remat import gathers_early
 from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, batch_axes, checked_loss, entries
 from meshtrain.observe.throughput import Throughput
@@ -109,6 +110,13 @@ class Assembly:
     logits: Callable[[Params, Batch], jax.Array] | None
     to_kept: Callable[[TrainState], TrainState]
     from_kept: Callable[[TrainState], TrainState]
+
+    @property
+    def cost(self) -> Cost:
+        """What a microbatch costs a device, by the task's own formulas."""
+        shape = dict(self.mesh.shape)
+        units = units_on_device(self.config, self.task, self.rules, shape) / num_microbatches(self.config, shape)
+        return self.task.cost(shape, units)
 
 
 def assemble(

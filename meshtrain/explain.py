@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
-from meshtrain.config import blocks, effects
-from meshtrain.config.attention import exchanged, implementation
+from meshtrain.config import effects
 from meshtrain.config.config import parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
@@ -45,8 +44,7 @@ def text(assembly: Assembly) -> str:
         *trained_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
         f"batch        {batch_text(assembly)}",
-        *attention_text(assembly),
-        *experts_text(assembly),
+        *kernels_text(assembly),
         "",
         mesh_text(shape),
         "",
@@ -71,28 +69,16 @@ def batch_text(assembly: Assembly) -> str:
     return f"{config.batch_size} examples of {', '.join(held)}; {assembly.task.num_units:,} {assembly.task.unit}"
 
 
-def attention_text(assembly: Assembly) -> list[str]:
-    """Returns the lines on attention: its implementation and why it is that one, and what devices exchange for it.
+def kernels_text(assembly: Assembly) -> list[str]:
+    """Returns a line for each part of the model on what computes it and why, and one on what devices exchange for it.
 
-    Tasks other than the decoder have none on the implementation.
+    Tasks without a cost have none.
     """
-    shape = dict(assembly.mesh.shape)
-    found = implementation(assembly.config, assembly.mesh.devices.flat[0].platform, shape)
-    return [
-        *([] if found is None else [f"attention    {found[0]}: {found[1]}"]),
-        *(f"exchange     {text}" for text in exchanged(assembly.config, shape)),
-    ]
-
-
-def experts_text(assembly: Assembly) -> list[str]:
-    """Returns one line with what computes the products of experts and one with how tokens reach them, if there are."""
-    config, shape = assembly.config, dict(assembly.mesh.shape)
-    products = blocks.of_experts(config, assembly.mesh.devices.flat[0].platform, shape)
-    exchange = blocks.exchanged(config, shape)
-    return [
-        *([] if products is None else [f"experts      products by {products[0]}: {products[1]}"]),
-        *([] if exchange is None else [f"exchange     {exchange}"]),
-    ]
+    lines = list[str]()
+    for kernel in assembly.cost.kernels:
+        lines += [f"{kernel.part:<13}{kernel.by}: {kernel.why}"] if kernel.by else []
+        lines += [f"exchange     {kernel.exchange}"] if kernel.exchange else []
+    return lines
 
 
 def trained_text(assembly: Assembly) -> list[str]:

@@ -14,7 +14,6 @@ import ml_collections
 
 from meshtrain import loop
 from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
-from meshtrain.config.attention import exchanged
 from meshtrain.config.config import Config, resolve
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus
@@ -25,6 +24,7 @@ from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.trees import select
+from meshtrain.models.cost import ATTENTION
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.own_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
@@ -117,7 +117,8 @@ def train_resolved(
         of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run)))
         with show("mesh") as say:
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
-            say("; ".join([describe(assembly.mesh, peers.num_machines()), *exchanged(config, shape), *notes]))
+            exchanged = (kernel.exchange for kernel in assembly.cost.kernels if kernel.part == ATTENTION)
+            say("; ".join([describe(assembly.mesh, peers.num_machines()), *filter(None, exchanged), *notes]))
         with show("data") as say:
             corpus = open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint)

@@ -30,10 +30,10 @@ from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout import compression, mesh
 from meshtrain.layout.axes import CONTEXT, DATA, PIPELINE
 from meshtrain.layout.rules import Rules, default_rules
-from meshtrain.layout.stored import level_problems, rules_of_level
+from meshtrain.layout.stored import level_problems, num_parts, rules_of_level
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.lora import LoraOptions
-from meshtrain.models.task import Task
+from meshtrain.models.task import Task, entries
 from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, optimizers, outer
 from meshtrain.pipeline import check as pipeline_check
@@ -234,6 +234,20 @@ def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
     """Returns the number of microbatches of a step: accumulation steps times, with a pipeline, its microbatches."""
     in_pipeline = config.pipeline.num_microbatches if mesh_shape["pipeline"] > 1 else 1
     return config.accumulation_steps * in_pipeline
+
+
+def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> float:
+    """Returns how many units (tokens, images) of a step a device computes.
+
+    Args:
+      config: of the run.
+      task: whose units are split along sequences where an entry of its batch has them.
+      rules: the axes that split the dims of a batch count.
+      mesh_shape: the size of each axis.
+    """
+    has_sequence = any("sequence" in entry.axes for entry in entries(task, config.batch_size).values())
+    split = (*rules.activations["batch"], *(rules.activations["sequence"] if has_sequence else ()))
+    return task.num_units / num_parts(split, mesh_shape)
 
 
 def built(

@@ -56,7 +56,7 @@ def decoder(config: Config, placement: Placement) -> Task:
     """Returns the decoder that a configuration describes; its options are `DecoderOptions`."""
     rate = config.optimizer.balance_rate
     task = decoder_task.decoder(config.model, **_of_text(config, placement), balance_rate=rate)
-    return with_adapters(task, config.lora)
+    return with_adapters(task, config.lora, config.model.share_of_experts)
 
 
 decoder.options = DecoderOptions  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ DATA = "data"
 PIPELINE = "pipeline"
 CONTEXT = "context"
 EXPERT = "expert"
+TENSOR = "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ TABLE = (
         splits_sequence=True,
         stores_weights=True,
     ),
-    Axis("tensor", "shards of the heads, mlp and vocabulary dims of weights", splits_model=True),
+    Axis(TENSOR, "shards of the heads, mlp and vocabulary dims of weights", splits_model=True),
 )
 AXES = tuple(axis.name for axis in TABLE)
 

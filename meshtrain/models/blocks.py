@@ -17,6 +17,8 @@ from jax.typing import DTypeLike
 from meshtrain.models import blocks_gpu, blocks_tpu
 from meshtrain.models.implementation import GPU
 
+WITH_ROWS = "blocks_with_rows"  # the scope of all products, see `Cost.shares`
+
 
 class Blocks(NamedTuple):
     """Which choice stands in which row.
@@ -73,20 +75,11 @@ class How(NamedTuple):
 
     Attributes:
       kernel: `gpu`, `tpu` or `loop`.
-      used: blocks that have rows if each expert has as many.
-      total: all blocks.
       interpret: whether a kernel runs as plain JAX, slowly, on a device of another kind.
     """
 
     kernel: str
-    used: int
-    total: int
     interpret: bool = False
-
-    @property
-    def scope(self) -> str:
-        """A name for operations, from which the planner reads how many blocks are skipped."""
-        return f"used_{self.used}_of_{self.total}"
 
 
 def kernel_for(
@@ -106,9 +99,7 @@ def kernel_for(
     return "tpu" if platform == "tpu" and blocks_tpu.takes(weights, block_rows, dtype) else "loop"
 
 
-def product(
-    rows: jax.Array, weights: jax.Array, owners: jax.Array, *, platform: str = "cpu", share: float = 1.0
-) -> jax.Array:
+def product(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, platform: str = "cpu") -> jax.Array:
     """Returns [R, F], each block of rows times the weight of its owner, summed in float32; zeros where it has none.
 
     Args:
@@ -116,14 +107,9 @@ def product(
       weights: [E, D, F], of the rows' dtype.
       owners: int32 [R / m], ascending, see `Blocks`.
       platform: of the device, as JAX names it.
-      share: how many of the choices have an expert among these, if each expert of the model is chosen as often.
     """
-    num_blocks, num_experts = owners.size, weights.shape[0]
-    block_rows = rows.shape[0] // num_blocks
-    kernel = kernel_for(platform, rows.shape, weights.shape, block_rows, rows.dtype)
-    # On average half of an expert's last block is padding.
-    used = round(share * (num_blocks - num_experts) + num_experts / 2)
-    return computed(How(kernel, max(1, min(used, num_blocks)), num_blocks), rows, weights, owners)
+    kernel = kernel_for(platform, rows.shape, weights.shape, rows.shape[0] // owners.size, rows.dtype)
+    return computed(How(kernel), rows, weights, owners)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -135,8 +121,8 @@ def computed(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -
 def _times(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool) -> jax.Array:
     """Returns each block of rows times the weight of its owner, or its transpose."""
     if how.kernel == "loop":
-        return _times_in_loop(how, rows, weights.swapaxes(1, 2) if transposed else weights, owners)
-    with jax.named_scope(how.scope):
+        return _times_in_loop(rows, weights.swapaxes(1, 2) if transposed else weights, owners)
+    with jax.named_scope(WITH_ROWS):
         if how.kernel == "gpu":
             return blocks_gpu.times(rows, weights, owners, transposed=transposed, interpret=how.interpret)
         sizes = _sizes(rows, owners, weights.shape[0])
@@ -149,9 +135,9 @@ def _times(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, *, 
 def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
     """Returns the cotangent of the weights [E, D, F]: each block adds to that of its owner."""
     if how.kernel == "loop":
-        return _of_weights_in_loop(how, rows, cotangent, owners, num_experts)
+        return _of_weights_in_loop(rows, cotangent, owners, num_experts)
     block_rows = rows.shape[0] // owners.size
-    with jax.named_scope(how.scope):
+    with jax.named_scope(WITH_ROWS):
         if how.kernel == "gpu":
             bounds = first_of(owners, num_experts)
             return blocks_gpu.of_weights(rows, cotangent, bounds, block_rows=block_rows, interpret=how.interpret)
@@ -164,7 +150,7 @@ def _sizes(rows: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
     return jnp.diff(first_of(owners, num_experts)) * (rows.shape[0] // owners.size)
 
 
-def _times_in_loop(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
+def _times_in_loop(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
     width, dtype = weights.shape[2], rows.dtype
 
     def times(block: jax.Array, owner: jax.Array) -> jax.Array:
@@ -173,7 +159,7 @@ def _times_in_loop(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Ar
     def of_block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         block, owner = given
         empty = jnp.zeros((block.shape[0], width), dtype)
-        with jax.named_scope(how.scope):
+        with jax.named_scope(WITH_ROWS):
             result: jax.Array = jax.lax.cond(owner < weights.shape[0], times, lambda *_: empty, block, owner)
         return result
 
@@ -182,15 +168,13 @@ def _times_in_loop(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Ar
     return results.reshape(-1, width)
 
 
-def _of_weights_in_loop(
-    how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int
-) -> jax.Array:
+def _of_weights_in_loop(rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
     def add(sums: jax.Array, block: jax.Array, of_result: jax.Array, owner: jax.Array) -> jax.Array:
         found = jnp.dot(block.T, of_result, preferred_element_type=jnp.float32)
         return sums.at[owner].add(found)
 
     def of_block(sums: jax.Array, given: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        with jax.named_scope(how.scope):
+        with jax.named_scope(WITH_ROWS):
             return jax.lax.cond(given[2] < num_experts, add, lambda sums, *_: sums, sums, *given), None
 
     blocks, of_results = (x.reshape(owners.size, -1, x.shape[1]) for x in (rows, cotangent))

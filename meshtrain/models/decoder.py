@@ -28,6 +28,8 @@ from meshtrain.models.routing import Tokens
 from meshtrain.models.task import Batch, LayerSums
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
+# Scope of the attention of a layer that selects by its index, see `Cost.shares`.
+LOCAL_OR_GLOBAL = "local_or_global"
 
 
 class ByKind(NamedTuple):
@@ -125,8 +127,7 @@ class Layer(nn.Module):
         )  # fmt: skip
         x = checkpoint_name(x, RESIDUAL)
         normed = gather_sequence(norm(name="attention_norm")(x), place)
-        # The planner reads in this name how many layers take which branch.
-        attend = jax.named_scope(f"global_{o.num_global}_of_{o.num_layers}")(attention) if o.alternates else attention
+        attend = jax.named_scope(LOCAL_OR_GLOBAL)(attention) if o.alternates else attention
         added = self._residual(attend(normed, own_angles, documents, slots=own_slots, is_global=is_global))
         added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
         x = checkpoint_name(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)

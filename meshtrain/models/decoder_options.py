@@ -152,6 +152,11 @@ class DecoderOptions:
         return self.num_layers // self.global_every if self.alternates else 0
 
     @property
+    def share_of_experts(self) -> float:
+        """The share of the experts that a token goes through; 1 without experts."""
+        return self.experts_per_token / self.num_experts if self.num_experts else 1.0
+
+    @property
     def score_scale(self) -> float | None:
         """What scores of attention are multiplied by; None: H^-0.5."""
         return self.attention_scalar**-0.5 if self.attention_scalar else None

@@ -32,6 +32,7 @@ from meshtrain.models.decoder import (
     run_layers,
     slots_of,
 )
+from meshtrain.models.decoder_cost import attention_flops_per_token, cost
 from meshtrain.models.entry import Entry
 from meshtrain.models.experts import BIAS, with_moved_biases
 from meshtrain.models.remat import RematOptions, casts_first
@@ -78,7 +79,8 @@ def decoder(
     """
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
     num_positions = options.max_positions or sequence_length
-    model = Decoder(options, num_positions, dtype, output_dtype or dtype, placement or Placement.nowhere())
+    place = placement or Placement.nowhere()
+    model = Decoder(options, num_positions, dtype, output_dtype or dtype, place)
     num_parameters = count_parameters(options, num_positions)
     num_active = num_parameters - num_idle_parameters(options)
     has_biases = options.num_experts > 0 and options.router == "sigmoid"
@@ -101,11 +103,11 @@ def decoder(
         attention_flops_per_token=attention_flops_per_token(options, sequence_length),
         num_parameters=num_parameters,
         num_active_parameters=num_active if options.num_experts else 0,
-        share_of_experts=options.experts_per_token / options.num_experts if options.num_experts else 1.0,
+        cost=functools.partial(cost, options, sequence_length, dtype, model.output_dtype, remat, place),
+        attends_within_segments=options.within_documents,
         after_update=functools.partial(with_moved_biases, balance_rate) if has_biases else None,
         takes_manual_axes=True,
         width=options.embed_dim,
-        num_layers=options.num_layers,
         vocab_size=options.vocab_size,
     )
 
@@ -311,18 +313,3 @@ def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions:
     if options.positions == "learned":
         lookups += num_positions * options.embed_dim
     return 6.0 * (num_parameters - lookups) + attention_flops_per_token(options, sequence_length)
-
-
-def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
-    """Returns the FLOPs of attention in a forward and backward pass for one token: 12 L K N_heads H (full attention).
-
-    In each of L layers, each of the two products (scores, and probabilities times values) takes 2 K N_heads H forward
-    and twice that backward. K is T without a window. With a window of W tokens a query has W (2 T - W) / 2 T keys in
-    the mean, and K is twice that, so that the causal part is half of it in both cases.
-    """
-    num_keys: float = sequence_length
-    if 0 < options.window < sequence_length:
-        num_keys = options.window * (2 * sequence_length - options.window) / sequence_length
-    num_global = options.num_global
-    in_all_layers = num_global * sequence_length + (options.num_layers - num_global) * num_keys
-    return 12.0 * in_all_layers * options.num_heads * options.width_of_head

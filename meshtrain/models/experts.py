@@ -256,9 +256,7 @@ class _Plan:
         most, even = (f(num_tokens, num_chosen, num_here, o) for f in (room, even_load))
         found = placed(local.reshape(chosen.shape), num_here, int(most), block_rows(round(even), num_here))
         rows = spread(self._from_all(x), found.tokens, found.places)
-        times = functools.partial(
-            blocks.product, owners=found.owners, platform=self.platform, share=min(1.0, even / most)
-        )
+        times = functools.partial(blocks.product, owners=found.owners, platform=self.platform)
         results = of_rows(o.activation, rows, matrices, times)
         gate = jnp.take(gates.reshape(-1), found.choices, mode="fill", fill_value=0)
         results = (results.astype(jnp.float32) * gate[:, None]).astype(rows.dtype)

@@ -51,7 +51,7 @@ class LoraOptions:
     )  # fmt: skip
 
 
-def with_adapters(task: Task, options: LoraOptions) -> Task:
+def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.0) -> Task:
     """Returns the task with adapters beside the chosen matrices; with a rank of 0 the task itself.
 
     B starts at zero, so the first loss is that of the task without adapters. The other weights start as they do there.
@@ -59,6 +59,7 @@ def with_adapters(task: Task, options: LoraOptions) -> Task:
     Args:
       task: whose modules call `layers.adapted`: that of the decoder or of the encoder-decoder.
       options: from which `problems` returns no line.
+      share_of_experts: of the weights with a dim `experts`, the share that a token goes through.
     """
     if not options.rank:
         return task
@@ -68,7 +69,7 @@ def with_adapters(task: Task, options: LoraOptions) -> Task:
     sizes = {path: leaf.size for path, leaf in leaves_with_paths(params) if trainable.is_adapter(path)}
     num_added = sum(sizes.values())
     num_active = sum(
-        round(size * task.share_of_experts) if "experts" in names[path] else size for path, size in sizes.items()
+        round(size * share_of_experts) if "experts" in names[path] else size for path, size in sizes.items()
     )
     return dataclasses.replace(
         task,

@@ -26,6 +26,7 @@ from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models import abstract, head, losses
 from meshtrain.models import cache as caches
 from meshtrain.models.attention import CACHE, NEW, Memory, Slots
+from meshtrain.models.cost import of_transformer
 from meshtrain.models.decode import Cache, Decode
 from meshtrain.models.decoder import layer_stack, run_layers
 from meshtrain.models.entry import Entry
@@ -72,7 +73,7 @@ def seq2seq(
     assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the data"
     lengths = (options.source_length or sequence_length, sequence_length)
     model = Seq2Seq(options, *lengths, dtype, output_dtype or dtype, placement or Placement.nowhere())
-    of_init = initializer(options, *lengths)
+    of_init, num_layers = initializer(options, *lengths), options.num_encoder_layers + options.num_layers
     return Task(
         init=of_init,
         loss=functools.partial(model.loss, remat=remat),
@@ -84,7 +85,7 @@ def seq2seq(
         num_parameters=abstract.num_parameters(of_init, {"vocab": options.vocab_size}),
         takes_manual_axes=True,
         width=options.embed_dim,
-        num_layers=options.num_encoder_layers + options.num_layers,
+        cost=functools.partial(of_transformer, options, num_layers, dtype, model.output_dtype, remat, model.placement),
         vocab_size=options.vocab_size,
     )
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.models.cost import MakeCost, unknown
 from meshtrain.models.decode import Decode
 from meshtrain.models.entry import Entry as Entry
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
@@ -100,7 +101,10 @@ class Task:
         computes half of it.
       num_parameters: parameters without padding; 0: they are counted, padding included.
       num_active_parameters: those that one token goes through, where experts are some of all; 0: all.
-      share_of_experts: of the weights with a dim `experts`, the share that a token goes through.
+      cost: (size of each mesh axis, units of a microbatch that one device computes) -> `cost.Cost`, for `plan`: what it
+        sends, keeps and leaves out; without it, that is not known. It sees no mesh: sizes are plain numbers.
+      attends_within_segments: whether what is computed for a token depends on tokens with its segment id only, so that
+        texts may share a row.
       after_update: (params, metrics) -> params, what moves in a step besides what the optimizer moves, such as biases
         against the load of experts; None: nothing. It gets the parameters after the optimizer's update, trained ones in
         float32, with layers in layer order, and the sums of the batch's metrics before any division. Frozen weights
@@ -110,7 +114,6 @@ class Task:
         the partitioner, which reduces gradients once a microbatch. A plain `table[tokens]` in a sharded table does not
         support it: XLA's partitioner aborts the process. `lookup.look_up` does.
       width: D, of the residual stream; the learning rate `noam` is a function of it. 0: unknown.
-      num_layers: layers, for estimates of memory and time; 0: unknown.
       vocab_size: the data's token ids have to be below it; 0: unknown, or there are no tokens.
       unit: what throughput counts, in the plural: metrics.jsonl has `tokens` and `tokens_per_second` for `tokens`.
       units_per_step: units in a global batch; 0: see `num_units`.
@@ -128,11 +131,11 @@ class Task:
     attention_flops_per_token: float = 0.0
     num_parameters: int = 0
     num_active_parameters: int = 0
-    share_of_experts: float = 1.0
+    cost: MakeCost = unknown
+    attends_within_segments: bool = False
     after_update: AfterUpdate | None = None
     takes_manual_axes: bool = False
     width: int = 0
-    num_layers: int = 0
     vocab_size: int = 0
     unit: str = "tokens"
     units_per_step: int = 0

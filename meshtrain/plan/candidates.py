@@ -11,13 +11,12 @@ from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, model_axes, parti
 from meshtrain.layout.rules import default_rules
 from meshtrain.layout.stored import MAX_LEVEL, num_parts
 from meshtrain.pipeline.schedules import SEARCHED
-from meshtrain.plan import experts
 from meshtrain.plan.changes import SPLITS_SUMS, Change, with_change, with_level
 from meshtrain.plan.guess import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
 from meshtrain.plan.sequences import sizes_to_try
 from meshtrain.plan.topology import Cluster
 from meshtrain.words.errors import UserError
-from meshtrain.words.numbers import nearest_divisor
+from meshtrain.words.numbers import divisors, nearest_divisor
 
 MODEST = 1.15  # a guess may be too high by this factor: it is dropped only above this multiple of the capacity
 MICROBATCHES_A_STAGE = (2, 4, 8)
@@ -53,7 +52,7 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
     capacity = usable_bytes(accelerator) if accelerator else math.inf
     devices_each = len(cluster.devices) // cluster.num_hosts
     found = []
-    shares = experts.sizes_to_try(config, len(cluster.devices), devices_each)
+    shares = expert_sizes(weights, len(cluster.devices), devices_each)
     for shape in meshes(len(cluster.devices), sizes_to_try(config, len(cluster.devices)), shares):
         if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > devices_each:
             continue  # every layer would communicate over the network
@@ -67,6 +66,20 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
             if one is not None and not _is_refused(with_change(config, one.change), shape):
                 found.append(one)
     return sorted(found, key=lambda one: one.guessed_seconds)
+
+
+def expert_sizes(weights: Weights, num_devices: int, devices_each: int) -> list[int]:
+    """Returns the sizes of the expert axis that a search considers: 1, and powers of 2 that divide the experts.
+
+    Tokens go to all devices of the axis in each layer, so it stays inside a host.
+
+    Args:
+      weights: of the task.
+      num_devices: of the cluster.
+      devices_each: of a host.
+    """
+    most = math.gcd(weights.num_experts, num_devices) if weights.num_experts else 1
+    return [size for size in sorted(set(divisors(most))) if size <= devices_each and not size & (size - 1)]
 
 
 def _inside_layers() -> tuple[str, ...]:

@@ -14,13 +14,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshtrain.launch.links import wire_share
-from meshtrain.layout.axes import CONTEXT, EXPERT
+from meshtrain.layout.axes import CONTEXT, EXPERT, TENSOR
 from meshtrain.plan.flops import is_product
 from meshtrain.plan.groups import axes_of, axes_of_pairs, replica_groups
 from meshtrain.plan.hlo import CALLED, Instruction, Program
 from meshtrain.plan.shapes import num_bytes, parts
 
-TENSOR = "tensor"
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
 CHAIN = re.compile(r'chain_id="(\d+)"')
 CHANNEL = re.compile(r"channel_id=(\d+)")

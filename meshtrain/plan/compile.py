@@ -106,7 +106,7 @@ def compile_step(
         | added,
         added_options=added,
         attention=attention_kernel(traced.jaxpr.jaxpr),
-        traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape)),
+        traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape), assembly.cost.shares),
         messages=tuple(messages),
         refusal=refusal,
         seconds=time.perf_counter() - start,
@@ -141,7 +141,7 @@ def _of_both(step: Any, outer: Any) -> Statistics:
 
 def program_of(compiled: Compiled) -> Program | None:
     """Returns the parsed program; None if the compiler gave up."""
-    return read(compiled.text, _places_for_others) if compiled.text else None
+    return read(compiled.text, _places_for_others, compiled.assembly.cost.shares) if compiled.text else None
 
 
 def outer_program_of(compiled: Compiled) -> Program | None:

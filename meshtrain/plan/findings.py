@@ -4,10 +4,9 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from meshtrain.config.attention import implementation
-from meshtrain.config.blocks import LOOP, of_experts
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.layout.axes import CONTEXT, EXPERT
+from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel
 from meshtrain.plan.collectives import Traffic, along
 from meshtrain.plan.compile import Compiled
 from meshtrain.plan.memory import Memory
@@ -172,11 +171,15 @@ def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traf
 
 
 def _experts(compiled: Compiled, cluster: Cluster) -> list[Finding]:
-    chosen = of_experts(compiled.assembly.config, cluster.platform, dict(compiled.assembly.mesh.shape))
-    if cluster.platform == "cpu" or chosen is None or chosen[0] != LOOP:
+    chosen = _kernel(compiled, EXPERTS)
+    if cluster.platform == "cpu" or chosen is None or chosen.by != LOOP:
         return []
     change = "model.expert_dim / mesh.tensor and model.embed_dim that are such multiples"
-    return [Finding(f"products of experts run in a loop in plain JAX, slower than a kernel: {chosen[1]}", change)]
+    return [Finding(f"products of experts run in a loop in plain JAX, slower than a kernel: {chosen.why}", change)]
+
+
+def _kernel(compiled: Compiled, part: str) -> Kernel | None:
+    return next((kernel for kernel in compiled.assembly.cost.kernels if kernel.part == part and kernel.by), None)
 
 
 def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
@@ -190,16 +193,16 @@ def _attention(compiled: Compiled, cluster: Cluster) -> list[Finding]:
         ]
     if compiled.attention == "splash" and cluster.platform != "tpu":
         return [Finding("attention is a TPU's kernel, which is interpreted here, slowly", "model.attention=auto")]
-    chosen = implementation(config, cluster.platform, dict(compiled.assembly.mesh.shape))
+    chosen = _kernel(compiled, ATTENTION)
     if cluster.platform == "cpu" or chosen is None:
         return []  # other tasks have no options of attention to advise on
     if compiled.attention == "xla" and config.sequence_length >= 2048:
         keeps = f"attention keeps {config.sequence_length} x {config.sequence_length} numbers for each head"
-        return [Finding(f"{keeps}: {chosen[1]}", "model.attention=auto")]
+        return [Finding(f"{keeps}: {chosen.why}", "model.attention=auto")]
     if compiled.attention == "triton":
-        slower = f"attention is a kernel that is assumed to be half as fast as cuDNN's: {chosen[1]}"
-        return [Finding(slower, APART if config.model.within_documents else "heads of at most 128")]
+        slower = f"attention is a kernel that is assumed to be half as fast as cuDNN's: {chosen.why}"
+        return [Finding(slower, APART if compiled.assembly.task.attends_within_segments else "heads of at most 128")]
     if compiled.attention != "blockwise":
         return []
     change = SPLASH if cluster.platform == "tpu" else "a 16-bit policy; no window or cap with documents"
-    return [Finding(f"attention is a loop in plain JAX, slower than a kernel: {chosen[1]}", change)]
+    return [Finding(f"attention is a loop in plain JAX, slower than a kernel: {chosen.why}", change)]

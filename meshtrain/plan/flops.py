@@ -75,13 +75,16 @@ def matmul_flops(program: Program) -> Work:
       ValueError: a library call or an attention kernel whose dims are not known, and whose work would be left out.
     """
     per_computation = {
-        name: _work(body, {line.name: line.shape for line in body}) for name, body in program.computations.items()
+        name: _work(body, {line.name: line.shape for line in body}, program.shares)
+        for name, body in program.computations.items()
     }
     runs = program.num_runs
     return Work(*(sum(runs[name] * work[i] for name, work in per_computation.items()) for i in range(3)))
 
 
-def _work(body: list[Instruction], shapes: Mapping[str, str]) -> tuple[float, float, float]:
+def _work(
+    body: list[Instruction], shapes: Mapping[str, str], shares: Mapping[str, float]
+) -> tuple[float, float, float]:
     products = attention = attention_full = 0.0
     for line in body:
         if line.opcode == "dot":
@@ -95,7 +98,7 @@ def _work(body: list[Instruction], shapes: Mapping[str, str]) -> tuple[float, fl
             elif is_library_product(line):
                 products += library_flops(line, shapes)
             elif blocks.kernel(line):
-                products += 2.0 * math.prod(blocks.product(line, shapes))
+                products += 2.0 * math.prod(blocks.product(line, shapes, shares))
     return products, attention, attention_full
 
 

@@ -1,12 +1,10 @@
 """First guesses of a device's bytes and of a step's seconds, which decide what a search compiles.
 
-Bytes of the training state are those of the placement, exactly. Activations and seconds are arithmetic on the sizes
-that a task states. b: units (tokens) of a microbatch on a device, D: width, t: tensor. A layer of a transformer keeps
-b D (10 + 24 / t) bytes in 16 bits (Korthikanti et al. 2022, table 2, without the matrix of probabilities, which a fused
-kernel does not keep); compiled programs keep about 1.6 times that.
+Bytes of the training state are those of the placement, exactly. Activations, and what they send, are the task's `Cost`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,30 +12,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.config.config import Config, num_microbatches
+from meshtrain.config.config import Config, num_microbatches, units_on_device
 from meshtrain.config.tasks import abstract_task
 from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
-from meshtrain.layout.axes import CONTEXT, DATA, EXPERT, storage_axes
+from meshtrain.layout.axes import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, storage_axes
+from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.rules import default_rules
 from meshtrain.layout.stored import axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
 from meshtrain.layout.trees import leaves_with_paths, select
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.head import num_chunks
-from meshtrain.models.seq2seq import Seq2SeqOptions
+from meshtrain.models.cost import Cost
 from meshtrain.models.task import Task
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
-from meshtrain.plan.exchange import exchange_bytes, unit_axes
-from meshtrain.plan.experts import num_rows, row_bytes, token_bytes
+from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan.minimum import FLOAT32_BYTES, GATHERS, SCATTERS, SCATTERS_EACH
 from meshtrain.step.placed import abstract_params
-from meshtrain.step.precision import as_stored, cast, compute_dtype, output_dtype, product_name
+from meshtrain.step.precision import as_stored, cast, compute_dtype, product_name
 
-LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
-KEPT_SEEN = 1.6
 EFFICIENCY = 0.6
-REDUCTIONS_A_LAYER = 5
 EXPERTS = "experts"  # the logical axis of their dim
 STORED = "stored"  # what is sent along all axes that store weights, together
 
@@ -70,6 +63,17 @@ class Weights:
         axes = dict(leaves_with_paths(self.axes, is_leaf=is_names))
         leaves = leaves_with_paths(self.params)
         return sum(math.prod(leaf.shape) for path, leaf in leaves if EXPERTS in axes[path]) / self.num_parameters
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts, which the expert axis divides; 0: there are none."""
+        axes = dict(leaves_with_paths(self.axes, is_leaf=is_names))
+        found = (
+            leaf.shape[axes[path].index(EXPERTS)]
+            for path, leaf in leaves_with_paths(self.params)
+            if EXPERTS in axes[path]
+        )
+        return math.gcd(*found)
 
     @property
     def num_trained(self) -> int:
@@ -139,30 +143,22 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
 
 def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
     """Returns a guess of the bytes of one device: state, saved activations, logits."""
-    task = weights.task
-    itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
-    units = task.num_units / (num_parts(_unit_axes(config, task), shape) * num_microbatches(config, shape))
-    residual = units * task.width * itemsize
-    tensor, layers = shape["tensor"], task.num_layers / shape["pipeline"]
-    layer = KEPT_SEEN * residual / 2 * (10 + 24 / tensor)
-    layers *= _microbatches_kept(config, shape)
-    rows = num_rows(config, shape, units)
-    of_rows = rows * row_bytes(config, shape, config.remat.policy)
-    if config.remat.policy == "none":
-        kept = layers * layer
-    else:
-        # Layer input and middle; queries, keys, values, heads and the mlp before its activation (`remat.py`).
-        of_layer = residual / 2 * (4 + 16 / tensor) if config.remat.policy == "selective" else residual
-        kept = layers * of_layer + layer
-    columns = task.vocab_size / (tensor * shape["pipeline"])
-    logits = units * columns * LOGIT_BYTES
-    if isinstance(config.model, DecoderOptions | Seq2SeqOptions) and columns:
-        chunks = num_chunks(int(units), math.ceil(columns), output_dtype(config.precision), config.model.loss_chunk)
-        of_weight = FLOAT32_BYTES * task.width * columns if chunks > 1 else 0
-        logits = logits / chunks + of_weight
-    # A layer that computes has all of its rows, and cotangents of some.
-    kept += layers * of_rows + KEPT_SEEN * rows * row_bytes(config, shape, "none")
-    return state_bytes(config, shape, weights) + kept + logits
+    cost = _cost(config, shape)
+    kept = _microbatches_kept(config, shape) * cost.kept_bytes + cost.working_bytes
+    return state_bytes(config, shape, weights) + kept
+
+
+def _cost(config: Config, shape: Mapping[str, int]) -> Cost:
+    """Returns the cost of a microbatch; a search changes more than the mesh, and with that the task."""
+    # How a step is cut changes no task; leaving it out makes the cache effective.
+    task = _task(dataclasses.replace(config, mesh=MeshOptions(), pipeline=PipelineOptions(), accumulation_steps=1))
+    units = units_on_device(config, task, default_rules(config.layout), shape)
+    return task.cost(shape, units / num_microbatches(config, shape))
+
+
+@functools.lru_cache(maxsize=16)
+def _task(config: Config) -> Task:
+    return abstract_task(config)
 
 
 def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
@@ -171,7 +167,7 @@ def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
     With rows of one kind, and V chunks, the first of S stages keeps up to V S + S - 1 chunks (`program.py`), V of which
     are a microbatch's. `gpipe` keeps all M. A schedule of one's own is taken for the former.
     """
-    stages, chunks, parts = shape["pipeline"], config.pipeline.num_chunks, config.pipeline.num_microbatches
+    stages, chunks, parts = shape[PIPELINE], config.pipeline.num_chunks, config.pipeline.num_microbatches
     if stages == 1:
         return 1
     return parts if config.pipeline.schedule == "gpipe" else min(parts, (chunks * stages + stages - 1) / chunks)
@@ -200,8 +196,8 @@ def guessed_seconds(
     recomputes = config.remat.policy == "full"
     flops = task.flops_per_token or 6.0 * weights.num_parameters
     work = task.num_units * flops / math.prod(shape.values()) * (4 / 3 if recomputes else 1)
-    chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1
-    bubble = 1 + (shape["pipeline"] - 1) / (parts * chunks)
+    chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
+    bubble = 1 + (shape[PIPELINE] - 1) / (parts * chunks)
     sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())
     return work * bubble / (EFFICIENCY * (peak or accelerator.bfloat16_flops_per_second)) + sent / 2
 
@@ -214,27 +210,31 @@ def _sending_seconds(
     network = accelerator.network_bytes_per_second or link
     # Devices of one host that gather together share their network adapters.
     storing = num_parts(storage_axes(), shape)
-    neighbours = max(1, min(storing, devices_each // shape["tensor"]))
+    neighbours = max(1, min(storing, devices_each // shape[TENSOR]))
     storing_speed = link if neighbours == storing else min(link, network * neighbours)
-    inside = shape[CONTEXT] * shape["tensor"] <= devices_each
+    inside = shape[CONTEXT] * shape[TENSOR] <= devices_each
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts, task = num_microbatches(config, shape), weights.task
-    of_stage = weights.num_parameters / (shape["tensor"] * shape["pipeline"])
+    of_stage = weights.num_parameters / (shape[TENSOR] * shape[PIPELINE])
     # Below level 3 gradients alone cross data.
     is_gathered = config.zero.effective_level > SCATTERS_EACH
     over_data = of_stage if is_gathered else of_stage * weights.num_trained / weights.num_parameters
-    units = task.num_units / num_parts(_unit_axes(config, task), shape)
-    activation = itemsize * units * task.width
-    chunks = config.pipeline.num_chunks if shape["pipeline"] > 1 else 1
+    activation = itemsize * units_on_device(config, task, default_rules(config.layout), shape) * task.width
+    cost = _cost(config, shape)
+    by_axis = {
+        axis: parts * sum(each[axis] for each in (cost.layer_bytes, cost.other_bytes) if axis in each)
+        for axis in (EXPERT, CONTEXT, TENSOR)
+    }
+    chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
     split = shape[EXPERT]
     gathered = of_stage * (1 - weights.share_of_experts * (1 - 1 / split))
     seconds = {
         STORED: (GATHERS + SCATTERS) * itemsize * gathered * parts / storing_speed if storing > 1 else 0.0,
-        EXPERT: token_bytes(config, shape, units) / (link if split * shape["tensor"] <= devices_each else network),
-        CONTEXT: (exchange_bytes(config, shape, units) or 0.0) / (link if inside else network),
-        "tensor": 2 * REDUCTIONS_A_LAYER * activation * task.num_layers / shape["pipeline"] / link,
+        EXPERT: by_axis[EXPERT] / (link if split * shape[TENSOR] <= devices_each else network),
+        CONTEXT: by_axis[CONTEXT] / (link if inside else network),
+        TENSOR: by_axis[TENSOR] / link,
         DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / storing / network,
-        "pipeline": 2 * activation * chunks / network,
+        PIPELINE: 2 * activation * chunks / network,
     }
     return {axis: seconds[axis] for axis in seconds if axis == STORED or shape[axis] > 1}
 
@@ -250,7 +250,3 @@ def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: in
     if level > SCATTERS_EACH:
         return (GATHERS + SCATTERS) * itemsize * parts
     return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))
-
-
-def _unit_axes(config: Config, task: Task) -> tuple[str, ...]:
-    return unit_axes(task.batch, default_rules(config.layout))

@@ -21,9 +21,6 @@ CALLED = re.compile(
 # Metadata of TPU kernels is written on lines of its own.
 CONTINUED = re.compile(r"\n(?=\"|\}\})")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-# The name under which `models.decoder` selects a kernel for some layers (the second branch) and one for the others, and
-# that under which `models.blocks` multiplies the blocks that have rows.
-SOME = re.compile(r"(?:global|used)_(\d+)_of_(\d+)")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 NAME = re.compile(r"%([\w.\-]+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -78,11 +75,13 @@ class Program:
       computations: the lines of each, in the order in which they run.
       num_runs: runs of each in one step.
       sources: id of a stack frame -> `file:line` of the program, the innermost line outside of other packages.
+      shares: scope of operations -> the share of their runs, see `share_in`.
     """
 
     computations: Mapping[str, list[Instruction]]
     num_runs: Mapping[str, int]
     sources: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def instructions(self, *opcodes: str) -> Iterator[tuple[Instruction, str, int]]:
         """Yields (instruction, its computation, how often it runs)."""
@@ -96,12 +95,16 @@ class Program:
         return self.sources[frame] if frame in self.sources else ""
 
 
-def read(text: str, is_helper: IsHelper = lambda file, function: False) -> Program:
+def read(
+    text: str, is_helper: IsHelper = lambda file, function: False, shares: Mapping[str, float] | None = None
+) -> Program:
     """Returns the program that `compiled.as_text()` wrote.
 
     Args:
       text: the scheduled program.
       is_helper: (file, qualified name of a function) -> whether `Program.source` names its caller instead.
+      shares: scope of operations -> the share of a conditional's runs there that take its second branch, or of a
+        kernel's blocks that have rows; None: not known.
 
     Raises:
       ValueError: no entry computation, or a loop of unknown length, whose work could not be counted.
@@ -126,26 +129,31 @@ def read(text: str, is_helper: IsHelper = lambda file, function: False) -> Progr
             computations[current].append(Instruction(**parts, is_root=is_root))
     if not entry:
         raise ValueError("no ENTRY computation: not the text of a compiled program")
-    return Program(computations, _num_runs(computations, entry), _sources(sections, is_helper))
+    known = shares or {}
+    return Program(computations, _num_runs(computations, entry, known), _sources(sections, is_helper), known)
 
 
-def branch_shares(line: Instruction) -> dict[str, float]:
-    """Returns computation -> the share of the layers, or of the blocks, that take this branch of a conditional.
+def share_in(text: str, shares: Mapping[str, float]) -> float | None:
+    """Returns the share of the scope that stands in an operation's name; None if none does."""
+    return next((share for scope, share in shares.items() if re.search(rf"\b{scope}\b", text)), None)
 
-    A conditional whose name does not say it runs each of its branches, as far as is known. Empty: no conditional.
+
+def branch_shares(line: Instruction, known: Mapping[str, float]) -> dict[str, float]:
+    """Returns computation -> the share of a conditional's runs that take this branch; empty: no conditional.
+
+    A conditional in no scope of `known` runs each of its branches, as far as is known.
     """
     if line.opcode != "conditional":
         return {}
-    found, said = BRANCHES.search(line.rest), SOME.search(line.rest)
+    found, share = BRANCHES.search(line.rest), share_in(line.rest, known)
     names = found[1] if found else f"%{line.attribute('false_computation')}, %{line.attribute('true_computation')}"
     branches = NAME.findall(names)
-    if said is None or len(branches) != 2:
+    if share is None or len(branches) != 2:
         return dict.fromkeys(branches, 1.0)
-    share = int(said[1]) / int(said[2])
     return {branches[0]: 1 - share, branches[1]: share}
 
 
-def _num_runs(computations: dict[str, list[Instruction]], entry: str) -> Mapping[str, int]:
+def _num_runs(computations: dict[str, list[Instruction]], entry: str, known: Mapping[str, float]) -> Mapping[str, int]:
     num_runs: collections.Counter[str] = collections.Counter({entry: 1})
     # A computation is written before those that call it.
     for name in reversed(computations):
@@ -155,7 +163,7 @@ def _num_runs(computations: dict[str, list[Instruction]], entry: str) -> Mapping
             if "=%" not in line.rest and "={%" not in line.rest:
                 continue
             times = num_runs[name] * (trip_count(computations, name, line) if line.opcode == "while" else 1)
-            if shares := branch_shares(line):
+            if shares := branch_shares(line, known):
                 num_runs.update({branch: round(times * share) for branch, share in shares.items()})
                 continue
             for group in CALLED.findall(line.rest):

@@ -12,19 +12,14 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
               at once, and the backward pass of a look-up reads no table.
               Where data stores weights as well (level 3) the two are one entry, `data+fsdp`: n is their product.
               Where the partitioner reduces over data, it does so over both together: one entry, the sum of the two
-    tensor    2 (n - 1) / n of A, M times: 4 a layer, one for the look-up and one for the head. The backward pass
-              repeats some (Korthikanti et al. 2022): one more a layer for the sum after attention (remat.policy
-              save_attention, full or offload). With sequence parallelism a sum is a scatter and a gather, half of it
-              each. There it is one more for the gathers of both norms (selective or dots), and one and a half for
-              these and the scatter after attention (save_attention, full or offload)
+    tensor    what layers, look-up and head send, as the task's `Cost` says
     context   weights as over fsdp: where both are larger than 1, the entry of weights is `fsdp+context`, and `context`
-              is attention's exchange alone (`exchange.py`)
+              is attention's exchange alone, as `Cost` says
     expert    likewise: weights are the entry `fsdp+expert` but for those of experts, which stay split by expert and are
-              the entry `fsdp`; `expert` is what the tokens of experts send (`experts.py`)
+              the entry `fsdp`; `expert` is what the tokens of experts send, as `Cost` says
     pipeline  A each way for each chunk of a stage, M times; with sequence parallelism the tensor axis' share of it
 
-The last three are of a transformer, and need a task that states its width (for tensor its number of layers; what is
-exchanged is known of the decoder).
+The pipeline's needs a task that states its width. Along tensor and context nothing is known of a task without a cost.
 """
 
 import dataclasses
@@ -35,24 +30,18 @@ import jax
 import jax.numpy as jnp
 
 from meshtrain.assemble import Assembly
-from meshtrain.config.config import num_microbatches
+from meshtrain.config.config import num_microbatches, units_on_device
 from meshtrain.launch.links import wire_share
-from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, PIPELINE
+from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from meshtrain.layout.groups import Groups
 from meshtrain.layout.stored import MAX_LEVEL, ROUTER, STACKED, Names, axes_in, num_parts
 from meshtrain.layout.trees import select
-from meshtrain.models.remat import SUMS_AGAIN
+from meshtrain.models.cost import Cost
 from meshtrain.pipeline.program import Segment, Signature, segments
-from meshtrain.plan.exchange import exchange_bytes, unit_axes
-from meshtrain.plan.experts import token_bytes
 from meshtrain.step.precision import compute_dtype, param_dtype
 
 FSDP = "fsdp"
-TENSOR = "tensor"
 FLOAT32_BYTES = 4
-REDUCTIONS_A_LAYER = 4
-GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention
-LOOKUP_AND_HEAD = 2
 GATHERS, SCATTERS = 2, 1  # of a layer's stored weight and of its gradient, for each microbatch
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
@@ -72,9 +61,7 @@ class Sizes:
       scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise. Of
         compressed gradients both are the bytes of an array for which a ring sends as much.
       updated_bytes: of the parameters of those, which are gathered over data after the update.
-      layers_of_stage: L / S.
-      exchange_bytes: axis -> what the layers of a stage send along it for one microbatch besides weights: attention
-        along context (None: unknown), tokens of experts along expert.
+      cost: what else one microbatch costs a device.
     """
 
     num_microbatches: int
@@ -85,8 +72,7 @@ class Sizes:
     reduced_bytes: float
     scattered_bytes: float
     updated_bytes: float
-    layers_of_stage: float
-    exchange_bytes: Mapping[str, float | None]
+    cost: Cost
 
 
 def sizes(assembly: Assembly) -> Sizes:
@@ -94,8 +80,7 @@ def sizes(assembly: Assembly) -> Sizes:
     config, shape, task = assembly.config, dict(assembly.mesh.shape), assembly.task
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts = num_microbatches(config, shape)
-    units = task.num_units / (parts * num_parts(unit_axes(task.batch, assembly.rules), shape))
-    activations = units * task.width * itemsize
+    activations = units_on_device(config, task, assembly.rules, shape) / parts * task.width * itemsize
     weights = _weights(assembly)
     reduced, scattered = reduced_and_scattered(assembly)
     reduced_itemsize, scattered_itemsize = _wire_itemsizes(assembly)
@@ -108,8 +93,7 @@ def sizes(assembly: Assembly) -> Sizes:
         reduced_bytes=reduced * reduced_itemsize,
         scattered_bytes=scattered * scattered_itemsize,
         updated_bytes=scattered * jnp.dtype(param_dtype(config.precision)).itemsize,
-        layers_of_stage=task.num_layers / shape[PIPELINE],
-        exchange_bytes={CONTEXT: exchange_bytes(config, shape, units), EXPERT: token_bytes(config, shape, units)},
+        cost=assembly.cost,
     )
 
 
@@ -243,29 +227,26 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     """
     shape, size = dict(assembly.mesh.shape), sizes(assembly)
     larger, storing = [axis for axis in AXES if shape[axis] > 1], _storing(assembly)
+    of_layers, of_others = size.cost.layer_bytes, size.cost.other_bytes
     least: dict[str, float] = {}
     for axis in larger:
-        summed, scattered = (wire_share(operation, shape[axis]) for operation in ("all-reduce", "reduce-scatter"))
-        replicated = scattered * _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
+        replicated = _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
+        replicated *= wire_share("reduce-scatter", shape[axis])
         if storing and axis == storing[0]:
             for joined, gathered in size.gather_bytes.items():
                 each = gathered + SCATTERS * (size.scatter_bytes[joined] if joined in size.scatter_bytes else 0.0)
                 least[joined] = size.num_microbatches * each
             least["+".join(storing)] += replicated
-        if axis in size.exchange_bytes:
+        if axis in of_layers or axis in of_others:
             # Weights and the exchange are one entry where no other axis stores weights.
-            weights, exchanged = least[axis] if axis in least else 0.0, size.exchange_bytes[axis]
-            if exchanged is None:
-                least.pop(axis, None)
-            else:
-                least[axis] = weights + size.num_microbatches * exchanged
+            sent = sum(found[axis] for found in (of_layers, of_others) if axis in found)
+            least[axis] = (least[axis] if axis in least else 0.0) + size.num_microbatches * sent
+        elif axis == CONTEXT:
+            least.pop(axis, None)
         elif axis in storing:
             continue
         elif axis == DATA:
             least[axis] = replicated
-        elif axis == TENSOR and assembly.task.width and assembly.task.num_layers:
-            reductions = _reductions_of_layers(assembly, size) + LOOKUP_AND_HEAD
-            least[axis] = summed * reductions * size.num_microbatches * size.activation_bytes
         elif axis == PIPELINE and assembly.task.width:
             chunks = assembly.program.schedule.num_chunks if assembly.program else 1
             least[axis] = 2.0 * size.num_microbatches * chunks * size.residual_bytes
@@ -287,19 +268,12 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     size, idle = sizes(assembly), idle_share(assembly)
     layers = _of_layers(assembly)
     gathered, scattered = (_by_axes(assembly, some) for some in (layers, (one for one in layers if one.is_trained)))
-    reductions = _reductions_of_layers(assembly, size)
+    times = (gathered, GATHERS), (scattered, SCATTERS), (size.cost.layer_bytes, 1)
     found: dict[str, float] = {}
     for axis, least in wire_bytes_minimum(assembly).items():
-        if axis == TENSOR:
-            by_others = least * LOOKUP_AND_HEAD / (reductions + LOOKUP_AND_HEAD)
-        elif axis in gathered or axis in size.exchange_bytes:
-            of_weights = GATHERS * gathered[axis] if axis in gathered else 0.0
-            of_weights += SCATTERS * scattered[axis] if axis in scattered else 0.0
-            exchanged = (size.exchange_bytes[axis] or 0.0) if axis in size.exchange_bytes else 0.0
-            by_others = least - size.num_microbatches * (of_weights + exchanged)
-        else:
-            continue
-        found[axis] = idle * max(0.0, sent[axis] - by_others)
+        if axis in gathered or axis in size.cost.layer_bytes:
+            by_layers = sum(number * each[axis] for each, number in times if axis in each)
+            found[axis] = idle * max(0.0, sent[axis] - (least - size.num_microbatches * by_layers))
     return found
 
 
@@ -311,18 +285,6 @@ def outer_wire_bytes_minimum(assembly: Assembly) -> float:
     if assembly.replicas.is_compressed:
         return elements * assembly.replicas.compression.wire_bytes(num_replicas)
     return wire_share("all-reduce", num_replicas) * elements * FLOAT32_BYTES
-
-
-def _reductions_of_layers(assembly: Assembly, size: Sizes) -> float:
-    """Returns how often one microbatch's activations are summed over tensor by the layers of a stage."""
-    remat, splits_sequence = assembly.config.remat, assembly.config.layout.sequence_parallel
-    # Of the two reductions of a layer's forward pass, halves: nothing waits for the sum at its end.
-    sums, gathers = remat.policy in SUMS_AGAIN, remat.policy in (*SUMS_AGAIN, *GATHERS_AGAIN)
-    if splits_sequence:
-        repeated = (2 * gathers + sums) / 2
-    else:
-        repeated = float(sums)
-    return (REDUCTIONS_A_LAYER + repeated / remat.every) * size.layers_of_stage
 
 
 def _replicated_bytes(level: int, size: Sizes) -> float:

@@ -60,12 +60,13 @@ def _tiled(product: Product, tile: tuple[int, int], speed: float, parts: int, nu
     return speed * on_data * busy * filled
 
 
-def product_of(line: Instruction, shapes: Mapping[str, str]) -> Product | None:
+def product_of(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product | None:
     """Returns the dims of a `dot`, or of a kernel's product; None for a convolution, which only TPUs make of products.
 
     Args:
       line: the operation.
       shapes: of the operands.
+      shares: see `Program.shares`.
     """
     if line.opcode == "dot":
         contracted, batch = (
@@ -73,7 +74,7 @@ def product_of(line: Instruction, shapes: Mapping[str, str]) -> Product | None:
             for name in ("lhs_contracting_dims", "lhs_batch_dims")
         )
     elif blocks.kernel(line):
-        return Product(*(max(1, round(size)) for size in blocks.product(line, shapes)))
+        return Product(*(max(1, round(size)) for size in blocks.product(line, shapes, shares)))
     elif line.opcode == "custom-call":
         contracted, batch = (
             [int(dim.strip(' "')) for dim in found[1].split(",") if dim.strip()] if found else []

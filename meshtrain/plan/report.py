@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshtrain.launch.compiler import options_of
-from meshtrain.layout.axes import DATA
+from meshtrain.layout.axes import CONTEXT, DATA, PIPELINE, TENSOR
 from meshtrain.layout.mesh import describe
 from meshtrain.plan import collectives
 from meshtrain.plan.minimum import idle_share
@@ -120,6 +120,12 @@ def _communication(plan: Plan) -> str:
         sent = sent_along(plan, axis)
         formula = f"; the executor's formula: {_bytes(plan.executor_bytes)}" if axis == "pipeline" else ""
         bounds.append((axis, _bytes(sent), _bytes(least), f"{sent / least:.3f}{formula}" if least else "-"))
+    shape = plan.compiled.assembly.mesh.shape
+    bounds += [
+        (axis, _bytes(sent_along(plan, axis)), UNKNOWN, "-")
+        for axis in (PIPELINE, CONTEXT, TENSOR)
+        if shape[axis] > 1 and axis not in plan.minimum
+    ]
     parts = [table, aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")]
     if working := working_ratios(plan):
         parts.append(

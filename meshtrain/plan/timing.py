@@ -282,7 +282,7 @@ class Streams:
 
     def _called(self, caller: str, line: Instruction) -> tuple[float, float, float]:
         times = trip_count(self.program.computations, caller, line) if line.opcode == "while" else 1
-        shares = branch_shares(line) or {
+        shares = branch_shares(line, self.program.shares) or {
             name: 1.0 for key in ("body", "to_apply", "calls") if (name := line.attribute(key))
         }
         total, computed, sent = (0.0, 0.0, 0.0)
@@ -317,7 +317,7 @@ class Streams:
         elif line.opcode == "custom-call" and '"dot_dimension_numbers"' in line.rest:
             flops = library_flops(line, shapes)
         elif line.opcode == "custom-call" and blocks.kernel(line):
-            flops = 2.0 * math.prod(blocks.product(line, shapes))
+            flops = 2.0 * math.prod(blocks.product(line, shapes, self.program.shares))
         else:
             return 0.0
         inputs = [shapes[name] for name in line.operands if name in shapes]
@@ -327,7 +327,7 @@ class Streams:
             peak = self.accelerator.float32_flops_per_second
         if all(dtype.startswith("f8") for shape in inputs for dtype in dtypes(shape)):
             peak = self.accelerator.float8_flops_per_second or peak
-        product = product_of(line, shapes)
+        product = product_of(line, shapes, self.program.shares)
         share = shape_share(product, self.accelerator.num_units) if product else 1.0
         return flops / (peak * self.accelerator.product_share * share)
 

@@ -5,6 +5,7 @@ sizes of these axes. Inside `jax.shard_map` shapes are already a device's own al
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from meshtrain.plan.flops import (
     splash_flops,
     triton_flops,
 )
-from meshtrain.plan.hlo import SOME
+from meshtrain.plan.hlo import share_in
 
 FLOATS = (jnp.bfloat16, jnp.float32)
 ATTENTION = {
@@ -32,17 +33,24 @@ ATTENTION = {
 }
 
 
-def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int]) -> float:
+def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], shares: Mapping[str, float] | None = None) -> float:
     """Returns the FLOPs of one device, as if the partitioner split all work evenly; attention kernels count in full.
 
     Args:
       jaxpr: of the step.
       mesh_shape: the size of each axis.
+      shares: see `hlo.read`.
     """
-    return _flops(jaxpr, mesh_shape, frozenset(mesh_shape))
+    return _flops(jaxpr, mesh_shape, frozenset(mesh_shape), shares or {})
 
 
-def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[str], above: str = "") -> float:
+def _flops(
+    jaxpr: core.Jaxpr,
+    mesh_shape: dict[str, int],
+    automatic: frozenset[str],
+    shares: Mapping[str, float],
+    above: str = "",
+) -> float:
     """Returns the FLOPs of one device in a traced function; `above` has the scopes of the calls that it is inside."""
     total = 0.0
     share = math.prod(mesh_shape[axis] for axis in automatic)
@@ -62,16 +70,16 @@ def _flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], automatic: frozenset[s
         elif kernel := TRITON.match(_kernel(equation)):
             total += triton_flops(kernel[1], *_first_two(equation)) / share
         elif name == "pallas_call" and (kernel := blocks.KERNEL.search(_scopes(equation, above))):
-            total += _of_blocks(kernel[1], equation, above) / share
+            total += _of_blocks(kernel[1], equation, blocks.used_share(_scopes(equation, above), shares)) / share
         else:
             inside = automatic
             if name == "shard_map":
                 inside = automatic - frozenset(equation.params["newly_manual_axes"])
             times = equation.params["length"] if name == "scan" else _turns(equation) if name == "while" else 1
             scopes = _scopes(equation, above)
-            flops = [_flops(inner, mesh_shape, inside, scopes) for inner in inner_jaxprs(equation)]
-            if name == "cond" and (said := SOME.search(str(equation.source_info.name_stack))):
-                taken = int(said[1]) / int(said[2])
+            flops = [_flops(inner, mesh_shape, inside, shares, scopes) for inner in inner_jaxprs(equation)]
+            taken = share_in(str(equation.source_info.name_stack), shares) if name == "cond" else None
+            if taken is not None:
                 flops = [(1 - taken) * flops[0], taken * flops[1]]
             total += times * sum(flops)
     return total
@@ -87,13 +95,13 @@ def _scopes(equation: Any, above: str) -> str:
     return f"{above}/{equation.source_info.name_stack}/{_kernel(equation)}"
 
 
-def _of_blocks(part: str, equation: Any, above: str) -> float:
+def _of_blocks(part: str, equation: Any, used_share: float) -> float:
     """Returns the FLOPs of a kernel in `models/blocks.py`, of blocks that have rows; see `plan.blocks.product`."""
     arrays = [variable.aval for variable in equation.invars]
     first, second = (array.shape for array in arrays if array.ndim >= 2)
     result = equation.outvars[0].aval.shape
     size = math.prod(result) * first[1] if part == "times" else second[0] * math.prod(result[1:])
-    return 2.0 * size * blocks.used_share(_scopes(equation, above))
+    return 2.0 * size * used_share
 
 
 def attention_kernel(jaxpr: core.Jaxpr) -> str:

@@ -12,10 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly
-from meshtrain.config.config import Config
 from meshtrain.data.loader import batches
 from meshtrain.data.packing import Example, first_fit
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.scores import segment_scores
 from meshtrain.models.task import Batch, Params, token_batch
 from meshtrain.step.step import with_sequence_index
@@ -65,11 +63,6 @@ def problems_of_task(assembly: Assembly) -> list[str]:
     ]
 
 
-def packs(config: Config) -> bool:
-    """Returns whether texts may share a row: if the model is known to attend within segments only."""
-    return isinstance(config.model, DecoderOptions) and config.model.within_documents
-
-
 def windows(text: int, context: Sequence[int], continuation: Sequence[int], length: int) -> Iterator[Window]:
     """Yields the windows in which each token of a continuation is scored once.
 
@@ -117,7 +110,7 @@ def likelihoods(
     """
     num_rows, length = assembly.batch["tokens"].shape
     cut = [window for text, pair in enumerate(texts) for window in windows(text, *pair, length)]
-    rows = _rows(cut, length, shared=packs(assembly.config))
+    rows = _rows(cut, length, shared=assembly.task.attends_within_segments)
     sums, misses = np.zeros(len(texts)), np.zeros(len(texts), np.int64)
     stream = batches(_Rows(rows, length), batch=assembly.batch, seed=0, shuffle=False, num_epochs=1, num_threads=0)
     for number, batch in enumerate(stream):

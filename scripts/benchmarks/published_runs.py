@@ -131,7 +131,7 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
             moved = int(moved_bytes(line, inside, shapes))
             kernels = [each for each in inside if each.opcode == "custom-call" and is_attention(each)]
             calls = [each for each in inside if each.opcode == "dot" or '"dot_dimension_numbers"' in each.rest]
-            found = [one for each in calls if each not in kernels and (one := product_of(each, within))]
+            found = [one for each in calls if each not in kernels and (one := product_of(each, within, program.shares))]
             if found:
                 products[tuple(dataclasses.astuple(one) for one in found), moved] += runs
             elif kernels:

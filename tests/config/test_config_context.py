@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
-from meshtrain.config.attention import exchanged
-from meshtrain.config.config import Config, resolve
+from meshtrain.config.config import resolve
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_cost import kernels
 from meshtrain.words.errors import UserError
 
 CASES = {
@@ -83,5 +84,5 @@ def test_a_kernel_that_takes_no_parts_is_refused_where_keys_are_gathered():
 )  # fmt: skip
 def test_what_is_exchanged_is_said(sizes, model, text):
     options = dataclasses.replace(DecoderOptions(), num_heads=8, num_kv_heads=4, num_layers=2, **model)
-    config = dataclasses.replace(Config(), model=options, sequence_length=256)
-    assert exchanged(config, dict.fromkeys(AXES, 1) | sizes) == ([text] if text else [])
+    (found,) = kernels(options, 256, jnp.float32, "cpu", dict.fromkeys(AXES, 1) | sizes, 256)
+    assert found.exchange == text

@@ -8,9 +8,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config.config import Config
 from meshtrain.layout.mesh import MeshOptions
-from meshtrain.models.blocks import arranged, product
+from meshtrain.models.blocks import WITH_ROWS, arranged, product
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.plan import blocks, flops, hlo
+from meshtrain.plan.compile import program_of
 from meshtrain.plan.topology import open_cluster
 from meshtrain.plan.traced import traced_flops
 from meshtrain.step.precision import PrecisionOptions
@@ -47,9 +48,11 @@ def test_the_work_is_that_of_active_rows_and_padding_and_nothing_is_stored_besid
     program = way.trace(cluster.platform, *given).lower(lowering_platforms=(cluster.platform,)).compile()
     active = 3 * 2 * CHOICES * height * width
     padded = 3 * 2 * num_experts * M // 2 * height * width
-    work = flops.matmul_flops(hlo.read(program.as_text()))
-    assert work.products == active + padded
-    assert traced_flops(jax.make_jaxpr(way, static_argnums=0)(cluster.platform, *given).jaxpr, {}) == work.products
+    shares = {WITH_ROWS: (CHOICES / M + num_experts / 2) / (CHOICES / M + num_experts)}
+    work = flops.matmul_flops(hlo.read(program.as_text(), shares=shares))
+    assert work.products == pytest.approx(active + padded)
+    traced = jax.make_jaxpr(way, static_argnums=0)(cluster.platform, *given).jaxpr
+    assert traced_flops(traced, {}, shares) == pytest.approx(work.products)
     # On TPUs the products of blocks without rows become zeros in a copy.
     copied = jnp.dtype(dtype).itemsize * num_rows * (height + width) if cluster.platform == "tpu" else 0
     assert program.memory_analysis().temp_size_in_bytes <= copied + 2**21
@@ -70,12 +73,12 @@ def test_a_step_on_an_expert_axis_counts_an_even_load_and_none_of_the_room_beyon
     )
     plan = planned("h100:1x8", config)
     assert plan.added_share == pytest.approx(0, abs=0.001)
-    program, num_calls = hlo.read(plan.compiled.text), 0
+    program, num_calls = program_of(plan.compiled), 0
     for name, body in program.computations.items():
         shapes = {line.name: line.shape for line in body}
         for line in body:
             if line.opcode == "custom-call" and blocks.kernel(line):
-                num_products, rows, _, contracted = blocks.product(line, shapes)
+                num_products, rows, _, contracted = blocks.product(line, shapes, program.shares)
                 # Two choices of each of 1,024 tokens, and half a block of padding for each of two experts.
                 assert (contracted * num_products if num_products == 2 else rows) == 2048 + M
                 num_calls += program.num_runs[name]

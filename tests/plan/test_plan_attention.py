@@ -9,18 +9,16 @@ import pytest
 from flax.core import meta
 from jax.extend import core
 
-from meshtrain.config.attention import implementation
-from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.placement import Placement
 from meshtrain.models import blockwise, splash, triton
 from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_cost import kernels
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan.attention import as_on_target, private, replaced
 from meshtrain.plan.topology import Cluster
 from meshtrain.plan.traced import ATTENTION, attention_kernel
-from meshtrain.step.precision import PrecisionOptions
 
 NAMES = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
 
@@ -104,11 +102,11 @@ def test_the_kernel_is_read_off_the_traced_step(name):
 )
 def test_what_explain_says_of_attention_is_what_is_traced(monkeypatch, length, cluster, changed):
     model = DecoderOptions(1, 256, 64, 4, 4, vocab_size=16, **changed)
-    config = Config(sequence_length=length, model=model, precision=PrecisionOptions("bfloat16"))
     monkeypatch.setattr(Placement, "platform", cluster)
     task = decoder(model, batch_size=1, sequence_length=length, dtype=jnp.bfloat16)
+    (kernel,) = kernels(model, length, jnp.bfloat16, cluster, dict.fromkeys(AXES, 1), length)
     params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
     batch = {**task.batch, SEQUENCE_INDEX: jax.ShapeDtypeStruct((1,), jnp.int32)}
     with as_on_target(Cluster("h100:1x8", "cuda", (), 1, None, (9, 0))):
         traced = jax.make_jaxpr(task.logits)(params, batch)
-    assert attention_kernel(traced.jaxpr) == implementation(config, cluster, dict.fromkeys(AXES, 1))[0]
+    assert attention_kernel(traced.jaxpr) == kernel.by

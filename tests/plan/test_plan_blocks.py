@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.models.blocks import How, computed, product
+from meshtrain.models.blocks import WITH_ROWS, How, computed, product
 from meshtrain.plan import flops, hlo
 from meshtrain.plan.products import Product, product_of
 from meshtrain.plan.traced import attention_kernel, traced_flops
@@ -14,6 +14,11 @@ from tests.plan import recorded
 
 E, D, F, M, BLOCKS, USED = 4, 256, 128, 16, 10, 5
 ONE = 2 * USED * M * D * F  # a product of all rows, or the weights' cotangent
+SHARES = {WITH_ROWS: USED / BLOCKS}
+
+
+def read(text):
+    return hlo.read(text, shares=SHARES)
 
 
 def shapes(dtype=jnp.float32):
@@ -33,23 +38,23 @@ def gradients(how, runs_again, rows, weights, owners):
 @pytest.mark.parametrize("runs_again", [False, True], ids=["once", "again"])
 @pytest.mark.parametrize("kernel", ["gpu", "tpu", "loop"])
 def test_traced_products_are_those_of_blocks_that_have_rows(kernel, runs_again):
-    how, owners = How(kernel, USED, BLOCKS), shapes()[2]
+    how, owners = How(kernel), shapes()[2]
     rows, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((BLOCKS * M, D), (2, E, D, D)))
     jaxpr = jax.make_jaxpr(functools.partial(gradients, how, runs_again))(rows, weights, owners).jaxpr
-    assert traced_flops(jaxpr, {"data": 1}) == 2 * (4 if runs_again else 3) * ONE * D // F
+    assert traced_flops(jaxpr, {"data": 1}, SHARES) == 2 * (4 if runs_again else 3) * ONE * D // F
     assert attention_kernel(jaxpr) == "xla", "a kernel of another kind, or without a name"
 
 
 def test_a_compiled_loop_counts_them_too():
-    way = jax.jit(functools.partial(product, share=(USED - E / 2) / (BLOCKS - E)))
+    way = jax.jit(product)
     given = jax.make_jaxpr(way)(*shapes()).jaxpr
-    assert traced_flops(given, {"data": 1}) == ONE
-    assert flops.matmul_flops(hlo.read(way.lower(*shapes()).compile().as_text())).products == ONE
+    assert traced_flops(given, {"data": 1}, SHARES) == ONE
+    assert flops.matmul_flops(read(way.lower(*shapes()).compile().as_text())).products == ONE
 
 
 TIMES = """\
 %call.1 = f32[160,128]{1,0} custom-call(%owners, %rows, %weights), custom_call_target="__gpu$xla.gpu.triton", \
-metadata={op_name="jit(step)/jvp(used_5_of_10)/times_of_blocks/pallas_call"}, \
+metadata={op_name="jit(step)/jvp(blocks_with_rows)/times_of_blocks/pallas_call"}, \
 backend_config={grid_x = 1 : i32, name = "times_of_blocks"}"""
 OF_WEIGHTS = TIMES.replace("times_of", "weights_of").replace("%weights)", "%cotangent)").replace("160,128", "4,256,128")
 ARGUMENTS = (
@@ -67,19 +72,19 @@ ARGUMENTS = (
     ids=["times", "weights"],
 )
 def test_a_kernel_s_call_is_counted_by_its_name_and_scope(line, product, target):
-    program = hlo.read(recorded.entry(*ARGUMENTS, line.replace("__gpu$xla.gpu.triton", target)))
+    program = read(recorded.entry(*ARGUMENTS, line.replace("__gpu$xla.gpu.triton", target)))
     assert flops.matmul_flops(program).products == ONE
     (call,) = [row[0] for row in program.instructions("custom-call")]
     assert flops.is_product(call)
     of_operands = {name: text.split()[2] for name, text in zip(
         ("owners", "rows", "weights", "cotangent"), ARGUMENTS, strict=True
     )}  # fmt: skip
-    assert product_of(call, of_operands) == product
+    assert product_of(call, of_operands, SHARES) == product
 
 
 def test_another_kernel_counts_nothing_and_one_without_dims_is_refused():
     other = TIMES.replace("times_of_blocks", "another")
-    assert flops.matmul_flops(hlo.read(recorded.entry(*ARGUMENTS, other))).products == 0
+    assert flops.matmul_flops(read(recorded.entry(*ARGUMENTS, other))).products == 0
     short = TIMES.replace("(%owners, %rows, %weights)", "(%owners)")
     with pytest.raises(ValueError, match=r"%call.1: products of blocks whose dims are not known"):
-        flops.matmul_flops(hlo.read(recorded.entry(*ARGUMENTS, short)))
+        flops.matmul_flops(read(recorded.entry(*ARGUMENTS, short)))

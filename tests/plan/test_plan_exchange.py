@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.config.config import Config, default, resolve, units_on_device
+from meshtrain.config.tasks import abstract_task
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.rules import LayoutOptions, default_rules
-from meshtrain.models.convnet import ConvnetOptions
-from meshtrain.models.entry import Entry
 from meshtrain.models.remat import RematOptions
-from meshtrain.plan import exchange, minimum, topology
+from meshtrain.models.task import Entry, Task
+from meshtrain.plan import minimum, topology
 from meshtrain.plan.collectives import Traffic, sent_along
 from meshtrain.step.precision import PrecisionOptions
 
@@ -48,21 +49,24 @@ def test_an_exchange_sends_queries_keys_values_and_heads_each_pass(small, sizes,
     """Heads a token, of 4 query heads: (2 x 4 + 2 x key and value heads) x layers x passes x (n - 1) / n."""
     model = dataclasses.replace(small().model, num_kv_heads=kv_heads)
     config = small(model=model, remat=remat, precision=BFLOAT16)
-    assert exchange.exchange_bytes(config, shape_of(**sizes), 1000) == expected * ONE_HEAD
+    assert abstract_task(config).cost(shape_of(**sizes), 1000).layer_bytes["context"] == expected * ONE_HEAD
 
 
-def test_what_other_tasks_exchange_is_not_known(small):
-    config = small(model=ConvnetOptions())
-    assert exchange.exchange_bytes(config, shape_of(context=2), 1000) is None
+@pytest.mark.parametrize(("name", "source"), [("seq2seq", "numbers"), ("convnet", "digits")])
+def test_what_other_tasks_exchange_is_not_known(name, source):
+    config = resolve(default(name), {"data.source": source})
+    assert "context" not in abstract_task(config).cost(shape_of(context=2), 1000).layer_bytes
 
 
 def test_tokens_are_split_where_the_batch_has_sequences():
-    rules = default_rules(LayoutOptions())
     tokens = {"tokens": Entry((8, 16), jnp.int32, ("batch", "sequence"))}
     images = {"images": Entry((8, 4, 4, 1), jnp.float32, ("batch", "height", "width", "channels"))}
-    assert exchange.unit_axes(tokens, rules) == ("data", "fsdp", "expert", "context")
-    assert exchange.unit_axes(images, rules) == ("data", "fsdp", "expert")
-    assert exchange.unit_axes({"rows": jax.ShapeDtypeStruct((8, 16), jnp.int32)}, rules) == ("data", "fsdp", "expert")
+    shapes = {"rows": jax.ShapeDtypeStruct((8, 16), jnp.int32)}
+    sizes, rules = dict(zip(AXES, (2, 3, 5, 7, 11, 13), strict=True)), default_rules(LayoutOptions())
+    of_batch = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    for batch, parts in ((tokens, of_batch * sizes["context"]), (images, of_batch), (shapes, of_batch)):
+        task = Task(lambda rng: {}, len, batch, units_per_step=parts)
+        assert units_on_device(Config(batch_size=8), task, rules, sizes) == 1
 
 
 def test_weights_are_one_entry_over_all_axes_that_store_them_and_the_exchange_is_one_of_its_own(small):

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.config.tasks import abstract_task
 from meshtrain.layout.axes import AXES
 from meshtrain.models.remat import RematOptions
-from meshtrain.plan import candidates, experts, guess, minimum, topology
+from meshtrain.plan import candidates, guess, minimum, topology
 from meshtrain.plan.collectives import Traffic, sent_along
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import MODEL
@@ -41,9 +42,9 @@ def assembled(config, **sizes):
 def test_tokens_are_gathered_and_results_scattered_in_each_pass(small, sizes, remat, tokens, choices):
     """A thousand tokens of 64 numbers in bfloat16, with two choices of 4 bytes each: layers x passes x (n - 1)."""
     config = small(model=EXPERTS, remat=remat, precision=BFLOAT16)
-    found = experts.token_bytes(config, shape_of(**sizes), 1000)
+    found = abstract_task(config).cost(shape_of(**sizes), 1000).layer_bytes["expert"]
     assert found == tokens * 1000 * 64 * 2 + choices * 1000 * 2 * 4
-    assert experts.token_bytes(small(remat=remat), shape_of(**sizes), 1000) == 0
+    assert abstract_task(small(remat=remat)).cost(shape_of(**sizes), 1000).layer_bytes["expert"] == 0
 
 
 def test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both(small):
@@ -91,9 +92,9 @@ def test_what_runs_along_the_axis_alone_is_not_sent_for_weights():
     ids=str,
 )
 def test_room_for_rows_is_that_of_the_worst_case(small, sizes, room, rows):
-    config = small(model=dataclasses.replace(EXPERTS, expert_room=room))
-    assert experts.num_rows(config, shape_of(**sizes), 1000) == 1000 * rows
-    assert experts.num_rows(small(), shape_of(**sizes), 1000) == 0
+    config = small(model=dataclasses.replace(EXPERTS, expert_room=room), precision=BFLOAT16)
+    both = [abstract_task(one).cost(shape_of(**sizes), 1000).kept_bytes for one in (config, small(precision=BFLOAT16))]
+    assert both[0] - both[1] == pytest.approx(2 * 1000 * rows * 2 * (2 * 64 + 3 * 32), rel=1e-9)
 
 
 def test_what_rows_keep_counts_in_the_guess(small):
@@ -111,9 +112,12 @@ def test_what_rows_keep_counts_in_the_guess(small):
 
 
 def test_a_search_splits_experts_inside_a_host_and_only_where_there_are_some(small):
-    assert experts.sizes_to_try(small(), 64, 8) == [1]
-    assert experts.sizes_to_try(small(model=EXPERTS), 64, 8) == [1, 2, 4, 8]
-    assert experts.sizes_to_try(small(model=EXPERTS), 64, 4) == [1, 2, 4]
-    assert experts.sizes_to_try(small(model=dataclasses.replace(EXPERTS, num_experts=6)), 64, 8) == [1, 2]
+    def tried(model, devices_each):
+        return candidates.expert_sizes(guess.weights_of(small(model=model)), 64, devices_each)
+
+    assert tried(MODEL, 8) == [1]
+    assert tried(EXPERTS, 8) == [1, 2, 4, 8]
+    assert tried(EXPERTS, 4) == [1, 2, 4]
+    assert tried(dataclasses.replace(EXPERTS, num_experts=6), 8) == [1, 2]
     sizes = {shape["expert"] for shape in candidates.meshes(16, [1], [1, 2, 8])}
     assert sizes == {1, 2, 8}

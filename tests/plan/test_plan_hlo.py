@@ -362,19 +362,23 @@ def test_a_branch_counts_for_the_layers_that_take_it():
     def loss(x, w, layers):
         def layer(x, index):
             branches = (lambda x: x @ w @ w @ w), (lambda x: x @ w)
-            return jax.named_scope("global_1_of_4")(jax.lax.cond)((index + 1) % 4 == 0, *branches, x), None
+            return jax.named_scope("quarter")(jax.lax.cond)((index + 1) % 4 == 0, *branches, x), None
 
         return jax.lax.scan(layer, x, layers)[0].sum()
 
     size = 16
     given = (*(jax.ShapeDtypeStruct((size, size), jnp.float32),) * 2, jax.ShapeDtypeStruct((4,), jnp.int32))
     step = jax.value_and_grad(loss, argnums=1)
-    program = hlo.read(jax.jit(step).lower(*given).compile().as_text())
-    assert flops.matmul_flops(program).total == 3 * (3 * 1 + 3) * 2 * size**3
-    assert traced_flops(jax.make_jaxpr(step)(*given).jaxpr, {}) == 3 * (3 * 1 + 3) * 2 * size**3
+    text, jaxpr = jax.jit(step).lower(*given).compile().as_text(), jax.make_jaxpr(step)(*given).jaxpr
+    for shares, products in (
+        ({"quarter": 0.25}, 3 * 1 + 3),
+        ({}, 4 * (1 + 3)),
+    ):  # all layers run both if nothing is known
+        assert flops.matmul_flops(hlo.read(text, shares=shares)).total == 3 * products * 2 * size**3
+        assert traced_flops(jaxpr, {}, shares) == 3 * products * 2 * size**3
 
 
-def test_the_decoder_names_its_branches():
+def test_the_decoder_s_cost_has_the_share_of_its_branches():
     def traced(every):
         options = DecoderOptions(
             num_layers=3, num_heads=2, num_kv_heads=2, embed_dim=16, mlp_dim=16, vocab_size=9, vocab_multiple=16,
@@ -384,7 +388,8 @@ def test_the_decoder_names_its_branches():
         params = meta.unbox(jax.eval_shape(task.init, jax.random.key(0)))
         batch = {**task.batch, SEQUENCE_INDEX: jax.ShapeDtypeStruct((1,), jnp.int32)}
         batch = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in batch.items()}
-        return traced_flops(jax.make_jaxpr(task.logits)(params, batch).jaxpr, {})
+        shares = task.cost(dict.fromkeys(AXES, 1), 128).shares
+        return traced_flops(jax.make_jaxpr(task.logits)(params, batch).jaxpr, {}, shares)
 
     # The kernel counts in full with a window, too.
     assert traced(2) == pytest.approx(traced(0), rel=1e-12)

@@ -8,7 +8,7 @@ from docs import own_images, own_model
 from meshtrain.config import resolve
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import candidates, changes, report, search
+from meshtrain.plan import candidates, changes, guess, report, search
 from meshtrain.plan.findings import _attention
 from tests.plan.test_plan_candidates import cluster_of, shapes
 
@@ -27,8 +27,9 @@ def test_a_step_is_planned_from_the_command_line_s_configuration(plan, own):
     size = 4 * (384 * 64 + 8 * 64 * 256 + 256 * 64)
     assert made.memory.parameters_bytes == made.memory.gradients_bytes == size // 8
     assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
-    # Level 3: every matrix is split over data and fsdp besides tensor. Without num_layers, tensor's least is not known.
-    assert made.minimum == {"data+fsdp": 2 * 3 / 4 * size / 2}
+    # Level 3: every matrix is split over data and fsdp besides tensor. Along tensor a device sends what the cost says.
+    assert made.minimum == {"data+fsdp": 2 * 3 / 4 * size / 2, "tensor": 4 * (16 * 16 / 4) * 11 * 64}
+    assert report.sent_along(made, "tensor") == pytest.approx(made.minimum["tensor"], rel=0.01)
     assert made.model_flops is made.mfu is None
     text = report.text(made)
     assert "172,032 parameters; 16 sequences of 16 tokens a step, 256 tokens" in text
@@ -47,8 +48,22 @@ def test_a_plan_names_a_schedule_of_one_s_own(plan, small):
 @pytest.mark.parametrize("mesh", [MeshOptions(data=2, fsdp=4), MeshOptions(data=2, fsdp=2, tensor=2)], ids=str)
 def test_what_crosses_data_and_fsdp_at_once_counts_for_both(plan, own, mesh, level):
     made = plan("cpu:8", dataclasses.replace(own, mesh=mesh, zero=dataclasses.replace(own.zero, level=level)))
-    assert list(made.minimum) == ["data+fsdp"]
+    assert next(iter(made.minimum)) == "data+fsdp"
     assert report.sent_along(made, "data+fsdp") >= made.minimum["data+fsdp"]
+
+
+@pytest.mark.parametrize("own", [own_model, own_images], indirect=True)
+def test_without_a_cost_a_plan_says_what_it_cannot_know(plan, own):
+    on_tensor = dataclasses.replace(own, mesh=MeshOptions(data=2, fsdp=2, tensor=2))
+    made = plan("cpu:8", on_tensor)
+    is_stated = own.task.startswith("docs.own_model")
+    assert ("tensor" in made.minimum) == is_stated
+    [line] = [line for line in report.text(made).splitlines() if line.startswith("tensor ") and "all-" not in line]
+    assert ("not known" in line) != is_stated
+    weights, shape = guess.weights_of(on_tensor), dict(made.compiled.assembly.mesh.shape)
+    guessed, d, f = guess.guessed_bytes(on_tensor, shape, weights), 64, 256
+    kept = 4 * (16 * 16 / 4) * (9 * d + (f + 2 * 384) / 2) if is_stated else 0
+    assert guessed == guess.state_bytes(on_tensor, shape, weights) + kept
 
 
 def test_a_search_has_the_meshes_that_its_own_weights_fit(own):

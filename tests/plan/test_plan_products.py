@@ -62,4 +62,4 @@ def test_dims_are_read_from_dots_and_from_calls_of_libraries(line, expected):
     arguments = ("%a = f32[4,16,32]{2,1,0} parameter(0)", "%b = f32[4,32,64]{2,1,0} parameter(1)")
     body = list(hlo.read(recorded.entry(*arguments, line)).computations.values())[-1]
     shapes = {one.name: one.shape for one in body}
-    assert products.product_of(body[-1], shapes) == expected
+    assert products.product_of(body[-1], shapes, {}) == expected

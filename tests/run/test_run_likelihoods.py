@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble, stored_params
+from meshtrain.config.tasks import abstract_task
 from meshtrain.layout.axes import AXES
 from meshtrain.run import likelihoods
 from meshtrain.run.likelihoods import Window, scorer, windows
@@ -116,11 +117,10 @@ def test_a_mesh_changes_no_likelihood(straight, scored):
 
 def test_texts_share_rows_only_where_they_do_not_see_each_other(scored):
     config = scored[0].config
-    assert likelihoods.packs(config)
-    blind = dataclasses.replace(config, model=dataclasses.replace(config.model, within_documents=False))
-    assert not likelihoods.packs(blind)
-    assert not likelihoods.packs(dataclasses.replace(config, model=object()))
-    assembly, calls = dataclasses.replace(scored[0], config=blind), []
+    assert scored[0].task.attends_within_segments
+    blind = abstract_task(dataclasses.replace(config, model=dataclasses.replace(config.model, within_documents=False)))
+    assert not blind.attends_within_segments
+    assembly, calls = dataclasses.replace(scored[0], task=blind), []
 
     def score(params, batch):
         calls.append(batch)

@@ -1,0 +1,166 @@
+"""What a microbatch costs a device, by formula: what the planner knows of a model without a compiler.
+
+b: units (tokens) of a microbatch on a device, D: width, L: layers of a device's stage, a: bytes of a number, n: devices
+along tensor, A = b D a.
+
+    tensor    2 (n - 1) / n of A: 4 a layer, one for the look-up and one for the head. The backward pass repeats some
+              (Korthikanti et al. 2022): one more a layer for the sum after attention (remat.policy save_attention, full
+              or offload). With sequence parallelism a sum is a scatter and a gather, half of it each. There it is one
+              more for the gathers of both norms (selective or dots), and one and a half for these and the scatter after
+              attention (save_attention, full or offload)
+    kept      b D (10 + 24 / n) in 16 bits a layer (Korthikanti et al. 2022, table 2, without the matrix of
+              probabilities, which a fused kernel does not keep); compiled programs keep about 1.6 times that
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from meshtrain.launch.links import wire_share
+from meshtrain.layout.axes import CONTEXT, EXPERT, PIPELINE, TENSOR, sequence_axes
+from meshtrain.layout.placement import Placement
+from meshtrain.layout.stored import num_parts
+from meshtrain.models import head
+from meshtrain.models.exchange import has_heads
+from meshtrain.models.remat import SUMS_AGAIN, RematOptions
+
+REDUCTIONS_A_LAYER, LOOKUP_AND_HEAD = 4, 2
+GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention
+KEPT_SEEN = 1.6
+LOGIT_BYTES = 8  # of one logit: itself, its gradient, and a float32 on the way
+FLOAT32_BYTES = 4
+ATTENTION, EXPERTS = "attention", "experts"  # parts of a model
+LOOP = "products by a loop over blocks"
+
+
+class Kernel(NamedTuple):
+    """What computes a part of the model.
+
+    Attributes:
+      part: of the model, such as `ATTENTION` or `EXPERTS`.
+      by: its name; '': there is no choice.
+      why: it is that one.
+      exchange: what devices exchange for it, in one line; '': nothing.
+    """
+
+    part: str
+    by: str = ""
+    why: str = ""
+    exchange: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one microbatch costs one device besides weights and their gradients; in a pipeline, the device of a stage.
+
+    Attributes:
+      layer_bytes: mesh axis -> bytes of activations that the layers send along it, forward and backward; without an
+        entry it is not known.
+      other_bytes: the same of what stands before and after the layers, such as look-up and head.
+      kept_bytes: activations that layers keep for the backward pass.
+      working_bytes: activations that are there while one layer, or the head, computes.
+      shares: scope of operations (`jax.named_scope`) -> the share of a conditional's runs there that take its second
+        branch, or of a kernel's blocks that have rows. Without one each branch counts as run each time.
+      kernels: what computes parts of the model and what devices exchange for it; empty without devices.
+    """
+
+    layer_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    other_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    kept_bytes: float = 0.0
+    working_bytes: float = 0.0
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    kernels: tuple[Kernel, ...] = ()
+
+
+# (size of each mesh axis, units of a microbatch that a device computes) -> the cost.
+MakeCost = Callable[[Mapping[str, int], float], Cost]
+
+
+def unknown(mesh_shape: Mapping[str, int], units: float) -> Cost:
+    """Returns the cost of a task that does not state any."""
+    return Cost()
+
+
+def of_transformer(
+    options: Any,
+    num_layers: int,
+    dtype: DTypeLike,
+    output_dtype: DTypeLike,
+    remat: RematOptions,
+    placement: Placement,
+    mesh_shape: Mapping[str, int],
+    units: float,
+) -> Cost:
+    """Returns the cost of a transformer but for what its attention sends along `context`.
+
+    Args:
+      options: with `embed_dim`, `num_heads`, `vocab_size` and `loss_chunk`.
+      num_layers: of all stages.
+      dtype: of activations.
+      output_dtype: of logits.
+      remat: what the backward pass recomputes.
+      placement: its rules say whether the sequence is split over tensor between layers.
+      mesh_shape: the size of each mesh axis.
+      units: tokens of a microbatch on a device.
+    """
+    tensor, layers = mesh_shape[TENSOR], num_layers / mesh_shape[PIPELINE]
+    residual = units * options.embed_dim * jnp.dtype(dtype).itemsize
+    summed = wire_share("all-reduce", tensor) * residual
+    layer = KEPT_SEEN * residual / 2 * (10 + 24 / tensor)
+    kept, working = layer, 0.0
+    if remat.policy != "none":
+        # Layer input and middle; queries, keys, values, heads and the mlp before its activation (`remat.py`).
+        kept, working = residual / 2 * (4 + 16 / tensor) if remat.policy == "selective" else residual, layer
+    columns = options.vocab_size / (tensor * mesh_shape[PIPELINE])
+    chunks = head.num_chunks(int(units), math.ceil(columns), output_dtype, options.loss_chunk)
+    of_weight = FLOAT32_BYTES * options.embed_dim * columns if chunks > 1 else 0
+    exchanged = exchange(options.num_heads, options.num_heads, 2.0, mesh_shape)
+    return Cost(
+        layer_bytes={TENSOR: _reductions(remat, placement) * layers * summed, EXPERT: 0.0},
+        other_bytes={TENSOR: LOOKUP_AND_HEAD * summed},
+        kept_bytes=layers * kept,
+        working_bytes=working + units * columns * LOGIT_BYTES / chunks + of_weight,
+        kernels=(Kernel(ATTENTION, exchange=exchanged),) if placement.mesh else (),
+    )
+
+
+def _reductions(remat: RematOptions, placement: Placement) -> float:
+    """Returns how often a layer sums one microbatch's activations over tensor."""
+    # Of the two reductions of a layer's forward pass, halves: nothing waits for the sum at its end.
+    sums, gathers = remat.policy in SUMS_AGAIN, remat.policy in (*SUMS_AGAIN, *GATHERS_AGAIN)
+    splits_sequence = placement.rules is not None and TENSOR in placement.rules.activations["residual_sequence"]
+    repeated = (2 * gathers + sums) / 2 if splits_sequence else float(sums)
+    return REDUCTIONS_A_LAYER + repeated / remat.every
+
+
+def of_sequence(mesh_shape: Mapping[str, int]) -> int:
+    """Returns how many devices compute one sequence: along the axes that split its tokens and its heads."""
+    return num_parts((*sequence_axes(), TENSOR), mesh_shape)
+
+
+def exchange(num_heads: int, num_kv_heads: int, more: float, mesh_shape: Mapping[str, int]) -> str:
+    """Returns what the devices of one sequence exchange for attention, in one line; '' where each has whole sequences.
+
+    Args:
+      num_heads: query heads.
+      num_kv_heads: key and value heads.
+      more: the pairs of all queries and keys, over those that attention needs.
+      mesh_shape: the size of each mesh axis.
+    """
+    num_shards, size = of_sequence(mesh_shape), mesh_shape[CONTEXT]
+    if size == 1:
+        return ""
+    if has_heads(num_heads, num_shards):
+        of_tensor = num_kv_heads // (num_shards // size)
+        times = math.lcm(of_tensor, size) // of_tensor
+        repeated = f", each key and value head {times} times" if times > 1 else ""
+        here = num_heads // num_shards
+        return f"all-to-all over {CONTEXT}: a device attends with {here} of {num_heads} heads{repeated}"
+    return (
+        f"all-gather of keys and values over {CONTEXT}, as {num_heads} heads are no multiple of {num_shards} devices a "
+        f"sequence: a device computes its queries with all keys, {more:.3g} times the products of attention"
+    )
