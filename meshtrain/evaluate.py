@@ -20,17 +20,15 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.config.of_run import configuration
 from meshtrain.data import token_bytes
-from meshtrain.data.corpus import tokenizer_for
 from meshtrain.data.loader import Examples
 from meshtrain.data.own import Data
-from meshtrain.data.sources import READ_BY_FILE
 from meshtrain.data.tokenize import Tokenizer
-from meshtrain.data.whole_files import open_whole
 from meshtrain.hf.config import is_described
 from meshtrain.launch import peers
 from meshtrain.layout.mesh import describe
+from meshtrain.models.task import Task
 from meshtrain.run.evaluate import first_examples, means, summed
-from meshtrain.run.opened import ANY_VOCABULARY, open_data, open_image_files
+from meshtrain.run.opened import open_data, open_files, text_of
 from meshtrain.run.weights import Weights, assembled, restored
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
@@ -68,27 +66,23 @@ def opened(assembly: Assembly, overrides: Mapping[str, str]) -> Scored:
     """
     num_batches = assembly.config.num_eval_batches if "num_eval_batches" in overrides else 0
     config, task = dataclasses.replace(assembly.config, num_eval_batches=num_batches), assembly.task
-    data, tokenizer = config.data, None
     names_files = bool({"data.source", "data.path"} & overrides.keys())
-    if data.source == "idx" and names_files:
-        return Scored(open_image_files(config, task), None, num_batches)
-    if data.source in READ_BY_FILE and names_files:
-        vocab_size = task.vocab_size or ANY_VOCABULARY
-        parts: Mapping[str, Examples] = open_whole(data, sequence_length=config.sequence_length, vocab_size=vocab_size)
-        tokenizer = tokenizer_for(data, vocab_size=vocab_size)
-    else:
-        found = open_data(config, task)
-        parts = {VALIDATION: found.validation}
-        tokenizer = found.text if isinstance(found, Data) else tokenizer_for(data, vocab_size=task.vocab_size)
-        if not len(found.validation):
-            near = (
-                "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"
-            )
-            raise UserError(
-                f"data: got no validation examples with data.source={data.source}; allowed: data with a validation "
-                f"split, or files of text or tokens, which are scored whole; nearest: {near}"
-            )
+    files = open_files(config, task) if names_files else None
+    parts, tokenizer = (files, text_of(config, task)) if files is not None else _validation(config, task)
     return Scored(parts, _byte_lengths(assembly, tokenizer), num_batches)
+
+
+def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tokenizer | None]:
+    """Returns the validation split, and what decodes its tokens; None: they are no text."""
+    found = open_data(config, task)
+    if not len(found.validation):
+        near = "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"
+        raise UserError(
+            f"data: got no validation examples with data.source={config.data.source}; allowed: data with a validation "
+            f"split, or files of text or tokens, which are scored whole; nearest: {near}"
+        )
+    tokenizer = found.text if isinstance(found, Data) else text_of(config, task)
+    return {VALIDATION: found.validation}, tokenizer
 
 
 def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray | None:

@@ -18,7 +18,6 @@ from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.picture import draw_mesh, mesh_text
 from meshtrain.layout.trees import select
-from meshtrain.models.seq2seq_task import pair_batch
 from meshtrain.models.task import Task, token_batch
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.step.held import Held, held
@@ -62,9 +61,8 @@ def batch_text(assembly: Assembly) -> str:
     config = assembly.config
     if set(assembly.batch) == set(token_batch(1, 1)):
         return f"{config.batch_size} sequences of {config.sequence_length} tokens"
-    if set(assembly.batch) == set(pair_batch(1, 1, 1, 1)):
-        num_source_tokens = assembly.batch["source_tokens"].shape[1]
-        return f"{config.batch_size} sequences of {num_source_tokens} source and {config.sequence_length} target tokens"
+    if assembly.task.batch_text:
+        return assembly.task.batch_text
     held = (f"{name} {list(leaf.shape[1:])} {leaf.dtype.name}" for name, leaf in assembly.batch.items())
     return f"{config.batch_size} examples of {', '.join(held)}; {assembly.task.num_units:,} {assembly.task.unit}"
 

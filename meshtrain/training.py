@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -17,6 +17,7 @@ from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, t
 from meshtrain.config.config import Config, resolve
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus
+from meshtrain.data.loader import batches
 from meshtrain.data.own import Data, MakeData
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.watchdog import Watchdog
@@ -25,13 +26,14 @@ from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.trees import select
 from meshtrain.models.cost import ATTENTION
+from meshtrain.models.task import limits
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.own_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
 from meshtrain.run import device, saving, start, summary, workdir
-from meshtrain.run.evaluate import evaluate, training_batches
+from meshtrain.run.evaluate import evaluate
 from meshtrain.run.opened import open_data
 from meshtrain.step.state import TrainState
 from meshtrain.store.checkpoint import Checkpoints
@@ -200,12 +202,26 @@ def run_steps(
         )
         run_begun_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds, writes=is_main)
         goodput = Goodput(run_begun_seconds, trackers.done)
-        batches = training_batches(assembly, corpus, start_step)
         observers = loop.Observers(progress, profiler, watchdog, goodput, own_times)
-        last = loop.run(state, start_step, batches, timetable(config), throughput_of(assembly), actions, observers)
+        stream = _batches(assembly, corpus, start_step)
+        last = loop.run(state, start_step, stream, timetable(config), throughput_of(assembly), actions, observers)
         with watchdog.patient():
             trackers.close()  # one may send what is left over the network
         return last
+
+
+def _batches(assembly: Assembly, corpus: Corpus | Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
+    """Yields the global batches of the steps after `start_step`, forever."""
+    config = assembly.config
+    return batches(
+        corpus.train,
+        batch=assembly.batch,
+        limits=limits(assembly.task),
+        seed=config.seed,
+        start_step=start_step,
+        num_threads=config.data.num_threads,
+        num_prefetch_batches=config.data.num_prefetch_batches,
+    )
 
 
 def parameters_text(assembly: Assembly) -> str:

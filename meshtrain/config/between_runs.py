@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshtrain.config import former
+from meshtrain.config import data_sources, former, tasks
 from meshtrain.config.config import CONFIG_FILE, Config, built
 from meshtrain.config.effects import without_effect
-from meshtrain.config.tasks import TASKS, find
+from meshtrain.data.sources import DataOptions
 from meshtrain.layout.axes import AXES, DATA
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
@@ -47,9 +47,6 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "batch_size",
         "sequence_length",
         "data.packing",
-        "data.numbers_below",
-        "data.num_held_out",
-        "data.spelling",
     ),
     "other gradients": ("precision", "loss_scale", "compression"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
@@ -84,16 +81,19 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
       old: the nested dict of the run to resume, as `json.loads` reads its config.json; its keys may be former ones.
       new: the nested dict of the new configuration. A key that one of them lacks has its default.
     """
-    task = new["task"] if "task" in new else Config.task
-    then, after = flags.flatten(old), _defaults(task) | flags.flatten(new)
-    found = [line for key, line in former.rename(then, {}, after).items() if not is_free(key)]
-    before = _defaults(task) | then
+    then, after = flags.flatten(old), flags.flatten(new)
+    defaults = _defaults(after)
+    after = defaults | after
     # A function that the old run alone names is not imported; the two differ anyway.
-    idle = _idle(new) | (_idle(then) if before["task"] == after["task"] else set())
+    is_same = "task" not in then or then["task"] == after["task"]
+    idle = _idle(new) | (_idle(then) if is_same else set())
+    renamed = former.rename(then, {}, after).items()
+    found = [line for key, line in renamed if not is_free(key) and key not in idle]
+    before = defaults | then
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         # The table names the decoder's options. A user's option of the same name is another one, and may not change.
-        is_own = key.startswith("model.") and task not in TASKS
+        is_own = key.startswith("model.") and after["task"] not in tasks.names()
         if was != now and key not in idle and (is_own or not is_free(key)):
             found.append(f"{key}: was {was}, now {now}")
     return found
@@ -110,14 +110,19 @@ def _idle(values: Mapping[str, Any]) -> set[str]:
     return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1) | {DATA: 2}))
 
 
-def _defaults(task: str) -> dict[str, Any]:
-    """Returns dotted key -> default; without `model` if the task is a function without options."""
+def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns dotted key -> default, for the task and the source of data that dotted keys name.
+
+    There is no `model` if the task is a function without options.
+    """
+    task = values["task"] if "task" in values else Config.task
+    source = values["data.source"] if "data.source" in values else DataOptions.source
     try:
-        options = find(task).options
+        options = tasks.find(task).options
     except UserError:
         options = None
-    values = dataclasses.asdict(Config(task=task))
-    return flags.flatten(values | {"model": dataclasses.asdict(options()) if options else {}})
+    defaults = dataclasses.asdict(Config(task=task, data=data_sources.options_of(source)()))
+    return flags.flatten(defaults | {"model": dataclasses.asdict(options()) if options else {}})
 
 
 def is_free(key: str) -> bool:

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtrain.config import experts
+from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.fields import Config
-from meshtrain.data.sources import BEGIN_ID, DOCUMENTS, IMAGES, PAIRS, SOURCES, TOKENS, DataOptions
+from meshtrain.data.sources import DOCUMENTS, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout.axes import DATA, expert_axes
-from meshtrain.layout.rules import Rules, default_rules
+from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import MAX_LEVEL, num_parts, tree_problems
 from meshtrain.layout.trees import select
 from meshtrain.models import remat
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.seq2seq import Seq2SeqOptions
+from meshtrain.models.decoder_options import DecoderOptions, TransformerShape
 from meshtrain.optim import moments, trainable
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
@@ -45,69 +45,6 @@ def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     ]
 
 
-def seq2seq(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each way in which an encoder-decoder's options contradict each other, the data or the mesh.
-
-    Args:
-      config: with `Seq2SeqOptions` as its model, each field within its own bounds.
-      mesh_shape: the size of each mesh axis.
-    """
-    options, found = config.model, sources(config, PAIRS, "pairs of a source and a target")
-    if options.source_length:
-        rules = default_rules(config.layout)
-        found += sequence(options.source_length, rules, mesh_shape, name="model.source_length")
-    found += [
-        *transformer(options, config.precision),
-        *remat.check(config.remat, options.num_layers, mesh_shape["pipeline"]),
-        *remat.check(config.remat, options.num_encoder_layers, 1, name="model.num_encoder_layers"),
-    ]
-    if options.positions == "sinusoidal" and options.embed_dim % 2:
-        found.append(
-            f"model.embed_dim: got {options.embed_dim}; allowed: an even number with sinusoidal positions; nearest: "
-            f"{options.embed_dim + 1}"
-        )
-    if config.data.source in PAIRS and options.begin_id != BEGIN_ID:
-        found.append(
-            f"model.begin_id: got {options.begin_id}; allowed with data.source={config.data.source}: {BEGIN_ID}, with "
-            f"which its targets begin; nearest: {BEGIN_ID}"
-        )
-    elif options.begin_id >= options.vocab_size:
-        found.append(
-            f"model.begin_id: got {options.begin_id}; allowed: a token, below model.vocab_size = {options.vocab_size}; "
-            f"nearest: {options.vocab_size - 1}"
-        )
-    return found
-
-
-def convnet(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each way in which a convnet's options contradict each other or the data.
-
-    Args:
-      config: with `ConvnetOptions` as its model, each field within its own bounds.
-      mesh_shape: the size of each mesh axis; which of them the task runs on is checked for all tasks alike.
-    """
-    options, found = config.model, sources(config, IMAGES, "images")
-    if in_fp8(config.precision):
-        found.append(
-            "precision.policy: got fp8 with task=convnet, whose convolutions have no 8-bit form; allowed: float32, "
-            "bfloat16, float16; nearest: precision.policy=bfloat16"
-        )
-    if options.filters % options.num_groups:
-        found.append(
-            f"model.num_groups: got {options.num_groups}; allowed: a divisor of model.filters = {options.filters}; "
-            f"nearest: {nearest_divisor(options.filters, options.num_groups)}"
-        )
-    if options.dropout_rate >= 1:
-        found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
-    most = min(options.height, options.width) - 1
-    if options.max_shift > most:
-        found.append(
-            f"model.max_shift: got {options.max_shift}; allowed: 0 to {most}, below model.height and model.width; "
-            f"nearest: {most}"
-        )
-    return found
-
-
 def sources(config: Config, allowed: Sequence[str], what: str) -> list[str]:
     """Returns one line if a built-in source gives other examples than a built-in task takes.
 
@@ -117,7 +54,7 @@ def sources(config: Config, allowed: Sequence[str], what: str) -> list[str]:
       what: the examples that the task takes, for the line.
     """
     source = config.data.source
-    if source in allowed or source not in SOURCES:
+    if source in allowed or source not in source_names():
         return []
     return [
         f"data.source: got {source} with task={config.task}, which takes {what}; allowed: {', '.join(allowed)}, or "
@@ -159,7 +96,7 @@ def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length:
     return found
 
 
-def transformer(options: DecoderOptions | Seq2SeqOptions, precision: PrecisionOptions) -> list[str]:
+def transformer(options: TransformerShape, precision: PrecisionOptions) -> list[str]:
     """Returns one line for each contradiction inside the options that decoder and encoder-decoder share.
 
     Args:

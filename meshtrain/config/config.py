@@ -20,12 +20,11 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain.config import checks, context, former, tasks
+from meshtrain.config import checks, context, data_sources, former, tasks
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
-from meshtrain.data import sources
-from meshtrain.data.corpus import vocabulary_of
+from meshtrain.data.sources import DataOptions, is_own
 from meshtrain.data.tokenize import NUM_BYTES
 from meshtrain.layout import compression, mesh
 from meshtrain.layout.axes import CONTEXT, DATA, PIPELINE
@@ -96,7 +95,7 @@ def resolve(
       UserError: unknown keys, wrong types, values outside their bounds, and what `check` finds; all of them.
     """
     config, found = built(given, overrides or {}, make_task)
-    read_elsewhere = ("data.path: ", "data.validation_path: ") if sources.is_own(config.data) else ()  # URLs too
+    read_elsewhere = ("data.path: ", "data.validation_path: ") if is_own(config.data) else ()  # URLs too
     found += [line for line in problems(config, "") if not line.startswith(read_elsewhere)]
     schema = flags.schema(start := defaults_of(config))
     # Unknown keys do not count: `mesh.dat` is a part of `mesh.data`, and would drop every line about that.
@@ -111,7 +110,7 @@ def resolve(
     across = [
         *no_vocabulary,
         *mesh.check(mended.mesh),
-        *sources.check(mended.data, reads_data=reads_data),
+        *data_sources.check(mended.data, reads_data=reads_data),
         *optimizers.check(mended.optimizer),
         *outer.check(mended.local_steps),
         *learning_rate.check(mended.learning_rate),
@@ -134,14 +133,15 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
 
     Args:
       config: each field within its own bounds; the options of its task may have a field `vocab_size`.
-      reads_data: whether the data files must exist on this machine. If so, lines of `sources.check` are not repeated.
+      reads_data: whether the data files must exist on this machine. If so, lines of `data_sources.check` are not
+        repeated.
     """
     names = [field.name for field in dataclasses.fields(config.model)]
     if "vocab_size" not in names or config.model.vocab_size != 0:
         return config, []
     size, found = NUM_BYTES + 1, list[str]()
     try:
-        size = vocabulary_of(config.data)
+        size = data_sources.vocabulary_of(config.data)
     except UserError as error:
         if not reads_data:
             why = error.problems[0].partition("; allowed")[0]
@@ -149,7 +149,7 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
                 f"model.vocab_size: got 0, as many tokens as the data have, which are not known here ({why}); "
                 "allowed: a number, or data that are here; nearest: 50257"
             )
-        elif not sources.check(config.data):
+        elif not data_sources.check(config.data):
             found += error.problems
     model = dataclasses.replace(config.model, vocab_size=size)
     return dataclasses.replace(config, model=model), found
@@ -273,17 +273,18 @@ def built(
     if values is None:
         raise UserError(f"--config: got {type(given).__name__} from get_config(); {right}")
     texts, found = dict(overrides), list[str]()
+    data = _options_of_data(values, texts)()
     try:
         named = [text for text in (texts.get("task"), values.get("task")) if isinstance(text, str)] or [Config.task]
         if make_task is None:
-            start = Config(task=named[0], model=tasks.find(named[0]).options())
+            start = Config(task=named[0], model=tasks.find(named[0]).options(), data=data)
         else:
-            start = Config(task=tasks.name_of(make_task), model=_options_of(make_task, named[0], options)())
+            start = Config(task=tasks.name_of(make_task), model=_options_of(make_task, named[0], options)(), data=data)
             values["task"] = start.task
             texts.pop("task", None)
     except UserError as error:
         # Which fields `model` has is not known without the task.
-        found, start = list(error.problems), Config()
+        found, start = list(error.problems), Config(data=data)
         for given_here in (values, texts):
             for key in [key for key in given_here if key == "task" or key == "model" or key.startswith("model.")]:
                 del given_here[key]
@@ -296,12 +297,19 @@ def built(
 
 
 def defaults_of(config: Config) -> Config:
-    """Returns the defaults of the configuration's task."""
-    return Config(task=config.task, model=type(config.model)())
+    """Returns the defaults of the configuration's task and of its source of data."""
+    return Config(task=config.task, model=type(config.model)(), data=type(config.data)())
 
 
 def _is_known(key: str, schema: Mapping[str, Any]) -> bool:
     return key in schema or any(name.startswith(f"{key}.") for name in schema)
+
+
+def _options_of_data(values: Mapping[str, Any], texts: Mapping[str, str]) -> type[DataOptions]:
+    """Returns the class of the options of the source that dotted keys, texts first, name."""
+    names = [name for name in (texts.get("data.source"), values.get("data.source")) if isinstance(name, str)]
+    given = [key.removeprefix("data.") for key in (*values, *texts) if key.startswith("data.")]
+    return data_sources.options_of((names or [DataOptions.source])[0], given)
 
 
 def _options_of(make_task: MakeTask, name: str, options: type) -> type:
@@ -321,8 +329,9 @@ def _drop_other_defaults(start: Config, values: dict[str, Any], texts: Mapping[s
     """
     own = flags.flatten({"model": dataclasses.asdict(start.model)})
     held = {key for key in values if key.startswith("model.")}
-    for name, function in tasks.TASKS.items():
-        others = flags.flatten({"model": dataclasses.asdict(function.options())})
+    # A configuration that has just this task's options begins with no other's, whose modules may be dear to import.
+    for name in tasks.names() if held and held != set(own) else ():
+        others = flags.flatten({"model": dataclasses.asdict(tasks.find(name).options())})
         only_here = set(own) - set(others)
         if not held >= set(others) or set(own) == set(others) or (only_here and held >= only_here):
             continue  # not all of the other task's fields, or this task's

@@ -6,9 +6,8 @@ from meshtrain.config.fields import Config
 from meshtrain.layout.axes import CONTEXT
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import num_parts
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.exchange import has_heads
-from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import Task, entries
 from meshtrain.words.numbers import nearest_divisor
 
@@ -37,7 +36,7 @@ def problems(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, 
 def _kernels(config: Config, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line where keys and values are gathered, and the kernel that was asked for does not take them."""
     model = config.model
-    if not isinstance(model, DecoderOptions | Seq2SeqOptions) or model.attention in TAKE_PARTS:
+    if not isinstance(model, TransformerShape) or model.attention in TAKE_PARTS:
         return []
     axes = [axis for rule in ("sequence", "heads") for axis in rules.activations[rule] if mesh_shape[axis] > 1]
     num_shards = num_parts(axes, mesh_shape)

@@ -8,8 +8,8 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
+from meshtrain.config import tasks
 from meshtrain.config.config import Config, defaults_of
-from meshtrain.config.tasks import TASKS
 from meshtrain.data.sources import is_own
 from meshtrain.step import loss_scale
 from meshtrain.step.precision import compute_name
@@ -28,19 +28,23 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     values, defaults = (flags.flatten(dataclasses.asdict(one)) for one in (config, defaults_of(config)))
     in_float16 = compute_name(config.precision) == "float16"
     scaling = loss_scale.scaling(config.loss_scale, num_targets=1, computes_in_float16=in_float16)
+    is_built_in = config.task in tasks.names()
     known = {
         # A task of the user's may have routers whatever its options are called.
-        **{key: value for key, value in values.items() if config.task in TASKS or not key.startswith("model.")},
+        **{key: value for key, value in values.items() if is_built_in or not key.startswith("model.")},
         **{f"mesh.{axis}": size for axis, size in mesh_shape.items()},
         "the loss is not scaled": scaling is None,
         "all weights are trained": not (config.lora.rank or config.optimizer.trainable),
     }
     found = idle(config, "", known)
+    unread = getattr(tasks.find(config.task), "unread", ()) if is_built_in else ()
+    found |= {key: f"task={config.task}" for key in values if any(f"{key}.".startswith(f"{one}.") for one in unread)}
     if config.zero.keeps_gathered and mesh_shape["fsdp"] > 1:
         found.pop("zero.strategy", None)  # strategies are levels over data, but this one also says how fsdp gathers
     # A user's data function gets the whole configuration, and may read any option of the data.
     is_read = "data." if is_own(config.data) else ()
-    return {key: why for key, why in found.items() if values[key] != defaults[key] and not key.startswith(is_read)}
+    changed = [key for key in values if values[key] != defaults[key] and key in found]
+    return {key: found[key] for key in changed if not key.startswith(is_read)}
 
 
 def text(config: Config, mesh_shape: Mapping[str, int]) -> str:

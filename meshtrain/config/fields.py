@@ -30,8 +30,7 @@ from meshtrain.words.options import AllBut, option
 class Config:
     """All options of a run.
 
-    `model` is the options dataclass of the task: `DecoderOptions` for the decoder, `Seq2SeqOptions` for seq2seq,
-    `ConvnetOptions` for the convnet.
+    `model` is the options dataclass of the task, such as `DecoderOptions` for the decoder; `data` the source's.
     """
 
     seed: int = option(0, "seed of all random numbers: weights, data order, dropout", minimum=0)
@@ -70,14 +69,12 @@ class Config:
     )
     precision: PrecisionOptions = dataclasses.field(default_factory=PrecisionOptions)
     loss_scale: LossScaleOptions = dataclasses.field(default_factory=LossScaleOptions)
-    remat: RematOptions = dataclasses.field(
-        default_factory=RematOptions, metadata={"only_for": {"task": AllBut("convnet")}}
-    )
+    remat: RematOptions = dataclasses.field(default_factory=RematOptions)
     guard: GuardOptions = dataclasses.field(default_factory=GuardOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     local_steps: LocalStepsOptions = dataclasses.field(default_factory=LocalStepsOptions)
     learning_rate: LearningRateOptions = dataclasses.field(default_factory=LearningRateOptions)
-    data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    data: Any = dataclasses.field(default_factory=DataOptions)
     checkpoint: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
     profile: ProfileOptions = dataclasses.field(default_factory=ProfileOptions)
     observe: ObserveOptions = dataclasses.field(default_factory=ObserveOptions)

@@ -21,9 +21,14 @@ class Gone:
     why: str
 
 
+_NUMBERS = "as data.source=numbers, which reads it, is not here"
 # Former key -> today's key, or why it is gone. A row has no effect where the options have a key of that name.
 FORMER: Mapping[str, str | Gone] = {
     "pipeline.table": Gone("", "as pipeline.schedule=package.module:function takes the place of tables in files"),
+    # All sources had these; where the one that has them now is there, no row has an effect.
+    "data.numbers_below": Gone(1000, _NUMBERS),
+    "data.num_held_out": Gone(0, _NUMBERS),
+    "data.spelling": Gone("digits", _NUMBERS),
     "model.expert_exchange": Gone("gather", "as the devices of an expert axis always gather tokens"),
 }
 

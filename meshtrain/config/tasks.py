@@ -2,25 +2,22 @@
 
 A task function is (config, placement) -> Task. Its attribute `options` is the frozen dataclass of its options, which
 stands under `config.model`; each field is an `option(default, text)`. It may have an attribute `check`, a function
-(config, mesh_shape) -> one line for each problem.
+(config, mesh_shape) -> one line for each problem. A built-in task is a record of the three, see `BuiltIn`.
 """
 
 import dataclasses
 import functools
-import importlib
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from meshtrain.config import checks
+from meshtrain.config import checks, side_rooms
 from meshtrain.config.fields import Config
 from meshtrain.layout.placement import Placement
-from meshtrain.models import decoder_task, lora, seq2seq_task
+from meshtrain.models import decoder_task, lora
 from meshtrain.models.abstract import named_params
-from meshtrain.models.convnet_options import ConvnetOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.lora import LoraOptions, with_adapters
-from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import Task
 from meshtrain.step.precision import compute_dtype, output_dtype
 from meshtrain.words import named
@@ -28,20 +25,49 @@ from meshtrain.words.errors import UserError
 
 MakeTask = Callable[[Config, Placement], Task]
 Check = Callable[[Config, Mapping[str, int]], list[str]]
+SEAM = "task"
 
 
 class NamedTask(Protocol):
     """A task function that can be named in a configuration."""
 
-    options: type
+    @property
+    def options(self) -> type:
+        """The frozen dataclass of its options."""
+        ...
 
     def __call__(self, config: Config, placement: Placement) -> Task:
         """Returns the task of a configuration."""
         ...
 
 
-def _of_text(config: Config, placement: Placement) -> dict[str, Any]:
-    """Returns what the tasks of text take besides their options."""
+@dataclasses.dataclass(frozen=True)
+class BuiltIn:
+    """A task function with a name of its own, and what the program knows of it before it is called.
+
+    Attributes:
+      name: as `config.task` has it.
+      make: (config, placement) -> Task.
+      options: the frozen dataclass of its options.
+      check: (config, mesh_shape) -> one line for each contradiction of its options, the data and the mesh.
+      takes_adapters: whether its layers apply those of `config.lora`; `make` adds them.
+      unread: options, or groups of them, that it never reads, by their dotted keys.
+    """
+
+    name: str
+    make: MakeTask
+    options: type
+    check: Check
+    takes_adapters: bool = False
+    unread: tuple[str, ...] = ()
+
+    def __call__(self, config: Config, placement: Placement) -> Task:
+        """Returns the task of a configuration."""
+        return self.make(config, placement)
+
+
+def of_text(config: Config, placement: Placement) -> dict[str, Any]:
+    """Returns what the built-in tasks of text take besides their options."""
     return {
         "batch_size": config.batch_size,
         "sequence_length": config.sequence_length,
@@ -52,41 +78,22 @@ def _of_text(config: Config, placement: Placement) -> dict[str, Any]:
     }
 
 
-def decoder(config: Config, placement: Placement) -> Task:
-    """Returns the decoder that a configuration describes; its options are `DecoderOptions`."""
+def _decoder(config: Config, placement: Placement) -> Task:
     rate = config.optimizer.balance_rate
-    task = decoder_task.decoder(config.model, **_of_text(config, placement), balance_rate=rate)
+    task = decoder_task.decoder(config.model, **of_text(config, placement), balance_rate=rate)
     return with_adapters(task, config.lora, config.model.share_of_experts)
 
 
-decoder.options = DecoderOptions  # type: ignore[attr-defined]
-decoder.check = checks.decoder  # type: ignore[attr-defined]
+decoder = BuiltIn("decoder", _decoder, DecoderOptions, checks.decoder, takes_adapters=True)
 
 
-def seq2seq(config: Config, placement: Placement) -> Task:
-    """Returns the encoder-decoder that a configuration describes; its options are `Seq2SeqOptions`."""
-    return with_adapters(seq2seq_task.seq2seq(config.model, **_of_text(config, placement)), config.lora)
-
-
-seq2seq.options = Seq2SeqOptions  # type: ignore[attr-defined]
-seq2seq.check = checks.seq2seq  # type: ignore[attr-defined]
-
-
-def convnet(config: Config, placement: Placement) -> Task:
-    """Returns the convolutional classifier that a configuration describes; its options are `ConvnetOptions`."""
-    # Imported here, by name: other tasks start without Flax NNX.
-    make: Callable[..., Task] = importlib.import_module("meshtrain.models.convnet").convnet
-    return make(config.model, batch_size=config.batch_size, dtype=compute_dtype(config.precision), placement=placement)
-
-
-convnet.options = ConvnetOptions  # type: ignore[attr-defined]
-convnet.check = checks.convnet  # type: ignore[attr-defined]
-
-TASKS: Mapping[str, Any] = {"decoder": decoder, "seq2seq": seq2seq, "convnet": convnet}
+def names() -> list[str]:
+    """Returns the names of the built-in tasks."""
+    return [decoder.name, *side_rooms.names(SEAM)]
 
 
 def find(name: str) -> NamedTask:
-    """Returns the task function of a name: one of `TASKS`, or `package.module:function`, which is imported.
+    """Returns the task function of a name: a built-in one, or `package.module:function`, which is imported.
 
     Modules in the current folder are found too: it is searched last.
 
@@ -94,9 +101,11 @@ def find(name: str) -> NamedTask:
       UserError: one line: an unknown name, a module that cannot be imported, no such function, or one whose options are
         missing or are not a frozen dataclass of `option`s.
     """
-    if name in TASKS:
-        return typing.cast(NamedTask, TASKS[name])
-    function = named.function("task", name, list(TASKS))
+    if name == decoder.name:
+        return decoder
+    if name in side_rooms.names(SEAM):
+        return typing.cast(NamedTask, side_rooms.found(SEAM, name))
+    function = named.function(SEAM, name, names())
     if line := _options_problem(name, function):
         raise UserError(line)
     return typing.cast(NamedTask, function)
@@ -138,8 +147,8 @@ def refuse_options(make_task: MakeTask) -> None:
 
 
 def name_of(make_task: MakeTask) -> str:
-    """Returns `package.module:function`, the name by which a configuration can name a task function."""
-    return next((name for name, task in TASKS.items() if task is make_task), named.name_of(make_task))
+    """Returns the name by which a configuration can name a task function."""
+    return make_task.name if isinstance(make_task, BuiltIn) else named.name_of(make_task)
 
 
 def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
@@ -167,7 +176,7 @@ def abstract_weights(config: Config, make_task: MakeTask, *, on_one_device: bool
       make_task: the task function.
       on_one_device: weights of a task of one's own then need no logical axes.
     """
-    if make_task not in TASKS.values():
+    if not isinstance(make_task, BuiltIn):
         task = abstract_task(config, make_task)
         return task, *named_params(task.init, on_one_device=on_one_device)
     # Only these fields change shapes of weights; leaving out the others makes the cache effective.
@@ -190,16 +199,17 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
     """
     if not config.lora.rank:
         return []
-    if make_task not in (decoder, seq2seq):
+    if not (isinstance(make_task, BuiltIn) and make_task.takes_adapters):
+        able = " and ".join(name for name in names() if getattr(find(name), "takes_adapters", False))
         return [
-            f"lora.rank: got {config.lora.rank} with task={name_of(make_task)}; allowed: 0, or the tasks decoder and "
-            "seq2seq, whose layers apply adapters; nearest: lora.rank=0"
+            f"lora.rank: got {config.lora.rank} with task={name_of(make_task)}; allowed: 0, or the tasks {able}, whose "
+            "layers apply adapters; nearest: lora.rank=0"
         ]
     _, params, axes = abstract_weights(dataclasses.replace(config, lora=LoraOptions()), make_task)
     return lora.problems(config.lora, params, axes)
 
 
 @functools.lru_cache(maxsize=8)
-def _built_in_weights(config: Config, make_task: MakeTask) -> tuple[Task, Any, Any]:
+def _built_in_weights(config: Config, make_task: BuiltIn) -> tuple[Task, Any, Any]:
     task = abstract_task(config, make_task)
     return task, *named_params(task.init)

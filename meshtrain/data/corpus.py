@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from meshtrain.data import numbers
 from meshtrain.data.packing import Examples, TokenStream, pack
-from meshtrain.data.sources import PAIRS, DataOptions, check, is_own
+from meshtrain.data.sources import DataOptions, check, is_own
 from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES, SyntheticExamples
 from meshtrain.data.text import find_files, read_documents, share, standard_library, tokens_as_text
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
@@ -54,7 +53,7 @@ class Corpus:
     has_text: bool
 
 
-def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
+def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
     """Returns the tokenizer of a source without reading its data.
 
     Args:
@@ -66,8 +65,6 @@ def tokenizer_for(options: DataOptions, *, vocab_size: int) -> Tokenizer:
     """
     if options.source == "synthetic":
         return number_tokenizer(vocab_size)
-    if options.source in PAIRS:
-        return numbers.tokenizer(options.spelling)
     if is_own(options):
         raise UserError(
             f"data.source: got '{options.source}', which brings no tokenizer; allowed here: python, text, tokens, "
@@ -85,17 +82,10 @@ def vocabulary_of(options: DataOptions) -> int:
     """Returns the vocabulary size of a source; for synthetic data, which has any, 257 as for bytes.
 
     Raises:
-      UserError: the tokenizer or the description of the tokens is missing or wrong; or the data are the user's own.
+      UserError: the tokenizer or the description of the tokens is missing or wrong.
     """
-    if is_own(options):
-        raise UserError(
-            f"model.vocab_size: got 0 with data.source={options.source}, which brings no tokenizer; allowed: a number "
-            "above each token id; nearest: model.vocab_size=257"
-        )
     if options.source == "synthetic":
         return byte_tokenizer().vocab_size
-    if options.source in PAIRS:
-        return numbers.tokenizer(options.spelling).vocab_size
     if options.source == "tokens":
         files, problems = find_files(options.path)
         if problems:

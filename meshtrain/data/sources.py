@@ -1,35 +1,34 @@
-"""The options of the data, and the checks of them that read no data."""
+"""The options of the data, and those checks of packed tokens that read none of them."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 
 from meshtrain.data import chat_template
-from meshtrain.data.idx import find_images
 from meshtrain.data.text import find_files, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
 from meshtrain.data.tokenize import file_problems
-from meshtrain.words import named
-from meshtrain.words.errors import Problems, UserError, unknown
+from meshtrain.words.errors import Problems, UserError
 from meshtrain.words.options import option
 
-TOKENS = ("python", "text", "tokens", "chat", "synthetic")  # sources of packed tokens, for the decoder
-IMAGES = ("digits", "idx")
-PAIRS, BEGIN_ID = ("numbers",), 0  # of a source and a target, for the encoder-decoder; what a target begins with
-SOURCES = (*TOKENS, *IMAGES, *PAIRS)
-SPELLINGS = ("digits", "english")
-NUMBERS = {"source": PAIRS}
+# Sources of packed tokens -> what they read of what a user may name.
+INPUTS: Mapping[str, tuple[str, ...]] = {
+    "python": ("tokenizer", "chat_template"),
+    "text": ("path", "tokenizer", "chat_template"),
+    "tokens": ("path", "chat_template"),
+    "chat": ("path", "tokenizer", "chat_template"),
+    "synthetic": (),
+}
+TOKENS = tuple(INPUTS)
 PACKINGS = ("stream", "first_fit")
 DOCUMENTS = {"source": ("python", "text", "chat")}  # documents go through data.tokenizer
-READ_BY_FILE = ("text", "tokens", "chat")  # each file can be evaluated by itself
 READ = {"source": ("python", "text", "tokens")}
 CHATS = (*READ["source"], "chat")  # whose models can be asked by `generate --chat`
-SPLIT = {"source": (*CHATS, *IMAGES), "validation_path": ("",)}
 
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """Where the data come from, and how they are packed and read."""
+    """Where the data come from, and how they are packed and read: the options that all sources have."""
 
     source: str = option(
         "python",
@@ -45,12 +44,7 @@ class DataOptions:
         "idx, whose labels are beside them; '' otherwise",
         names="path",
     )
-    validation_path: str = option(
-        "",
-        "files of images for validation; '': a share of those of data.path",
-        only_for={"source": ("idx",)},
-        names="path",
-    )
+    validation_path: str = option("", "files of images for validation; '': a share of those of data.path", names="path")
     text_field: str = option(
         "text", "the field of a .jsonl line that holds the document", only_for={"source": ("text",)}
     )
@@ -71,18 +65,8 @@ class DataOptions:
         only_for=READ,
     )
     validation_fraction: float = option(
-        0.05, "share of the data kept for validation, 0 to below 1", minimum=0, only_for=SPLIT
+        0.05, "share of the data kept for validation, 0 to below 1", minimum=0, only_for={"source": CHATS}
     )
-    numbers_below: int = option(
-        1000, "numbers 0 .. this minus 1 are written in words", minimum=10, maximum=1_000_000, only_for=NUMBERS
-    )
-    num_held_out: int = option(
-        0, "numbers kept for validation; 0: a tenth of them, at most 1,000", minimum=0, only_for=NUMBERS
-    )
-    spelling: str = option(
-        "digits", "how a number is written: digits (four zero seven) or english (four hundred and seven)",
-        choices=SPELLINGS, only_for=NUMBERS,
-    )  # fmt: skip
     num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
 
@@ -92,82 +76,71 @@ def is_own(options: DataOptions) -> bool:
     return ":" in options.source
 
 
-def unread(options: DataOptions) -> list[str]:
-    """Returns one line for each input that the user names and this source would not read.
+def source_of(path: str) -> str:
+    """Returns the source of packed tokens that reads a file, judged by its name."""
+    return "tokens" if path.endswith(".bin") else "text"
 
-    There is none for a user's data function, which gets the whole configuration and may read any input.
+
+def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[str], str] = source_of) -> list[str]:
+    """Returns one line for each input that the user names and a source would not read.
+
+    Args:
+      options: of the source.
+      inputs: what it reads of `path`, `validation_path`, `tokenizer` and `chat_template`.
+      source_of: the name of a file -> the source that reads it, for the lines.
     """
-    if is_own(options):
-        return []
-    found = []
-    if options.source not in (*READ_BY_FILE, "idx") and options.path:
+    found, got = [], f"with data.source={options.source}"
+    if "path" not in inputs and options.path:
         found.append(
-            f"data.path: got '{options.path}' with data.source={options.source}, which reads no files; allowed: ''; "
-            f"nearest: data.source={_source_of(options.path)}"
+            f"data.path: got '{options.path}' {got}, which reads no files; allowed: ''; "
+            f"nearest: data.source={source_of(options.path)}"
         )
-    if options.source != "idx" and options.validation_path:
+    if "validation_path" not in inputs and options.validation_path:
         found.append(
-            f"data.validation_path: got '{options.validation_path}' with data.source={options.source}, which takes its "
+            f"data.validation_path: got '{options.validation_path}' {got}, which takes its "
             "validation data from data.path or brings them; allowed: ''; nearest: leave it out"
         )
-    if options.source not in DOCUMENTS["source"] and options.tokenizer != "bytes":
+    if "tokenizer" not in inputs and options.tokenizer != "bytes":
         why = "its token files bring their own" if options.source == "tokens" else "it reads no text"
         found.append(
-            f"data.tokenizer: got '{options.tokenizer}' with data.source={options.source}: {why}; allowed: bytes, the "
-            "default; nearest: leave it out"
+            f"data.tokenizer: got '{options.tokenizer}' {got}: {why}; allowed: bytes, the default; nearest: leave it "
+            "out"
         )
-    if options.source not in CHATS and options.chat_template:
+    if "chat_template" not in inputs and options.chat_template:
         found.append(
-            f"data.chat_template: got '{options.chat_template}' with data.source={options.source}, whose models answer "
-            "no messages; allowed: ''; nearest: data.source=chat"
+            f"data.chat_template: got '{options.chat_template}' {got}, whose models answer no messages; allowed: ''; "
+            "nearest: data.source=chat"
         )
     return found
 
 
-def _source_of(path: str) -> str:
-    """Returns the source that reads a file, judged by its name."""
-    if path.endswith(".bin"):
-        return "tokens"
-    return "idx" if "idx" in path or "ubyte" in path else "text"
+def fraction_problems(options: DataOptions) -> list[str]:
+    """Returns one line where the whole of the data would be for validation."""
+    if options.validation_fraction < 1:
+        return []
+    return [f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"]
 
 
 def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
-    """Returns one line for each problem that can be seen without reading the data: paths, sizes, descriptions.
+    """Returns one line for each problem that can be seen without reading packed tokens: paths, sizes, descriptions.
 
     Args:
-      options: each within its own bounds.
+      options: of a source in `TOKENS`, each within its own bounds.
       reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
     """
-    if options.source not in SOURCES and not is_own(options):
-        line = unknown("data.source", options.source, SOURCES).replace("; did", f", {named.FORM}; did")
-        return [line if "did you mean" in line else f"{line}, {named.FORM}; nearest: 'python', the default"]
-    problems = unread(options)
-    if options.validation_fraction >= 1:
-        problems.append(
-            f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"
-        )
-    if options.source in PAIRS and options.num_held_out >= options.numbers_below:
-        problems.append(
-            f"data.num_held_out: got {options.num_held_out}; allowed: below data.numbers_below = "
-            f"{options.numbers_below}; nearest: {options.numbers_below // 10}"
-        )
+    inputs = INPUTS[options.source]
+    problems = unread(options, inputs) + fraction_problems(options)
     if not reads_data:
         return problems
-    if is_own(options):
-        problems += named.problems("data.source", options.source, SOURCES)
-    if options.source in DOCUMENTS["source"] and options.tokenizer != "bytes":
+    if "tokenizer" in inputs and options.tokenizer != "bytes":
         problems += file_problems(options.tokenizer)
-    if options.source in CHATS:
+    if "chat_template" in inputs:
         problems += chat_template.file_problems(options.chat_template)
-    if options.source in READ_BY_FILE:
+    if "path" in inputs:
         files, found = find_files(options.path)
         problems += found
         if not found:
             problems += Problems(_KINDS[options.source](files)).lines()
-    if options.source == "idx":
-        problems += find_images(options.path, "data.path")[1]
-        if options.validation_path:
-            problems += find_images(options.validation_path, "data.validation_path")[1]
     return problems
 
 
@@ -186,13 +159,13 @@ def _no_lines(files: Iterable[Path]) -> list[str]:
     lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
     return [
         f"data.path: got '{path}' with data.source=chat; allowed: .jsonl files; nearest: "
-        f"{lines if path.suffix == '.json' else f'data.source={_source_of(str(path))}'}"
+        f"{lines if path.suffix == '.json' else f'data.source={source_of(str(path))}'}"
         for path in files
         if path.suffix != ".jsonl"
     ]
 
 
-# Of each source in `READ_BY_FILE`: files -> one line for each of another kind.
+# Of each source that reads `path`: files -> one line for each of another kind.
 _KINDS: Mapping[str, Callable[[Iterable[Path]], list[str]]] = {
     "text": tokens_as_text,
     "tokens": _sidecar_problems,

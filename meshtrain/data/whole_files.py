@@ -6,7 +6,7 @@ from pathlib import Path
 from meshtrain.data.answers import as_examples, lines_of, losses, tokenized
 from meshtrain.data.corpus import stream_of, tokenizer_for, vocabulary_problems
 from meshtrain.data.packing import Examples, TokenStream, pack
-from meshtrain.data.sources import READ_BY_FILE, DataOptions
+from meshtrain.data.sources import DataOptions
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import open_token_files
 from meshtrain.data.tokenize import Tokenizer
@@ -22,14 +22,13 @@ def open_whole(options: DataOptions, *, sequence_length: int, vocab_size: int) -
     leave out the tokens after the last whole window.
 
     Args:
-      options: of a source in `READ_BY_FILE`, checked.
+      options: of a source of packed tokens that reads `path`, checked.
       sequence_length: T, tokens an example.
       vocab_size: the model's, which every id must be below.
 
     Raises:
       UserError: a line for each thing wrong with the files, and for each file without a document of two tokens.
     """
-    assert options.source in READ_BY_FILE, options.source
     files, problems = find_files(options.path)
     if problems:
         raise UserError(*problems)

@@ -18,7 +18,7 @@ class LayoutOptions:
 
     sequence_parallel: bool = option(
         False, "shard the sequence dim of norms and residuals over the tensor axis",
-        only_for={"mesh.tensor": AllBut(1), "task": AllBut("convnet")},
+        only_for={"mesh.tensor": AllBut(1)},
     )  # fmt: skip
 
 

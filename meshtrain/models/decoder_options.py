@@ -11,8 +11,32 @@ _WINDOWED, _OF_EXPERTS = {"window": AllBut(0)}, {"num_experts": AllBut(0)}
 ROUTERS = ("softmax", "sigmoid")
 
 
+class TransformerShape:
+    """What the options of the built-in models with attention have in common."""
+
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    vocab_size: int
+    vocab_multiple: int
+    dropout_rate: float
+    positions: str
+    loss_chunk: int
+    attention: str
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def width_of_head(self) -> int:
+        """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+
 @dataclasses.dataclass(frozen=True)
-class DecoderOptions:
+class DecoderOptions(TransformerShape):
     """The shape of the model."""
 
     num_layers: int = option(4, "transformer layers", minimum=1, maximum=100_000)
@@ -130,16 +154,6 @@ class DecoderOptions:
         choices=("auto", "xla", "blockwise", "cudnn", "triton", "splash"),
     )
     within_documents: bool = option(True, "tokens of a packed sequence attend to their own document only")
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
-        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def width_of_head(self) -> int:
-        """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
-        return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def alternates(self) -> bool:

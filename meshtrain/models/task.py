@@ -117,6 +117,7 @@ class Task:
       vocab_size: the data's token ids have to be below it; 0: unknown, or there are no tokens.
       unit: what throughput counts, in the plural: metrics.jsonl has `tokens` and `tokens_per_second` for `tokens`.
       units_per_step: units in a global batch; 0: see `num_units`.
+      batch_text: the size of a global batch in words; '': from the shapes of its entries.
       higher_is_better: the metrics, as `loss` names them, of which a larger value is better; of the loss and of other
         metrics a smaller one is. `checkpoint.best_metric` goes by it. Names that `loss` does not return are ignored.
     """
@@ -139,6 +140,7 @@ class Task:
     vocab_size: int = 0
     unit: str = "tokens"
     units_per_step: int = 0
+    batch_text: str = ""
     higher_is_better: tuple[str, ...] = ("accuracy", "exact_match")
 
     @property

@@ -1,8 +1,7 @@
-"""The training batches of a run, and sums and means over examples that are evaluated."""
+"""Sums and means over examples that are evaluated."""
 
 import itertools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,20 +16,6 @@ from meshtrain.models.metrics import logged
 from meshtrain.models.task import Params, limits
 from meshtrain.observe.rows import EVALUATED
 from meshtrain.step.state import TrainState
-
-
-def training_batches(assembly: Assembly, corpus: Corpus | Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
-    """Yields the global batches of the steps after `start_step`, forever."""
-    config = assembly.config
-    return batches(
-        corpus.train,
-        batch=assembly.batch,
-        limits=limits(assembly.task),
-        seed=config.seed,
-        start_step=start_step,
-        num_threads=config.data.num_threads,
-        num_prefetch_batches=config.data.num_prefetch_batches,
-    )
 
 
 def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> dict[str, float]:

@@ -13,10 +13,11 @@ import jax
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config, parse
+from meshtrain.data.loader import batches
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.compression import CompressionOptions
-from meshtrain.run.evaluate import evaluate, training_batches
+from meshtrain.run.evaluate import evaluate
 from meshtrain.run.opened import open_data
 from meshtrain.words.errors import run
 
@@ -66,7 +67,9 @@ def trained(assembly: Assembly, seed: int, what: str) -> Outcome:
     assembly = dataclasses.replace(assembly, config=config)
     corpus = open_data(config, assembly.task)
     state, losses = assembly.init(jax.random.key_data(jax.random.key(seed))), list[float]()
-    for _, batch in zip(range(config.num_steps), training_batches(assembly, corpus, 0), strict=False):
+    for _, batch in zip(
+        range(config.num_steps), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
+    ):
         state, metrics = assembly.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         if len(losses) % SHOWN_EVERY == 0:

@@ -15,9 +15,10 @@ import jax
 
 from meshtrain.assemble import Assembly, assemble, compiled_steps
 from meshtrain.config.config import Config, parse
+from meshtrain.data.loader import batches
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
-from meshtrain.run.evaluate import evaluate, training_batches
+from meshtrain.run.evaluate import evaluate
 from meshtrain.run.opened import open_data
 from meshtrain.words.errors import run
 
@@ -50,7 +51,9 @@ def trained(assembly: Assembly, step: object, seed: int, what: str) -> Curve:
     assembly = dataclasses.replace(assembly, config=config)
     corpus, curve = open_data(config, assembly.task), Curve()
     state = assembly.init(jax.random.key_data(jax.random.key(seed)))
-    for number, batch in zip(range(1, config.num_steps + 1), training_batches(assembly, corpus, 0), strict=False):
+    for number, batch in zip(
+        range(1, config.num_steps + 1), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
+    ):
         state, _ = step(state, batch)  # type: ignore[operator]
         if number % SHOWN_EVERY == 0 or number == config.num_steps:
             curve.append((number * assembly.task.num_units, evaluate(assembly, corpus, state)["eval_loss"]))

@@ -23,9 +23,9 @@ from typing import Any
 
 from meshtrain import explain
 from meshtrain.config.config import Config
+from meshtrain.examples.convnet import ConvnetOptions
+from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.launch import distributed
-from meshtrain.models.convnet_options import ConvnetOptions
-from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.plan import __main__ as plan
 from meshtrain.words.errors import UserError
 

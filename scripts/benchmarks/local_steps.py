@@ -15,12 +15,13 @@ import jax
 
 from meshtrain.assemble import Assembly, assemble, compiled_steps
 from meshtrain.config.config import Config, parse
+from meshtrain.data.loader import batches
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES, DATA
 from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.plan import hlo
 from meshtrain.plan.collectives import collectives
-from meshtrain.run.evaluate import evaluate, training_batches
+from meshtrain.run.evaluate import evaluate
 from meshtrain.run.opened import open_data
 from meshtrain.words.errors import run
 
@@ -103,7 +104,9 @@ def trained(assembly: Assembly, steps: Steps, seed: int, what: str) -> list[Poin
     assembly = dataclasses.replace(assembly, config=config)
     corpus, points, sent = open_data(config, assembly.task), list[Point](), 0.0
     state, period = assembly.init(jax.random.key_data(jax.random.key(seed))), config.local_steps.period
-    for step, batch in zip(range(1, config.num_steps + 1), training_batches(assembly, corpus, 0), strict=False):
+    for step, batch in zip(
+        range(1, config.num_steps + 1), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
+    ):
         state, _ = steps.train(state, batch)  # type: ignore[operator]
         sent += steps.train_bytes
         if period and step % period == 0:

@@ -12,9 +12,10 @@ import jax
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config, parse
+from meshtrain.data.loader import batches
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
-from meshtrain.run.evaluate import evaluate, training_batches
+from meshtrain.run.evaluate import evaluate
 from meshtrain.run.opened import open_data
 from meshtrain.step.held import held
 from meshtrain.words.errors import run
@@ -86,7 +87,9 @@ def trained(config: Config, devices: Sequence[jax.Device], what: str) -> Outcome
     assembly = assemble(config, dict.fromkeys(AXES, 1), devices)
     corpus = open_data(config, assembly.task)
     state, losses = assembly.init(jax.random.key_data(jax.random.key(config.seed))), list[float]()
-    for _, batch in zip(range(config.num_steps), training_batches(assembly, corpus, 0), strict=False):
+    for _, batch in zip(
+        range(config.num_steps), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
+    ):
         state, metrics = assembly.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         if len(losses) % SHOWN_EVERY == 0:

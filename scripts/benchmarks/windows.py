@@ -24,7 +24,6 @@ from meshtrain.launch import distributed
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.models.scores import token_scores
 from meshtrain.models.task import Params
-from meshtrain.run.evaluate import training_batches
 from meshtrain.run.opened import open_data
 from meshtrain.words.errors import run
 
@@ -65,7 +64,9 @@ def trained(assembly: Assembly) -> Params:
     config = assembly.config
     corpus = open_data(config, assembly.task)
     state, losses = assembly.init(jax.random.key_data(jax.random.key(config.seed))), list[float]()
-    for _, batch in zip(range(config.num_steps), training_batches(assembly, corpus, 0), strict=False):
+    for _, batch in zip(
+        range(config.num_steps), batches(corpus.train, batch=assembly.batch, seed=config.seed), strict=False
+    ):
         state, metrics = assembly.train_step(state, batch)
         losses.append(float(metrics["loss"]))
         if len(losses) % SHOWN_EVERY == 0:

@@ -86,15 +86,15 @@ def watching() -> Iterator[Seen]:
         seen["saved"][step] = arrays(state)
         return original(assembly, checkpoints, corpus, step, state)
 
-    def batches(original: Callable[..., Any], assembly: Any, corpus: Any, start_step: int) -> Iterator[Any]:
-        for step, batch in enumerate(original(assembly, corpus, start_step), start_step + 1):
+    def batches(original: Callable[..., Any], examples: Any, *, start_step: int, **named: Any) -> Iterator[Any]:
+        for step, batch in enumerate(original(examples, start_step=start_step, **named), start_step + 1):
             seen["rows"][step] = rows(batch)
             yield batch
 
     watched = (
         (start, "starting_state", starting_state),
         (saving, "save", save),
-        (training, "training_batches", batches),
+        (training, "batches", batches),
     )
     with contextlib.ExitStack() as patches:
         for module, name, eye in watched:

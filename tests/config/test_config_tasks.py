@@ -11,9 +11,9 @@ import pytest
 from meshtrain.config.between_runs import difference, from_json
 from meshtrain.config.config import Config, check, default, parse, resolve, to_json
 from meshtrain.config.tasks import find, name_of
+from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.seq2seq import Seq2SeqOptions
 from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -183,7 +183,10 @@ WRONG = {
         {"tokenizer": "{dir}"},
         "data.tokenizer: got .*, a folder that holds no tokenizer.json; allowed",
     ),
-    "not read": ({"source": "digits", "path": "", "chat_template": "t"}, "data.chat_template: .*data.source=digits"),
+    "not read": (
+        {"source": "synthetic", "path": "", "chat_template": "t"},
+        "data.chat_template: .*data.source=synthetic",
+    ),
 }
 
 

@@ -24,7 +24,7 @@ LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.p
 # `--help` must answer before JAX is imported; and functions of one's own are in modules that a configuration names.
 LAZY_IMPORTERS = {
     "meshtrain/__main__.py",
-    "meshtrain/config/tasks.py",
+    "meshtrain/config/side_rooms.py",
     "meshtrain/__init__.py",
     "meshtrain/probe/bench_collectives.py",
     "meshtrain/probe/doctor.py",
@@ -32,7 +32,7 @@ LAZY_IMPORTERS = {
 }
 CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written
 # Who reads the configuration: rooms and files; all others are given what they need.
-READS_CONFIGURATION = {"config", "plan", "probe", "run"}
+READS_CONFIGURATION = {"config", "examples", "plan", "probe", "run"}
 READS_CONFIGURATION |= {
     f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "report", "training")
 }
@@ -52,7 +52,7 @@ TOP_LEVEL = {
 }
 # The only places of files that are not text: pictures, a data set that comes with the package, with its source,
 # small models with their logits, and runs of a former version.
-NOT_TEXT = ("docs/", "meshtrain/data/digits/", "tests/hf/fixtures/", "tests/run/fixtures/")
+NOT_TEXT = ("docs/", "meshtrain/examples/digits/", "tests/hf/fixtures/", "tests/run/fixtures/")
 BATCH = batch_axes()
 # The table of rules says which axes split which dim, and is where a list of them belongs.
 AXES_LISTED = {"meshtrain/layout/rules.py": {"('pipeline', 'tensor')"}}

@@ -3,14 +3,12 @@
 import argparse
 import contextlib
 import os
-import typing
 
 import pytest
 
 from meshtrain import training
 from meshtrain.__main__ import COMMANDS, main
-from meshtrain.config import Config, resolve
-from meshtrain.config.tasks import TASKS
+from meshtrain.config import Config, data_sources, resolve, tasks
 from meshtrain.words import flags, paths
 from meshtrain.words.errors import UserError
 
@@ -74,10 +72,12 @@ def test_an_argument_that_is_a_path_refuses_a_url(tmp_path, monkeypatch, command
 
 
 def fields():
-    """Returns dotted key -> entry of every text of the configuration, with the options of every built-in task."""
+    """Returns dotted key -> entry of every text of the configuration, with the options of every task and source."""
     found = {}
-    for name, task in TASKS.items():
-        found |= flags.schema(Config(task=name, model=typing.cast(typing.Any, task).options()))
+    for name in tasks.names():
+        found |= flags.schema(Config(task=name, model=tasks.find(name).options()))
+    for name in data_sources.names():
+        found |= flags.schema(Config(data=data_sources.find(name).options()))
     return {key: entry for key, entry in found.items() if entry.kind is str and not entry.choices}
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from flax.core import meta
 
+from meshtrain.examples.seq2seq import Seq2SeqOptions
+from meshtrain.examples.seq2seq_task import seq2seq
 from meshtrain.layout.trees import leaves_with_paths, merged, select
 from meshtrain.models import lora
 from meshtrain.models.abstract import named_params
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.lora import LoraOptions, with_adapters
-from meshtrain.models.seq2seq import Seq2SeqOptions
-from meshtrain.models.seq2seq_task import seq2seq
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.optim.trainable import is_adapter, trained_mask
 

@@ -41,13 +41,13 @@ with sharing_compilations():
 ONE_LOADS_SLOWLY = """
 import os, time
 from meshtrain import training
-original = training.training_batches
-def slow(*given):
-    for batch in original(*given):
+original = training.batches
+def slow(*given, **named):
+    for batch in original(*given, **named):
         time.sleep(0.2)
         yield batch
 if os.environ["JAX_PROCESS_ID"] == "1":
-    training.training_batches = slow
+    training.batches = slow
 """
 
 pytestmark = pytest.mark.slow

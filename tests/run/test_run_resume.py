@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from meshtrain.data.corpus import open_corpus
+from meshtrain.data.loader import batches
 from meshtrain.main import main
 from meshtrain.run import start
-from meshtrain.run.evaluate import training_batches
 from meshtrain.store.other_runs import find, restore_params
 from meshtrain.words.errors import UserError
 
@@ -119,7 +119,7 @@ def test_the_data_go_on_where_they_stopped(straight):
     corpus = open_corpus(
         config.data, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size, seed=config.seed
     )
-    whole, rest = training_batches(assembly, corpus, 0), training_batches(assembly, corpus, 3)
+    whole, rest = (batches(corpus.train, batch=assembly.batch, seed=config.seed, start_step=step) for step in (0, 3))
     seen = [np.asarray(next(whole)["tokens"]) for _ in range(5)]
     np.testing.assert_array_equal(seen[3], next(rest)["tokens"])
     np.testing.assert_array_equal(seen[4], next(rest)["tokens"])

@@ -20,7 +20,7 @@ from meshtrain.layout.placement import Placement
 from meshtrain.models import head
 from meshtrain.models.attention import Attention, Memory, Slots
 from meshtrain.models.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
-from meshtrain.models.decoder_options import ROTARY
+from meshtrain.models.decoder_options import ROTARY, TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import MIDDLE, RESIDUAL
@@ -32,7 +32,7 @@ SINUSOID_BASE = 10000.0  # Vaswani et al. 2017, section 3.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Seq2SeqOptions:
+class Seq2SeqOptions(TransformerShape):
     """The shape of an encoder-decoder."""
 
     num_encoder_layers: int = option(4, "layers of the encoder", minimum=1, maximum=100_000)
@@ -78,16 +78,6 @@ class Seq2SeqOptions:
         "elsewhere, slowly), auto",
         choices=("auto", "xla", "blockwise", "cudnn", "splash"),
     )
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
-        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def width_of_head(self) -> int:
-        """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
-        return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def weight_std(self) -> float:

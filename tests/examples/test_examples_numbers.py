@@ -5,11 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshtrain.data.numbers import NumberPairs, open_numbers, spelled, split, tokenizer
-from meshtrain.data.sources import DataOptions
+from meshtrain.examples.numbers import NumberOptions, NumberPairs, open_numbers, spelled, split, tokenizer
 from meshtrain.words.errors import UserError
 
-OPTIONS = DataOptions(source="numbers")
+OPTIONS = NumberOptions(source="numbers")
 WIDE = dataclasses.replace(OPTIONS, numbers_below=1_000_000)
 
 

@@ -13,12 +13,24 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.idx import find_images, read_pairs
-from meshtrain.data.own import Data
-from meshtrain.data.sources import DataOptions
+from meshtrain.data.built_in import Asked, Source
+from meshtrain.data.corpus import tokenizer_for, vocabulary_of
+from meshtrain.data.own import Data, opened
+from meshtrain.data.sources import DataOptions, fraction_problems, unread
+from meshtrain.examples.idx import find_images, read_pairs
 from meshtrain.words.errors import UserError
+from meshtrain.words.options import option
 
 DIGITS = Path(__file__).parent / "digits" / "images-idx3-ubyte.gz"
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageOptions(DataOptions):
+    """The options of the sources `digits` and `idx`."""
+
+    validation_fraction: float = option(
+        0.05, "share of the images kept for validation, 0 to below 1", minimum=0, only_for={"validation_path": ("",)}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +53,7 @@ class Images:
         return {"images": self.pixels[index][..., None], "labels": label, "weights": np.ones((), np.float32)}
 
 
-def open_images(options: DataOptions, *, size: tuple[int, ...], num_classes: int) -> Data:
+def open_images(options: ImageOptions, asked: Asked) -> Data:
     """Opens the digits, or the IDX files of `data.path`; all images are held in memory.
 
     Without files of their own, validation images are those whose pixels have the smallest hashes. So an image stays in
@@ -49,8 +61,7 @@ def open_images(options: DataOptions, *, size: tuple[int, ...], num_classes: int
 
     Args:
       options: with the source `digits` or `idx`.
-      size: [H, W, 1] of an image in the task's batch; () if the task has no such images.
-      num_classes: labels have to be below it; 0: unknown.
+      asked: of the entries `images` [B, H, W, 1] and `labels`, if the task has them.
 
     Raises:
       UserError: one line for each file that is missing or wrong, for images of another size, for labels that are too
@@ -61,10 +72,10 @@ def open_images(options: DataOptions, *, size: tuple[int, ...], num_classes: int
         train = read_pairs([DIGITS], key)
     else:
         train, what = _from_files(options.path, key), f"images of {options.path}"
-    found = _problems(key, train, size, num_classes)
+    found = _problems(key, train, asked)
     if options.source == "idx" and options.validation_path:
         validation = _from_files(options.validation_path, "data.validation_path")
-        found += _problems("data.validation_path", validation, size, num_classes)
+        found += _problems("data.validation_path", validation, asked)
     else:
         train, validation = _split(*train, options.validation_fraction)
     if found:
@@ -82,24 +93,22 @@ def open_images(options: DataOptions, *, size: tuple[int, ...], num_classes: int
     )
 
 
-def open_each(paths: str, *, size: tuple[int, ...], num_classes: int) -> dict[str, Images]:
+def open_each(options: ImageOptions, asked: Asked) -> dict[str, Images]:
     """Opens each IDX file of images by itself, whole, by its path as `data.path` names it.
-
-    Args:
-      paths: files or globs, comma separated.
-      size: see `open_images`.
-      num_classes: see `open_images`.
 
     Raises:
       UserError: see `open_images`.
     """
-    files, found = find_images(paths, "data.path")
+    files, found = find_images(options.path, "data.path")
     if found:
         raise UserError(*found)
     pairs = {str(path): read_pairs([path], "data.path") for path in files}
-    if found := [line for pair in pairs.values() for line in _problems("data.path", pair, size, num_classes)]:
+    if found := [line for pair in pairs.values() for line in _problems("data.path", pair, asked)]:
         raise UserError(*found)
-    return {name: Images(pixels, labels.astype(np.int32)) for name, (pixels, labels) in pairs.items()}
+    parts = {name: Images(pixels, labels.astype(np.int32)) for name, (pixels, labels) in pairs.items()}
+    for name, images in parts.items():
+        opened(Data(images, images, name), asked.batch, asked.limits, num_eval_batches=0)
+    return parts
 
 
 def _from_files(paths: str, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -109,10 +118,12 @@ def _from_files(paths: str, key: str) -> tuple[np.ndarray, np.ndarray]:
     return read_pairs(files, key)
 
 
-def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], size: tuple[int, ...], num_classes: int) -> list[str]:
+def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> list[str]:
     """Returns one line for images of another size than the task's, and one for labels that the task has not."""
     pixels, labels = pair
     height, width = pixels.shape[1:]
+    size = asked.batch["images"].shape[1:] if "images" in asked.batch else ()
+    num_classes = asked.limits["labels"] if "labels" in asked.limits else 0
     found = []
     if size and size != (height, width, 1):
         wanted = " x ".join(map(str, size[:2]))
@@ -139,3 +150,18 @@ def _split(
     is_held = np.zeros(len(pixels), bool)
     is_held[sorted(range(len(pixels)), key=hashes.__getitem__)[: round(len(pixels) * fraction)]] = True
     return (pixels[~is_held], labels[~is_held]), (pixels[is_held], labels[is_held])
+
+
+def check(options: ImageOptions, *, reads_data: bool) -> list[str]:
+    """Returns one line for each problem that the options, and the headers of files, show."""
+    inputs = ("path", "validation_path") if options.source == "idx" else ()
+    found = unread(options, inputs, lambda path: "idx") + fraction_problems(options)
+    if reads_data and inputs:
+        found += find_images(options.path, "data.path")[1]
+        if options.validation_path:
+            found += find_images(options.validation_path, "data.validation_path")[1]
+    return found
+
+
+digits = Source(open_images, check, tokenizer_for, vocabulary_of, ImageOptions)
+idx = dataclasses.replace(digits, open_files=open_each)

@@ -5,14 +5,15 @@ import fnmatch
 import pathlib
 import tomllib
 
+import jax
 import numpy as np
 import pytest
 
-from meshtrain.data.idx import read_pairs
-from meshtrain.data.images import DIGITS, open_images
-from meshtrain.data.sources import DataOptions
+from meshtrain.data.built_in import Asked
+from meshtrain.examples.idx import read_pairs
+from meshtrain.examples.images import DIGITS, ImageOptions, open_images
 from meshtrain.words.errors import UserError
-from tests.data.test_data_idx import NUMBERS, PIXELS, idx, write
+from tests.examples.test_examples_idx import NUMBERS, PIXELS, idx, write
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_BYTES = 60_000
@@ -21,7 +22,9 @@ COUNTS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
 def opened(size=(8, 8, 1), num_classes=10, **options):
-    return open_images(DataOptions(**{"source": "digits", **options}), size=size, num_classes=num_classes)
+    batch = {"images": jax.ShapeDtypeStruct((1, *size), np.uint8)} if size else {}
+    asked = Asked(batch, {"labels": num_classes} if num_classes else {}, 1, 0, 0)
+    return open_images(ImageOptions(**{"source": "digits", **options}), asked)
 
 
 def pixels_of(examples):

@@ -9,7 +9,7 @@ import pytest
 from meshtrain.config.config import parse, resolve
 from meshtrain.config.tasks import abstract_task
 from meshtrain.data.own import opened
-from meshtrain.models.seq2seq import Seq2SeqOptions
+from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import entries, limits
 from scripts.benchmarks import numbers
 from scripts.benchmarks.numbers import SETTINGS, Outcome, line, missed, trained

@@ -10,7 +10,7 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.config.config import resolve
 from meshtrain.config.tasks import abstract_task
-from meshtrain.run.evaluate import training_batches
+from meshtrain.data.loader import batches
 from meshtrain.run.opened import open_data
 from tests.parity.comparison import Trained, assert_same
 from tests.parity.runs import by_path, first_moments, sizes
@@ -35,9 +35,10 @@ def train(accumulation_steps: int = 1, **axes: int) -> Trained:
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     initial, losses, norms, gradients = by_path(state.params), [], [], {}
     step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
-    batches = training_batches(assembly, open_data(config, abstract_task(config)), 0)
+    corpus = open_data(config, abstract_task(config))
+    of_training = batches(corpus.train, batch=assembly.batch, seed=config.seed, num_threads=0)
     for _ in range(NUM_STEPS):
-        state, metrics = step(state, next(batches))
+        state, metrics = step(state, next(of_training))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
         gradients = gradients or first_moments(state.opt_state)

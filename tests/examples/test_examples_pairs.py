@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meshtrain.data.pairs import packed, rows_in_order
+from meshtrain.examples.pairs import packed, rows_in_order
 from meshtrain.words.errors import UserError
 
 GENERATOR = np.random.default_rng(0)

@@ -7,6 +7,7 @@ Normalization is over groups of channels of one image (Wu and He 2018). BatchNor
 would make the mesh and the microbatches part of the numbers, and need a state beside the weights.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,14 +18,29 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from meshtrain.layout.placement import Placement
-from meshtrain.models.convnet_options import ConvnetOptions
 from meshtrain.models.layers import dropout
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
+from meshtrain.words.options import option
 
 # What is folded into an image's key, so that each use has random numbers of its own.
 SHIFT, AFTER_POOLING, AFTER_HIDDEN = range(3)
 WINDOW = 3  # of a convolution, in pixels
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvnetOptions:
+    """The options of the task `convnet`."""
+
+    height: int = option(8, "pixels of an image from top to bottom", minimum=2)
+    width: int = option(8, "pixels of an image from left to right", minimum=2)
+    channels: int = option(1, "numbers a pixel: 1 for grey, 3 for colours", minimum=1)
+    num_classes: int = option(10, "labels are 0 to below this", minimum=2)
+    filters: int = option(32, "filters of the first convolution, half of the second's", minimum=1, dim="filters")
+    hidden: int = option(128, "width of the dense layer", minimum=1, dim="mlp")
+    num_groups: int = option(8, "groups of channels that GroupNorm normalizes together", minimum=1)
+    dropout_rate: float = option(0.25, "share of activations set to zero in training, 0 to below 1", minimum=0)
+    max_shift: int = option(1, "most pixels by which training shifts an image, in each direction; 0: none", minimum=0)
 
 
 class ConvNet(nnx.Module):

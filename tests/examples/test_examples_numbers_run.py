@@ -12,7 +12,7 @@ import pytest
 from meshtrain import generate
 from meshtrain.config.between_runs import difference
 from meshtrain.config.config import default, resolve
-from meshtrain.data.sources import DataOptions
+from meshtrain.examples.numbers import NumberOptions
 from meshtrain.main import main
 from meshtrain.models.task import Task, token_batch
 from meshtrain.run.opened import open_data
@@ -125,7 +125,11 @@ def lines(task, changes):
         ("seq2seq", {"model.begin_id": "3"}, "model.begin_id: got 3; allowed with data.source=numbers: 0, with which"),
         (
             "seq2seq",
-            {"model.begin_id": "30", "model.vocab_size": "30", "data.source": "tests.run.test_run_numbers:words"},
+            {
+                "model.begin_id": "30",
+                "model.vocab_size": "30",
+                "data.source": f"{__name__}:words",
+            },
             "model.begin_id: got 30; allowed: a token, below model.vocab_size = 30; nearest: 29",
         ),
         ("seq2seq", {"model.num_kv_heads": "2"}, "model.num_kv_heads: unknown key"),
@@ -175,7 +179,7 @@ def test_sizes_that_hold_no_number_are_refused_before_anything_is_written(change
 
 
 def test_a_task_without_sources_is_told_which_has_them():
-    config = dataclasses.replace(resolve({"batch_size": 4}), data=DataOptions(source="numbers"))
+    config = dataclasses.replace(resolve({"batch_size": 4}), data=NumberOptions(source="numbers"))
     with pytest.raises(UserError) as caught:
         open_data(config, Task(init=dict, loss=len, batch=token_batch(4, 8)))
     assert str(caught.value) == (

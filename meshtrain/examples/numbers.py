@@ -10,13 +10,16 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from meshtrain.data.built_in import Asked, Source
 from meshtrain.data.own import Data
-from meshtrain.data.pairs import packed
-from meshtrain.data.sources import BEGIN_ID, DataOptions
+from meshtrain.data.sources import DataOptions, unread
 from meshtrain.data.tokenize import Tokenizer
+from meshtrain.examples.pairs import packed
 from meshtrain.words.errors import UserError, nearest
+from meshtrain.words.options import option
 
-END_ID = BEGIN_ID
+END_ID = BEGIN_ID = 0
+SIDES = ("source_tokens", "tokens")
 SPECIAL, DIGITS = "<end>", tuple("0123456789")
 UNITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEENS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
@@ -24,6 +27,23 @@ TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "nin
 HUNDRED, THOUSAND, AND = "hundred", "thousand", "and"
 WORDS = {"digits": UNITS, "english": (*UNITS, *TEENS, *TENS, HUNDRED, THOUSAND, AND)}
 MOST_HELD_OUT, NUM_PROMPTS = 1000, 4
+NUMBERS = {"source": ("numbers",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberOptions(DataOptions):
+    """The options of the source `numbers`."""
+
+    numbers_below: int = option(
+        1000, "numbers 0 .. this minus 1 are written in words", minimum=10, maximum=1_000_000, only_for=NUMBERS
+    )
+    num_held_out: int = option(
+        0, "numbers kept for validation; 0: a tenth of them, at most 1,000", minimum=0, only_for=NUMBERS
+    )
+    spelling: str = option(
+        "digits", "how a number is written: digits (four zero seven) or english (four hundred and seven)",
+        choices=tuple(WORDS), only_for=NUMBERS,
+    )  # fmt: skip
 
 
 def spelled(number: int, spelling: str) -> list[str]:
@@ -119,12 +139,12 @@ def tokenizer(spelling: str) -> Tokenizer:
     return Tokenizer(f"numbers in {spelling}", len(ids), END_ID, encode_documents, encode, decode)
 
 
-def num_held_out(options: DataOptions) -> int:
+def num_held_out(options: NumberOptions) -> int:
     """Returns how many numbers are kept for validation."""
     return options.num_held_out or min(options.numbers_below // 10, MOST_HELD_OUT)
 
 
-def split(options: DataOptions) -> tuple[np.ndarray, np.ndarray]:
+def split(options: NumberOptions) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers to train on and those held out, int64: the ones with the smallest hash are held out.
 
     Both are in the order of their hashes, so that neighbours in a row of pairs are unrelated.
@@ -142,7 +162,7 @@ def _hashes(numbers: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def open_numbers(options: DataOptions, *, source_length: int, target_length: int, vocab_size: int) -> Data:
+def open_numbers(options: NumberOptions, *, source_length: int, target_length: int, vocab_size: int) -> Data:
     """Returns the numbers below `options.numbers_below` as packed pairs.
 
     Args:
@@ -183,3 +203,33 @@ def open_numbers(options: DataOptions, *, source_length: int, target_length: int
         text=text,
         prompts=tuple(str(number) for number in validation[:NUM_PROMPTS]),
     )
+
+
+def _opened(options: NumberOptions, asked: Asked) -> Data:
+    if missing := [name for name in SIDES if name not in asked.batch]:
+        raise UserError(
+            f"data.source: got {options.source}, pairs of a source and a target, with a task whose batch has no "
+            f"'{missing[0]}'; allowed: a task whose batch has {' and '.join(SIDES)}; nearest: task=seq2seq"
+        )
+    source_length, target_length = (asked.batch[name].shape[1] for name in SIDES)
+    return open_numbers(options, source_length=source_length, target_length=target_length, vocab_size=asked.ids_below)
+
+
+def check(options: NumberOptions, *, reads_data: bool) -> list[str]:
+    """Returns one line for each problem of the options; numbers are made, so nothing is read."""
+    found = unread(options, ())
+    if options.num_held_out >= options.numbers_below:
+        found.append(
+            f"data.num_held_out: got {options.num_held_out}; allowed: below data.numbers_below = "
+            f"{options.numbers_below}; nearest: {options.numbers_below // 10}"
+        )
+    return found
+
+
+numbers = Source(
+    open=_opened,
+    check=check,
+    tokenizer=lambda options, vocab_size: tokenizer(options.spelling),
+    vocab_size=lambda options: tokenizer(options.spelling).vocab_size,
+    options=NumberOptions,
+)

@@ -21,18 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models import abstract, head, losses
-from meshtrain.models import cache as caches
-from meshtrain.models.attention import CACHE, NEW, Memory, Slots
-from meshtrain.models.cost import of_transformer
-from meshtrain.models.decode import Cache, Decode
-from meshtrain.models.decoder import layer_stack, run_layers
-from meshtrain.models.entry import Entry
-from meshtrain.models.exact_match import exact_match
-from meshtrain.models.remat import RematOptions, casts_first
-from meshtrain.models.seq2seq import (
+from meshtrain.examples.exact_match import exact_match
+from meshtrain.examples.seq2seq import (
     SOURCE,
     TARGET,
     Embedding,
@@ -44,6 +34,16 @@ from meshtrain.models.seq2seq import (
     params_of,
     side_keys,
 )
+from meshtrain.layout.placement import Placement
+from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.models import abstract, head, losses
+from meshtrain.models import cache as caches
+from meshtrain.models.attention import CACHE, NEW, Memory, Slots
+from meshtrain.models.cost import of_transformer
+from meshtrain.models.decode import Cache, Decode
+from meshtrain.models.decoder import layer_stack, run_layers
+from meshtrain.models.entry import Entry
+from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Task, sequence_keys, token_batch
 
 NOTHING_AGAIN = RematOptions("none")
@@ -87,6 +87,7 @@ def seq2seq(
         width=options.embed_dim,
         cost=functools.partial(of_transformer, options, num_layers, dtype, model.output_dtype, remat, model.placement),
         vocab_size=options.vocab_size,
+        batch_text=f"{batch_size} sequences of {lengths[0]} source and {lengths[1]} target tokens",
     )
 
 

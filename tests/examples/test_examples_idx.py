@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from meshtrain.data.idx import IMAGES, LABELS, find_images, labels_of, read, read_pairs
+from meshtrain.examples.idx import IMAGES, LABELS, find_images, labels_of, read, read_pairs
 from meshtrain.words.errors import UserError
 
 N, H, W = 5, 4, 3

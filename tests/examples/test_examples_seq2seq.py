@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.data.pairs import packed
+from meshtrain.examples.pairs import packed
+from meshtrain.examples.seq2seq import SOURCE, TARGET, Seq2SeqOptions, side_keys, sinusoids
+from meshtrain.examples.seq2seq_task import seq2seq
 from meshtrain.models.remat import RematOptions
-from meshtrain.models.seq2seq import SOURCE, TARGET, Seq2SeqOptions, side_keys, sinusoids
-from meshtrain.models.seq2seq_task import seq2seq
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.plan.traced import traced_flops
 

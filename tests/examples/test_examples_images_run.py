@@ -11,11 +11,11 @@ import pytest
 
 from meshtrain import evaluate, generate
 from meshtrain.config.config import default, resolve
-from meshtrain.data.idx import read_pairs
-from meshtrain.data.images import DIGITS
+from meshtrain.examples.idx import read_pairs
+from meshtrain.examples.images import DIGITS
 from meshtrain.main import main
 from meshtrain.words.errors import UserError
-from tests.data.test_data_idx import idx
+from tests.examples.test_examples_idx import idx
 from tests.run.broken import Case, assert_refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -138,6 +138,11 @@ def lines(given, **keywords):
             "convnet",
             {"data.validation_path": "x"},
             "data.validation_path: got 'x' with data.source=digits, which takes",
+        ),
+        (
+            "convnet",
+            {"data.chat_template": "t"},
+            "data.chat_template: got 't' with data.source=digits, whose models answer no messages;",
         ),
         (
             "convnet",

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from flax.core import meta
 
+from meshtrain.examples.convnet import ConvnetOptions, convnet, flops_per_image, shifted
 from meshtrain.layout.axes import AXES
-from meshtrain.models.convnet import convnet, flops_per_image, shifted
-from meshtrain.models.convnet_options import ConvnetOptions
 from meshtrain.plan.traced import traced_flops
 
 B = 8

@@ -1,0 +1,91 @@
+"""Sources of data by name: the built-in ones, those of side rooms, and any function of the user's."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from meshtrain.config import side_rooms
+from meshtrain.data.built_in import SOURCES, Source
+from meshtrain.data.sources import DataOptions, fraction_problems, is_own
+from meshtrain.data.tokenize import NUM_BYTES
+from meshtrain.words import named
+from meshtrain.words.errors import UserError, unknown
+
+SEAM = "data.source"
+
+
+def names() -> list[str]:
+    """Returns the names of the built-in sources."""
+    return [*SOURCES, *side_rooms.names(SEAM)]
+
+
+def find(name: str) -> Source:
+    """Returns the source that one of `names` stands for."""
+    return SOURCES[name] if name in SOURCES else typing.cast(Source, side_rooms.found(SEAM, name))
+
+
+def options_of(name: str, given: Iterable[str] = ()) -> type[DataOptions]:
+    """Returns the class of a source's options.
+
+    Options of other built-in sources stay legal, so that swapping is one line: where one of them is given, the class
+    has them all.
+
+    Args:
+      name: of the source; a function, or a name that nothing has, has the options that all sources have.
+      given: the options that a configuration sets.
+    """
+    return _with_others(name) if set(given) - _fields(_own_options(name)).keys() else _own_options(name)
+
+
+def _own_options(name: str) -> type[DataOptions]:
+    return find(name).options if name in names() else DataOptions
+
+
+def _fields(kind: type[DataOptions]) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(kind)}
+
+
+@functools.cache
+def _with_others(name: str) -> type[DataOptions]:
+    own, beside = _own_options(name), dict[str, tuple[str, type, Any]]()
+    for other in (find(one).options for one in names()):
+        kinds = typing.get_type_hints(other)
+        for field in _fields(other).values():
+            copy = dataclasses.field(default=field.default, metadata=field.metadata)
+            beside[field.name] = (field.name, kinds[field.name], copy)
+    more = [field for key, field in beside.items() if key not in _fields(own)]
+    return dataclasses.make_dataclass(own.__name__, more, bases=(own,), frozen=True) if more else own
+
+
+def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
+    """Returns one line for each problem that can be seen without reading the data: paths, sizes, descriptions.
+
+    A user's data function gets the whole configuration, and may read any input.
+
+    Args:
+      options: each within its own bounds.
+      reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
+    """
+    if is_own(options):
+        own = named.problems(SEAM, options.source, names()) if reads_data else []
+        return fraction_problems(options) + own
+    if options.source in names():
+        return find(options.source).check(options, reads_data=reads_data)
+    line = unknown(SEAM, options.source, names()).replace("; did", f", {named.FORM}; did")
+    return [line if "did you mean" in line else f"{line}, {named.FORM}; nearest: 'python', the default"]
+
+
+def vocabulary_of(options: DataOptions) -> int:
+    """Returns the vocabulary size of a source; 257, as for bytes, of one that nothing has.
+
+    Raises:
+      UserError: the tokenizer or the description of the tokens is missing or wrong; or the data are the user's own.
+    """
+    if is_own(options):
+        raise UserError(
+            f"model.vocab_size: got 0 with data.source={options.source}, which brings no tokenizer; allowed: a number "
+            "above each token id; nearest: model.vocab_size=257"
+        )
+    return find(options.source).vocab_size(options) if options.source in names() else NUM_BYTES + 1

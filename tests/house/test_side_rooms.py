@@ -1,0 +1,61 @@
+"""Side rooms: the core runs without their folders, and their names stand in one table."""
+
+import importlib
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from meshtrain.config.side_rooms import SIDE_ROOMS
+
+ROOT = pathlib.Path(__file__).parents[2]
+ROOMS = ["examples"]
+# In one process: explain a run, train two steps of it, evaluate it; and what the names of the room come to.
+CORE = """
+import sys
+# An installation that is edited in place finds the folder that is missing here.
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+from meshtrain.__main__ import main
+from meshtrain.config.config import resolve
+from meshtrain.config.former import FORMER, Gone
+from meshtrain.words.errors import UserError
+
+room, *names = sys.argv[1:]
+run = ["--workdir=run", "--config=small.py", "--config.num_steps=2", "--config.sample_tokens=0"]
+for words in (["explain", *run[1:]], ["train", *run], ["evaluate", *run[:2], "--config.num_eval_batches=1"]):
+    assert main(words) == 0, words
+for name in names:
+    try:
+        resolve({}, dict([name.split("=")]))
+    except UserError as error:
+        [line] = error.problems
+        assert line.startswith(name.replace("=", ": got '") + "'; allowed: "), line
+    else:
+        raise AssertionError(name)
+assert resolve({key: gone.default for key, gone in FORMER.items() if isinstance(gone, Gone)}) == resolve({})
+assert not [name for name in sys.modules if name.startswith(f"meshtrain.{room}")]
+"""
+
+
+@pytest.mark.parametrize("seam, name", [(seam, name) for seam, names in SIDE_ROOMS.items() for name in names])
+def test_a_name_of_a_side_room_stands_for_something(seam, name):
+    module, _, attribute = SIDE_ROOMS[seam][name].partition(":")
+    assert hasattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_core_trains_without_the_folder_of_a_side_room(room, tmp_path):
+    shutil.copytree(ROOT / "meshtrain", tmp_path / "meshtrain", ignore=shutil.ignore_patterns(room, "__pycache__"))
+    assert not (tmp_path / "meshtrain" / room).exists()
+    (tmp_path / "small.py").write_text("from meshtrain.config import default as get_config\n")
+    names = [
+        f"{seam}={name}"
+        for seam, brought in SIDE_ROOMS.items()
+        for name, place in brought.items()
+        if place.startswith(f"meshtrain.{room}.")
+    ]
+    command = [sys.executable, "-c", CORE, room, *names]  # which finds the package in the current folder first
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
