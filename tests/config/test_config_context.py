@@ -12,11 +12,6 @@ from meshtrain.models.decoder_cost import kernels
 from meshtrain.words.errors import UserError
 
 CASES = {
-    "a batch without sequences": (
-        {"task": "convnet", "data.source": "digits", "mesh.context": "2"},
-        "mesh.context: got 2, and no entry of this task's batch has a dim 'sequence'; allowed: 1; "
-        "nearest: mesh.context=1",
-    ),
     "tokens": (
         {"mesh.context": "4", "sequence_length": "254"},
         "sequence_length: got 254; allowed: a multiple of 4, as rule 'residual_sequence' splits it over "
@@ -26,11 +21,6 @@ CASES = {
         {"mesh.context": "4", "mesh.tensor": "2", "layout.sequence_parallel": "true", "sequence_length": "252"},
         "sequence_length: got 252; allowed: a multiple of 8, as rule 'residual_sequence' splits it over "
         "mesh.context = 4 x mesh.tensor = 2; nearest: 256",
-    ),
-    "tokens of a source": (
-        {"task": "seq2seq", "data.source": "numbers", "mesh.context": "2", "model.source_length": "33"},
-        "model.source_length: got 33; allowed: a multiple of 2, as rule 'residual_sequence' splits it over "
-        "mesh.context = 2; nearest: 34",
     ),
     "weights": (
         {

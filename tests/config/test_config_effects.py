@@ -19,23 +19,6 @@ from meshtrain.words.options import idle
 
 
 @pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        ("remat.policy=full", "task=convnet"),
-        ("layout.sequence_parallel=true", "task=convnet"),
-        ("data.validation_fraction=0.3", "data.validation_path"),
-        ("data.packing=first_fit", "data.source=idx"),
-    ],
-)
-def test_what_images_do_not_read_is_listed(overrides, why):
-    own = ["data.source=idx", "data.path=a-images", "data.validation_path=b-images"]
-    texts = dict(one.split("=", 1) for one in (overrides, *own))
-    config = resolve(default("convnet"), texts, reads_data=False)
-    found = effects.without_effect(config, dict.fromkeys(AXES, 1) | {"tensor": 2})
-    assert found == {overrides.partition("=")[0]: why}
-
-
-@pytest.mark.parametrize(
     ("overrides", "line"),
     [
         (["data.source=synthetic", "data.path=tokens/*.bin"], "data.path: got .*; nearest: data.source=tokens"),

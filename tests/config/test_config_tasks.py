@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from meshtrain.config.between_runs import difference, from_json
-from meshtrain.config.config import Config, check, default, parse, resolve, to_json
+from meshtrain.config.config import Config, check, default, resolve, to_json
 from meshtrain.config.tasks import find, name_of
-from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.words.errors import UserError
@@ -137,12 +136,6 @@ def test_a_field_of_two_tasks_with_two_defaults_has_to_be_said():
     assert line.startswith(f"task: got '{OWN}' in a configuration that begins with the options of 'decoder'")
     assert "model.num_layers = 4" in line
     assert f"default(task='{OWN}')" in line
-
-
-def test_without_a_file_the_task_alone_decides_about_its_defaults():
-    config, _ = parse(["--config.task=seq2seq", "--config.data.source=numbers"])
-    assert config.model == Seq2SeqOptions(vocab_size=21)
-    assert config.model.dropout_rate != DecoderOptions.dropout_rate
 
 
 def test_a_pipeline_needs_a_task_with_stages():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshtrain import evaluate, generate
-from meshtrain.config.config import Config, resolve
+from meshtrain.config.config import Config
 from meshtrain.models.lora import LoraOptions
 from meshtrain.optim.trainable import is_adapter
 from meshtrain.run import start
@@ -79,12 +79,3 @@ def test_adapters_of_another_run_go_on(tmp_path):
     assembly = assembly_of({"more": FRESH}, tmp_path, params)
     taken, _ = start._taken(assembly)
     np.testing.assert_array_equal(restore_params(tmp_path, taken)["w_lora_a"], FRESH["w_lora_a"])
-
-
-def test_adapters_are_refused_where_no_layer_applies_them():
-    with pytest.raises(UserError) as caught:
-        resolve({"task": "convnet", "data": {"source": "digits"}, "lora": {"rank": 2}})
-    assert caught.value.problems == (
-        "lora.rank: got 2 with task=convnet; allowed: 0, or the tasks decoder and seq2seq, whose layers apply "
-        "adapters; nearest: lora.rank=0",
-    )
