@@ -5,6 +5,7 @@ python -m meshtrain explain --config=configs/3d.py [--config.mesh.tensor=4 ...]
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config import effects
-from meshtrain.config.config import parse
+from meshtrain.config.config import Config, groups, parse
 from meshtrain.launch import distributed
 from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
@@ -22,6 +23,7 @@ from meshtrain.models.task import Task, token_batch
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.step.held import Held, held
 from meshtrain.words.errors import UserError, run
+from meshtrain.words.options import naming, own_values
 from meshtrain.words.paths import target_problems
 from meshtrain.words.tables import format_bytes
 
@@ -44,6 +46,7 @@ def text(assembly: Assembly) -> str:
         f"mesh         {describe(assembly.mesh)}",
         f"batch        {batch_text(assembly)}",
         *kernels_text(assembly),
+        *own_text(config),
         "",
         mesh_text(shape),
         "",
@@ -87,6 +90,17 @@ def trained_text(assembly: Assembly) -> list[str]:
         return []
     num_trained, num_frozen = (sum(leaf.size for leaf in part) for part in (trained, frozen))
     return [f"trained      {num_trained:,} of {num_trained + num_frozen:,} stored parameters, the others are frozen"]
+
+
+def own_text(config: Config) -> list[str]:
+    """Returns a line for each function of the user's that has options in its group, with their values."""
+    found = []
+    for group, options in groups(config).items():
+        field = naming(options)
+        if field and ":" in getattr(options, field):
+            values = "".join(f", {name}={json.dumps(value)}" for name, value in own_values(options).items())
+            found.append(f"own          {group}.{field}={getattr(options, field)}{values}")
+    return found
 
 
 def held_text(bytes_held: Held) -> str:

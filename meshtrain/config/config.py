@@ -39,7 +39,7 @@ from meshtrain.pipeline import check as pipeline_check
 from meshtrain.words import flags
 from meshtrain.words.config_file import load
 from meshtrain.words.errors import UserError, first_line
-from meshtrain.words.options import problems
+from meshtrain.words.options import naming, problems, with_own
 
 
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
@@ -80,7 +80,7 @@ def resolve(
     >>> resolve({"learning_rate": {"name": "cosin"}})
     Traceback (most recent call last):
     meshtrain.words.errors.UserError: learning_rate.name: got 'cosin'; allowed: constant, linear, cosine, inverse_sqrt,
-    noam, warmup_stable_decay; did you mean 'cosine'?
+    noam, warmup_stable_decay, or package.module:function; did you mean 'cosine'?
 
     Args:
       given: what a configuration file returns; missing fields have their defaults.
@@ -290,15 +290,16 @@ def built(
                 del given_here[key]
     if isinstance(values.get("model"), Mapping) and not dataclasses.fields(start.model):
         del values["model"]  # the task has options, and none of them
-    found += _drop_other_defaults(start, values, texts)
+    start, lines = _with_own_options(start, values, texts)
+    found += lines + _drop_other_defaults(start, values, texts)
     found += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
     typed, wrong = flags.collect(flags.schema(start), values, texts)
     return flags.construct(start, typed), found + wrong
 
 
 def defaults_of(config: Config) -> Config:
-    """Returns the defaults of the configuration's task and of its source of data."""
-    return Config(task=config.task, model=type(config.model)(), data=type(config.data)())
+    """Returns the defaults of the configuration's task and source of data, and of the user's functions it names."""
+    return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
 
 
 def _is_known(key: str, schema: Mapping[str, Any]) -> bool:
@@ -318,6 +319,38 @@ def _options_of(make_task: MakeTask, name: str, options: type) -> type:
         tasks.refuse_options(make_task)
         return make_task.options
     return options if name == tasks.name_of(make_task) else tasks.find(name).options
+
+
+def _with_own_options(start: Config, values: dict[str, Any], texts: dict[str, str]) -> tuple[Config, list[str]]:
+    """Returns defaults in which the options of each user's function stand beside the one that names it.
+
+    Takes out of `values`, in place, the options of a function in whose place `texts` names another. Where a function is
+    wrong, its options are not known: they are taken out of both, and a line says what is wrong.
+    """
+    found = list[str]()
+    for name, options in groups(start).items():
+        key = f"{name}.{naming(options)}"
+        chosen = [given[key] for given in (texts, values) if key in given] or [""]
+        strange: list[dict[str, Any]] = [values] if chosen[0] != chosen[-1] else []
+        try:
+            options = with_own(options, name, chosen[0])
+        except UserError as error:
+            found += error.problems
+            strange = [values, texts]
+            for given in strange:
+                given.pop(key, None)
+        known = {f"{name}.{field.name}" for field in dataclasses.fields(options)}
+        for given in strange:
+            for other in [other for other in given if other.startswith(f"{name}.") and other not in known]:
+                del given[other]
+        start = dataclasses.replace(start, **{name: options})
+    return start, found
+
+
+def groups(config: Config) -> dict[str, Any]:
+    """Returns name -> options of each group of a configuration."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
 
 
 def _drop_other_defaults(start: Config, values: dict[str, Any], texts: Mapping[str, str]) -> list[str]:

@@ -61,7 +61,7 @@ def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> 
       UserError: config.json names one that neither the command line nor the file of `--config` names; one line.
     """
     schema = flags.schema(Config())
-    keys = [key for key, entry in schema.items() if entry.names == "function"]
+    keys = [key for key, entry in schema.items() if entry.names.startswith("function")]
     chosen = {key: arguments.overrides[key] for key in keys if key in arguments.overrides}
     try:
         values = flags.flatten(read_json(text))

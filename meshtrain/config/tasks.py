@@ -22,6 +22,7 @@ from meshtrain.models.task import Task
 from meshtrain.step.precision import compute_dtype, output_dtype
 from meshtrain.words import named
 from meshtrain.words.errors import UserError
+from meshtrain.words.options import options_problem
 
 MakeTask = Callable[[Config, Placement], Task]
 Check = Callable[[Config, Mapping[str, int]], list[str]]
@@ -106,34 +107,18 @@ def find(name: str) -> NamedTask:
     if name in side_rooms.names(SEAM):
         return typing.cast(NamedTask, side_rooms.found(SEAM, name))
     function = named.function(SEAM, name, names())
-    if line := _options_problem(name, function):
-        raise UserError(line)
+    _refuse_options(name, function)
     return typing.cast(NamedTask, function)
 
 
-def _options_problem(name: str, function: Any) -> str:
-    """Returns one line where a function's `options` are not a frozen dataclass of `option`s; '' where they are."""
-    wanted = "allowed: a frozen dataclass whose fields are option(default, text)"
-    label = getattr(function, "__name__", "function")
-    near = f"nearest: {label}.options = MyOptions"
+def _refuse_options(name: str, function: Any) -> None:
     if not hasattr(function, "options"):
-        return f"task: got '{name}', which has no attribute 'options'; {wanted}; {near}"
-    options = function.options
-    is_class = isinstance(options, type) and dataclasses.is_dataclass(options)
-    if not is_class or not options.__dataclass_params__.frozen:
-        return f"task: got '{name}', whose options are {options!r}; {wanted}; nearest: @dataclass(frozen=True)"
-    return _field_problem(name, options, wanted)
-
-
-def _field_problem(name: str, options: Any, wanted: str) -> str:
-    kinds = typing.get_type_hints(options)
-    for field in dataclasses.fields(options):
-        if kinds[field.name] not in (int, float, bool, str) or "text" not in field.metadata:
-            return (
-                f"task: got '{name}', whose option '{field.name}' is no option(default, text) of type int, float, bool "
-                f"or str; {wanted}; nearest: {field.name}: int = option(1, 'what it means')"
-            )
-    return ""
+        raise UserError(
+            f"task: got '{name}', which has no attribute 'options'; allowed: a frozen dataclass whose fields are "
+            f"option(default, text); nearest: {getattr(function, '__name__', 'function')}.options = MyOptions"
+        )
+    if line := options_problem("task", name, function.options):
+        raise UserError(line)
 
 
 def refuse_options(make_task: MakeTask) -> None:
@@ -142,8 +127,7 @@ def refuse_options(make_task: MakeTask) -> None:
     Raises:
       UserError: they are not a frozen dataclass of `option`s.
     """
-    if line := _options_problem(name_of(make_task), make_task):
-        raise UserError(line)
+    _refuse_options(name_of(make_task), make_task)
 
 
 def name_of(make_task: MakeTask) -> str:

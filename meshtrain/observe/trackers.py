@@ -1,4 +1,4 @@
-"""Writes the metrics of a run: `metrics.jsonl`, TensorBoard, and Weights & Biases.
+"""Writes the metrics of a run: `metrics.jsonl`, TensorBoard, and Weights & Biases or a tracker of the user's.
 
 A tracker has `write(step, values)` and `close()`. Its error during the run is one warning and does not end the run.
 Only process 0 makes trackers: processes would overwrite each other's files.
@@ -6,6 +6,7 @@ Only process 0 makes trackers: processes would overwrite each other's files.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -15,18 +16,21 @@ import pathlib
 import secrets
 import sys
 import time
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from meshtrain.observe.folder import CONFIG_FILE
 from meshtrain.observe.goodput import Done
 from meshtrain.observe.rows import has_goodput, passed_seconds, row_of
+from meshtrain.words import named
 from meshtrain.words.errors import UserError
 from meshtrain.words.files import write_whole
-from meshtrain.words.options import option
+from meshtrain.words.options import WITH_OPTIONS, option
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
+KEY, NAMES = "observe.tracker", ("none", "wandb")
 _PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
 
 
@@ -37,7 +41,10 @@ class ObserveOptions:
     progress: bool = option(True, "draw a progress bar (process 0, on a terminal only)")
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
     tracker: str = option(
-        "none", "one more tracker: wandb (Weights & Biases; reads WANDB_* variables)", choices=("none", "wandb")
+        "none",
+        f"one more tracker: none, wandb (Weights & Biases; reads WANDB_* variables), or {named.FORM} of one's own",
+        choices=NAMES,
+        names=WITH_OPTIONS,
     )
 
 
@@ -88,8 +95,9 @@ class Trackers:
             if options.tensorboard:
                 self._trackers.append(TensorBoard(pathlib.Path(directory) / "tensorboard", resume_step))
                 opened.callback(self._trackers[-1].close)
-            if options.tracker == "wandb":
-                self._trackers.append(WandB(pathlib.Path(directory), resume_step))
+            if options.tracker != "none":
+                make = WandB if options.tracker == "wandb" else functools.partial(_own, options)
+                self._trackers.append(Guarded(options.tracker, make(pathlib.Path(directory), resume_step)))
                 opened.callback(self._trackers[-1].close)
             self._opened = opened.pop_all()
 
@@ -231,6 +239,48 @@ class TensorBoard:
             self._writer = None
 
 
+class Guarded:
+    """A tracker whose first exception is a warning; training goes on."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        """Guards a tracker of this name."""
+        self._name, self._tracker, self._has_warned = name, tracker, False
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Writes a row of values."""
+        self._attempt(lambda: self._tracker.write(step, values))
+
+    def close(self) -> None:
+        """Writes what is left; a second time is fine."""
+        self._attempt(self._tracker.close)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  another program's service, or a user's code, may fail in any way
+            line = f"{self._name}: {type(error).__name__}: {error}; training goes on, rows are missing there"
+            self._has_warned = _warn_once(self._has_warned, line)
+
+
+def _own(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> Tracker:
+    """Returns the tracker of a user's function, or raises UserError with one line where it gives none."""
+    given = named.called(
+        KEY,
+        options.tracker,
+        named.function(KEY, options.tracker, NAMES),
+        {"options": options, "directory": directory, "resume_step": resume_step},
+        takes="options, a folder and a step",
+        gives="; allowed: an object with write(step, values) and close(); nearest: mend it there, or none",
+    )
+    missing = [name for name in ("write", "close") if not callable(getattr(given, name, None))]
+    if missing:
+        raise UserError(
+            f"{KEY}: got '{options.tracker}', which returns {type(given).__name__} without {' and '.join(missing)}; "
+            "allowed: an object with write(step, values) and close(); nearest: none"
+        )
+    return typing.cast(Tracker, given)
+
+
 class WandB:
     """A run of Weights & Biases. Its files are in `wandb/`; with WANDB_MODE=offline, nothing leaves the machine.
 
@@ -253,7 +303,6 @@ class WandB:
         """
         import wandb
 
-        self._has_warned = False
         config = directory / CONFIG_FILE
         try:
             # Arguments take precedence over the variables.
@@ -288,29 +337,22 @@ class WandB:
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Logs a row; None is left out."""
         row = {name: float(value) for name, value in values.items() if value is not None}
-        self._attempt(lambda: self._run.log(row | {"step": step}))
+        self._run.log(row | {"step": step})
 
     def close(self) -> None:
         """Sends what is left and ends the run; a second time is fine."""
         if self._run is not None:
-            self._attempt(self._run.finish)
-            self._run = None
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001  the service of another program may fail in any way
-            line = f"wandb: {type(error).__name__}: {error}; training goes on, rows are missing there"
-            self._has_warned = _warn_once(self._has_warned, line)
+            run, self._run = self._run, None
+            run.finish()
 
 
 def missing(options: ObserveOptions) -> list[str]:
     """Returns one line if the package of the chosen tracker is not installed."""
-    if options.tracker == "none" or importlib.util.find_spec(options.tracker):
+    if options.tracker != "wandb" or importlib.util.find_spec("wandb"):
         return []
     return [
-        f"observe.tracker: got '{options.tracker}', whose package is not installed; allowed: none, or "
-        f"{options.tracker} with the extra '{options.tracker}'; nearest: pip install {options.tracker}"
+        f"{KEY}: got 'wandb', whose package is not installed; allowed: none, or wandb with the extra 'wandb'; nearest: "
+        "pip install wandb"
     ]
 
 

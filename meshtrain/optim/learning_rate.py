@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshtrain.words import named
 from meshtrain.words.errors import UserError
-from meshtrain.words.options import option, problems
+from meshtrain.words.options import WITH_OPTIONS, AllBut, option, problems
 
+KEY = "learning_rate.name"
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")
 BATCH_SCALINGS = ("none", "linear", "sqrt")
 
@@ -26,12 +28,17 @@ Share = Callable[[jax.Array], jax.Array]
 class LearningRateOptions:
     """The learning rate over the run."""
 
-    name: str = option("cosine", "the schedule after the warm-up", choices=NAMES)
+    name: str = option(
+        "cosine",
+        f"the schedule after the warm-up: {', '.join(NAMES)}, or {named.FORM} of one's own",
+        choices=NAMES,
+        names=WITH_OPTIONS,
+    )
     peak: float = option(
         1e-3,
         "highest learning rate; without effect on noam, see noam_factor",
         minimum=0.0,
-        only_for={"name": ("constant", "linear", "cosine", "inverse_sqrt", "warmup_stable_decay")},
+        only_for={"name": AllBut("noam")},
     )
     warmup_steps: int = option(100, "updates of linear warm-up, the last of them at the peak; 0 means none", minimum=0)
     decay_steps: int = option(
@@ -95,6 +102,7 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
         inverse_sqrt         peak * sqrt(max(w, 1) / step)                       Raffel et al. 2020
         noam                 noam_factor * embed_dim^-0.5 * min(step^-0.5, step * w^-1.5)    Vaswani et al. 2017
         warmup_stable_decay  peak, then linear in the last 1 - stable_fraction   Hu et al. 2024
+        a user's function    peak * function(options)(count), with decay_steps = T in the options
 
     The first update of a warm-up has the rate peak / w. The decay reaches f at count T, one update after the last, so
     the last update still has a rate above 0 where f = 0. A run shorter than its warm-up ends before the peak. Noam
@@ -119,7 +127,7 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
       A function of an int32 scalar (or any shape), usable under jit, to float32 of that shape.
 
     Raises:
-      UserError: options out of bounds, one line each.
+      UserError: options out of bounds, one line each; or what is wrong with a user's function, one line.
     """
     lines = problems(options, "learning_rate") + check(options)
     if lines:
@@ -189,4 +197,29 @@ def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
         "inverse_sqrt": [(first, inverse_sqrt)],
         "warmup_stable_decay": [(first, constant), (start_of_decay, linear(start_of_decay))],
     }
-    return parts[options.name]
+    return (
+        parts[options.name] if options.name in parts else [(first, _own(dataclasses.replace(options, decay_steps=end)))]
+    )
+
+
+def _own(options: LearningRateOptions) -> Share:
+    """Returns the shares of a user's function, or raises UserError with one line where it gives none."""
+    wanted = "allowed: a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
+    share = named.called(
+        KEY,
+        options.name,
+        named.function(KEY, options.name, NAMES),
+        {"options": options},
+        takes="options",
+        gives=f"; {wanted}; nearest: mend it there",
+    )
+    try:
+        got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:  # whatever the user's function raises
+        raise UserError(
+            f"{KEY}: got '{options.name}', whose result raises {named.raised(error)}; {wanted}; nearest: jnp.where, "
+            "jnp.minimum and their like in place of `if`"
+        ) from error
+    if got.shape:
+        raise UserError(f"{KEY}: got '{options.name}', which gives {list(got.shape)} numbers; {wanted}; nearest: one")
+    return lambda count: jnp.asarray(share(count + options.warmup_steps), jnp.float32)

@@ -1,11 +1,13 @@
-"""Optimizers: a direction by name, decoupled weight decay, the learning rate.
+"""Optimizers: a direction by name, decoupled weight decay, the learning rate; or a function of the user's.
 
 Adam, SGD and Lion are elementwise. Adafactor and Muon reduce over whole weights (not over stacked layers). Run them
 under jit, where the partitioner inserts the collectives. In a manual region they would reduce over local shards only.
 """
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,18 +16,90 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from meshtrain.layout.stored import Names
+from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim import moments, trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
+from meshtrain.words import named
 from meshtrain.words.errors import UserError
-from meshtrain.words.options import AllBut, option, problems
+from meshtrain.words.options import WITH_OPTIONS, AllBut, option, problems
 
-NAMES = ("adamw", "adam", "sgd", "lion", "adafactor", "muon")
+KEY = "optimizer.name"
 
 # The root mean square of Muon's updates, about that of Adam's, so that both share a learning rate and a weight decay
 # (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2).
 MUON_RMS = 0.2
+
+
+def _adam(axes: Any, *, beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
+    return optax.scale_by_adam(beta1, beta2, epsilon, mu_dtype=jnp.float32)
+
+
+def _sgd(axes: Any, *, momentum: float) -> optax.GradientTransformation:
+    return optax.trace(momentum, accumulator_dtype=jnp.float32)
+
+
+def _lion(axes: Any, *, beta1: float, beta2: float) -> optax.GradientTransformation:
+    return optax.scale_by_lion(beta1, beta2, mu_dtype=jnp.float32)
+
+
+def _muon(axes: Any, *, momentum: float, beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
+    labels = map_axes(lambda names: "muon" if is_hidden_matrix(names) else "adam", axes)
+    adam = _adam(axes, beta1=beta1, beta2=beta2, epsilon=epsilon)
+    return optax.partition({"muon": _of_matrices(momentum, axes), "adam": adam}, labels)
+
+
+def _of_matrices(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
+    """Returns Muon (Jordan et al. 2024) for the hidden matrices of a tree that has a `MaskedNode` for any other weight.
+
+    The dims of each matrix are passed explicitly. By default optax treats exactly the weights of two dims as matrices,
+    so stacked layers would use Adam and stacked norms Muon.
+    """
+
+    def dimension_numbers(axes: Names) -> Any:
+        dims = matrix_dims(axes)
+        return MuonDimensionNumbers(*dims) if dims is not None and is_hidden_matrix(axes) else optax.MaskedNode()
+
+    dimensions = map_axes(dimension_numbers, logical_axes)
+
+    def scale(update: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
+        sizes = [math.prod(update.shape[dim] for dim in part) for part in (dims.reduction_axis, dims.output_axis)]
+        return update * (MUON_RMS * math.sqrt(max(sizes)))
+
+    def scale_all(updates: Any, params: Any) -> Any:
+        del params
+        return jax.tree.map(scale, updates, dimensions)
+
+    return optax.chain(
+        scale_by_muon(beta=momentum, mu_dtype=jnp.float32, weight_dimension_numbers=dimensions),
+        optax.stateless(scale_all),
+    )
+
+
+# name -> the direction, without weight decay and learning rate, of weights with these logical axes. Beside them it
+# names the options that it reads.
+DIRECTIONS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": _adam,
+    "adam": _adam,
+    "sgd": _sgd,
+    "lion": _lion,
+    "adafactor": scale_by_adafactor,
+    "muon": _muon,
+}
+NAMES = tuple(DIRECTIONS)
+WITH_DECAY = tuple(name for name in NAMES if name != "adam")
+WITH_MOMENTS = tuple(name for name in NAMES if name != "adafactor")
+
+
+def _read(name: str) -> list[str]:
+    """Returns the options that a built-in optimizer's direction reads."""
+    return list(inspect.signature(DIRECTIONS[name]).parameters)[1:]
+
+
+def _readers(option: str) -> dict[str, tuple[str, ...]]:
+    """Returns the condition of an option that some directions read."""
+    return {"name": tuple(name for name in NAMES if option in _read(name))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,48 +107,52 @@ class OptimizerOptions:
     """How weights move along their gradients."""
 
     name: str = option(
-        "adamw", "the optimizer; adafactor's learning rate is relative to the size of each weight", choices=NAMES
+        "adamw",
+        f"the optimizer: {', '.join(NAMES)}, or {named.FORM} of one's own; adafactor's learning rate is relative to "
+        "the size of each weight",
+        choices=NAMES,
+        names=WITH_OPTIONS,
     )
     beta1: float = option(
         0.9,
         "decay of the first moment (adamw, adam, lion, muon outside its matrices)",
         minimum=0.0,
-        only_for={"name": ("adamw", "adam", "lion", "muon")},
+        only_for=_readers("beta1"),
     )
     beta2: float = option(
         0.95,
         "decay of the second moment (adamw, adam, muon outside its matrices) or of lion's momentum (0.99 is usual)",
         minimum=0.0,
-        only_for={"name": ("adamw", "adam", "lion", "muon")},
+        only_for=_readers("beta2"),
     )
     epsilon: float = option(
         1e-8,
         "added to the root of the second moment (adamw, adam, muon outside its matrices)",
         minimum=0.0,
-        only_for={"name": ("adamw", "adam", "muon")},
+        only_for=_readers("epsilon"),
     )
     weight_decay: float = option(
         0.1,
         "decoupled weight decay of matrices and tables, times the learning rate; without effect on adam",
         minimum=0.0,
-        only_for={"name": ("adamw", "sgd", "lion", "adafactor", "muon")},
+        only_for={"name": WITH_DECAY},
     )
     momentum: float = option(
         0.95,
         "decay of the momentum in sgd (0.9 is usual) and of muon's matrices",
         minimum=0.0,
-        only_for={"name": ("sgd", "muon")},
+        only_for=_readers("momentum"),
     )
     moments: str = option(
         "float32",
         "how moments are stored: float32 (4 bytes each), bfloat16 (2) or 8bit (1, matrices and tables alone)",
         choices=moments.KINDS,
-        only_for={"name": ("adamw", "adam", "sgd", "lion", "muon")},
+        only_for={"name": WITH_MOMENTS},
     )
     moment_block: int = option(
         256,
         "elements of a matrix that share a scale, with 8-bit moments; a power of two",
-        only_for={"moments": ("8bit",), "name": ("adamw", "adam", "sgd", "lion", "muon")},
+        only_for={"moments": ("8bit",), "name": WITH_MOMENTS},
     )
     balance_rate: float = option(
         0.001,
@@ -105,8 +183,9 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
     """Returns the optimizer: from float32 parameters and gradients to float32 updates to add to the parameters.
 
     With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term
-    applies to weights where `masks.decays` is true, and never with "adam". The step applies `clip_norm` and
-    `trainable`. The biases of routers stay and have no moments: `Task.after_update` moves them.
+    applies to weights where `masks.decays` is true, and never with "adam". The whole update of a user's optimizer is
+    its own. The step applies `clip_norm` and `trainable`. The biases of routers stay and have no moments:
+    `Task.after_update` moves them.
 
     >>> axes = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
     >>> adamw = optimizer(OptimizerOptions(weight_decay=0.5), lambda count: jnp.float32(0.01), axes)
@@ -125,65 +204,82 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
       adafactor are float32.
 
     Raises:
-      UserError: options out of bounds, one line each.
+      UserError: options out of bounds, one line each; or what is wrong with a user's function, one line, which may
+        also come from the result's `init`.
     """
     lines = problems(options, "optimizer") + check(options)
     if lines:
         raise UserError(*lines)
-    weight_decay = 0.0 if options.name == "adam" else options.weight_decay
     labels = map_axes(lambda axes: "biases" if is_router_bias(axes) else "others", logical_axes)
     logical_axes = map_axes(lambda axes: optax.MaskedNode() if is_router_bias(axes) else axes, logical_axes)
-    direction = _direction(options, logical_axes)
-    if options.name != "adafactor":
-        direction = moments.stored(direction, options.moments, options.moment_block, logical_axes)
-    moved = optax.chain(
-        direction,
-        optax.add_decayed_weights(weight_decay, decays(logical_axes)),
-        optax.scale_by_learning_rate(schedule),
-    )
+    make = _built_in if options.name in NAMES else _own
+    moved = make(options, schedule, logical_axes)
     if "biases" not in jax.tree.leaves(labels):
         return moved
     return optax.partition({"biases": optax.set_to_zero(), "others": moved}, labels)
 
 
-def _direction(options: OptimizerOptions, logical_axes: Any) -> optax.GradientTransformation:
-    """Returns the optimizer without weight decay and learning rate."""
-    adam = optax.scale_by_adam(options.beta1, options.beta2, options.epsilon, mu_dtype=jnp.float32)
-    if options.name in ("adamw", "adam"):
-        return adam
-    if options.name == "sgd":
-        return optax.trace(options.momentum, accumulator_dtype=jnp.float32)
-    if options.name == "lion":
-        return optax.scale_by_lion(options.beta1, options.beta2, mu_dtype=jnp.float32)
-    if options.name == "adafactor":
-        return scale_by_adafactor(logical_axes)
-    assert options.name == "muon", options.name
-    labels = map_axes(lambda axes: "muon" if is_hidden_matrix(axes) else "adam", logical_axes)
-    return optax.partition({"muon": _muon(options.momentum, logical_axes), "adam": adam}, labels)
-
-
-def _muon(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
-    """Returns Muon (Jordan et al. 2024) for the hidden matrices of a tree that has a `MaskedNode` for any other weight.
-
-    The dims of each matrix are passed explicitly. By default optax treats exactly the weights of two dims as matrices,
-    so stacked layers would use Adam and stacked norms Muon.
-    """
-
-    def dimension_numbers(axes: Names) -> Any:
-        dims = matrix_dims(axes)
-        return MuonDimensionNumbers(*dims) if dims is not None and is_hidden_matrix(axes) else optax.MaskedNode()
-
-    dimensions = map_axes(dimension_numbers, logical_axes)
-
-    def scale(update: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
-        sizes = [math.prod(update.shape[dim] for dim in part) for part in (dims.reduction_axis, dims.output_axis)]
-        return update * (MUON_RMS * math.sqrt(max(sizes)))
-
-    def scale_all(updates: Any, params: Any) -> Any:
-        del params
-        return jax.tree.map(scale, updates, dimensions)
-
+def _built_in(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.GradientTransformation:
+    direction = DIRECTIONS[options.name](axes, **{name: getattr(options, name) for name in _read(options.name)})
+    if options.name in WITH_MOMENTS:
+        direction = moments.stored(direction, options.moments, options.moment_block, axes)
+    weight_decay = options.weight_decay if options.name in WITH_DECAY else 0.0
     return optax.chain(
-        scale_by_muon(beta=momentum, mu_dtype=jnp.float32, weight_dimension_numbers=dimensions),
-        optax.stateless(scale_all),
+        direction,
+        optax.add_decayed_weights(weight_decay, decays(axes)),
+        optax.scale_by_learning_rate(rates),
     )
+
+
+def _own(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.GradientTransformation:
+    """Returns the optimizer of a user's function; its `init` traces an update and raises UserError if it is none."""
+    wanted = "an optax.GradientTransformation"
+    given = named.called(
+        KEY,
+        options.name,
+        named.function(KEY, options.name, NAMES),
+        {"options": options, "rates": rates, "axes": axes},
+        takes="options, learning rates and logical axes",
+        gives=f"; allowed: {wanted}; nearest: mend it there",
+    )
+    if not isinstance(given, optax.GradientTransformation):
+        raise UserError(
+            f"{KEY}: got '{options.name}', which returns {type(given).__name__}; allowed: {wanted}; nearest: "
+            "optax.chain(...)"
+        )
+
+    def first_update(params: Any) -> tuple[Any, ...]:
+        state = given.init(params)
+        updates, after = given.update(params, state, params)
+        return params, state, updates, after
+
+    def init(params: Any) -> Any:
+        try:
+            like, state, updates, after = jax.eval_shape(first_update, params)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the user's optimizer raises
+            raise UserError(
+                f"{KEY}: got '{options.name}', whose init or update raises {named.raised(error)}; allowed: {wanted}; "
+                "nearest: mend it there"
+            ) from error
+        if wrong := _unlike(updates, like) or _unlike(after, state):
+            raise UserError(
+                f"{KEY}: got '{options.name}', whose update returns {wrong}; allowed: updates like the weights and a "
+                "state like that of init, in shapes and dtypes; nearest: mend it there"
+            )
+        return given.init(params)
+
+    return optax.GradientTransformation(init, given.update)
+
+
+def _unlike(tree: Any, like: Any) -> str:
+    """Returns where abstract arrays differ from others in structure, shape or dtype; '' for nowhere."""
+    arrays, others = (
+        {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves_with_paths(one)} for one in (tree, like)
+    )
+    for path in others | arrays:
+        got, wanted = (found[path] if path in found else "nothing" for found in (arrays, others))
+        if got != wanted:
+            return f"{got} for {path}, which is {wanted}"
+    return ""

@@ -1,11 +1,15 @@
 """Which weight each array of an optimizer's state belongs to, and the logical axes that follow from it."""
 
+import operator
 from typing import Any
 
 import jax
 import optax
 
 from meshtrain.layout.stored import Names, is_names
+
+# The field of `moments.StoredMoments` whose arrays count blocks.
+SCALES = jax.tree_util.GetAttrKey("scales")
 
 
 def owners(state: Any, params: Any) -> list[Any]:
@@ -32,9 +36,9 @@ def state_axes(transformation: optax.GradientTransformation, abstract_params: An
     """Returns the logical axes of each array in an optimizer's state.
 
     An array belongs to a parameter, see `owners`. A dim of the parameter's size has the parameter's logical axis
-    (moments), and so has a dim that counts blocks of equal size along it (scales of `eight_bits`). Any other dim has
-    None (the means of a factored moment have dims of size 1). An array of no parameter (counts, constants), or of
-    another rank than its parameter, has None for every dim.
+    (moments), and so has a dim of scales (`moments.StoredMoments`), which counts blocks of equal size along it. Any
+    other dim has None (the means of a factored moment have dims of size 1). An array of no parameter (counts,
+    constants), or of another rank than its parameter, has None for every dim.
 
     Args:
       transformation: any optax optimizer.
@@ -51,15 +55,17 @@ def state_axes(transformation: optax.GradientTransformation, abstract_params: An
     assert shapes.keys() == axes.keys(), "parameters and logical axes differ in structure"
     state = jax.eval_shape(transformation.init, abstract_params)
     of_arrays = []
-    for owner, leaf in zip(owners(state, abstract_params), jax.tree.leaves(state), strict=True):
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for owner, (path, leaf) in zip(owners(state, abstract_params), leaves, strict=True):
         if owner is None or len(shapes[owner]) != leaf.ndim:
             of_arrays.append((None,) * leaf.ndim)
         else:
             dims = zip(leaf.shape, shapes[owner], axes[owner], strict=True)
-            of_arrays.append(tuple(name if size == full or _counts(size, full) else None for size, full, name in dims))
+            counts = _counts if SCALES in path else operator.eq
+            of_arrays.append(tuple(name if counts(size, full) else None for size, full, name in dims))
     return of_arrays
 
 
 def _counts(size: int, full: int) -> bool:
-    """Returns whether a dim of this size may count blocks along a dim of a parameter."""
-    return 1 < size < full and full % size == 0
+    """Returns whether a dim of this size may count blocks along a dim of a parameter, or has its size."""
+    return size == full or (size > 1 and full % size == 0)

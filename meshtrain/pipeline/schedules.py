@@ -8,7 +8,6 @@ chunk).
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -242,23 +241,15 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
 
 def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Returns the rows of a user's function, or raises UserError with one line where it raises or returns none."""
-    function, numbers = named.function(KEY, name, NAMES), (num_stages, num_microbatches, num_chunks)
-    try:
-        inspect.signature(function).bind(*numbers)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{KEY}: got '{name}', which does not take three numbers ({error}); allowed: a function that does; "
-            f"nearest: def {name.partition(':')[2]}(stages, microbatches, chunks)"
-        ) from error
-    try:
-        given = function(*numbers)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's function raises
-        raise UserError(
-            f"{KEY}: got '{name}', which raises {named.raised(error)} for {num_stages} stages, {num_microbatches} "
-            f"microbatches and {num_chunks} chunks; allowed: rows for them; nearest: mend it there, or other numbers"
-        ) from error
+    given = named.called(
+        KEY,
+        name,
+        named.function(KEY, name, NAMES),
+        {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks},
+        takes="three numbers",
+        gives=f" for {num_stages} stages, {num_microbatches} microbatches and {num_chunks} chunks; allowed: rows for "
+        "them; nearest: mend it there, or other numbers",
+    )
     if wrong := _no_rows(given, num_stages):
         raise UserError(
             f"{KEY}: got '{name}', which returns {wrong}; allowed: a list of rows, each a list with a cell for each of "

@@ -2,10 +2,11 @@
 
 import gc
 import importlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,9 +60,41 @@ def problems(key: str, name: str, names: Sequence[str]) -> list[str]:
     return []
 
 
+def called(
+    key: str, name: str, function: Callable[..., Any], given: Mapping[str, Any], *, takes: str, gives: str
+) -> Any:
+    """Calls a user's function and returns its result.
+
+    Args:
+      key: the option that names it.
+      name: `package.module:function`.
+      function: it.
+      given: name -> value of what it gets, in order; it may call them otherwise.
+      takes: the same in words.
+      gives: the end of the line where it raises, from the words after the exception on.
+
+    Raises:
+      UserError: its own, or one line: it takes something else, or raises.
+    """
+    try:
+        inspect.signature(function).bind(*given.values())
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{key}: got '{name}', which does not take {takes} ({error}); allowed: a function that does; "
+            f"nearest: def {name.partition(':')[2]}({', '.join(given)})"
+        ) from error
+    try:
+        return function(*given.values())
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise UserError(f"{key}: got '{name}', which raises {raised(error)}{gives}") from error
+
+
 def raised(error: Exception) -> str:
-    """Returns the type, first line and place of what a user's code has raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Returns the type and first line of what a user's code has raised, and the place in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1])
     return f"{type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
 
 

@@ -1,15 +1,19 @@
 """Declaration of options: fields of frozen dataclasses with one line of text and their bounds."""
 
 import dataclasses
+import functools
+import typing
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from meshtrain.words import named
-from meshtrain.words.errors import unknown
+from meshtrain.words.errors import UserError, unknown
 from meshtrain.words.paths import url_problems
 
 # Options end up in int32 and float32 arrays: larger values would overflow there.
 MOST = {int: 2**31 - 1, float: 3.4e38}
+
+WITH_OPTIONS = "function with options"  # of what `option` takes as `names`
 
 Conditions = Mapping[str, Container[object]]
 
@@ -53,7 +57,8 @@ def option(
         has another value is the reason that users see.
       dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
         this option. Empty: none.
-      names: what a text names: `path` (which is no URL), `function` (imported from `package.module:function`), or ''.
+      names: what a text names: `path` (which is no URL), `function` (imported from `package.module:function`),
+        WITH_OPTIONS (one whose attribute `options` stands beside this option, see `with_own`), or ''.
     """
     if maximum is None and type(default) in MOST:
         maximum = MOST[type(default)]
@@ -97,6 +102,89 @@ def idle(
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """The options of a user's function that states none."""
+
+
+def naming(options: Any) -> str:
+    """Returns which option of a class names a function whose own options stand beside it; '' for none."""
+    fields = [one.name for one in dataclasses.fields(options) if one.metadata.get("names") == WITH_OPTIONS]
+    return fields[0] if fields else ""
+
+
+def with_own(options: Any, path: str, name: Any) -> Any:
+    """Returns default options and, beside them, those of the user's function that `naming` names.
+
+    The class of the result has both classes as bases, so that the function gets an object of its own class.
+
+    Args:
+      options: defaults of the class with the option that names the function.
+      path: their dotted key in the configuration.
+      name: the value of that option; for any but `package.module:function` the result is `options`.
+
+    Raises:
+      UserError: one line: there is no such function, or its options are none.
+    """
+    if not (isinstance(name, str) and ":" in name):
+        return options
+    field = next(one for one in dataclasses.fields(options) if one.name == naming(options))
+    key = f"{path}.{field.name}"
+    function = named.function(key, name, field.metadata["choices"])
+    own = function.options if hasattr(function, "options") else NoOptions
+    if line := options_problem(key, name, own) or _shared_problem(path, own, options):
+        raise UserError(line)
+    group: Any = type(options)
+    return _joined(own, group)()
+
+
+@functools.cache
+def _joined(own: Any, group: Any) -> Any:
+    return dataclasses.dataclass(frozen=True)(type(group.__name__, (own, group), {"__doc__": group.__doc__}))
+
+
+def own_values(options: Any) -> dict[str, Any]:
+    """Returns field -> value for the options of the user's function beside which `with_own` has put others."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(type(options).__bases__[0])}
+
+
+def options_problem(key: str, name: str, options: Any) -> str:
+    """Returns one line where the options of a user's function are no frozen dataclass of `option`s; '' where they are.
+
+    Args:
+      key: the option that names the function.
+      name: `package.module:function`.
+      options: its attribute of that name.
+    """
+    wanted = "allowed: a frozen dataclass whose fields are option(default, text)"
+    is_class = isinstance(options, type) and dataclasses.is_dataclass(options)
+    if not is_class or not options.__dataclass_params__.frozen:
+        return f"{key}: got '{name}', whose options are {options!r}; {wanted}; nearest: @dataclass(frozen=True)"
+    kinds = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        if kinds[field.name] not in (int, float, bool, str) or "text" not in field.metadata:
+            return (
+                f"{key}: got '{name}', whose option '{field.name}' is no option(default, text) of type int, float, "
+                f"bool or str; {wanted}; nearest: {field.name}: int = option(1, 'what it means')"
+            )
+    return ""
+
+
+def _shared_problem(path: str, own: type, group: Any) -> str:
+    """Returns one line where a user's option has the name of one beside it and another default; '' where none has.
+
+    A configuration that begins with all defaults holds the other one, and does not say whether it was chosen.
+    """
+    for field in dataclasses.fields(own):
+        default = getattr(group, field.name, field.default)
+        if repr(default) != repr(field.default):
+            return (
+                f"{path}.{field.name}: got {field.default!r} as its default in {named.name_of(own)}; allowed: "
+                f"{default!r}, its default without it, or another name; nearest: own_{field.name}"
+            )
+    return ""
+
+
 def problems(options: Any, path: str) -> list[str]:
     """Returns one line for each field of a frozen dataclass outside its choices or bounds, or that is a URL.
 
@@ -112,7 +200,7 @@ def problems(options: Any, path: str) -> list[str]:
         choices, minimum, maximum = (field.metadata.get(what) for what in ("choices", "minimum", "maximum"))
         if field.metadata.get("names") == "path":
             found += url_problems(name, value)
-        if choices and field.metadata["names"] == "function":
+        if choices and field.metadata["names"].startswith("function"):
             found += named.problems(name, value, choices)
         elif choices and value not in choices:
             line = unknown(name, value, choices)

@@ -295,7 +295,7 @@ def test_the_schedule_sets_the_size_of_each_update():
     [
         (
             {"name": "adamx"},
-            "optimizer.name: got 'adamx'; allowed: adamw, adam, sgd, lion, adafactor, muon; did you mean",
+            "optimizer.name: got 'adamx'; allowed: adamw, adam, sgd, lion, adafactor, muon, or package.module:function",
         ),
         ({"beta2": 1.0}, "optimizer.beta2: got 1.0; allowed: at least 0 and below 1"),
         ({"momentum": 2.0}, "optimizer.momentum: got 2.0; allowed: at least 0 and below 1"),

@@ -93,7 +93,9 @@ def test_a_tracker_that_is_not_there(refused, tmp_path, monkeypatch):
     [line] = refused(tmp_path / "run", "observe.tracker=wandb")
     assert line.startswith("observe.tracker: got 'wandb', whose package is not installed; allowed: none, or wandb with")
     [line] = refused(tmp_path / "run", "observe.tracker=wand")
-    assert line == "observe.tracker: got 'wand'; allowed: none, wandb; did you mean 'wandb'?"
+    assert (
+        line == "observe.tracker: got 'wand'; allowed: none, wandb, or package.module:function; did you mean 'wandb'?"
+    )
     assert not (tmp_path / "run").exists()
 
 
