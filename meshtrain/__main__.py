@@ -17,7 +17,7 @@ COMMANDS = {
     "pipeline": ("meshtrain.pipeline.__main__", "print or draw a pipeline schedule"),
     "generate": ("meshtrain.generate", "continue or answer prompts with a run's weights"),
     "evaluate": ("meshtrain.evaluate", "score a run's weights: loss, perplexity, bits per byte, metrics"),
-    "report": ("meshtrain.report", "write a page about runs: curves, differences, memory, mesh, samples"),
+    "report": ("meshtrain.report.__main__", "write a page about runs: curves, differences, memory, mesh, samples"),
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
     "verify": ("meshtrain.store.verify", "compare checkpoints with their checksums"),
     "bench-collectives": ("meshtrain.probe.bench_collectives", "time every collective along every axis of the mesh"),

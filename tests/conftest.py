@@ -167,3 +167,17 @@ def carried_shapes() -> Callable[[Any], set[tuple[int, ...]]]:
         return set(_carried(assembly.train_step.trace(assembly.state, assembly.batch).jaxpr.jaxpr))
 
     return shapes
+
+
+@pytest.fixture(scope="session")
+def written() -> Callable[[pathlib.Path], dict[str, tuple[int, bytes]]]:
+    """A function directory -> what stands in it, and since when."""
+
+    def files(directory: pathlib.Path) -> dict[str, tuple[int, bytes]]:
+        return {
+            str(path): (path.stat().st_mtime_ns, path.read_bytes())
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        }
+
+    return files

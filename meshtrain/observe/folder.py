@@ -1,4 +1,4 @@
-"""Names of the files in a run's folder that the report reads back, besides `metrics.jsonl`."""
+"""Names of the files in a run's folder that are read back, besides `metrics.jsonl`."""
 
 CONFIG_FILE = "config.json"  # the resolved configuration
 DEVICE_FILE = "device.json"  # the mesh, and the bytes that one device holds

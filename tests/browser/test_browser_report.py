@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from meshtrain import report
-from tests.observe.folders import CONFIG, folder, metrics
+from meshtrain.report import __main__ as report
+from tests.report.folders import CONFIG, folder, metrics
 
 pytestmark = pytest.mark.browser
 

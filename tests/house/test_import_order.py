@@ -26,6 +26,8 @@ def lint(root: pathlib.Path) -> subprocess.CompletedProcess[str]:
 FAULTS = [
     ("models/task.py", "import meshtrain.pipeline", "- meshtrain.models.task -> meshtrain.pipeline (l."),
     ("data/sources.py", "from meshtrain.models import task", "- meshtrain.data.sources -> meshtrain.models.task (l."),
+    ("explain.py", "from meshtrain.report import content", "- meshtrain.explain -> meshtrain.report.content (l."),
+    ("__main__.py", "import meshtrain.probe", "- meshtrain.__main__ -> meshtrain.probe (l."),
     ("nook.py", "", "- meshtrain.nook\n"),  # a room that nobody placed
     ("layout/axes.py", "from meshtrain.layout import mesh", "- .mesh -> .axes (1 import)"),
     ("pipeline/schedules.py", "import jax", "meshtrain.pipeline.schedules -> jax (l."),

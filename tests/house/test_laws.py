@@ -34,7 +34,7 @@ CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file
 # Who reads the configuration: rooms and files; all others are given what they need.
 READS_CONFIGURATION = {"config", "examples", "plan", "probe", "run"}
 READS_CONFIGURATION |= {
-    f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "report", "training")
+    f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "training")
 }
 READS_CONFIGURATION |= {"hugging_face.py"}
 FIELDS = {field.name for field in dataclasses.fields(Config)}

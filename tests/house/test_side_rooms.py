@@ -5,13 +5,14 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from meshtrain.config.side_rooms import SIDE_ROOMS
 
 ROOT = pathlib.Path(__file__).parents[2]
-ROOMS = ["examples"]
+ROOMS = ["examples", "probe", "report"]
 # In one process: explain a run, train two steps of it, evaluate it; and what the names of the room come to.
 CORE = """
 import sys
@@ -59,3 +60,9 @@ def test_the_core_trains_without_the_folder_of_a_side_room(room, tmp_path):
     command = [sys.executable, "-c", CORE, room, *names]  # which finds the package in the current folder first
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_they_are_the_rooms_that_no_other_may_import():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [order] = [contract for contract in contracts if contract["id"] == "order"]
+    assert [room.strip(" ()") for room in order["layers"][0].split("|")] == ROOMS

@@ -2,11 +2,10 @@
 
 import re
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from meshtrain.observe import charts, line_charts, loads
+from meshtrain.observe import charts, line_charts
 from meshtrain.observe.line_charts import Line, Panel
 from meshtrain.observe.page import STYLE
 
@@ -62,9 +61,8 @@ PANEL = Panel("strong", [Line("data", [(8, 8.0), (16, 14.0)])])
         lambda: charts.bars([("a", 1.0)], None),
         lambda: charts.scatter([(1.0, 1 << 30, "data 2", True)], None),
         lambda: line_charts.line_chart([PANEL], "a note"),
-        lambda: loads.chart(loads.Loads(np.array([10]), np.ones((2, 1)))),
     ],
-    ids=["bars", "scatter", "lines", "loads"],
+    ids=["bars", "scatter", "lines"],
 )
 def test_charts_are_as_wide_as_the_page(drawn):
     page_pixels = int(re.search(r"max-width:(\d+)px", STYLE)[1])

@@ -144,17 +144,3 @@ def stopped(command: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
         return shutil.copytree(made(changes), tmp_path_factory.mktemp("copy") / "run")
 
     return copy
-
-
-@pytest.fixture(scope="session")
-def written() -> Callable[[pathlib.Path], dict[str, tuple[int, bytes]]]:
-    """A function directory -> what stands in it, and since when."""
-
-    def files(directory: pathlib.Path) -> dict[str, tuple[int, bytes]]:
-        return {
-            str(path): (path.stat().st_mtime_ns, path.read_bytes())
-            for path in sorted(directory.rglob("*"))
-            if path.is_file()
-        }
-
-    return files

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from meshtrain import evaluate, generate, hugging_face, report
+from meshtrain import evaluate, generate, hugging_face
 from meshtrain import main as train
 from meshtrain.config import Config, default, resolve
 from meshtrain.config.config import to_json
+from meshtrain.report import __main__ as report
 from meshtrain.run import requests
 from meshtrain.store import verify
 from meshtrain.words import flags, named

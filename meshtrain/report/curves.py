@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.observe.rows import EVALUATED, OF_EACH, Curve, Log
+from meshtrain.observe.rows import EVALUATED, OF_EACH
+from meshtrain.report.logs import Curve, Log
 
 # Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.
 MOST_POINTS = 48_000

@@ -5,9 +5,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtrain.observe import rows
 from meshtrain.observe.folder import CONFIG_FILE, DEVICE_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE
+from meshtrain.report import logs
 from meshtrain.words.errors import UserError, nearest
 from meshtrain.words.paths import expanded, is_utf8, what_is_at
 from meshtrain.words.read_json import read_json
@@ -31,7 +31,7 @@ class Run:
     name: str
     path: str
     config: Mapping[str, Any]
-    log: rows.Log
+    log: logs.Log
     device: Mapping[str, Any]
     sample: str
 
@@ -82,7 +82,7 @@ def _refuse_other_places(path: str, folder: pathlib.Path) -> None:
 def _run(path: str, name: str, folder: pathlib.Path) -> Run:
     config = _json(folder / CONFIG_FILE)
     device = _json(folder / DEVICE_FILE) if what_is_at(folder / DEVICE_FILE) == "a file" else {}
-    log = rows.read(folder / METRICS_FILE)
+    log = logs.read(folder / METRICS_FILE)
     if log is None or not log.curves:
         raise UserError(
             f"RUN: got '{path}', whose {METRICS_FILE} has no row; {_WORKDIR} that has logged a step; nearest: wait for "

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from meshtrain.observe import loads, rows
 from meshtrain.observe.trackers import MetricsFile
+from meshtrain.report import loads, logs
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def log(tmp_path):
     def read(written, end=""):
         path = tmp_path / "metrics.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in written) + end)
-        return rows.read(path)
+        return logs.read(path)
 
     return read
 
@@ -32,7 +32,7 @@ def test_what_a_run_writes_is_read(tmp_path):
     file.write(10, {"eval_loss": 2.25})
     file.write(20, {"loss": float("nan"), "tokens": 81920, "tokens_per_second": 9.5})
     file.close()
-    read = rows.read(tmp_path / "metrics.jsonl")
+    read = logs.read(tmp_path / "metrics.jsonl")
     assert list(read.curves) == ["loss", "tokens", "tokens_per_second", "eval_loss"]
     assert points(read.curves["eval_loss"]) == {10: 2.25}
     assert read.curves["loss"].values[0] == 2.5
@@ -53,7 +53,7 @@ def test_a_torn_line_in_the_middle_costs_that_row_alone(log, tmp_path):
     log([{"step": 10, "loss": 3.0}], '{"step": 20, "lo{"step": 21, "loss": 2.5}\n')
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "loss": 2.0}\n')
-    assert points(rows.read(tmp_path / "metrics.jsonl").curves["loss"]) == {10: 3.0, 30: 2.0}
+    assert points(logs.read(tmp_path / "metrics.jsonl").curves["loss"]) == {10: 3.0, 30: 2.0}
 
 
 def test_steps_that_are_done_again_have_the_later_values(log):

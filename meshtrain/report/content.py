@@ -6,12 +6,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from meshtrain.observe import loads
 from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars
-from meshtrain.observe.curves import figure, metrics
 from meshtrain.observe.page import as_it_stands, escaped, folded, heading, page, table
 from meshtrain.observe.rows import EVALUATED
-from meshtrain.observe.runs import Run
+from meshtrain.report import loads
+from meshtrain.report.curves import figure, metrics
+from meshtrain.report.runs import Run
 from meshtrain.words.flags import flatten
 from meshtrain.words.tables import format_bytes
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from meshtrain.observe import curves
-from meshtrain.observe.rows import Curve, Log
+from meshtrain.report import curves
+from meshtrain.report.logs import Curve, Log
 
 NAN = math.nan
 

@@ -1,14 +1,16 @@
 """The load of each expert over steps: a chart of its own on the page, and no panel for each."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from meshtrain.observe import loads, report
-from meshtrain.observe.runs import opened
-from tests.observe.folders import folder
+from meshtrain.observe.page import STYLE
+from meshtrain.report import content, loads
+from meshtrain.report.runs import opened
+from tests.report.folders import folder
 
 NUM_EXPERTS = 12  # as text, 10 would come before 2
 
@@ -35,12 +37,18 @@ def test_a_row_for_each_expert_in_their_order(runs):
 
 
 def test_the_page_has_one_chart_of_them_and_no_panels(runs):
-    text = report.run_page(runs, [])
+    text = content.run_page(runs, [])
     assert text.count('aria-label="load of each expert"') == 1
     assert ">expert<" in text
     assert "expert_load_each" not in text
     assert "expert load each" not in text
-    assert "Load of each expert" not in report.run_page(runs[1:], [])
+    assert "Load of each expert" not in content.run_page(runs[1:], [])
+
+
+def test_the_chart_is_as_wide_as_the_page():
+    drawn = loads.chart(loads.Loads(np.array([10]), np.ones((2, 1))))
+    pixels = float(re.search(r' width="([\d.]+)pt"', drawn)[1]) * 96 / 72
+    assert 0.95 <= pixels / int(re.search(r"max-width:(\d+)px", STYLE)[1]) <= 1
 
 
 def test_a_column_reaches_to_its_step_and_long_runs_have_few(monkeypatch):

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from meshtrain.observe.runs import opened
-from tests.observe.folders import CONFIG, folder
+from meshtrain.report.runs import opened
+from tests.report.folders import CONFIG, folder
 
 
 def test_a_folder_is_read_whole(tmp_path):

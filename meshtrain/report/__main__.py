@@ -11,11 +11,11 @@ from meshtrain.layout.axes import AXES, PIPELINE
 from meshtrain.layout.picture import mesh_figure
 from meshtrain.observe.charts import svg
 from meshtrain.observe.page import WIDE, escaped, heading
-from meshtrain.observe.report import mesh_shape, run_page, together
-from meshtrain.observe.runs import Run, opened
 from meshtrain.pipeline.chart import figure
 from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import PipelineOptions, Schedule, chosen, is_own
+from meshtrain.report.content import mesh_shape, run_page, together
+from meshtrain.report.runs import Run, opened
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError, run
 from meshtrain.words.files import write_whole

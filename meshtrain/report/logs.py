@@ -1,0 +1,110 @@
+"""Reads `metrics.jsonl` back: a curve for each metric, and the units and seconds to draw it over.
+
+N: points of a curve.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from meshtrain.observe.rows import has_goodput, passed_seconds, row_of
+from meshtrain.words.numbers import is_finite
+
+_MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One metric over the steps at which it was logged.
+
+    Attributes:
+      steps: int64 [N], increasing.
+      values: float64 [N]; not-a-number where the row has null.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """The rows of a run, by metric.
+
+    Attributes:
+      curves: metric -> its curve, in the order of their first rows; metrics without any number are left out.
+      unit: what is counted beside steps: tokens, images, ...; empty if the rows do not say.
+      units_per_step: of that unit, 0 if the rows do not say.
+      clock: seconds since the run's first start, at the steps where they are known; it may be empty.
+    """
+
+    curves: Mapping[str, Curve]
+    unit: str
+    units_per_step: float
+    clock: Curve
+
+    def units_at(self, steps: np.ndarray) -> np.ndarray:
+        """Returns the units up to each step, float64 [N]; not-a-number if the rows do not say."""
+        return steps * (self.units_per_step or math.nan)
+
+    def seconds_at(self, steps: np.ndarray) -> np.ndarray:
+        """Returns seconds since the run's first start, float64 [N].
+
+        Between rows with a time it is interpolated; before the first one it is not known, and not-a-number.
+        """
+        if not len(self.clock.steps):
+            return np.full(len(steps), math.nan)
+        return np.interp(steps, self.clock.steps, self.clock.values, left=math.nan)
+
+
+def read(path: pathlib.Path) -> Log | None:
+    """Returns the log of a file of metrics, None if it holds no row. Lines that are no rows (a torn one) are left out.
+
+    Steps that a run did twice, because it resumed from an earlier step, have the values of the last time.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    kept = list[dict[str, Any]]()
+    with path.open("rb") as file:
+        for line in file:
+            row = row_of(line)
+            if row is None or not 0 <= row["step"] < _MOST_STEPS:
+                continue
+            while kept and kept[-1]["step"] > row["step"]:
+                kept.pop()
+            kept.append(row)
+    if not kept:
+        return None
+    curves = _curves(kept)
+    unit, units_per_step = _unit(kept)
+    timed = {row["step"]: passed_seconds(row) for row in kept if has_goodput(row)}
+    clock = _curve(timed)
+    return Log(curves, unit, units_per_step, Curve(clock.steps, np.maximum.accumulate(clock.values)))
+
+
+def _curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+    found = dict[str, dict[int, float]]()
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and (value is None or isinstance(value, float) or is_finite(value)):
+                found.setdefault(name, {})[row["step"]] = float(value) if is_finite(value) else math.nan
+    curves = {name: _curve(points) for name, points in found.items()}
+    return {name: curve for name, curve in curves.items() if not np.isnan(curve.values).all()}
+
+
+def _curve(points: Mapping[int, float]) -> Curve:
+    return Curve(np.fromiter(points, np.int64, len(points)), np.fromiter(points.values(), np.float64, len(points)))
+
+
+def _unit(rows: Iterable[Mapping[str, Any]]) -> tuple[str, float]:
+    """Returns the unit of a run and how many a step has, from the newest row with a rate, `UNIT_per_second`."""
+    names = {name.removesuffix("_per_second") for row in rows for name in row if name.endswith("_per_second")}
+    for row in reversed(list(rows)):
+        for name in names & row.keys():
+            if row["step"] and is_finite(row[name]):
+                return name, row[name] / row["step"]
+    return "", 0.0
