@@ -17,7 +17,7 @@ FORM = "package.module:function"
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def function(key: str, name: str, names: Sequence[str]) -> Any:
+def function(key: str, name: str, names: Sequence[str], near: str = "") -> Any:
     """Imports a module and returns its function of that name.
 
     Modules in the current folder are found too: it is searched last.
@@ -25,12 +25,13 @@ def function(key: str, name: str, names: Sequence[str]) -> Any:
     Args:
       key: the option that holds the name, for errors.
       name: `package.module:function`; dots after the colon go into classes.
-      names: the other legal values of the option, for errors; the first is suggested.
+      names: the other legal values of the option, for errors.
+      near: the one that is suggested; '': the first.
 
     Raises:
       UserError: one line: the name has another form, its module cannot be imported or lacks it, or it is not callable.
     """
-    allowed, near = f"{', '.join(names)}, or {FORM}", names[0]
+    allowed, near = f"{', '.join(names)}, or {FORM}", near or names[0]
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
         raise UserError(f"{key}: got '{name}'; allowed: {allowed}{nearest(name, names) or f'; nearest: {near}'}")
@@ -50,11 +51,11 @@ def function(key: str, name: str, names: Sequence[str]) -> Any:
     return found
 
 
-def problems(key: str, name: str, names: Sequence[str]) -> list[str]:
+def problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[str]:
     """Returns the line of `function`'s error; none for one of `names`, or a function that can be imported."""
     try:
         if name not in names:
-            function(key, name, names)
+            function(key, name, names, near)
     except UserError as error:
         return list(error.problems)
     return []
