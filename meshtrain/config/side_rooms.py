@@ -9,8 +9,8 @@ from typing import Any
 # Seam, as the option is called -> name -> `package.module:attribute`.
 SIDE_ROOMS: Mapping[str, Mapping[str, str]] = {
     "task": {
-        "seq2seq": "meshtrain.examples.named_seq2seq:seq2seq",
-        "convnet": "meshtrain.examples.named_convnet:convnet",
+        "seq2seq": "meshtrain.examples.seq2seq_task:built_in",
+        "convnet": "meshtrain.examples.convnet:built_in",
     },
     "data.source": {
         "digits": "meshtrain.examples.images:digits",

@@ -9,6 +9,7 @@ would make the mesh and the microbatches part of the numbers, and need a state b
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,15 +18,21 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
+from meshtrain.config import checks
+from meshtrain.config.fields import Config
+from meshtrain.config.tasks import BuiltIn
 from meshtrain.layout.placement import Placement
 from meshtrain.models.layers import dropout
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
+from meshtrain.step.precision import compute_dtype, in_fp8
+from meshtrain.words.numbers import nearest_divisor
 from meshtrain.words.options import option
 
 # What is folded into an image's key, so that each use has random numbers of its own.
 SHIFT, AFTER_POOLING, AFTER_HIDDEN = range(3)
 WINDOW = 3  # of a convolution, in pixels
+IMAGES = ("digits", "idx")  # sources of images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,3 +204,40 @@ def flops_per_image(options: ConvnetOptions) -> float:
     first = places * options.channels * filters
     others = places * filters * 2 * filters + features * hidden + hidden * options.num_classes
     return 2.0 * (2 * first + 3 * others)
+
+
+def _make(config: Config, placement: Placement) -> Task:
+    dtype = compute_dtype(config.precision)
+    return convnet(config.model, batch_size=config.batch_size, dtype=dtype, placement=placement)
+
+
+def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each way in which a convnet's options contradict each other or the data.
+
+    Args:
+      config: with `ConvnetOptions` as its model, each field within its own bounds.
+      mesh_shape: the size of each mesh axis; which of them the task runs on is checked for all tasks alike.
+    """
+    options, found = config.model, checks.sources(config, IMAGES, "images")
+    if in_fp8(config.precision):
+        found.append(
+            "precision.policy: got fp8 with task=convnet, whose convolutions have no 8-bit form; allowed: float32, "
+            "bfloat16, float16; nearest: precision.policy=bfloat16"
+        )
+    if options.filters % options.num_groups:
+        found.append(
+            f"model.num_groups: got {options.num_groups}; allowed: a divisor of model.filters = {options.filters}; "
+            f"nearest: {nearest_divisor(options.filters, options.num_groups)}"
+        )
+    if options.dropout_rate >= 1:
+        found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
+    most = min(options.height, options.width) - 1
+    if options.max_shift > most:
+        found.append(
+            f"model.max_shift: got {options.max_shift}; allowed: 0 to {most}, below model.height and model.width; "
+            f"nearest: {most}"
+        )
+    return found
+
+
+built_in = BuiltIn("convnet", _make, ConvnetOptions, _check, unread=("remat", "layout.sequence_parallel"))

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshtrain.data.built_in import Asked, Source
 from meshtrain.data.own import Data
-from meshtrain.data.sources import DataOptions, unread
+from meshtrain.data.sources import DataOptions, fraction_problems, unread
 from meshtrain.data.tokenize import Tokenizer
 from meshtrain.examples.pairs import packed
 from meshtrain.words.errors import UserError, nearest
@@ -217,7 +217,7 @@ def _opened(options: NumberOptions, asked: Asked) -> Data:
 
 def check(options: NumberOptions, *, reads_data: bool) -> list[str]:
     """Returns one line for each problem of the options; numbers are made, so nothing is read."""
-    found = unread(options, ())
+    found = unread(options, ()) + fraction_problems(options)
     if options.num_held_out >= options.numbers_below:
         found.append(
             f"data.num_held_out: got {options.num_held_out}; allowed: below data.numbers_below = "

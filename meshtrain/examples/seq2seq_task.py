@@ -14,14 +14,17 @@ Post-norm has no "end", and tied embeddings have no "head".
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.examples.exact_match import exact_match
+from meshtrain.config import checks
+from meshtrain.config.fields import Config
+from meshtrain.config.tasks import BuiltIn, of_text
+from meshtrain.examples.numbers import BEGIN_ID
 from meshtrain.examples.seq2seq import (
     SOURCE,
     TARGET,
@@ -35,18 +38,22 @@ from meshtrain.examples.seq2seq import (
     side_keys,
 )
 from meshtrain.layout.placement import Placement
+from meshtrain.layout.rules import default_rules
 from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models import abstract, head, losses
+from meshtrain.models import abstract, head, losses, remat
 from meshtrain.models import cache as caches
 from meshtrain.models.attention import CACHE, NEW, Memory, Slots
 from meshtrain.models.cost import of_transformer
 from meshtrain.models.decode import Cache, Decode
 from meshtrain.models.decoder import layer_stack, run_layers
 from meshtrain.models.entry import Entry
+from meshtrain.models.lora import with_adapters
+from meshtrain.models.metrics import Ratio
 from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Task, sequence_keys, token_batch
 
 NOTHING_AGAIN = RematOptions("none")
+PAIRS = ("numbers",)  # sources of pairs of a source and a target
 
 
 def seq2seq(
@@ -366,3 +373,73 @@ def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: 
 def causal_flops_per_token(options: Seq2SeqOptions, target_length: int) -> float:
     """Returns the FLOPs of the decoder's self-attention, as if it were full, for one token of a target: 12 L T N H."""
     return 12.0 * options.num_layers * target_length * options.num_heads * options.width_of_head
+
+
+def exact_match(logits: jax.Array, batch: Batch) -> Ratio:
+    """Returns the number of pairs whose targets are all the most probable token, and the number of pairs.
+
+    That is the share of pairs which greedy decoding gets right: as long as all tokens before were right, it has the
+    same input as here.
+
+    Args:
+      logits: float32 [b, T, V], padding at minus infinity.
+      batch: with `targets`, `weights` and `segment_ids`. The tokens of a pair are neighbours. A pair counts if it has
+        a target of weight above 0, and only such targets have to be right.
+    """
+    counts = batch["weights"] > 0
+    wrong = counts & (jnp.argmax(logits, axis=-1) != batch["targets"])
+    segment_ids = batch["segment_ids"]
+    differs = segment_ids[:, 1:] != segment_ids[:, :-1]
+    ends = jnp.ones_like(differs[:, :1])
+    is_first, is_last = jnp.concatenate([ends, differs], axis=1), jnp.concatenate([differs, ends], axis=1)
+    is_pair = is_last & (_sum_in_pair(counts, is_first) > 0)
+    is_right = is_pair & (_sum_in_pair(wrong, is_first) == 0)
+    return Ratio(jnp.sum(is_right.astype(jnp.float32)), jnp.sum(is_pair.astype(jnp.float32)))
+
+
+def _sum_in_pair(marks: jax.Array, is_first: jax.Array) -> jax.Array:
+    """Returns how many of a pair's tokens up to each one are marked, int32 [b, T]; both arguments are bool [b, T]."""
+    total = jnp.cumsum(marks.astype(jnp.int32), axis=1)
+    before_pair = jax.lax.cummax(jnp.where(is_first, total - marks, 0), axis=1)
+    return total - before_pair
+
+
+def _make(config: Config, placement: Placement) -> Task:
+    return with_adapters(seq2seq(config.model, **of_text(config, placement)), config.lora)
+
+
+def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each way in which an encoder-decoder's options contradict each other, the data or the mesh.
+
+    Args:
+      config: with `Seq2SeqOptions` as its model, each field within its own bounds.
+      mesh_shape: the size of each mesh axis.
+    """
+    options, found = config.model, checks.sources(config, PAIRS, "pairs of a source and a target")
+    if options.source_length:
+        rules = default_rules(config.layout)
+        found += checks.sequence(options.source_length, rules, mesh_shape, name="model.source_length")
+    found += [
+        *checks.transformer(options, config.precision),
+        *remat.check(config.remat, options.num_layers, mesh_shape["pipeline"]),
+        *remat.check(config.remat, options.num_encoder_layers, 1, name="model.num_encoder_layers"),
+    ]
+    if options.positions == "sinusoidal" and options.embed_dim % 2:
+        found.append(
+            f"model.embed_dim: got {options.embed_dim}; allowed: an even number with sinusoidal positions; nearest: "
+            f"{options.embed_dim + 1}"
+        )
+    if config.data.source in PAIRS and options.begin_id != BEGIN_ID:
+        found.append(
+            f"model.begin_id: got {options.begin_id}; allowed with data.source={config.data.source}: {BEGIN_ID}, with "
+            f"which its targets begin; nearest: {BEGIN_ID}"
+        )
+    elif options.begin_id >= options.vocab_size:
+        found.append(
+            f"model.begin_id: got {options.begin_id}; allowed: a token, below model.vocab_size = {options.vocab_size}; "
+            f"nearest: {options.vocab_size - 1}"
+        )
+    return found
+
+
+built_in = BuiltIn("seq2seq", _make, Seq2SeqOptions, _check, takes_adapters=True)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.examples.exact_match import exact_match
+from meshtrain.examples.seq2seq_task import exact_match
 
 
 def test_exact_match_counts_pairs_with_a_target():
