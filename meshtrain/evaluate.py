@@ -19,10 +19,9 @@ from tqdm import tqdm
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.config.of_run import configuration
-from meshtrain.data import token_bytes
 from meshtrain.data.loader import Examples
 from meshtrain.data.own import Data
-from meshtrain.data.tokenize import Tokenizer
+from meshtrain.data.tokenize import Tokenizer, bytes_of_targets
 from meshtrain.hf.config import is_described
 from meshtrain.launch import peers
 from meshtrain.layout.mesh import describe
@@ -111,7 +110,7 @@ def evaluated(weights: Weights, scored: Scored) -> tuple[dict[str, Values], Valu
         sums = summed(assembly, weights.params, examples, scored.num_batches)
         if scored.byte_lengths is not None:
             indices = first_examples(assembly.config, len(examples), scored.num_batches)
-            sums["bytes"] = token_bytes.of_targets(examples, indices, scored.byte_lengths)
+            sums["bytes"] = bytes_of_targets(examples, indices, scored.byte_lengths)
         found[name] = _values(sums, assembly.task.unit)
         total = jax.tree.map(operator.add, total, sums) if total else sums
     return found, _values(total, assembly.task.unit)

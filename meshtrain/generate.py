@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from meshtrain.config.of_run import configuration
 from meshtrain.data.chat_template import open_template
-from meshtrain.data.tokenize import Tokenizer
-from meshtrain.data.tokenizer_folder import end_ids
+from meshtrain.data.tokenize import Tokenizer, end_ids
 from meshtrain.generation.answers import Wanted, answers, fitting, room_left, trained_left
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshtrain.data import tokenizer_folder
+from meshtrain.data.tokenize import SETTINGS, TEMPLATE, settings, special_tokens
 from meshtrain.words.errors import UserError
 from meshtrain.words.paths import is_utf8, what_is_at
 
@@ -82,8 +82,8 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
     Raises:
       UserError: there is no template, or it cannot be read or compiled.
     """
-    content = tokenizer_folder.settings(tokenizer)
-    beside = Path(tokenizer, tokenizer_folder.TEMPLATE)
+    content = settings(tokenizer)
+    beside = Path(tokenizer, TEMPLATE)
     if file or what_is_at(beside) == "a file":
         path = Path(file or beside)
         try:
@@ -94,14 +94,14 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
                 "another file"
             ) from error
     else:
-        source, name = _of_settings(content), str(Path(tokenizer, tokenizer_folder.SETTINGS))
+        source, name = _of_settings(content), str(Path(tokenizer, SETTINGS))
     if not source:
         raise UserError(
             f"data.chat_template: got '' and data.tokenizer={tokenizer}, which brings no chat template; allowed: a "
-            f"tokenizer's folder with {tokenizer_folder.TEMPLATE}, or a template's file; nearest: "
+            f"tokenizer's folder with {TEMPLATE}, or a template's file; nearest: "
             "data.chat_template=FILE"
         )
-    return compiled(source, name, tokenizer_folder.special_tokens(content))
+    return compiled(source, name, special_tokens(content))
 
 
 def _of_settings(content: dict[str, Any]) -> str:
@@ -162,7 +162,7 @@ def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
         template = environment.from_string(source)
     except Exception as error:  # Python may refuse what Jinja compiles to
         raise UserError(
-            f"data.chat_template: '{name}' is no template ({error}); allowed: Jinja, as in {tokenizer_folder.TEMPLATE};"
+            f"data.chat_template: '{name}' is no template ({error}); allowed: Jinja, as in {TEMPLATE};"
             " nearest: data.chat_template=FILE"
         ) from error
 

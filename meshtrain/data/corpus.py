@@ -1,18 +1,20 @@
 """Options -> Corpus: train and validation examples by number, a fingerprint, text <-> ids.
 
-Shapes: T sequence_length.
+And what a bigram model makes of it.
+
+Shapes: T sequence_length, V vocabulary.
 """
 
 import dataclasses
 import hashlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from meshtrain.data.packing import Examples, TokenStream, pack
+from meshtrain.data.packing import Example, Examples, TokenPairs, TokenStream, pack
 from meshtrain.data.sources import DataOptions, check, is_own
-from meshtrain.data.synthetic import NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES, SyntheticExamples
 from meshtrain.data.text import find_files, read_documents, share, standard_library, tokens_as_text
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
 from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer
@@ -21,6 +23,13 @@ from meshtrain.words.options import problems as option_problems
 
 # Fewer documents than this are split at one position instead of by hash: the share of few hashes would be far off.
 _SPLIT_BY_HASH_FROM = 100
+# Of synthetic data.
+NUM_TRAIN_EXAMPLES, NUM_VALIDATION_EXAMPLES = 1 << 20, 1 << 10
+_LARGEST_STEP, _NOISE = 4, 0.1
+LARGEST_VOCAB = 512  # of a bigram model
+# Synthetic data has a million examples: this many chunks are enough for V x V counts.
+_MOST_TRAIN_CHUNKS = 1 << 12
+_STRENGTHS = tuple(2.0**power for power in range(-6, 13))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,3 +245,115 @@ def open_corpus(options: DataOptions, *, sequence_length: int, vocab_size: int, 
         decode=tokenizer.decode,
         has_text=True,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticExamples:
+    """Example i counts up by a step of 1 .. 4, from a random start, modulo the vocabulary.
+
+    One token in ten is replaced by a random one, so that even a perfect model has a positive loss. Each sequence has
+    its own step: a model has to look at two tokens to predict the next one, which a bigram model cannot.
+
+    Attributes:
+      num_examples: number of examples.
+      sequence_length: T.
+      vocab_size: ids are below it.
+      seed: the examples depend on it and on `split`.
+      split: 0 for training, 1 for validation.
+    """
+
+    num_examples: int
+    sequence_length: int
+    vocab_size: int
+    seed: int
+    split: int
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        random = np.random.default_rng([self.seed, self.split, index])
+        length = self.sequence_length + 1
+        start, step = random.integers(self.vocab_size), random.integers(1, _LARGEST_STEP + 1)
+        counted = (start + step * np.arange(length)) % self.vocab_size
+        is_noise = random.random(length) < _NOISE
+        tokens = np.where(is_noise, random.integers(self.vocab_size, size=length), counted).astype(np.int32)
+        return {
+            "tokens": tokens[:-1],
+            "targets": tokens[1:],
+            "segment_ids": np.ones(length - 1, np.int32),
+            "positions": np.arange(length - 1, dtype=np.int32),
+            "weights": np.ones(length - 1, np.float32),
+        }
+
+    def pairs(self) -> TokenPairs:
+        """Yields (token, target) for every position."""
+        for index in range(len(self)):
+            example = self[index]
+            yield example["tokens"], example["targets"]
+
+
+def _count(pairs: TokenPairs) -> np.ndarray | None:
+    """Returns how often each token follows each other one, float64 [512, 512]; None if an id is above 511."""
+    counts = np.zeros(LARGEST_VOCAB * LARGEST_VOCAB)
+    for tokens, targets in pairs:
+        if max(tokens.max(initial=0), targets.max(initial=0)) >= LARGEST_VOCAB:
+            return None
+        counts += np.bincount(tokens.astype(np.int64) * LARGEST_VOCAB + targets, minlength=len(counts))
+    return counts.reshape(LARGEST_VOCAB, LARGEST_VOCAB)
+
+
+def _scored(examples: Examples, indices: Iterable[int]) -> TokenPairs:
+    for index in indices:
+        example = examples[int(index)]
+        counted = example["weights"] > 0
+        yield example["tokens"][counted], example["targets"][counted]
+
+
+def _probabilities(counts: np.ndarray, strength: float) -> np.ndarray:
+    """Returns P(b | a) = (c(a, b) + s p(b)) / (c(a) + s), with p the add-one unigram; [V, V].
+
+    Source: MacKay and Peto, A hierarchical Dirichlet language model, 1995, equation for the predictive distribution.
+    """
+    followed = counts.sum(0)
+    unigram = (followed + 1) / (followed.sum() + len(followed))
+    return (counts + strength * unigram) / (counts.sum(1, keepdims=True) + strength)
+
+
+def _strength(counts: np.ndarray) -> float:
+    """Returns the smoothing strength with the largest leave-one-out likelihood of the training pairs."""
+    seen = counts > 0
+    unigram = (counts.sum(0) + 1) / (counts.sum() + len(counts))
+    rest, follows = counts - 1, np.maximum(counts.sum(1, keepdims=True) - 1, 0)
+
+    def likelihood(strength: float) -> float:
+        left_out = (rest + strength * unigram) / (follows + strength)
+        return float((counts[seen] * np.log(left_out[seen])).sum())
+
+    return max(_STRENGTHS, key=likelihood)
+
+
+def bigram_loss(train: Examples, validation: Examples, *, indices: Iterable[int] | None = None) -> float | None:
+    """Returns the validation loss of a smoothed bigram model, in nats per token.
+
+    Counts and smoothing are fitted to the training tokens. The loss is taken over the tokens that an evaluation uses.
+
+    Args:
+      train: examples to count in.
+      validation: examples to score.
+      indices: which validation examples; None is all.
+
+    Returns:
+      The mean over the positions with weight 1; None for more than 512 ids, or without any such position.
+    """
+    counts = _count(itertools.islice(train.pairs(), _MOST_TRAIN_CHUNKS))
+    asked = _count(validation.pairs() if indices is None else _scored(validation, indices))
+    if counts is None or asked is None or not counts.sum() or not asked.sum():
+        return None
+    # Smoothing must give no probability to ids that never occur.
+    size = int(np.flatnonzero((counts + asked).sum(0) + (counts + asked).sum(1)).max()) + 1
+    counts, asked = counts[:size, :size], asked[:size, :size]
+    log_probabilities = np.log(_probabilities(counts, _strength(counts)))
+    return float(-(asked * log_probabilities).sum() / asked.sum())

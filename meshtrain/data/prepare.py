@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import TokenFile, sidecar_path
-from meshtrain.data.tokenize import Tokenizer, file_problems, open_tokenizer
-from meshtrain.data.tokenizer_folder import end_token as end_token_of
-from meshtrain.data.tokenizer_folder import tokenizer_file
+from meshtrain.data.tokenize import Tokenizer, file_problems, open_tokenizer, tokenizer_file
+from meshtrain.data.tokenize import folder_end_token as end_token_of
 from meshtrain.words import flags
 from meshtrain.words.errors import Problems, UserError, run
 from meshtrain.words.files import replacing, write_whole

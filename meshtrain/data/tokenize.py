@@ -1,17 +1,26 @@
-"""Text to token ids and back: bytes, a tokenizer.json (or the folder of one), or plain numbers."""
+"""Text to token ids and back: bytes, a tokenizer.json (or the folder of one), or plain numbers.
+
+V: vocabulary.
+"""
 
 import dataclasses
 import functools
+import json
+import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshtrain.data import token_bytes, tokenizer_folder
+from meshtrain.data.packing import Examples
 from meshtrain.words.errors import UserError, nearest, unknown
 from meshtrain.words.paths import what_is_at
+from meshtrain.words.read_json import read_json
 
 NUM_BYTES = 256
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how tokenizers with a byte fallback write one byte
 
 # Tokens by which well-known tokenizers end a document, best known first.
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -103,7 +112,7 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 def file_problems(path: str) -> list[str]:
     """Returns one line if the path is no file, nor a folder with one. Nothing is opened: opening a pipe would block."""
-    file = tokenizer_folder.tokenizer_file(path)
+    file = tokenizer_file(path)
     what = what_is_at(file)
     if what == "a file":
         return []
@@ -128,7 +137,7 @@ def _loaded(path: str) -> Any:
     if problems := file_problems(path):
         raise UserError(*problems)
     try:
-        text = tokenizer_folder.tokenizer_file(path).read_text(encoding="utf-8")
+        text = tokenizer_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.tokenizer: got '{path}', which cannot be read ({error}); allowed: bytes, or the path of a "
@@ -153,10 +162,10 @@ def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
     Raises:
       UserError: the vocabulary lacks the token.
     """
-    of_folder = "" if end_token else tokenizer_folder.end_token(path)
+    of_folder = "" if end_token else folder_end_token(path)
     if of_folder and of_folder not in vocab:
         raise UserError(
-            f"data.tokenizer: '{path}' names '{of_folder}' as its eos_token, which its {tokenizer_folder.TOKENIZER} "
+            f"data.tokenizer: '{path}' names '{of_folder}' as its eos_token, which its {TOKENIZER} "
             "lacks; allowed: one of its tokens; nearest: data.end_token=TOKEN"
         )
     if end_token and end_token not in vocab:
@@ -207,11 +216,137 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
         return str(loaded.decode([int(i) for i in ids if 0 <= i < vocab_size and i != end_id]))
 
     whole_size = max(vocab_size, end_id + 1)
-    byte_lengths = functools.partial(token_bytes.of_tokenizer, loaded, end_id, whole_size)
-    also_end = tokenizer_folder.end_ids(path)
+    byte_lengths = functools.partial(bytes_of_ids, loaded, end_id, whole_size)
+    also_end = end_ids(path)
     return Tokenizer(path, whole_size, end_id, encode_documents, encode, decode, byte_lengths, with_places, also_end)
 
 
 def open_tokenizer(name: str, end_token: str = "") -> Tokenizer:
     """Returns the tokenizer called `name`: `bytes`, or the path of a tokenizer.json or its folder."""
     return byte_tokenizer() if name == "bytes" else file_tokenizer(name, end_token)
+
+
+def bytes_of_ids(loaded: Any, end_id: int, vocab_size: int) -> np.ndarray:
+    """Returns the bytes of the text that each id stands for, int32 [V]; 0 for the end of a document and for no text.
+
+    Byte-level tokenizers write a byte as one character. Of others, the text of an id is what it adds behind another
+    token, so that the blank before a word counts. Added tokens stand for their own text.
+
+    Args:
+      loaded: a `tokenizers.Tokenizer`.
+      end_id: the id that ends a document.
+      vocab_size: V.
+    """
+    pieces = {index: piece for piece, index in loaded.get_vocab(with_added_tokens=True).items()}
+    added = {index: token.content for index, token in loaded.get_added_tokens_decoder().items()}
+    kinds = _decoders(json.loads(loaded.to_str())["decoder"])
+    lengths = np.zeros(vocab_size, np.int32)
+    if "ByteLevel" in kinds:
+        plain = {index: len(piece) for index, piece in pieces.items()}
+    else:
+        plain = _lengths_behind_another(loaded, pieces, has_byte_pieces="ByteFallback" in kinds)
+    for index, length in plain.items():
+        lengths[index] = len(added[index].encode()) if index in added else length
+    lengths[end_id] = 0
+    return lengths
+
+
+def _decoders(decoder: Any) -> set[str]:
+    """Returns the types of a tokenizer.json's decoder and of the decoders in its sequence."""
+    if not decoder:
+        return set()
+    inner = decoder["decoders"] if "decoders" in decoder else []
+    return {decoder["type"]}.union(*map(_decoders, inner))
+
+
+def _lengths_behind_another(loaded: Any, pieces: dict[int, str], *, has_byte_pieces: bool) -> dict[int, int]:
+    """Returns the bytes that each id adds to the text of a token before it."""
+    # A letter or digit of ASCII: nothing that a decoder joins with what follows, or cleans up.
+    anchors = [index for index, piece in pieces.items() if re.fullmatch(r"[A-Za-z0-9]", piece)] or list(pieces)[:1]
+    before = len(loaded.decode(anchors[:1]).encode())
+    texts = loaded.decode_batch([[anchors[0], index] for index in pieces])
+    return {
+        index: 1 if has_byte_pieces and _BYTE.fullmatch(piece) else len(text.encode()) - before
+        for (index, piece), text in zip(pieces.items(), texts, strict=True)
+    }
+
+
+def bytes_of_targets(examples: Examples, indices: Iterable[int], lengths: np.ndarray) -> int:
+    """Returns the bytes of the text that the targets of examples stand for; a target of weight 0 does not count.
+
+    Args:
+      examples: each with `targets` and `weights` of one shape.
+      indices: which of them.
+      lengths: bytes of each id, int [V].
+    """
+    total = 0
+    for index in indices:
+        example = examples[index]
+        total += int(lengths[example["targets"][example["weights"] > 0]].sum())
+    return total
+
+
+def tokenizer_file(path: str) -> Path:
+    """Returns the file that `data.tokenizer` means: the path itself, or the tokenizer.json in the folder."""
+    return Path(path, TOKENIZER) if what_is_at(path) == "a folder" else Path(path)
+
+
+def settings(path: str, name: str = SETTINGS) -> dict[str, Any]:
+    """Returns the content of a file in a tokenizer's folder; {} where `path` is no folder, or has no such file.
+
+    Raises:
+      UserError: the file cannot be read, or holds no JSON object.
+    """
+    file = Path(path, name)
+    if what_is_at(file) != "a file":
+        return {}
+    try:
+        content = read_json(file.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {type(content).__name__}")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.tokenizer: '{file}' cannot be read ({error}); allowed: a JSON object in UTF-8; nearest: "
+            f"data.tokenizer={tokenizer_file(path)}, which is read alone"
+        ) from error
+    return content
+
+
+def special_tokens(content: dict[str, Any]) -> dict[str, str]:
+    """Returns name -> text of the special tokens in a tokenizer_config.json, such as `eos_token`.
+
+    >>> special_tokens({"eos_token": {"content": "</s>", "special": True}, "bos_token": None, "pad_token": "<pad>"})
+    {'eos_token': '</s>', 'pad_token': '<pad>'}
+    """
+    found = {}
+    for name, value in content.items():
+        text = value["content"] if isinstance(value, dict) and "content" in value else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def folder_end_token(path: str) -> str:
+    """Returns the token that ends a document according to the folder's tokenizer_config.json; `` if it names none.
+
+    Raises:
+      UserError: the file cannot be read, or holds no JSON object.
+    """
+    found = special_tokens(settings(path))
+    return found["eos_token"] if "eos_token" in found else ""
+
+
+def end_ids(path: str) -> tuple[int, ...]:
+    """Returns the ids that end a generated text by the folder's generation_config.json, otherwise by its config.json.
+
+    Raises:
+      UserError: a file cannot be read, or has something else there.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if (given := settings(path, name).get("eos_token_id")) is not None:
+            listed = given if isinstance(given, list) else [given]
+            if not all(type(one) is int and 0 <= one < 1 << 31 for one in listed):
+                raise UserError(f"{Path(path, name)}: eos_token_id: got {str(given)[:200]}; allowed: an id, or a list; "
+                                "nearest: the file that was published with the model")  # fmt: skip
+            return tuple(listed)
+    return ()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.data.tokenizer_folder import TOKENIZER
+from meshtrain.data.tokenize import TOKENIZER
 from meshtrain.hf import positions
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, ONLY, Family
 from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, typed

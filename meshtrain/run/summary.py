@@ -8,8 +8,7 @@ from pathlib import Path
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.config.tasks import MakeTask
-from meshtrain.data.baseline import bigram_loss
-from meshtrain.data.corpus import Corpus
+from meshtrain.data.corpus import Corpus, bigram_loss
 from meshtrain.data.own import Data
 from meshtrain.layout.rules import Rules
 from meshtrain.observe.folder import SAMPLES_FILE

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.data.sources import DOCUMENTS
-from meshtrain.data.tokenizer_folder import TOKENIZER, settings, tokenizer_file
+from meshtrain.data.tokenize import TOKENIZER, settings, tokenizer_file
 from meshtrain.hf import config as hf_config
 from meshtrain.hf import folder as hf_folder
 from meshtrain.hf import reading

@@ -24,6 +24,7 @@ from typing import Any
 from meshtrain import explain
 from meshtrain.config.config import Config
 from meshtrain.examples.convnet import ConvnetOptions
+from meshtrain.examples.numbers import NumberOptions
 from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.launch import distributed
 from meshtrain.plan import __main__ as plan
@@ -138,10 +139,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(argv)
     distributed.start(NUM_DEVICES)
-    models = [
-        ("model." + key, field) for options in (Seq2SeqOptions(), ConvnetOptions()) for key, field in fields(options)
-    ]
-    known = list(dict([*models, *fields(Config())]).items())
+    groups = (("model.", Seq2SeqOptions()), ("model.", ConvnetOptions()), ("data.", NumberOptions()))
+    others = [(prefix + key, field) for prefix, options in groups for key, field in fields(options)]
+    known = list(dict([*others, *fields(Config())]).items())
     chance, counts = random.Random(given.seed), collections.Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "random.py"

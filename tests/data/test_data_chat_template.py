@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from meshtrain.data.answers import tokenized
-from meshtrain.data.chat import Written
+from meshtrain.data.chat import Written, tokenized
 from meshtrain.data.chat_template import BEGIN, compiled, file_problems, open_template
 from meshtrain.data.tokenize import open_tokenizer
 from meshtrain.words.errors import UserError

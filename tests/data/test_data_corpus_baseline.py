@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from meshtrain.data.baseline import bigram_loss
+from meshtrain.data.corpus import bigram_loss
 from meshtrain.data.packing import StreamExamples, TokenStream
 
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from meshtrain.data.answers import Tokens, as_examples, in_spans, open_chat, tokenized
-from meshtrain.data.chat import Written
+from meshtrain.data.built_in import Asked, open_whole
+from meshtrain.data.chat import Tokens, Written, as_examples, in_spans, open_chat, tokenized
 from meshtrain.data.sources import DataOptions, check
 from meshtrain.data.tokenize import byte_tokenizer, open_tokenizer
-from meshtrain.data.whole_files import open_whole
 from meshtrain.words.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "hf" / "fixtures" / "chat"
@@ -203,10 +202,11 @@ def test_wrong_options_are_seen_before_reading(tmp_path, changes, message):
 def test_each_file_is_evaluated_whole_and_what_is_lost_is_said(tmp_path, capsys):
     saved(tmp_path / "b.jsonl", [{"prompt": "x" * 40, "completion": "yes"}, {"prompt": "x", "completion": ""}])
     given = dataclasses.replace(options(tmp_path, sums(3)), path=f"{tmp_path}/*.jsonl")
-    parts = open_whole(given, sequence_length=16, vocab_size=257)
+    asked = Asked({}, {}, 16, 257, 0)
+    parts = open_whole(given, asked)
     assert [sum(len(targets) for _, targets in part.pairs()) for part in parts.values()] == [3 * 2, 4]
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("b.jsonl: 1 lines truncated, 1 dropped without a token of an answer")
     saved(tmp_path / "b.jsonl", [{"prompt": "x", "completion": ""}])
     with pytest.raises(UserError, match=r"b.jsonl' has no line with a token of an answer"):
-        open_whole(given, sequence_length=16, vocab_size=257)
+        open_whole(given, asked)

@@ -5,9 +5,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from meshtrain.data import token_bytes
 from meshtrain.data.packing import TokenStream, pack
-from meshtrain.data.tokenize import NUM_BYTES, file_tokenizer, number_tokenizer, open_tokenizer
+from meshtrain.data.tokenize import NUM_BYTES, bytes_of_targets, file_tokenizer, number_tokenizer, open_tokenizer
 
 TEXT = "naïve ☃ in the thin thing, 日本 🎉!\n\tthought  this\n"
 LEARNED = ["the thin thing thought this through in naïve"] * 10
@@ -88,6 +87,6 @@ def test_targets_that_count_have_bytes(packing, missing):
     ids = [id for text in texts for id in (*tokenizer.encode(text), tokenizer.end_id)]
     stream = TokenStream((np.asarray(ids, np.uint16),), tokenizer.end_id)
     examples = pack(stream, 6, packing)
-    found = token_bytes.of_targets(examples, range(len(examples)), tokenizer.byte_lengths())
+    found = bytes_of_targets(examples, range(len(examples)), tokenizer.byte_lengths())
     assert found == sum(map(len, texts)) - missing
-    assert token_bytes.of_targets(examples, [], tokenizer.byte_lengths()) == 0
+    assert bytes_of_targets(examples, [], tokenizer.byte_lengths()) == 0
