@@ -130,7 +130,7 @@ def with_own(options: Any, path: str, name: Any) -> Any:
         return options
     field = next(one for one in dataclasses.fields(options) if one.name == naming(options))
     key = f"{path}.{field.name}"
-    function = named.function(key, name, field.metadata["choices"], field.default)
+    function = named.function(key, name, field.metadata["choices"], str(field.default))
     own = function.options if hasattr(function, "options") else NoOptions
     if line := options_problem(key, name, own) or _shared_problem(path, own, options):
         raise UserError(line)
@@ -201,7 +201,7 @@ def problems(options: Any, path: str) -> list[str]:
         if field.metadata.get("names") == "path":
             found += url_problems(name, value)
         if choices and field.metadata["names"].startswith("function"):
-            found += named.problems(name, value, choices, field.default)
+            found += named.problems(name, value, choices, str(field.default))
         elif choices and value not in choices:
             line = unknown(name, value, choices)
             found.append(line if "did you mean" in line else f"{line}; nearest: '{field.default}', the default")
