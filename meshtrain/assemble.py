@@ -14,16 +14,14 @@ import optax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.config import reductions, side_rooms
 from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
 from meshtrain.config.tasks import MakeTask, find
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
 from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.layout import offload
-from meshtrain.layout.axes import DATA
 from meshtrain.layout.explain import Row, rows
-from meshtrain.layout.groups import groups_of
-from meshtrain.layout.late import late
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.replicas import Replicas
@@ -36,7 +34,6 @@ from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, batch
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
-from meshtrain.optim.outer import outer_optimizer
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
 from meshtrain.pipeline.program import Program, executable
@@ -44,7 +41,6 @@ from meshtrain.pipeline.reduction import reduces_early
 from meshtrain.pipeline.schedules import chosen
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
-from meshtrain.step.local import axes_in_groups, in_groups, inner_step, outer_step
 from meshtrain.step.placed import (
     abstract_metrics,
     abstract_params,
@@ -58,7 +54,7 @@ from meshtrain.step.placed import (
 )
 from meshtrain.step.precision import as_stored, compute_name, in_fp8, product_name, reduce_dtype
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
-from meshtrain.step.step import Update, eval_step, late_update, train_step, weight_update, with_sequence_index
+from meshtrain.step.step import Apart, Update, eval_step, train_step, weight_update, with_sequence_index
 from meshtrain.words.errors import UserError
 
 
@@ -71,6 +67,7 @@ class Assembly:
       mesh: the mesh, axes in mesh order.
       rules: logical axis -> mesh axes, with the storage axes of the ZeRO level.
       replicas: how gradients are summed over microbatches and reduced over data.
+      apart: the functions of groups that train apart; None for one model.
       task: what is trained.
       program: the pipeline's schedule as tables for the executor; None on a pipeline of size 1.
       state: abstract `TrainState`, each leaf a `jax.ShapeDtypeStruct` with its sharding.
@@ -94,6 +91,7 @@ class Assembly:
     mesh: Mesh
     rules: Rules
     replicas: Replicas
+    apart: Apart | None
     task: Task
     program: Program | None
     state: TrainState
@@ -157,29 +155,30 @@ def assemble(
     params, axes = abstract_params(task, num_chunks, mesh.size)
     trained = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
     specs = stored_tree(params, axes, rules, mesh.shape, level)
-    replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained, config.compression)
-    outer = outer_optimizer(config.local_steps)
-    groups = groups_of(replicas, outer.num_groups, placement, axes_of_batch) if outer else None
-    replicas = groups or (late(replicas) if config.local_steps.delay else replicas)
+    replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained)
+    replicas = reductions.reduced_by(config, replicas)
+    make_apart = side_rooms.apart(config.local_steps.period)
+    apart: Apart | None = make_apart and make_apart(config, replicas, placement, axes_of_batch)
+    replicas = apart.replicas if apart else replicas
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     schedule_of_rates = learning_rates(config, task)
     transformation = optimizer(config.optimizer, schedule_of_rates, select(axes, trained)[0])
 
     scaling = loss_scaling(config, task)
-    num_residuals = mesh.shape[DATA] if config.compression.has_residual or config.local_steps.delay else 0
-    late_metrics = abstract_metrics(task, entries_of_batch) if config.local_steps.delay and task.after_update else ()
+    late_metrics = abstract_metrics(task, entries_of_batch) if replicas.is_late and task.after_update else ()
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
         params = as_stored(meta.unbox(task.init(jax.random.fold_in(rng, 0))), axes, trained, config.precision)
         params, rng = in_chunks(params, num_chunks), jax.random.fold_in(rng, 1)
-        state = init_state(params, transformation, rng, scaling, trained, num_residuals, late_metrics)
-        return in_groups(state, outer, trained) if outer else state
+        residual = replicas.residual(select(params, trained)[0])
+        state = init_state(params, transformation, rng, scaling, trained, residual, late_metrics)
+        return apart.begun(state) if apart else state
 
     abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
     of_fields = axes_of_fields(abstract, transformation, params, axes, trained)
-    of_fields = axes_in_groups(of_fields, abstract, outer, params, axes, trained) if outer else of_fields
+    of_fields = apart.axes_of_fields(of_fields, abstract, params, axes) if apart else of_fields
     names = axes_of_leaves(abstract, of_fields)
     state, kept = placed_states(abstract, names, rules, mesh, level, moments_on_host=config.offload.moments)
     batch = placed_batch(entries_of_batch, rules, mesh)
@@ -189,19 +188,18 @@ def assemble(
     kind = devices[0].device_kind
     moments, after_update = state_shardings.opt_state, after_update_of(task, num_chunks)
     update = _update(config, transformation, schedule_of_rates, scaling, moments, replicas, after_update)
-    step = inner_step(gradients, update, scaling, trained) if outer else train_step(gradients, update, scaling)
-    join = outer_step(outer.transformation, groups.mean, trained) if outer and groups else None
+    step = (apart.step if apart else train_step)(gradients, update, scaling)
     by_chunk = program is not None and reduces_early(program, replicas)
     bytes_of_layer = 0 if by_chunk else layer_bytes(params, axes, replicas, config.remat.every)
-    is_late = config.local_steps.delay > 0
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
-    options = compiler_options(kind, bytes_of_layer, is_late=is_late, by_chunk=by_chunk, gathers_early=early)
+    options = compiler_options(kind, bytes_of_layer, is_late=replicas.is_late, by_chunk=by_chunk, gathers_early=early)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     return Assembly(
         config=config,
         mesh=mesh,
         rules=rules,
         replicas=replicas,
+        apart=apart,
         task=task,
         program=program,
         state=state,
@@ -213,7 +211,7 @@ def assemble(
         gathers_early=early,
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
         train_step=jitted(step, out_shardings=(state_shardings, whole)),
-        outer_step=join and jitted(join, out_shardings=state_shardings),
+        outer_step=apart and jitted(apart.join, out_shardings=state_shardings),
         eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
         logits=jax.jit(logits, out_shardings=whole) if logits else None,
         to_kept=reshaper(state, kept),
@@ -240,7 +238,7 @@ def _update(
     after_update: AfterUpdate | None,
 ) -> Update:
     """Returns the update of a step; `moments` are the shardings of the optimizer's state."""
-    sends_each_step = config.local_steps.period == 0
+    reduction = replicas.reduction
     update = functools.partial(
         weight_update,
         transformation,
@@ -251,9 +249,11 @@ def _update(
         lambda opt_state, norm: offload.fetched(opt_state, moments, after=norm),
         replicas.trained,
     )
-    if config.local_steps.delay:
-        return late_update(update, replicas.reduce, after_update)
-    return update(replicas.reduce if sends_each_step and config.compression.is_on else None, after_update)
+    if reduction is not None and reduction.update is not None:
+        late: Update = reduction.update(update, replicas.reduce, after_update)
+        return late
+    sends_each_step = reduction is not None and config.local_steps.period == 0
+    return update(replicas.reduce if sends_each_step else None, after_update)
 
 
 def learning_rates(config: Config, task: Task) -> Schedule:

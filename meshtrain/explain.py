@@ -15,6 +15,7 @@ from meshtrain.assemble import Assembly, array_rows, assemble
 from meshtrain.config import effects
 from meshtrain.config.config import Config, groups, parse
 from meshtrain.launch import distributed
+from meshtrain.layout.axes import DATA
 from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.picture import draw_mesh, mesh_text
@@ -44,6 +45,7 @@ def text(assembly: Assembly) -> str:
         *active_text(assembly.task),
         *trained_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
+        *reduction_text(assembly),
         f"batch        {batch_text(assembly)}",
         *kernels_text(assembly),
         *own_text(config),
@@ -57,6 +59,15 @@ def text(assembly: Assembly) -> str:
     if idle := effects.text(config, shape):
         parts += ["", idle]
     return "\n".join(parts)
+
+
+def reduction_text(assembly: Assembly) -> list[str]:
+    """Returns one line with what reduces gradients over data and the bytes that it sends; none for the sum."""
+    replicas, shape = assembly.replicas, assembly.mesh.shape
+    if replicas.reduction is None:
+        return []
+    sent = replicas.reduction.sent_bytes(1, shape[DATA], replicas.level > 0)
+    return [f"reduction    {replicas.reduction.name}, {sent:.3g} bytes a parameter over data {shape[DATA]}"]
 
 
 def batch_text(assembly: Assembly) -> str:

@@ -48,7 +48,7 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "sequence_length",
         "data.packing",
     ),
-    "other gradients": ("precision", "loss_scale", "compression"),
+    "other gradients": ("precision", "loss_scale", "reduction"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
     "where the weights came from: config.json is the record of it": ("init_from", "init_ignore"),
 }
@@ -85,11 +85,14 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     defaults = _defaults(after)
     after = defaults | after
     # A function that the old run alone names is not imported; the two differ anyway.
-    is_same = "task" not in then or then["task"] == after["task"]
-    idle = _idle(new) | (_idle(then) if is_same else set())
-    renamed = former.rename(then, {}, after).items()
+    today = dict(then)
+    renamed = former.rename(today, {}, after).items()
+    before = defaults | today
+    alike = {key: before[key] == after[key] for key in ("task", "reduction.name")}
+    idle = _idle(new) | (_idle(then) if all(alike.values()) else set())
+    if not alike["reduction.name"]:  # its name says it: the options of one are not those of the other
+        idle |= {key for key in before | after if key.startswith("reduction.") and key != "reduction.name"}
     found = [line for key, line in renamed if not is_free(key) and key not in idle]
-    before = defaults | then
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         # The table names the decoder's options. A user's option of the same name is another one, and may not change.
@@ -106,7 +109,7 @@ def _idle(values: Mapping[str, Any]) -> set[str]:
     except UserError:
         return set()
     # The sizes of axes do not matter here: options whose effect depends on them may change on resume anyway, except for
-    # those of compression, which have an effect where data is larger than 1.
+    # those of a reduction, which have an effect where data is larger than 1.
     return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1) | {DATA: 2}))
 
 

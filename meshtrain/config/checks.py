@@ -22,7 +22,7 @@ from meshtrain.models.decoder_options import DecoderOptions, TransformerShape
 from meshtrain.optim import moments, trainable
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
-from meshtrain.step.precision import PrecisionOptions, compute_name, in_fp8
+from meshtrain.step.precision import PrecisionOptions, compute_name
 from meshtrain.words.errors import UserError
 from meshtrain.words.numbers import nearest_divisor, nearest_multiple
 from meshtrain.words.options import MOST
@@ -171,72 +171,6 @@ def batch(
         f"batch_size: got {batch_size}; allowed: a multiple of {divisor} = {factors}; "
         f"nearest: {nearest_multiple(batch_size, divisor)}"
     ]
-
-
-def local_steps(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each reason why groups cannot train apart on a mesh of these sizes; none without groups.
-
-    Args:
-      config: the configuration.
-      mesh_shape: the size of each mesh axis.
-    """
-    period, num_groups, data = config.local_steps.period, config.local_steps.groups, mesh_shape[DATA]
-    found = _late(config, data) if config.local_steps.delay else []
-    if period == 0:
-        return found
-    if num_groups == 0 or num_groups % data:
-        near = nearest_multiple(num_groups, data) if num_groups else max(data, 2)
-        found.append(
-            f"local_steps.groups: got {num_groups} with local_steps.period = {period}; allowed: a multiple of "
-            f"mesh.data = {data} (fsdp, tensor and pipeline split a group); nearest: {near}"
-        )
-    if config.num_steps % period:
-        found.append(
-            f"num_steps: got {config.num_steps}; allowed: a multiple of local_steps.period = {period}, as weights that "
-            f"are evaluated come from its last step; nearest: {nearest_multiple(config.num_steps, period)}"
-        )
-    if config.zero.effective_level and data > 1:
-        found.append(
-            f"zero.level: got {config.zero.effective_level} with local_steps.period = {period}, where each group along "
-            "data has weights of its own; allowed: 0, and fsdp to split them; nearest: zero.level=0"
-        )
-    if in_fp8(config.precision):
-        found.append(
-            f"precision.policy: got fp8 with local_steps.period = {period}, where a tensor's maximum would be that "
-            "of all groups; allowed: float32, bfloat16, float16; nearest: precision.policy=bfloat16"
-        )
-    if config.offload.moments:
-        found.append(
-            f"offload.moments: got True with local_steps.period = {period}; allowed: False; nearest: "
-            "offload.moments=False"
-        )
-    return found
-
-
-def _late(config: Config, num_replicas: int) -> list[str]:
-    """Returns one line for each option that does not go with gradients that are applied one step late."""
-    found, level = list[str](), config.zero.effective_level
-    if config.local_steps.period:
-        return [
-            f"local_steps.delay: got 1 with local_steps.period = {config.local_steps.period}, whose steps send no "
-            "gradient; allowed: one of the two; nearest: local_steps.delay=0"
-        ]
-    if config.compression.is_on:
-        found.append(
-            f"compression.kind: got {config.compression.kind} with local_steps.delay = 1; allowed: none; nearest: "
-            "compression.kind=none"
-        )
-    if level > 1 and num_replicas > 1:
-        found.append(
-            f"zero.level: got {level} with local_steps.delay = 1, and it reduces the gradients of each microbatch at "
-            "once; allowed: 0 or 1; nearest: zero.level=1"
-        )
-    if config.guard.spike_factor:
-        found.append(
-            f"guard.spike_factor: got {config.guard.spike_factor} with local_steps.delay = 1, where a skipped gradient "
-            "would come again; allowed: 0; nearest: guard.spike_factor=0"
-        )
-    return found
 
 
 def sequence(

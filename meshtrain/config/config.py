@@ -20,21 +20,22 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain.config import checks, context, data_sources, former, tasks
+from meshtrain.config import checks, context, data_sources, former, reductions, side_rooms, tasks
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import DataOptions, is_own
 from meshtrain.data.tokenize import NUM_BYTES
-from meshtrain.layout import compression, mesh
-from meshtrain.layout.axes import CONTEXT, DATA, PIPELINE
+from meshtrain.layout import mesh
+from meshtrain.layout.axes import CONTEXT, PIPELINE
+from meshtrain.layout.reduction import SUM
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.layout.stored import level_problems, num_parts, rules_of_level
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries
 from meshtrain.observe import profiler
-from meshtrain.optim import learning_rate, optimizers, outer
+from meshtrain.optim import learning_rate, optimizers
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.words import flags
 from meshtrain.words.config_file import load
@@ -112,7 +113,6 @@ def resolve(
         *mesh.check(mended.mesh),
         *data_sources.check(mended.data, reads_data=reads_data),
         *optimizers.check(mended.optimizer),
-        *outer.check(mended.local_steps),
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
         *checks.scaling(mended.loss_scale, mended.precision),
@@ -190,10 +190,10 @@ def _on_mesh(
     num_groups = config.local_steps.groups if config.local_steps.period else 0
     num_parts = num_microbatches(config, mesh_shape)
     found = checks.batch(config.batch_size, rules, mesh_shape, num_parts, num_groups)
-    found += checks.local_steps(config, mesh_shape)
+    found += _apart(config, mesh_shape)
     found += checks.sequence(config.sequence_length, rules, mesh_shape)
     found += level_problems(config.zero, config.mesh.data, config.mesh.fsdp)
-    found += compression.problems(config.compression, config.zero.effective_level, mesh_shape[DATA])
+    found += reductions.problems(config, mesh_shape)
     if function is None:
         return found
     own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
@@ -215,6 +215,15 @@ def _on_mesh(
             return found  # contradictory options, reported above, may make tracing the weights fail
         raise
     return found + checks.weights(config, mesh_shape, params, axes, rules)
+
+
+def _apart(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each reason why groups cannot train apart; none without a period."""
+    try:
+        apart = side_rooms.apart(config.local_steps.period)
+    except UserError as error:
+        return list(error.problems)
+    return list(apart.check(config, mesh_shape)) if apart else []
 
 
 def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> list[str]:
@@ -257,7 +266,7 @@ def built(
 ) -> tuple[Config, list[str]]:
     """Returns a configuration of the right types, and one line for each key or value that was left out.
 
-    The task is read first, because the fields of `model` are those of its options.
+    The task is read first, because the fields of `model` are those of its options, and likewise the reduction.
     """
     right = "allowed: what meshtrain.config.default() returns, a value in each place; nearest: return config"
     try:
@@ -293,13 +302,36 @@ def built(
     start, lines = _with_own_options(start, values, texts)
     found += lines + _drop_other_defaults(start, values, texts)
     found += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
+    start, lines = _with_reduction(start, values, texts)
+    found += lines
     typed, wrong = flags.collect(flags.schema(start), values, texts)
     return flags.construct(start, typed), found + wrong
 
 
+def _with_reduction(start: Config, values: dict[str, Any], texts: dict[str, str]) -> tuple[Config, list[str]]:
+    """Returns the defaults with the options of the reduction that is named, and one line if there is none of that name.
+
+    Keys that would be unknown for that reason are taken out in place. Those are, besides all keys of a reduction that
+    cannot be found, the options in a file of one that the command line replaces.
+    """
+    of_file, key = values.get(reductions.KEY), reductions.KEY
+    name = texts[key] if key in texts else of_file
+    try:
+        options = reductions.options_of(name if isinstance(name, str) else SUM)
+        known = {f"reduction.{field.name}" for field in dataclasses.fields(options)}
+        lines, replaced = list[str](), [values] if key in texts and texts[key] != of_file else []
+    except UserError as error:
+        options, known, lines, replaced = start.reduction, set(), list(error.problems), [values, texts]
+    for given in replaced:
+        for stale in [name for name in given if name.startswith("reduction.") and name not in known]:
+            del given[stale]
+    return dataclasses.replace(start, reduction=options), lines
+
+
 def defaults_of(config: Config) -> Config:
-    """Returns the defaults of the configuration's task and source of data, and of the user's functions it names."""
-    return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
+    """Returns the defaults of the configuration's task, source of data and reduction, and of the functions it names."""
+    others = {name: type(options)() for name, options in groups(config).items() if name != "reduction"}
+    return Config(task=config.task, reduction=type(config.reduction)(name=SUM), **others)
 
 
 def _is_known(key: str, schema: Mapping[str, Any]) -> bool:

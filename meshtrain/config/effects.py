@@ -8,7 +8,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
-from meshtrain.config import tasks
+from meshtrain.config import reductions, tasks
 from meshtrain.config.config import Config, defaults_of
 from meshtrain.data.sources import is_own
 from meshtrain.step import loss_scale
@@ -39,6 +39,8 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     found = idle(config, "", known)
     unread = getattr(tasks.find(config.task), "unread", ()) if is_built_in else ()
     found |= {key: f"task={config.task}" for key in values if any(f"{key}.".startswith(f"{one}.") for one in unread)}
+    if reduction := reductions.of(config):
+        found |= dict.fromkeys(reduction.unread, f"reduction.name={reduction.name}")
     if config.zero.keeps_gathered and mesh_shape["fsdp"] > 1:
         found.pop("zero.strategy", None)  # strategies are levels over data, but this one also says how fsdp gathers
     # A user's data function gets the whole configuration, and may read any option of the data.

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from meshtrain.data.sources import DataOptions
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.layout.offload import OffloadOptions
+from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
@@ -17,7 +17,6 @@ from meshtrain.observe.profiler import ProfileOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
@@ -25,12 +24,33 @@ from meshtrain.step.precision import PrecisionOptions
 from meshtrain.store.keeping import CheckpointOptions
 from meshtrain.words.options import AllBut, option
 
+_IN_GROUPS = {"period": AllBut(0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalStepsOptions:
+    """How often groups that train apart exchange weights."""
+
+    period: int = option(0, "steps of each group between two exchanges of weights; 0: no groups, every step", minimum=0)
+    groups: int = option(
+        0, "groups that train apart, each on its share of the batch, with a period; mesh.data divides them", minimum=0,
+        only_for=_IN_GROUPS,
+    )  # fmt: skip
+    outer_learning_rate: float = option(
+        0.7, "outer SGD's factor of the mean distance that the groups have gone; 1: their mean", minimum=0.0,
+        only_for=_IN_GROUPS,
+    )  # fmt: skip
+    outer_momentum: float = option(
+        0.9, "decay of the outer SGD's Nesterov momentum; 0: none", minimum=0.0, only_for=_IN_GROUPS
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """All options of a run.
 
-    `model` is the options dataclass of the task, such as `DecoderOptions` for the decoder; `data` the source's.
+    `model` is the options dataclass of the task, such as `DecoderOptions` for the decoder; `data` the source's, and
+    `reduction` that of the reduction that it names.
     """
 
     seed: int = option(0, "seed of all random numbers: weights, data order, dropout", minimum=0)
@@ -58,9 +78,7 @@ class Config:
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
     zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
-    compression: CompressionOptions = dataclasses.field(
-        default_factory=CompressionOptions, metadata={"only_for": {"mesh.data": AllBut(1)}}
-    )
+    reduction: ReductionOptions = dataclasses.field(default_factory=ReductionOptions)
     offload: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
     model: Any = dataclasses.field(default_factory=DecoderOptions)
     lora: LoraOptions = dataclasses.field(default_factory=LoraOptions)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.words import flags
+from meshtrain.words.errors import unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +23,42 @@ class Gone:
 
 
 _NUMBERS = "as data.source=numbers, which reads it, is not here"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A key whose values are names of another key today.
+
+    Attributes:
+      now: today's key.
+      values: former value as a text -> today's. The first is the default, which chooses nothing.
+    """
+
+    now: str
+    values: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A key that is an option of what `reduction.name` names; with other names it has no effect, and is dropped.
+
+    Attributes:
+      now: today's key.
+      names: of the reductions that have it.
+    """
+
+    now: str
+    names: tuple[str, ...]
+
+
+_NAME, _PACKED = "reduction.name", ("int8", "topk")
 # Former key -> today's key, or why it is gone. A row has no effect where the options have a key of that name.
-FORMER: Mapping[str, str | Gone] = {
+FORMER: Mapping[str, str | Gone | Choice | Part] = {
+    "compression.kind": Choice(_NAME, {"none": "sum", "int8": "int8", "topk": "topk"}),
+    "local_steps.delay": Choice(_NAME, {"0": "sum", "1": "one_step_late"}),
+    "compression.block": Part("reduction.block", _PACKED),
+    "compression.kept": Part("reduction.kept", _PACKED),
+    "compression.feedback": Part("reduction.feedback", _PACKED),
     "pipeline.table": Gone("", "as pipeline.schedule=package.module:function takes the place of tables in files"),
     # All sources had these; where the one that has them now is there, no row has an effect.
     "data.numbers_below": Gone(1000, _NUMBERS),
@@ -50,11 +85,15 @@ def rename(values: dict[str, Any], texts: dict[str, str], defaults: Mapping[str,
             continue  # the task's own option
         given = [values.pop(key)] if key in values else []
         typed = [texts.pop(key)] if key in texts else []
+        line = ""
         if isinstance(now, Gone):
             line = _refused(key, (typed or given)[0], now, is_text=bool(typed)) if typed or given else ""
-        else:
-            unchosen = defaults[now] if now in defaults else None
-            line = _moved(key, now, given, values, unchosen) or _moved(key, now, typed, texts, None)
+        elif isinstance(now, Choice):
+            line = _chosen(key, now, given, values, {}) or _chosen(key, now, typed, texts, values)
+        elif isinstance(now, str) or (texts.get(_NAME) or values.get(_NAME)) in now.names:
+            today = now if isinstance(now, str) else now.now
+            unchosen = defaults[today] if today in defaults else None
+            line = _moved(key, today, given, values, unchosen) or _moved(key, today, typed, texts, None)
         if line:
             found[key] = line
     return found
@@ -69,6 +108,26 @@ def _refused(key: str, value: Any, gone: Gone, *, is_text: bool) -> str:
     except ValueError as error:
         got = str(error).partition("; allowed: ")[0]
     return got and f"{key}: {got}; allowed: {default}, the only value now, {gone.why}; nearest: {key}={default}"
+
+
+def _chosen(key: str, row: Choice, value: list[Any], among: dict[str, Any], before: Mapping[str, Any]) -> str:
+    """Puts what a value chooses under today's key; returns a line for other values, or where that is chosen otherwise.
+
+    The default takes back what this key itself could have chosen in the values `before`, and nothing else.
+    """
+    default = next(iter(row.values.values()))
+    for one in map(str, value):
+        if one not in row.values:
+            line = unknown(key, one, list(row.values))
+            return line if "did you mean" in line else f"{line}; nearest: {list(row.values)[-1]}"
+        name, taken = row.values[one], among.get(row.now)
+        if name == default and (taken or before.get(row.now) not in row.values.values()):
+            continue
+        if taken not in (None, name, default):
+            got = f"{key}: got {one}, and {row.now} is {taken}"
+            return f"{got}; allowed: {row.now} alone, its name today; nearest: leave {key} out"
+        among[row.now] = name
+    return ""
 
 
 def _moved(key: str, now: str, value: list[Any], among: dict[str, Any], unchosen: Any) -> str:

@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from meshtrain.words.errors import UserError
+
 # Seam, as the option is called -> name -> `package.module:attribute`.
 SIDE_ROOMS: Mapping[str, Mapping[str, str]] = {
     "task": {
@@ -17,6 +19,12 @@ SIDE_ROOMS: Mapping[str, Mapping[str, str]] = {
         "idx": "meshtrain.examples.images:idx",
         "numbers": "meshtrain.examples.numbers:numbers",
     },
+    "reduction.name": {
+        "int8": "meshtrain.lab.compression:int8",
+        "topk": "meshtrain.lab.compression:topk",
+        "one_step_late": "meshtrain.lab.one_step_late:one_step_late",
+    },
+    "local_steps.period": {"apart": "meshtrain.lab.local_steps:apart"},
 }
 
 
@@ -31,3 +39,15 @@ def found(seam: str, name: str) -> Any:
     """Imports and returns what one of `names` stands for."""
     module, _, attribute = SIDE_ROOMS[seam][name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def apart(period: int) -> Any:
+    """Returns (configuration, replicas, placement, logical axes of the batch) -> `Apart`; None for a period of 0.
+
+    Raises:
+      UserError: one line: the side room's folder is not there.
+    """
+    key = "local_steps.period"
+    if period and not names(key):
+        raise UserError(f"{key}: got {period}; allowed: 0, as meshtrain/lab is not here; nearest: 0")
+    return found(key, "apart") if period else None

@@ -11,6 +11,7 @@ M: microbatches.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,12 +21,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.layout.axes import DATA
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.jaxprs import Hook
 from meshtrain.layout.placement import on_shards
+from meshtrain.layout.reduction import Reduction
 from meshtrain.layout.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, axes_of_dims, spec_of_dims
-from meshtrain.layout.trees import select
-from meshtrain.layout.wire import summed_leaves
+from meshtrain.layout.trees import leaves_with_paths, select
+from meshtrain.words.errors import UserError
 
 Compute = Callable[..., tuple[Any, Any]]
 
@@ -53,7 +54,8 @@ class Replicas:
       is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
       wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
       trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.
-      compression: how gradients cross data in fewer bytes than those of `wire_dtype`.
+      reduction: what reduces gradients over data in place of the sums of this module, once the mean gradient is known;
+        None: nothing else.
     """
 
     mesh: Mesh
@@ -62,7 +64,7 @@ class Replicas:
     is_manual: bool = True
     wire_dtype: DTypeLike = jnp.float32
     trained: Any = None
-    compression: CompressionOptions = dataclasses.field(default_factory=CompressionOptions)
+    reduction: Reduction | None = None
 
     @property
     def axes(self) -> frozenset[str]:
@@ -71,9 +73,9 @@ class Replicas:
         return frozenset({DATA}) if is_manual else frozenset()
 
     @property
-    def is_compressed(self) -> bool:
-        """Whether gradients leave `data_parallel` unreduced, as [replicas, ...], for `reduce` to compress them."""
-        return self.compression.is_on and bool(self.axes)
+    def is_late(self) -> bool:
+        """Whether gradients are applied by another step than their own."""
+        return self.reduction is not None and self.reduction.update is not None
 
     @property
     def specs(self) -> Any:
@@ -88,7 +90,7 @@ class Replicas:
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
         """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
 
-        With compression gradients are not reduced: each leaf is [replicas, ...], for `reduce`.
+        With a `reduction` gradients are not reduced: each leaf is [replicas, ...], for `reduce`.
 
         Args:
           compute: (parameters, batch, further arrays that are replicated) -> (sums, gradients): any tree of scalars,
@@ -97,7 +99,7 @@ class Replicas:
           manual: axes that are manual besides data.
         """
         axes = self.axes | manual
-        if not axes:
+        if not axes and self.reduction is None:
             return compute
         parameters, replicated = self.specs, PartitionSpec()
         batch_spec = PartitionSpec(DATA) if self.axes else replicated
@@ -113,46 +115,93 @@ class Replicas:
         def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
             in_specs = (parameters, batch_spec, *(replicated for _ in others))
             out_specs = (replicated, self._with_replicas(of_gradients) if self.axes else of_gradients)
-            sums, gradients = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes)(params, batch, *others)
-            return sums, self._reduced(gradients) if self.axes and not self.is_compressed else gradients
+            each = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes) if axes else on_replica
+            sums, gradients = each(params, batch, *others)
+            if self.reduction is None:
+                return sums, self._reduced(gradients) if self.axes else gradients
+            return sums, gradients if self.axes else jax.tree.map(lambda leaf: leaf[None], gradients)
 
         return run
 
     def reduce(self, gradients: Any, residual: Any) -> tuple[Any, Any]:
-        """Returns the gradients reduced over data with compression, and the residual of the next step.
+        """Returns the gradients reduced over data by `reduction`, and the residual of the next step.
 
         A residual is in the units of its gradient. So gradients are those of the mean loss, without the loss scale: the
         number of targets and the scale may change from step to step.
 
         Args:
-          gradients: float32, from `data_parallel`: [replicas, ...], or reduced already if nothing is compressed.
-          residual: a tree of float32 [replicas, ...] like them; empty without error feedback.
+          gradients: float32 [replicas, ...], from `data_parallel`.
+          residual: a tree of float32 [replicas, ...] like them, or ().
+
+        Raises:
+          UserError: the reduction returns other trees, shapes or dtypes than it has to.
         """
-        has_residual = bool(jax.tree.leaves(residual))
-        if not self.is_compressed:
-            if not has_residual:
-                return gradients, residual
-            # One replica sends nothing, so nothing is lost: what a larger mesh has left to it arrives now.
-            total = jax.tree.map(lambda gradient, left: gradient + left[0], gradients, residual)
-            return total, jax.tree.map(jnp.zeros_like, residual)
+        stored = self.trained_stored
+        dims = jax.tree.map(lambda weight: weight.data_dim if _is_scattered(weight) else 0, stored)
 
         def on_device(gradients: Any, residual: Any) -> tuple[Any, Any]:
-            leaves, structure = jax.tree.flatten(jax.tree.map(lambda leaf: leaf[0], gradients))
-            waiting = [leaf[0] for leaf in jax.tree.leaves(residual)] if has_residual else [None] * len(leaves)
-            sums, left = self._compressed(leaves, waiting)
-            after = [leaf[None] for leaf in left if leaf is not None]
-            return jax.tree.unflatten(structure, sums), jax.tree.unflatten(jax.tree.structure(residual), after)
+            own, kept = jax.tree.map(lambda leaf: leaf[0], (gradients, residual))
+            sums, left = self.reduced_here(own, kept, dims)
+            return sums, jax.tree.map(lambda leaf: leaf[None], left)
 
-        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, self.trained_stored))
-        after = jax.tree.map(lambda weight: weight.moment, self.trained_stored)
-        of_residual = before if has_residual else residual
-        return on_shards(self.mesh, on_device, (before, of_residual), (after, of_residual))(gradients, residual)
+        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, stored))
+        after = jax.tree.map(lambda weight: weight.moment, stored)
+        of_residual = before if jax.tree.leaves(residual) else residual
+        in_specs, out_specs, axes = (before, of_residual), (after, of_residual), frozenset(self.mesh.axis_names)
+        return on_shards(self.mesh, on_device, in_specs, out_specs, axes=axes)(gradients, residual)
 
-    def _compressed(self, leaves: list[jax.Array], waiting: list[Any]) -> tuple[list[jax.Array], list[Any]]:
-        """Returns the sums over data of local gradients, and their residuals."""
-        stored: list[Stored] = jax.tree.leaves(self.trained_stored)
-        dims = [weight.data_dim if _is_scattered(weight) else 0 for weight in stored]
-        return summed_leaves(leaves, waiting, dims, self.compression, DATA, self.mesh.shape[DATA])
+    def reduced_here(self, gradients: Any, residual: Any, dims: Any) -> tuple[Any, Any]:
+        """Returns what `reduction` makes of local arrays where all axes are manual, and the next residual.
+
+        Args:
+          gradients: a tree of float32.
+          residual: like them, or ().
+          dims: a tree of int like them, see `Reduction.reduce`.
+
+        Raises:
+          UserError: see `reduce`.
+        """
+        assert self.reduction is not None, "the sum needs no residual"
+
+        def summed(leaf: jax.Array, dim: int) -> jax.ShapeDtypeStruct:
+            shape = list(leaf.shape)
+            if dim:
+                shape[dim] //= self.mesh.shape[DATA]
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        wanted = (jax.tree.map(summed, gradients, dims), residual)
+        given = self.reduction.reduce(gradients, residual, DATA, dims)
+        arrays = [
+            [f"{path} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves_with_paths(tree)]
+            for tree in (jax.tree.map(jnp.asarray, given), wanted)
+        ]
+        for got, allowed in itertools.zip_longest(*arrays, fillvalue="nothing"):
+            if got != allowed:
+                raise UserError(
+                    f"reduction.name: got '{self.reduction.name}', whose reduce returns {got}; allowed: {allowed}, in "
+                    "(gradients, residual); nearest: trees like those that it gets"
+                )
+        return given
+
+    def residual(self, trained: Any) -> Any:
+        """Returns zeros [replicas, ...] for what each replica keeps of its gradients, or ().
+
+        Args:
+          trained: parameters that have gradients, global shapes.
+
+        Raises:
+          UserError: the reduction wants to keep other shapes than those of gradients.
+        """
+        if self.reduction is None:
+            return ()
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
+        kept = self.reduction.residual(shapes)
+        if kept not in ((), shapes):
+            raise UserError(
+                f"reduction.name: got '{self.reduction.name}', whose residual returns {kept}; allowed: the shapes that "
+                "it gets, or (); nearest: lambda shapes: shapes"
+            )
+        return jax.tree.map(lambda leaf: jnp.zeros((self.mesh.shape[DATA], *leaf.shape), leaf.dtype), kept)
 
     def zeros(self, params: Any, stored: Any) -> Any:
         """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
@@ -207,10 +256,10 @@ class Replicas:
     def reduces_in_loops(self) -> bool:
         """Whether gradients of layers in a loop are reduced inside the backward loop of the last microbatch.
 
-        At level 2 those of every microbatch are scattered when its loops are over. With compression they are reduced
+        At level 2 those of every microbatch are scattered when its loops are over. A `reduction` of its own gets them
         when the mean gradient is known.
         """
-        return bool(self.axes) and self.level < GRADIENTS_LEVEL and not self.is_compressed
+        return bool(self.axes) and self.level < GRADIENTS_LEVEL and self.reduction is None
 
     def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
         """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
@@ -301,7 +350,8 @@ class Replicas:
         return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True)
 
     def _with_replicas(self, specs: Any) -> Any:
-        return jax.tree.map(lambda spec: PartitionSpec(DATA, *spec), specs, is_leaf=_is_spec)
+        replicas = DATA if self.mesh.shape[DATA] > 1 else None
+        return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs, is_leaf=_is_spec)
 
     def _reduced(self, gradients: Any) -> Any:
         """Reduces the gradients [replicas, ...] over data: an all-reduce at level 0, else a reduce-scatter.

@@ -99,7 +99,7 @@ def compile_step(
         options=compiler_options(
             cluster.devices[0].device_kind,
             assembly.layer_bytes,
-            is_late=config.local_steps.delay > 0,
+            is_late=assembly.replicas.is_late,
             by_chunk=assembly.reduces_chunks,
             gathers_early=assembly.gathers_early,
         )

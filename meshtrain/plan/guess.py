@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshtrain.config import reductions
 from meshtrain.config.config import Config, num_microbatches, units_on_device
 from meshtrain.config.tasks import abstract_task
 from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
@@ -122,6 +123,8 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     total, options = 0, config.local_steps
     # Of groups that train apart a device has weights, gradients and moments of each of its own, and the anchor.
     num_groups = options.groups // shape[DATA] if options.period else 1
+    reduction = reductions.of(config)
+    has_residual = reduction is not None and bool(jax.tree.leaves(reduction.residual(weights.params)))
     for path, leaf in leaves_with_paths(weights.params):
         specs, size = stored(leaf.shape, axes[path], rules, shape, level, path), math.prod(leaf.shape)
         bytes_here = size // num_parts(axes_in(specs.parameter), shape) * leaf.dtype.itemsize
@@ -131,7 +134,7 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
             total += num_groups * bytes_here if options.period else 0
             if options.period and options.outer_momentum:
                 total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
-            if config.compression.has_residual or config.local_steps.delay:
+            if has_residual:
                 total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
     if config.offload.moments:
         return total
@@ -242,11 +245,10 @@ def _sending_seconds(
 def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: int) -> float:
     """Returns the bytes that cross data in a step of M microbatches for each parameter (table in `stored.py`)."""
     level = config.zero.effective_level
-    if config.compression.is_on:
-        gathered = FLOAT32_BYTES if level else 0
-        return config.compression.wire_bytes(num_replicas, is_scattered=bool(level)) + gathered
     if config.local_steps.period:
         return 2 * FLOAT32_BYTES / config.local_steps.period
+    if (reduction := reductions.of(config)) is not None:
+        return reduction.sent_bytes(1, num_replicas, bool(level)) + (FLOAT32_BYTES if level else 0)
     if level > SCATTERS_EACH:
         return (GATHERS + SCATTERS) * itemsize * parts
     return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))

@@ -38,7 +38,7 @@ class Memory:
       parameters_bytes: by arithmetic, from shardings, as are the next four.
       gradients_bytes: the float32 sums to which gradients of microbatches are added.
       optimizer_bytes: the optimizer's state, in device memory.
-      residual_bytes: what compressed gradients have not sent yet; 0 without compression.
+      residual_bytes: what the reduction over data keeps from step to step, see `TrainState`.
       batch_bytes: the step's batch.
       compiler: the compiler's own account; gradients are among its temporaries. None where it gave up.
       arguments_expected_bytes: the arguments by arithmetic, without those that the program does not read.

@@ -3,8 +3,8 @@
 n: devices along an axis, M: microbatches, L: layers, A: bytes of the activations of one microbatch on one device.
 
     data      nothing with groups that train apart, but scalars; without,
-              2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; compressed ones as
-              `layout/compression.py` says. Of weights that ZeRO splits:
+              2 (n - 1) / n of the gradients in precision.reduce_dtype, once a step; or what the reduction that
+              `reduction.name` names says of itself. Of weights that ZeRO splits:
               level 1 reduce-scatters gradients and gathers parameters, once; level 2 reduce-scatters M times;
               level 3 is like fsdp
     fsdp      (n - 1) / n of the weights in the compute dtype, M times: two gathers and one scatter of the gradients;
@@ -33,7 +33,6 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches, units_on_device
 from meshtrain.launch.links import wire_share
 from meshtrain.layout.axes import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
-from meshtrain.layout.groups import Groups
 from meshtrain.layout.stored import MAX_LEVEL, ROUTER, STACKED, Names, axes_in, num_parts
 from meshtrain.layout.trees import select
 from meshtrain.models.cost import Cost
@@ -58,8 +57,8 @@ class Sizes:
         in which they compute: those of layers twice, the others once.
       scatter_bytes: the same for one scatter of the gradients of those that are trained.
       reduced_bytes: of the gradients that replicas all-reduce over data, in the dtype in which they cross it.
-      scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise. Of
-        compressed gradients both are the bytes of an array for which a ring sends as much.
+      scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise. Of a
+        reduction of its own both are the bytes of an array for which a ring sends as much.
       updated_bytes: of the parameters of those, which are gathered over data after the update.
       cost: what else one microbatch costs a device.
     """
@@ -103,7 +102,7 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
     With `only_stacked` those of weights that stack layers.
     """
     replicas, reduced, scattered = assembly.replicas, 0, 0
-    if isinstance(replicas, Groups):  # they send weights in a program of their own
+    if assembly.apart is not None:  # groups send weights in a program of their own
         return 0, 0
     names = jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params
     of_weights = (assembly.state.params, replicas.stored, names)
@@ -121,13 +120,12 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
 
 def _wire_itemsizes(assembly: Assembly) -> tuple[float, float]:
     """Returns the bytes of an element that crosses data: (all-reduced, reduce-scattered)."""
-    replicas = assembly.replicas
-    if not replicas.is_compressed:
-        itemsize = jnp.dtype(replicas.wire_dtype).itemsize
+    n, reduction = assembly.mesh.shape[DATA], assembly.replicas.reduction
+    if reduction is None or n == 1:
+        itemsize = jnp.dtype(assembly.replicas.wire_dtype).itemsize
         return itemsize, itemsize
-    n, options = assembly.mesh.shape[DATA], replicas.compression
-    scattered = options.wire_bytes(n, is_scattered=True)
-    return options.wire_bytes(n) / wire_share("all-reduce", n), scattered / wire_share("reduce-scatter", n)
+    whole, scattered = (reduction.sent_bytes(1, n, is_scattered) for is_scattered in (False, True))
+    return whole / wire_share("all-reduce", n), scattered / wire_share("reduce-scatter", n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +139,7 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     """Returns the bytes that a device sends to reduce the gradients of stacked layers over data, once a step.
 
     0 where they do not cross data once a step in `precision.reduce_dtype`: one replica, ZeRO levels 2 and 3,
-    compression, data left to the partitioner.
+    another reduction, data left to the partitioner.
     """
     replicas, num_replicas = assembly.replicas, assembly.mesh.shape[DATA]
     if not replicas.reduces_in_loops:
@@ -281,9 +279,9 @@ def outer_wire_bytes_minimum(assembly: Assembly) -> float:
     """Returns the least bytes on the wire over data when groups are joined: an all-reduce of the weights."""
     trained, _ = select(assembly.state.params, assembly.replicas.trained)
     elements = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(trained))
-    num_replicas = assembly.mesh.shape[DATA]
-    if assembly.replicas.is_compressed:
-        return elements * assembly.replicas.compression.wire_bytes(num_replicas)
+    num_replicas, reduction = assembly.mesh.shape[DATA], assembly.replicas.reduction
+    if reduction is not None:
+        return reduction.sent_bytes(elements, num_replicas, False)
     return wire_share("all-reduce", num_replicas) * elements * FLOAT32_BYTES
 
 

@@ -74,7 +74,7 @@ def _memory(plan: Plan) -> str:
         ("gradients", _bytes(memory.gradients_bytes), "from shardings, float32"),
         ("optimizer", _bytes(memory.optimizer_bytes), "from shardings"),
         *(
-            [("residual", _bytes(memory.residual_bytes), "not sent yet: of compressed gradients, or late ones")]
+            [("residual", _bytes(memory.residual_bytes), "of gradients, which reduction.name keeps")]
             if memory.residual_bytes
             else []
         ),
@@ -249,11 +249,10 @@ def _time(plan: Plan) -> str:
 
 def _options(plan: Plan) -> str:
     assembly = plan.compiled.assembly
-    is_late = assembly.config.local_steps.delay > 0
     options = options_of(
         plan.cluster.devices[0].device_kind,
         assembly.layer_bytes,
-        is_late=is_late,
+        is_late=assembly.replicas.is_late,
         by_chunk=assembly.reduces_chunks,
         gathers_early=assembly.gathers_early,
     )

@@ -1,7 +1,6 @@
 """The state that a run starts from: its own newest checkpoint, another run's weights, or initial weights."""
 
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import platform
@@ -20,7 +19,6 @@ from meshtrain.layout.trees import leaves_with_paths, merged, select
 from meshtrain.observe import trackers
 from meshtrain.optim.trainable import is_adapter
 from meshtrain.run import weights_from, workdir
-from meshtrain.step.local import restarted
 from meshtrain.step.placed import shardings
 from meshtrain.step.residual import as_saved, shared_out
 from meshtrain.step.state import RESIDUAL, TrainState
@@ -135,18 +133,19 @@ def starting_state(assembly: Assembly, checkpoints: Checkpoints) -> tuple[TrainS
         warn(f"{line}; set aside, the one before it is used")
     if step is None:
         return beginning(assembly), 0, {}
-    state = assembly.from_kept(_restored(assembly.kept_state, checkpoints, step))
+    state = assembly.from_kept(_restored(assembly, checkpoints, step))
     jax.block_until_ready(state)
     return state, step, {"restore_seconds": time.perf_counter() - start_seconds}
 
 
-def _restored(kept: TrainState, checkpoints: Checkpoints, step: int) -> TrainState:
+def _restored(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
     """Returns the saved state of a step, whatever number of replicas had residuals."""
+    kept, reduction = assembly.kept_state, assembly.replicas.reduction
     shapes = [shape for path, shape in checkpoints.shapes(step).items() if path.startswith(f"{RESIDUAL}/")]
     now = jax.tree.leaves(kept.residual)
-    if not (shapes and now) or shapes[0][0] == now[0].shape[0]:
+    if reduction is None or not (shapes and now) or shapes[0][0] == now[0].shape[0]:
         return checkpoints.restore(step, kept)
-    return shared_out(checkpoints.restore(step, as_saved(kept, shapes[0][0])), kept)
+    return shared_out(checkpoints.restore(step, as_saved(kept, shapes[0][0])), kept, reduction.reshard)
 
 
 def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> None:
@@ -198,8 +197,7 @@ def beginning(assembly: Assembly) -> TrainState:
     if config.lora.rank:
         kept = merged(kept, kept_params(assembly, state.params))
     state = dataclasses.replace(state, params=stored_params(assembly, kept))
-    if config.local_steps.period == 0:
+    if assembly.apart is None:
         return state
     # Each group starts from these weights.
-    in_every_group = functools.partial(restarted, mask=assembly.replicas.trained)
-    return jax.jit(in_every_group, donate_argnums=0, out_shardings=shardings(assembly.state))(state)
+    return jax.jit(assembly.apart.restarted, donate_argnums=0, out_shardings=shardings(assembly.state))(state)

@@ -24,7 +24,7 @@ class Held:
       gradients: the float32 sums to which each microbatch's gradients are added.
       moments: the optimizer's state in device memory, and the outer optimizer's of groups that train apart.
       on_host: the optimizer's state in host memory, with `offload.moments`.
-      residual: what compressed gradients have not sent yet.
+      residual: what the reduction over data keeps from step to step.
     """
 
     parameters: int

@@ -14,8 +14,6 @@ from jax.typing import DTypeLike
 
 from meshtrain.layout import offload
 from meshtrain.layout.axes import DATA, partitioned_axes
-from meshtrain.layout.compression import CompressionOptions
-from meshtrain.layout.groups import GROUPS
 from meshtrain.layout.replicas import Replicas
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import (
@@ -34,7 +32,7 @@ from meshtrain.models.abstract import named_params
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update
 from meshtrain.pipeline import chunks
-from meshtrain.step.state import REPLICAS, REPLICATED_FIELDS, TrainState
+from meshtrain.step.state import GROUPS, REPLICAS, REPLICATED_FIELDS, TrainState
 from meshtrain.step.step import with_sequence_index
 from meshtrain.words.errors import UserError
 
@@ -86,7 +84,6 @@ def replicas_of(
     level: int,
     wire_dtype: DTypeLike,
     trained: Any,
-    compression: CompressionOptions,
 ) -> Replicas:
     """Returns how gradients are reduced over the data axis.
 
@@ -97,11 +94,9 @@ def replicas_of(
       level: of ZeRO.
       wire_dtype: of gradients in collectives over data.
       trained: a tree of bool like the parameters, true for each with a gradient.
-      compression: of gradients over data.
 
     Raises:
-      UserError: level 2 or compression with a task that cannot be traced where data is manual: both reduce gradients in
-        such a region.
+      UserError: level 2 with a task that cannot be traced where data is manual: it reduces gradients in such a region.
     """
     is_manual = task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1
     # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
@@ -111,13 +106,7 @@ def replicas_of(
             "zero.level: got 2 with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights "
             "split over data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
         )
-    if compression.is_on and mesh.shape[DATA] > 1 and not is_manual:
-        raise UserError(
-            f"compression.kind: got {compression.kind} with fsdp or an axis after it and a task without "
-            "`takes_manual_axes`, or with weights split over data; allowed: none, or a task with it; nearest: "
-            "compression.kind=none"
-        )
-    return Replicas(mesh, specs, level, is_manual, wire_dtype, trained, compression)
+    return Replicas(mesh, specs, level, is_manual, wire_dtype, trained)
 
 
 def layer_bytes(params: Params, axes: Any, replicas: Replicas, num_together: int) -> int:

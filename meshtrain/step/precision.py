@@ -44,7 +44,7 @@ class PrecisionOptions:
         "auto",
         "of gradients in collectives over data; sums over microbatches are float32; auto: float32",
         choices=("auto", "float32", "bfloat16"),
-        only_for={"compression.kind": ("none",), "local_steps.period": (0,)},
+        only_for={"local_steps.period": (0,)},
     )
     output_dtype: str = option(
         "auto",

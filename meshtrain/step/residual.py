@@ -1,15 +1,13 @@
-"""Residuals of compressed gradients on another number of replicas: what the optimizer has not got yet stays the same.
+"""Residuals of gradients on another number of replicas, as `Reduction.reshard` has them.
 
-A checkpoint has the residual of each replica. On a mesh with as many replicas they go on bitwise. On any other mesh
-only their sum has a meaning, and each of the n replicas gets 1 / n of it: equal parts are packed with smaller scales
-than the whole in one place.
+A checkpoint has the residual of each replica. On a mesh with as many replicas they go on bitwise.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.layout.axes import DATA
@@ -33,17 +31,15 @@ def as_saved(state: TrainState, num_saved: int) -> TrainState:
     return dataclasses.replace(state, residual=jax.tree.map(saved, state.residual))
 
 
-def shared_out(state: TrainState, like: TrainState) -> TrainState:
+def shared_out(state: TrainState, like: TrainState, reshard: Callable[[Any, int], Any]) -> TrainState:
     """Returns a state from `as_saved` with the residuals of as many replicas as `like` has.
 
     Args:
       state: as it was read.
       like: abstract, each leaf with its sharding.
+      reshard: see `Reduction`.
     """
-
-    def share(residuals: Any) -> Any:
-        equal = lambda leaf, to: jnp.broadcast_to(jnp.sum(leaf, axis=0) / to.shape[0], to.shape)  # noqa: E731
-        return jax.tree.map(equal, residuals, like.residual)
-
+    leaves = jax.tree.leaves(like.residual)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like.residual)
-    return dataclasses.replace(state, residual=jax.jit(share, out_shardings=shardings)(state.residual))
+    share = jax.jit(reshard, static_argnums=1, out_shardings=shardings)
+    return dataclasses.replace(state, residual=share(state.residual, leaves[0].shape[0]))

@@ -20,6 +20,7 @@ from meshtrain.step.precision import cast
 REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale", "late_metrics")
 # The field of residuals, and the logical axis of the first dim of its arrays, which the data axis splits.
 RESIDUAL, REPLICAS = "residual", "replicas"
+GROUPS = "groups"  # that of the dim that stacks the arrays of groups that train apart, which it splits too
 
 
 @jax.tree_util.register_dataclass
@@ -35,9 +36,9 @@ class TrainState:
       rng: uint32 key data; step n draws from this key with n folded in.
       skipped: the guard's counts of skipped steps and the last gradient norms.
       loss_scale: the scale of the loss in the backward pass, and the counts by which it changes.
-      residual: what compressed gradients have not sent yet, or gradients that are applied one step late: a tree of
-        float32 [replicas, ...] like the trained parameters; an empty tuple without either.
-      local: with groups that train apart (`step/local.py`), their weights and the outer optimizer's state; then
+      residual: what `reduction.name` keeps from step to step, such as what compressed gradients have not sent yet: a
+        tree of float32 [replicas, ...] like the trained parameters; or ().
+      local: with groups that train apart (`step.Apart`), their weights and the outer optimizer's state; then
         `params` is the anchor, and the arrays of `opt_state`, `skipped` and `loss_scale` are [groups, ...]. Else ().
       late_metrics: with gradients that are applied one step late, the sums of the metrics that `Task.after_update` gets
         with them; () without either.
@@ -60,7 +61,7 @@ def init_state(
     rng: jax.Array,
     scaling: Scaling | None = None,
     mask: Any = None,
-    num_residuals: int = 0,
+    residual: Any = (),
     late_metrics: Any = (),
 ) -> TrainState:
     """Returns the state before the first step.
@@ -71,14 +72,11 @@ def init_state(
       rng: a typed key.
       scaling: how the loss is scaled; None: not at all.
       mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
-      num_residuals: replicas that keep a residual each, 0 for none.
+      residual: from `Replicas.residual`.
       late_metrics: abstract sums of metrics, where the state has them.
     """
     trained, _ = select(params, mask)
     step, opt_state = jnp.zeros((), jnp.int32), transformation.init(cast(trained, jnp.float32))
-    residual: Any = ()
-    if num_residuals:
-        residual = jax.tree.map(lambda leaf: jnp.zeros((num_residuals, *leaf.shape), jnp.float32), trained)
     scale, key_data = first_scale(scaling), jax.random.key_data(rng)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), late_metrics)
     return TrainState(step, params, opt_state, key_data, none_skipped(), scale, residual, late_metrics=zeros)

@@ -1,13 +1,15 @@
 """One step: sums and gradients of the batch, the guard's checks, clipping, the optimizer, the new state."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from meshtrain.layout.replicas import Replicas
+from meshtrain.layout.stored import Names
 from meshtrain.layout.trees import merged, select
 from meshtrain.models.metrics import Metrics, all_logged, divisor, num_left_out
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
@@ -25,6 +27,28 @@ EvalStep = Callable[[Params, Batch], Metrics]
 Update = Callable[[TrainState, Sums, jax.Array], tuple[TrainState, Metrics]]
 # (gradients of the mean loss, residual) -> (the same reduced over data, the next residual).
 Reduce = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Groups that train apart, for `local_steps.period` steps: what takes the place of the functions of one model.
+
+    Attributes:
+      replicas: how each group adds up its gradients, [groups, ...].
+      begun: the state of one model before its first step -> that of all groups.
+      restarted: a state -> the same with the weights `params` in every group.
+      axes_of_fields: (`state.axes_of_fields` of one model, the abstract state of groups, abstract parameters, their
+        logical axes) -> the logical axes of the arrays of each field.
+      step: (gradients, update, scaling) as `train_step` takes them -> the step of all groups.
+      join: a state -> the state after the groups have exchanged weights; a program of its own.
+    """
+
+    replicas: Replicas
+    begun: Callable[[TrainState], TrainState]
+    restarted: Callable[[TrainState], TrainState]
+    axes_of_fields: Callable[[Mapping[str, Sequence[Names]], TrainState, Any, Any], dict[str, list[Names]]]
+    step: Callable[[Gradients, Update, Scaling | None], TrainStep]
+    join: Callable[[TrainState], TrainState]
 
 
 def with_sequence_index(batch: Batch) -> Batch:
@@ -58,7 +82,7 @@ def weight_update(
     scaling: Scaling | None = None,
     fetch: Callable[[Any, jax.Array], Any] = lambda opt_state, _: opt_state,
     mask: Any = None,
-    reduce: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    reduce: Reduce | None = None,
     after_update: AfterUpdate | None = None,
 ) -> Update:
     """Returns the second half of a step: (state, sums of the batch, seed of its gradients) -> (state, metrics).
@@ -129,38 +153,6 @@ def weight_update(
         return TrainState(state.step + 1, params, opt_state, state.rng, skipped, new_scale, residual), metrics
 
     return update
-
-
-def late_update(update: Callable[..., Update], reduce: Reduce, after_update: AfterUpdate | None = None) -> Update:
-    """Returns the update of a step whose gradients are applied one step late; see `layout/late.py`.
-
-    While there is no gradient to apply (in the first step, or after it if its own was not finite) weights and moments
-    stay: an update by zeros would still decay weights and correct moments.
-
-    Args:
-      update: `weight_update` without its `reduce` and `after_update`.
-      reduce: of `layout.late.Late`.
-      after_update: see `weight_update`; it gets the metrics of the step whose gradients are applied.
-    """
-
-    def late(state: TrainState, sums: Sums, seed: jax.Array) -> tuple[TrainState, Metrics]:
-        waiting, _ = reduce(sums.gradients, state.residual)
-        # Nothing but the forward and backward pass is left to run beside the reduction, so the compiler chooses these.
-        gradients, waiting = jax.lax.optimization_barrier((sums.gradients, waiting))
-        # The learning rate is that of the update, of which there is one less than there are steps.
-        before = dataclasses.replace(state, step=jnp.maximum(state.step - 1, 0))
-        moved = after_update and (lambda params, _: after_update(params, state.late_metrics))
-        apply = update(lambda found, _: (waiting, reduce(found, state.residual)[1]), moved)
-        new, metrics = apply(before, sums._replace(gradients=gradients), seed)
-        norm: Any = metrics["grad_norm"]
-        has_gradient = jnp.not_equal(norm, 0.0)
-        params, opt_state = guard.where_good(has_gradient, (new.params, new.opt_state), (state.params, state.opt_state))
-        is_good = new.skipped.total == state.skipped.total
-        late_metrics = guard.where_good(is_good, sums.metrics, state.late_metrics) if after_update else ()
-        after = dataclasses.replace(new, params=params, opt_state=opt_state, late_metrics=late_metrics)
-        return dataclasses.replace(after, step=state.step + 1), metrics
-
-    return late
 
 
 def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.assemble import Assembly, assemble
+from meshtrain.config import reductions
 from meshtrain.config.config import Config, parse
 from meshtrain.data.loader import batches
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.reduction import SUM, ReductionOptions
 from meshtrain.run.evaluate import evaluate
 from meshtrain.run.opened import open_data
 from meshtrain.words.errors import run
@@ -25,10 +27,10 @@ NUM_REPLICAS, NUM_STEPS, NUM_SEEDS = 8, 300, 3
 SHOWN_EVERY = 25
 FLOAT32_BYTES = 4
 KINDS = {
-    "none": CompressionOptions(),
-    "int8": CompressionOptions(kind="int8"),
-    "topk": CompressionOptions(kind="topk"),
-    "int8-without-feedback": CompressionOptions(kind="int8", feedback=False),
+    "none": ReductionOptions(SUM),
+    "int8": CompressionOptions("int8"),
+    "topk": CompressionOptions("topk"),
+    "int8-without-feedback": CompressionOptions("int8", feedback=False),
 }
 HEADER = (
     "| seed | kind | bytes a parameter | mean loss of the last 20 steps | validation loss | against none |",
@@ -49,10 +51,10 @@ class Outcome:
     validation: float
 
 
-def assembled(config: Config, options: CompressionOptions, devices: Sequence[jax.Device]) -> Assembly:
+def assembled(config: Config, options: ReductionOptions, devices: Sequence[jax.Device]) -> Assembly:
     """Returns the functions of a run with these options, on replicas alone."""
     shape = dict.fromkeys(AXES, 1) | {"data": NUM_REPLICAS}
-    return assemble(dataclasses.replace(config, compression=options), shape, devices)
+    return assemble(dataclasses.replace(config, reduction=options), shape, devices)
 
 
 def trained(assembly: Assembly, seed: int, what: str) -> Outcome:
@@ -78,10 +80,10 @@ def trained(assembly: Assembly, seed: int, what: str) -> Outcome:
     return Outcome(sum(last) / len(last), evaluate(assembly, corpus, state)["eval_loss"])
 
 
-def sent_bytes(options: CompressionOptions) -> float:
+def sent_bytes(options: ReductionOptions) -> float:
     """Returns the bytes that a replica sends in a step for each parameter, by formula."""
-    if options.is_on:
-        return options.wire_bytes(NUM_REPLICAS)
+    if reduction := reductions.of(Config(reduction=options)):
+        return reduction.sent_bytes(1, NUM_REPLICAS, False)
     return 2 * (NUM_REPLICAS - 1) / NUM_REPLICAS * FLOAT32_BYTES
 
 

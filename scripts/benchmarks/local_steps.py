@@ -15,10 +15,11 @@ import jax
 
 from meshtrain.assemble import Assembly, assemble, compiled_steps
 from meshtrain.config.config import Config, parse
+from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.data.loader import batches
 from meshtrain.launch import distributed
 from meshtrain.layout.axes import AXES, DATA
-from meshtrain.optim.outer import LocalStepsOptions
+from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.plan import hlo
 from meshtrain.plan.collectives import collectives
 from meshtrain.run.evaluate import evaluate
@@ -26,12 +27,13 @@ from meshtrain.run.opened import open_data
 from meshtrain.words.errors import run
 
 NUM_GROUPS, NUM_STEPS, SHOWN_EVERY = 4, 300, 20
+LATE = "one-step-late"
 KINDS = {
     "synchronous": LocalStepsOptions(),
     "local-sgd-10": LocalStepsOptions(period=10, groups=NUM_GROUPS, outer_learning_rate=1.0, outer_momentum=0.0),
     "diloco-10": LocalStepsOptions(period=10, groups=NUM_GROUPS),
     "diloco-20": LocalStepsOptions(period=20, groups=NUM_GROUPS),
-    "one-step-late": LocalStepsOptions(delay=1),
+    LATE: LocalStepsOptions(),
 }
 HEADER = (
     "| seed | kind | exchanges | bytes a parameter and step | validation loss | against synchronous |",
@@ -71,10 +73,11 @@ class Steps:
     outer_bytes: float
 
 
-def assembled(config: Config, options: LocalStepsOptions, devices: Sequence[jax.Device]) -> Assembly:
-    """Returns the functions of a run with these options, on a data axis with a device for each group."""
+def assembled(config: Config, kind: str, devices: Sequence[jax.Device]) -> Assembly:
+    """Returns the functions of a run of a kind, on a data axis with a device for each group."""
     shape = dict.fromkeys(AXES, 1) | {DATA: NUM_GROUPS}
-    return assemble(dataclasses.replace(config, local_steps=options), shape, devices)
+    reduction = ReductionOptions("one_step_late") if kind == LATE else config.reduction
+    return assemble(dataclasses.replace(config, local_steps=KINDS[kind], reduction=reduction), shape, devices)
 
 
 def steps_of(assembly: Assembly) -> Steps:
@@ -161,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
     given, overrides = parser.parse_known_args(argv)
     devices, _ = distributed.start(NUM_GROUPS)
     config, _ = parse(["--config=configs/tiny.py", f"--config.num_steps={given.steps}", *overrides])
-    assemblies = {kind: assembled(config, KINDS[kind], devices) for kind in given.kinds.split(",")}
+    assemblies = {kind: assembled(config, kind, devices) for kind in given.kinds.split(",")}
     programs = {kind: steps_of(assembly) for kind, assembly in assemblies.items()}
     print(*HEADER, sep="\n", flush=True)
     for seed in range(given.seeds):

@@ -33,7 +33,7 @@ def test_what_changes_no_number_is_no_difference(key):
 
 
 @pytest.mark.parametrize(
-    "key", ["seed", "model.num_layers", "data.packing", "precision.policy", "learning_rate.peak", "compression.kind"]
+    "key", ["seed", "model.num_layers", "data.packing", "precision.policy", "learning_rate.peak", "reduction.name"]
 )
 def test_what_makes_another_run_is_named(key):
     assert difference(nested(key, 1), nested(key, 2)) == [f"{key}: was 1, now 2"]
@@ -50,8 +50,8 @@ def test_an_option_without_effect_may_change():
 
 
 def test_compression_stays_although_one_device_does_not_use_it():
-    was, now = ({"compression": {"kind": kind}} for kind in ("int8", "topk"))
-    assert difference(was, now) == ['compression.kind: was "int8", now "topk"']
+    was, now = ({"reduction": {"name": name}} for name in ("int8", "topk"))
+    assert difference(was, now) == ['reduction.name: was "int8", now "topk"']
 
 
 def test_every_option_is_decided_and_every_name_is_an_option():

@@ -50,7 +50,7 @@ def without_effect(*overrides, **shape):
         (["pipeline.schedule=gpipe"], "mesh.pipeline=1", {"pipeline": 2}),
         (["pipeline.num_microbatches=16"], "mesh.pipeline=1", {"pipeline": 2}),
         (["zero.level=2"], "mesh.data=1", {"data": 2}),
-        (["compression.kind=int8"], "mesh.data=1", {"data": 2}),
+        (["reduction.name=int8"], "mesh.data=1", {"data": 2}),
         (["zero.strategy=shard_grad_op"], "mesh.data=1", {"fsdp": 2}),
         (["zero.strategy=full_shard"], "mesh.data=1", {"data": 2}),
         (["layout.sequence_parallel=true"], "mesh.tensor=1", {"tensor": 2}),
@@ -94,9 +94,9 @@ def test_options_without_effect_are_listed_with_the_reason_and_stay_legal(overri
 
 
 def test_compressed_gradients_have_no_other_dtype_on_the_wire():
-    assert without_effect("compression.kind=int8", "precision.reduce_dtype=bfloat16", "compression.kept=9", data=2) == {
-        "compression.kept": "compression.kind=int8",
-        "precision.reduce_dtype": "compression.kind=int8",
+    assert without_effect("reduction.name=int8", "precision.reduce_dtype=bfloat16", "reduction.kept=9", data=2) == {
+        "reduction.kept": "reduction.name=int8",
+        "precision.reduce_dtype": "reduction.name=int8",
     }
 
 

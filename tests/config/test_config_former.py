@@ -1,5 +1,6 @@
 """Configurations of former versions: renamed keys, keys that are gone, in files, on command lines, in config.json."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from meshtrain.config import former
 from meshtrain.config.between_runs import difference, is_free
 from meshtrain.config.config import Config, configure, resolve, to_json
-from meshtrain.config.former import Gone
+from meshtrain.config.former import FORMER, Gone
 from meshtrain.config.of_run import configuration
 from meshtrain.words import flags
 from meshtrain.words.errors import UserError
@@ -127,3 +128,41 @@ def test_a_run_whose_gone_option_changed_its_numbers_does_not_resume():
     # The schedule may change between two starts.
     assert is_free("pipeline.plan")
     assert difference(now | {"pipeline": now["pipeline"] | {"plan": "x.csv"}}, now) == []
+
+
+@pytest.fixture
+def rows_of_today(monkeypatch):
+    monkeypatch.setattr(former, "FORMER", FORMER)
+
+
+COMPRESSION = {"block": 128, "kept": 4, "feedback": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides", "now"),
+    [
+        ({"compression": {"kind": "none"} | COMPRESSION, "local_steps": {"delay": 0}}, {}, {"name": "sum"}),
+        ({"compression": {"kind": "topk"} | COMPRESSION}, {}, {"name": "topk"} | COMPRESSION),
+        ({"compression": {"kind": "none"}, "local_steps": {"delay": 1}}, {}, {"name": "one_step_late"}),
+        ({"reduction": {"name": "int8"} | COMPRESSION}, {"compression.kind": "none"}, {"name": "sum"}),
+        ({"reduction": {"name": "int8"} | COMPRESSION}, {"local_steps.delay": "0"}, {"name": "int8"} | COMPRESSION),
+        ({"local_steps": {"delay": 1}}, {"local_steps.delay": "0"}, {"name": "sum"}),
+        ({"compression": {"kind": "int8"}}, {"compression.kind": "none", "local_steps.delay": "1"},
+         {"name": "one_step_late"}),
+        ({}, {"compression.kind": "int8", "compression.block": "64"},
+         {"name": "int8", "block": 64, "kept": 8, "feedback": True}),
+    ],
+)  # fmt: skip
+def test_compression_and_a_delay_are_reductions(rows_of_today, given, overrides, now):
+    assert dataclasses.asdict(resolve(given, overrides).reduction) == now
+
+
+def test_two_reductions_at_once_are_refused(rows_of_today):
+    line = (
+        "local_steps.delay: got 1, and reduction.name is int8; allowed: reduction.name alone, its name today; nearest: "
+    )
+    assert refused({"compression": {"kind": "int8"}, "local_steps": {"delay": 1}}) == [
+        f"{line}leave local_steps.delay out"
+    ]
+    allowed = "compression.kind: got 'int9'; allowed: none, int8, topk; did you mean 'int8'?"
+    assert refused({}, {"compression.kind": "int9"}) == [allowed]

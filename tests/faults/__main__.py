@@ -22,6 +22,7 @@ from tests.faults import (
     data,
     generation,
     hf,
+    lab,
     launch,
     layout,
     models,
@@ -41,7 +42,7 @@ from tests.faults.fault import Fault
 ROOT = pathlib.Path(__file__).parents[2]
 TABLES = (
     words, config, layout, models, optim, pipeline, step, data, store,
-    hf, observe, plan, launch, probe, generation, run, root,
+    hf, observe, plan, lab, launch, probe, generation, run, root,
 )  # fmt: skip
 FAULTS: dict[str, tuple[Fault, ...]] = {table.__name__.rpartition(".")[2]: table.FAULTS for table in TABLES}
 NUM_COPIES = 2

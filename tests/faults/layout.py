@@ -25,13 +25,6 @@ FAULTS = (
         "layout/test_layout_stored_levels.py::test_gradients_may_cross_in_bfloat16_and_come_out_in_float32",
     ),
     Fault(
-        "layout/wire.py",
-        "sent = sent.at[jax.lax.axis_index(axis)].add(unpack(reduced) - row)",
-        "sent = sent + 0.0",
-        "what int8 loses when the sum is packed again is in no residual",
-        "layout/test_layout_wire.py::test_what_was_applied_and_the_residuals_are_the_accumulated_gradients[int8]",
-    ),
-    Fault(
         "layout/rules.py",
         "tuple(axis for axis in rule.parameters if rule.stays_split or axis not in self.storage_axes)",
         "rule.parameters",
@@ -39,11 +32,11 @@ FAULTS = (
         "layout/test_layout_placement.py::test_jit_gathers_a_weight_over_fsdp_and_keeps_tensor",
     ),
     Fault(
-        "layout/late.py",
-        "return super()._reduced(residual), gradients",
-        "return super()._reduced(gradients), gradients",
-        "a gradient that is to wait for the next step is applied at once",
-        "step/test_step_local.py::test_a_late_gradient_is_applied_by_the_next_step_on_any_mesh",
+        "layout/reduction.py",
+        "jnp.sum(leaf, axis=0) / replicas, (",
+        "leaf[0] / replicas, (",
+        "another mesh keeps the residual of one replica instead of their sum",
+        "step/test_step_residual.py::test_another_number_of_replicas_keeps_the_sum[8-4]",
     ),
     # Once no test noticed these.
     Fault(

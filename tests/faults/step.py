@@ -4,13 +4,6 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
-        "step/residual.py",
-        "jnp.sum(leaf, axis=0) / to.shape[0]",
-        "leaf[0] / to.shape[0]",
-        "another mesh keeps the residual of one replica instead of their sum",
-        "step/test_step_residual.py::test_another_number_of_replicas_keeps_the_sum[8-4]",
-    ),
-    Fault(
         "step/step.py",
         "opt_state = guard.where_good(good, opt_state, before)",
         "opt_state = guard.where_good(good | True, opt_state, before)",
@@ -24,13 +17,6 @@ FAULTS = (
         "jnp.mean(part, axis=0), parts)",
         "evaluation in microbatches gives means of their sums",
         "step/test_step_accumulate.py::test_a_ratio_is_summed_over_shards_and_microbatches_and_divided_by_its_own_weight",
-    ),
-    Fault(
-        "step/local.py",
-        '{**total.metrics, "loss": total.loss}, total.weight)',
-        '{**total.metrics, "loss": total.weight * jnp.mean(metrics["loss"])}, total.weight)',
-        "the loss of groups that train apart is the mean of their means",
-        "step/test_step_local.py::test_the_loss_of_all_groups_is_their_sum_over_their_weight",
     ),
     Fault(
         "step/loss_scale.py",
@@ -52,12 +38,5 @@ FAULTS = (
         "gradients=bytes_of_device(state.params)",
         "at ZeRO level 2 the account of memory has whole sums of gradients",
         "step/test_step_held.py::test_gradients_are_what_the_step_allocates_on_each_replica[2]",
-    ),
-    Fault(
-        "step/step.py",
-        "after_update and (lambda params, _: after_update(params, state.late_metrics))",
-        "after_update",
-        "gradients are one step late, and the biases of routers are not",
-        "step/test_step_counted.py::test_one_step_late_counts_are_those_of_the_gradients_that_are_applied",
     ),
 )

@@ -32,7 +32,7 @@ LAZY_IMPORTERS = {
 }
 CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written
 # Who reads the configuration: rooms and files; all others are given what they need.
-READS_CONFIGURATION = {"config", "examples", "plan", "probe", "run"}
+READS_CONFIGURATION = {"config", "examples", "lab", "plan", "probe", "run"}
 READS_CONFIGURATION |= {
     f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "training")
 }

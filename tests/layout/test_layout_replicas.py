@@ -7,10 +7,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import assemble
+from meshtrain.config import reductions
 from meshtrain.config.config import Config
+from meshtrain.lab import compression
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.layout import replicas
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import make_mesh
 from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.layout.stored import Stored, ZeroOptions, stored
@@ -93,8 +95,9 @@ def test_counting_sees_gradients_left_to_the_partitioner(monkeypatch):
 )
 def test_compressed_gradients_cross_once_in_the_bytes_of_the_formula(kind, level, mesh):
     options = CompressionOptions(kind)
-    sent, parameters = wire_bytes_over_data(4, mesh, level, compression=options)
-    each = options.wire_bytes(NUM_REPLICAS, is_scattered=level == 1) + (level == 1) * 4 * (1 - 1 / NUM_REPLICAS)
+    sent, parameters = wire_bytes_over_data(4, mesh, level, reduction=options)
+    formula = reductions.of(Config(reduction=options)).sent_bytes
+    each = formula(1, NUM_REPLICAS, level == 1) + (level == 1) * 4 * (1 - 1 / NUM_REPLICAS)
     once = each * parameters / 4 / (2 if "fsdp" in mesh else 1)
     # Whole blocks for each replica, and weights that no level splits, are a little more.
     assert once <= sent <= 1.08 * once + SCALARS_BYTES
@@ -106,7 +109,8 @@ def test_reduced_gradients_and_residuals_add_up_on_shards_of_any_mesh(level):
     shapes = {"whole": ((3, 5), (None, None)), "split": ((16, 24), ("embed", "mlp"))}
     rules = default_rules(LayoutOptions())
     stored_as = {name: stored(shape, axes, rules, mesh.shape, level) for name, (shape, axes) in shapes.items()}
-    reduced_by = replicas.Replicas(mesh, stored_as, level, compression=CompressionOptions("topk", block=16, kept=2))
+    topk = compression.topk(CompressionOptions("topk", block=16, kept=2), jnp.float32)
+    reduced_by = replicas.Replicas(mesh, stored_as, level, reduction=topk)
     generator = np.random.default_rng(0)
 
     def on_each_replica(name):
@@ -125,6 +129,7 @@ def test_reduced_gradients_and_residuals_add_up_on_shards_of_any_mesh(level):
 
 def test_one_replica_applies_what_others_have_left():
     mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
-    alone = replicas.Replicas(mesh, Stored.alike(PartitionSpec(), 1), compression=CompressionOptions("int8"))
-    reduced, left = alone.reduce(jnp.ones(3), jnp.full((1, 3), 0.5))
+    int8 = compression.int8(CompressionOptions("int8"), jnp.float32)
+    alone = replicas.Replicas(mesh, Stored.alike(PartitionSpec(), 1), reduction=int8)
+    reduced, left = jax.jit(alone.reduce)(jnp.ones((1, 3)), jnp.full((1, 3), 0.5))
     assert (reduced.tolist(), left.tolist()) == ([1.5] * 3, [[0] * 3])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import hardware
 from meshtrain.launch.links import Link, Links
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
@@ -98,7 +98,7 @@ def test_the_least_of_data_follows_the_wire_dtype_and_zero(small, level, reduce,
     [("int8", 0, 2 * 7 / 8 * 260 / 256), ("int8", 1, 7 / 8 * (260 / 256 + 4)), ("topk", 0, 7 * 4 * 8 / 256)],
 )
 def test_the_least_of_compressed_gradients(small, kind, level, bytes_each):
-    assembly = assembled(small({"data": 8}, zero=ZeroOptions(level), compression=CompressionOptions(kind)))
+    assembly = assembled(small({"data": 8}, zero=ZeroOptions(level), reduction=CompressionOptions(kind)))
     (least,) = minimum.wire_bytes_minimum(assembly).values()
     assert least == pytest.approx(bytes_each * assembly.task.num_parameters)
 

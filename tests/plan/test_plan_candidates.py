@@ -5,14 +5,15 @@ import dataclasses
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import hardware
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
+from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import candidates, changes, guess, page, search, topology
 from meshtrain.step.held import held
@@ -89,8 +90,8 @@ def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
     ids=str,
 )
 def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, level):
-    kind = "topk" if level == 1 else "none"
-    config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer, compression=CompressionOptions(kind))
+    reduction = CompressionOptions("topk") if level == 1 else ReductionOptions()
+    config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer, reduction=reduction)
     shape = dict.fromkeys(AXES, 1) | mesh
     assembly = assemble(config, shape, topology.open_cluster("cpu:8").devices)
     assert guess.state_bytes(config, shape, guess.weights_of(config)) == held(assembly.state, assembly.replicas).total
@@ -98,13 +99,14 @@ def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, 
 
 @pytest.mark.parametrize(
     "options",
-    [LocalStepsOptions(period=5, groups=8), LocalStepsOptions(period=5, groups=4, outer_momentum=0.0),
-     LocalStepsOptions(delay=1)],
+    [{"local_steps": LocalStepsOptions(period=5, groups=8)},
+     {"local_steps": LocalStepsOptions(period=5, groups=4, outer_momentum=0.0)},
+     {"reduction": ReductionOptions("one_step_late")}],
     ids=str,
 )  # fmt: skip
 def test_guessed_state_of_groups_is_what_the_assembled_step_holds(small, options):
     optimizer = OptimizerOptions(trainable="attention|mlp")
-    config = small({"data": 4, "fsdp": 2}, local_steps=options, optimizer=optimizer, batch_size=16)
+    config = small({"data": 4, "fsdp": 2}, optimizer=optimizer, batch_size=16, **options)
     shape = dict.fromkeys(AXES, 1) | {"data": 4, "fsdp": 2}
     assembly = assemble(config, shape, topology.open_cluster("cpu:8").devices)
     assert guess.state_bytes(config, shape, guess.weights_of(config)) == held(assembly.state, assembly.replicas).total

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.layout.axes import AXES
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe import charts
-from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import calibration, changes, collectives, page, report
 from meshtrain.plan.findings import Finding

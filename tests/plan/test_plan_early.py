@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from google.protobuf.message import DecodeError
 
-from meshtrain.optim.outer import LocalStepsOptions
+from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.plan import compile as compiling
 from meshtrain.plan import early, hlo
 from scripts.benchmarks import plan_ratio

@@ -16,14 +16,14 @@ import jax
 import pytest
 
 from meshtrain.config.config import Config, resolve
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import compiler
 from meshtrain.launch.links import Link, Links
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import MeshOptions
+from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.remat import RematOptions
-from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import attention, changes, hlo, planner, report, topology
 from meshtrain.plan import compile as compiling
@@ -116,7 +116,7 @@ def test_data_parallel_sends_its_gradients_once():
 
 def test_compressed_gradients_send_what_the_formula_says():
     model = dataclasses.replace(small().model, embed_dim=256, mlp_dim=1024, vocab_size=1024)
-    plan = planned("h100:2x4", small({"data": 8}, model=model, compression=CompressionOptions("int8")))
+    plan = planned("h100:2x4", small({"data": 8}, model=model, reduction=CompressionOptions("int8")))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(plan.compiled.assembly.state.params))
     assert plan.minimum["data"] <= sent(plan, "data") < 1.80 * parameters
     assert plan.memory.residual_bytes == plan.memory.parameters_bytes
@@ -304,7 +304,7 @@ def test_sequence_parallelism_needs_a_third_less_room_for_temporaries():
 
 
 def test_late_gradients_are_reduced_beside_the_whole_step():
-    made = planned("h100:2x4", small({"data": 8}, local_steps=LocalStepsOptions(delay=1)))
+    made = planned("h100:2x4", small({"data": 8}, reduction=ReductionOptions("one_step_late")))
     [row] = [row for row in made.traffic if row.kind == "all-reduce"]
     assert row.wire_bytes == pytest.approx(made.minimum["data"], rel=0.01)
     if KNOWS_ALL_OPTIONS:

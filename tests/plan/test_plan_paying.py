@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
+from meshtrain.config import reductions
+from meshtrain.config.config import Config
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import hardware
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.plan import paying, topology
 from meshtrain.plan.timing import Assumptions
 
 H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
-INT8 = CompressionOptions(kind="int8")
+OPTIONS = CompressionOptions("int8")
+INT8 = reductions.of(Config(reduction=OPTIONS))
 MEMORY = 2.7e12
 
 
@@ -24,40 +27,29 @@ MEMORY = 2.7e12
     [(50e9, 4, True), (0.57e12, 4, True), (0.6e12, 4, False), (50e9, 2, True), (0.2e12, 2, False)],
 )
 def test_int8_pays_where_the_wire_is_slow_beside_the_memory(wire, itemsize, pays):
-    found = paying.slower_than_plain(INT8, 8, (10**9, 0), itemsize, wire, MEMORY, 0.0)
+    found = paying.slower_than_sum(INT8, 8, (10**9, 0), itemsize, wire, MEMORY, 0.0)
     assert (found == []) == pays
-    assert all("compression.kind=int8 does not pay: at" in what for what, _ in found)
+    assert all("reduction.name=int8 does not pay: at" in what for what, _ in found)
 
 
 def test_without_feedback_packing_is_cheaper():
-    once = CompressionOptions(kind="int8", feedback=False)
-    assert paying.slower_than_plain(INT8, 8, (10**9, 0), 4, 0.7e12, MEMORY, 0.0)
-    assert not paying.slower_than_plain(once, 8, (10**9, 0), 4, 0.7e12, MEMORY, 0.0)
+    once = reductions.of(Config(reduction=CompressionOptions("int8", feedback=False)))
+    assert paying.slower_than_sum(INT8, 8, (10**9, 0), 4, 0.7e12, MEMORY, 0.0)
+    assert not paying.slower_than_sum(once, 8, (10**9, 0), 4, 0.7e12, MEMORY, 0.0)
 
 
 def test_what_the_backward_pass_hides_is_not_saved():
     """Of 7 ms in float32 int8 needs 1.8 and 58 % are hidden at most; of 3.5 ms in bfloat16 less than 1.8 is left."""
     saved = []
     for itemsize, backward in ((4, 1e-3), (4, 1.0), (2, 1.0)):
-        ((what, _),) = paying.slower_than_plain(INT8, 8, (10**9, 0), itemsize, 1e12, MEMORY, backward)
+        ((what, _),) = paying.slower_than_sum(INT8, 8, (10**9, 0), itemsize, 1e12, MEMORY, backward)
         saved.append(what.partition("saves ")[2].partition(" of")[0])
     assert saved == ["4.22 ms", "1.16 ms", "0 ms"]
 
 
-@pytest.mark.parametrize(
-    ("kept", "num_replicas", "is_scattered", "larger"),
-    [(8, 8, False, False), (16, 8, False, False), (17, 8, False, True), (8, 17, False, True), (9, 8, True, True)],
-)
-def test_top_k_at_a_share_of_half_the_replicas_inverse_is_larger_than_int8(kept, num_replicas, is_scattered, larger):
-    options = CompressionOptions(kind="topk", kept=kept)
-    found = paying.larger_than_int8(options, num_replicas, is_scattered=is_scattered)
-    assert [change for _, change in found] == ["compression.kind=int8, which loses less as well"] * larger
-    assert not paying.larger_than_int8(CompressionOptions(kind="int8"), num_replicas)
-
-
 def test_a_plan_reads_the_speeds_of_its_cluster(small):
     devices = topology.open_cluster("cpu:8").devices
-    assembly = assemble(small({"data": 8}, compression=INT8), dict.fromkeys(AXES, 1) | {"data": 8}, devices)
+    assembly = assemble(small({"data": 8}, reduction=OPTIONS), dict.fromkeys(AXES, 1) | {"data": 8}, devices)
     assert paying.advice(assembly, SimpleNamespace(platform="cuda", accelerator=None), Assumptions(), 1.0) == []
     fast = SimpleNamespace(platform="cuda", accelerator=H100)
     ((what, _),) = paying.advice(assembly, fast, Assumptions(), 1.0)

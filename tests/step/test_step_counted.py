@@ -14,13 +14,13 @@ from flax.linen import LogicallyPartitioned
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.metrics import LEFT_OUT, Count, Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
@@ -126,7 +126,7 @@ IN_BFLOAT16 = PrecisionOptions(policy="bfloat16", param_dtype="bfloat16", reduce
 CHUNKS = PipelineOptions(schedule="interleaved_1f1b", num_chunks=2, num_microbatches=4)
 RUNS = {
     "a pipeline": ({"data": 2, "pipeline": 2}, {"precision": IN_BFLOAT16, "pipeline": CHUNKS}),
-    "compression": ({"data": 2}, {"compression": CompressionOptions(kind="int8"), "accumulation_steps": 2}),
+    "compression": ({"data": 2}, {"reduction": CompressionOptions("int8"), "accumulation_steps": 2}),
     "level 2": ({"data": 2}, {"precision": IN_BFLOAT16, "zero": ZeroOptions(level=2), "accumulation_steps": 2}),
 }
 
@@ -145,8 +145,7 @@ def test_counts_move_weights_exactly(name):
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_one_step_late_counts_are_those_of_the_gradients_that_are_applied(num_devices):
     """The first of three steps applies nothing, and each other one the gradients and counts of the one before."""
-    late = LocalStepsOptions(delay=1)
-    bias, _ = stepped({"data": num_devices}, num_steps=3, local_steps=late)
+    bias, _ = stepped({"data": num_devices}, num_steps=3, reduction=ReductionOptions("one_step_late"))
     np.testing.assert_array_equal(bias, counts_of(0) + counts_of(1))
 
 

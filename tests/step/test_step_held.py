@@ -6,9 +6,10 @@ import pytest
 from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.offload import OffloadOptions
+from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.step.held import held
@@ -18,15 +19,16 @@ MODEL = DecoderOptions(num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num
 NORMS = 5 * 64  # elements that fsdp does not split
 # level: how many replicas share out (parameters, gradients, moments).
 SHARED = {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 1), 3: (1, 1, 1)}
+SUM = ReductionOptions()
 COUNTERS_BYTES = 16  # the optimizer's
 
 
-def assembled(level, offload=False, kind="none", feedback=True, **mesh):
+def assembled(level, offload=False, reduction=SUM, **mesh):
     shape = dict.fromkeys(AXES, 1) | mesh
     offloaded = OffloadOptions(moments=offload)
     config = Config(
         batch_size=8, sequence_length=8, model=MODEL, zero=ZeroOptions(level), offload=offloaded,
-        compression=CompressionOptions(kind, feedback=feedback),
+        reduction=reduction,
     )  # fmt: skip
     return assemble(config, shape, jax.devices()[: shape["data"] * shape["fsdp"]])
 
@@ -60,12 +62,12 @@ def test_explain_prints_one_line_for_a_device():
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}], ids=str)
 def test_a_residual_takes_what_the_parameters_take(mesh):
-    assembly = assembled(1, kind="int8", **mesh)
+    assembly = assembled(1, reduction=CompressionOptions("int8"), **mesh)
     found = held(assembly.state, assembly.replicas)
     assert found.residual == found.parameters > 0
     assert found.total == found.parameters + found.gradients + found.moments + found.residual
     assert f"residual {format_bytes(found.residual)}" in explain.text(assembly)
-    once = assembled(1, kind="int8", feedback=False, **mesh)
+    once = assembled(1, reduction=CompressionOptions("int8", feedback=False), **mesh)
     assert held(once.state, once.replicas).residual == 0
     assert "residual" not in explain.text(once)
 

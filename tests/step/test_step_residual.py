@@ -9,9 +9,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
 from meshtrain.layout.mesh import make_mesh
+from meshtrain.layout.reduction import in_equal_parts
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.task import Sums
 from meshtrain.step.guard import GuardOptions
@@ -50,7 +51,7 @@ def trained(config, num_steps, broken=(), **axes):
     ids=str,
 )
 def test_a_step_that_is_refused_keeps_the_residual_and_replicas_agree(kind, level, axes):
-    config = dataclasses.replace(CONFIG, compression=CompressionOptions(kind), zero=ZeroOptions(level))
+    config = dataclasses.replace(CONFIG, reduction=CompressionOptions(kind), zero=ZeroOptions(level))
     (_, first, second, third), metrics = trained(config, 3, broken=(2,), **axes)
     same((second.params, second.opt_state, second.residual), (first.params, first.opt_state, first.residual))
     assert int(third.skipped.total) == 1
@@ -77,8 +78,7 @@ def test_a_nan_that_packing_loses_is_seen_before_it():
 
     update = weight_update(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=reduce)
     step = jax.jit(train_step(gradients, update))
-    start = init_state(params, ADAM, jax.random.key(0), num_residuals=2)
-    assert start.residual["a"].shape == (2, 3)
+    start = init_state(params, ADAM, jax.random.key(0), residual={"a": jnp.zeros((2, 3))})
     good, _ = step(start, {"a": jnp.ones(3)})
     assert np.all(good.residual["a"] == 1)
     for bad in (np.nan, np.inf):
@@ -95,7 +95,7 @@ def test_the_norm_is_that_of_the_reduced_gradients():
     update = weight_update(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=lambda leaves, left: (
         jax.tree.map(lambda leaf: leaf.sum(axis=0), leaves), left
     ))  # fmt: skip
-    start = init_state({"a": jnp.ones(2)}, ADAM, jax.random.key(0), num_residuals=2)
+    start = init_state({"a": jnp.ones(2)}, ADAM, jax.random.key(0), residual={"a": jnp.zeros((2, 2))})
     _, metrics = jax.jit(train_step(gradients, update))(start, {"a": jnp.float32([[3, 0], [0, 4]])})
     assert metrics["grad_norm"] == 5
 
@@ -104,15 +104,17 @@ def test_the_norm_is_that_of_the_reduced_gradients():
 def test_another_number_of_replicas_keeps_the_sum(num_saved, num_now):
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": num_now, "fsdp": 2}, jax.devices()[: 2 * num_now])
     sharding = NamedSharding(mesh, PartitionSpec("data" if num_now > 1 else None, None, "fsdp"))
-    state = init_state({"w": jnp.ones((3, 4))}, ADAM, jax.random.key(0), num_residuals=num_now)
+    state = init_state({"w": jnp.ones((3, 4))}, ADAM, jax.random.key(0), residual={"w": jnp.zeros((num_now, 3, 4))})
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     here = jax.ShapeDtypeStruct((num_now, 3, 4), jnp.float32, sharding=sharding)
     abstract = dataclasses.replace(abstract, residual={"w": here})
     (wanted,) = jax.tree.leaves(as_saved(abstract, num_saved).residual)
     saved = np.random.default_rng(0).standard_normal((num_saved, 3, 4)).astype(np.float32)
     read = dataclasses.replace(state, residual={"w": jax.device_put(saved, wanted.sharding)})
-    found = shared_out(read, abstract).residual["w"]
+    found = shared_out(read, abstract, in_equal_parts).residual["w"]
     assert (found.shape, found.sharding) == (here.shape, sharding)
     np.testing.assert_allclose(np.sum(found, axis=0), saved.sum(axis=0), rtol=1e-6, atol=1e-6)
     assert (np.asarray(found) == np.asarray(found)[0]).all()
-    assert dataclasses.replace(shared_out(read, abstract), residual=()) == dataclasses.replace(read, residual=())
+    assert dataclasses.replace(shared_out(read, abstract, in_equal_parts), residual=()) == dataclasses.replace(
+        read, residual=()
+    )

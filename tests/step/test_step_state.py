@@ -9,10 +9,11 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.lab.compression import CompressionOptions
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.models.decoder import DecoderOptions
-from meshtrain.optim.outer import LocalStepsOptions
 from meshtrain.step.state import TrainState, axes_of_leaves
 
 WEIGHT, MOMENT = ("embed", "mlp"), ("embed", None)
@@ -52,12 +53,12 @@ def test_a_field_without_axes_is_named():
 
 def test_every_array_of_the_training_state_has_as_many_axes_as_dims():
     model = DecoderOptions(num_layers=2, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2, vocab_size=32)
-    compressed = CompressionOptions(kind="int8"), LocalStepsOptions(period=2, groups=2)
-    late = CompressionOptions(), LocalStepsOptions(delay=1)
+    compressed = CompressionOptions("int8"), LocalStepsOptions(period=2, groups=2)
+    late = ReductionOptions("one_step_late"), LocalStepsOptions()
     routed = dataclasses.replace(model, num_experts=2, experts_per_token=1, router="sigmoid")
     held = set()
-    for chosen, (compression, local_steps) in ((model, compressed), (routed, late)):
-        config = Config(batch_size=2, sequence_length=8, model=chosen, compression=compression, local_steps=local_steps)
+    for chosen, (reduction, local_steps) in ((model, compressed), (routed, late)):
+        config = Config(batch_size=2, sequence_length=8, model=chosen, reduction=reduction, local_steps=local_steps)
         assembly = assemble(config, dict.fromkeys(AXES, 1), jax.devices()[:1])
         leaves = jax.tree_util.tree_leaves_with_path(assembly.state)
         held |= {path[0].name for path, _ in leaves}

@@ -1,4 +1,4 @@
-"""Sums over one manual axis in fewer bytes: blocks of int8 with a scale each, or the largest elements of each block.
+"""Gradients over data in fewer bytes: blocks of int8 with a scale each, or the largest elements of each block.
 
     int8    rows -> pack -> all-to-all -> unpack, sum in float32 -> pack -> all-gather -> unpack
     topk    blocks -> the K largest of each -> all-gather -> add the lists of all devices, one after the other
@@ -11,19 +11,117 @@ residual is that input less what was sent of it. Each device owns one row of eve
 that row goes into the owner's residual. So the residuals of all devices add up to the sum of the inputs less the
 result, but for rounding in float32: what does not arrive in this step arrives later.
 
-n: devices along the axis, S: elements in a block, K: elements of a block that are sent, R: elements in a row.
+n: devices along the axis, S: elements in a block, K: elements of a block that are sent, R: elements in a row,
+N: elements of the gradients on one device.
+
+    name   what a device sends in a step                         n = 8, S = 256, K = 8
+    sum    2 (n - 1) / n x 4 N, or x 2 N in bfloat16             7 N or 3.5 N
+    int8   2 (n - 1) / n x (1 + 4 / S) N, at ZeRO level 1 half   1.78 N
+    topk   (n - 1) x 4 K / S N, which grows with n               0.88 N
 """
 
+import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from meshtrain.layout.compression import SCALE_BYTES, CompressionOptions
+from meshtrain.config.config import Config
+from meshtrain.layout.reduction import Reduction, ReductionOptions, nothing
+from meshtrain.words.options import AllBut, option
 
 LARGEST = 127.0  # of int8, the same on both sides of 0
 SMALL_BYTES = 64 * 1024  # arrays below this travel together: alone they would be padded to n blocks each
+SCALE_BYTES = 4  # of a block's float32 scale
+PAIR_BYTES = 4  # of an element that topk sends: a bfloat16 and its uint16 place in the block
+MAX_BLOCK = 2**16  # a place in a block fits 16 bits
+# Of memory, for each element, by whether there is feedback. Gradient and residual are read for the scales and again to
+# be packed, bytes are written and read, sum and residual are written. Counted by hand; less fused kernels move more.
+MOVED_BYTES = {True: 24, False: 16}
+SEVERAL = {"mesh.data": AllBut(1)}  # one replica sends nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionOptions(ReductionOptions):
+    """How gradients are packed."""
+
+    name: str = option("int8", "int8 or topk", names="function", only_for=SEVERAL)
+    block: int = option(
+        256, "elements that share a scale, or of which topk sends some", minimum=8, maximum=MAX_BLOCK, only_for=SEVERAL
+    )
+    kept: int = option(8, "elements of each block that topk sends", minimum=1, only_for={**SEVERAL, "name": ("topk",)})
+    feedback: bool = option(
+        True, "whether what a step does not send is added to the next gradient (4 bytes a parameter, saved)",
+        only_for=SEVERAL,
+    )  # fmt: skip
+
+
+def int8(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
+    """Returns the reduction in blocks of int8 that share a scale; `dtype` is not used."""
+    return _reduction(options, functools.partial(_int8_bytes, options.block))
+
+
+def topk(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
+    """Returns the reduction that sends the largest elements of each block; `dtype` is not used."""
+
+    def sent_bytes(elements: float, replicas: int, is_scattered: bool) -> float:
+        return elements * (replicas - 1) * PAIR_BYTES * options.kept / options.block
+
+    def larger_than_int8(replicas: int, is_scattered: bool) -> list[tuple[str, str]]:
+        sent, whole = sent_bytes(1, replicas, is_scattered), _int8_bytes(options.block, 1, replicas, is_scattered)
+        if sent < whole:
+            return []
+        what = f"top-k sends {sent:.3g} bytes a parameter over {replicas} replicas, which grows with their number, and "
+        return [(f"{what}int8 {whole:.3g}", "reduction.name=int8, which loses less as well")]
+
+    return dataclasses.replace(_reduction(options, sent_bytes), advice=larger_than_int8)
+
+
+def check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line where top-k is to keep more elements than a block has."""
+    options: Any = config.reduction
+    if options.name != "topk" or options.kept <= options.block:
+        return []
+    return [
+        f"reduction.kept: got {options.kept}; allowed: 1 to reduction.block = {options.block}; nearest: {options.block}"
+    ]
+
+
+int8.options = topk.options = CompressionOptions  # type: ignore[attr-defined]
+topk.check = check  # type: ignore[attr-defined]
+
+
+def _reduction(options: CompressionOptions, sent_bytes: Any) -> Reduction:
+    return Reduction(
+        reduce=functools.partial(reduce, options),
+        sent_bytes=sent_bytes,
+        residual=(lambda shapes: shapes) if options.feedback else nothing,
+        moved_bytes=MOVED_BYTES[options.feedback],
+        unread=("precision.reduce_dtype",),
+    )
+
+
+def _int8_bytes(block: int, elements: float, replicas: int, is_scattered: bool) -> float:
+    halves = 1 if is_scattered else 2
+    return elements * halves * (replicas - 1) / replicas * (1 + SCALE_BYTES / block)
+
+
+def reduce(options: CompressionOptions, gradients: Any, residual: Any, over: str, scattered: Any) -> tuple[Any, Any]:
+    """Returns the sums over an axis, and the next residual; see `Reduction.reduce`."""
+    leaves, structure = jax.tree.flatten(gradients)
+    waiting = jax.tree.leaves(residual)
+    # One device sends nothing, so nothing is lost: what a larger mesh has left to it arrives now.
+    if jax.lax.axis_size(over) == 1:
+        whole = [leaf + left for leaf, left in zip(leaves, waiting, strict=True)] if waiting else leaves
+        return jax.tree.unflatten(structure, whole), jax.tree.map(jnp.zeros_like, residual)
+    dims = jax.tree.leaves(scattered)
+    sums, left = summed_leaves(leaves, waiting or [None] * len(leaves), dims, options, over)
+    after = [leaf for leaf in left if leaf is not None]
+    return jax.tree.unflatten(structure, sums), jax.tree.unflatten(jax.tree.structure(residual), after)
 
 
 def pack(x: jax.Array) -> jax.Array:
@@ -45,7 +143,7 @@ def unpack(data: jax.Array) -> jax.Array:
 
 
 def summed(
-    x: jax.Array, residual: jax.Array | None, options: CompressionOptions, axis: str, num_devices: int, dim: int = 0
+    x: jax.Array, residual: jax.Array | None, options: CompressionOptions, axis: str, dim: int = 0
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sums an array over a manual axis.
 
@@ -54,18 +152,18 @@ def summed(
       residual: of the same shape, what earlier sums did not send; None without error feedback.
       options: int8 or topk.
       axis: a manual axis of the mesh, or one that `jax.vmap` names.
-      num_devices: its size, n.
       dim: 0: every device gets the whole sum, bitwise the same. Otherwise each device gets its shard along this dim,
         counted from the end (-1 is the last), which n divides: a reduce-scatter.
 
     Returns:
       The sum, float32, and the residual of the next sum; None where `residual` is None.
     """
+    num_devices = jax.lax.axis_size(axis)
     total = x if residual is None else x + residual
     rows = _rows(total, num_devices, dim)
     num_elements = rows.shape[1]
     blocks = jnp.pad(rows, ((0, 0), (0, -num_elements % options.block))).reshape(num_devices, -1, options.block)
-    if options.kind == "int8":
+    if options.name == "int8":
         reduced, sent = _by_int8(blocks, axis, is_scattered=dim != 0)
     else:
         reduced, sent = _by_largest(blocks, options.kept, axis, is_scattered=dim != 0)
@@ -87,7 +185,6 @@ def summed_leaves(
     dims: Sequence[int],
     options: CompressionOptions,
     axis: str,
-    num_devices: int,
 ) -> tuple[list[jax.Array], list[jax.Array | None]]:
     """Sums several arrays over a manual axis, the small ones of them together; for the arguments see `summed`.
 
@@ -98,12 +195,12 @@ def summed_leaves(
     sums, left = list(leaves), list(residuals)
     for i, leaf in enumerate(leaves):
         if i not in together:
-            sums[i], left[i] = summed(leaf, residuals[i], options, axis, num_devices, dims[i])
+            sums[i], left[i] = summed(leaf, residuals[i], options, axis, dims[i])
     if together:
         joined = _joined([leaves[i] for i in together], options.block)
         waiting = [one for i in together if (one := residuals[i]) is not None]
         before = _joined(waiting, options.block) if waiting else None
-        total, after = summed(joined, before, options, axis, num_devices)
+        total, after = summed(joined, before, options, axis)
         start = 0
         for i in together:
             shape, end = leaves[i].shape, start + leaves[i].size

@@ -16,19 +16,20 @@ from flax import linen as nn
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.lab.compression import CompressionOptions
+from meshtrain.lab.local_steps import in_groups, inner_step, outer_optimizer, outer_step, over_groups
 from meshtrain.layout.axes import AXES
-from meshtrain.layout.compression import CompressionOptions
+from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Sums, Task, token_batch
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.optim.outer import LocalStepsOptions, outer_optimizer
 from meshtrain.plan import hlo
 from meshtrain.plan.collectives import collectives
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
-from meshtrain.step.local import in_groups, inner_step, outer_step, over_groups
 from meshtrain.step.state import init_state
 from meshtrain.step.step import weight_update
 
@@ -159,7 +160,7 @@ def at_end_of_period(state, step, config=APART, **axes):
 def test_what_int8_does_not_send_of_the_distance_is_sent_later():
     """With a rate of 1 and no momentum the anchor moves by what has arrived."""
     means = dataclasses.replace(EVERY_TWO, outer_learning_rate=1.0, outer_momentum=0.0)
-    config = dataclasses.replace(APART, local_steps=means, compression=CompressionOptions("int8"))
+    config = dataclasses.replace(APART, local_steps=means, reduction=CompressionOptions("int8"))
     states, _ = trained(config, data=4)
     for last in (2, 4):
         before, after = states[last - 2], states[last]
@@ -198,7 +199,7 @@ def test_the_inner_program_sends_scalars_and_the_outer_one_all_weights_once():
     assert 0 < sent["inner"] <= 1024
 
 
-LATE = dataclasses.replace(CONFIG, local_steps=LocalStepsOptions(delay=1))
+LATE = dataclasses.replace(CONFIG, reduction=ReductionOptions("one_step_late"))
 
 
 def test_a_late_gradient_is_applied_by_the_next_step_on_any_mesh():
@@ -207,7 +208,7 @@ def test_a_late_gradient_is_applied_by_the_next_step_on_any_mesh():
     config = dataclasses.replace(LATE, optimizer=dataclasses.replace(SGD, momentum=0.0), learning_rate=rate)
     reference, rows = trained(config)
     assert_near(reference[1].params, reference[0].params, 0.0)
-    synchronous, _ = trained(dataclasses.replace(config, local_steps=LocalStepsOptions()))
+    synchronous, _ = trained(dataclasses.replace(config, reduction=ReductionOptions()))
     assert_near(reference[2].params, synchronous[1].params, 1e-6)  # the first gradient, no matter when
     assert np.abs(reference[3].params["up"] - synchronous[2].params["up"]).max() > 1e-4, "the second is another one"
     assert rows[0]["grad_norm"] == 0.0
