@@ -117,8 +117,9 @@ def resolve(
         *profiler.check(mended.profile),
         *checks.scaling(mended.loss_scale, mended.precision),
     ]
-    if -1 not in dataclasses.astuple(mended.mesh) or found or across or also:  # all problems at once
-        across += _on_mesh(mended, _stated(mended.mesh), function, rules)
+    sizes = dataclasses.asdict(mended.mesh)
+    is_open = -1 in sizes.values() and not (found or across or also)  # with others its weights are checked here, too
+    across += _on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules, is_open=is_open)
     found += [line for line in across if not any(key in line for key in faulty)]
     if found or also:
         raise UserError(*also, *found)
@@ -155,11 +156,6 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
     return dataclasses.replace(config, model=model), found
 
 
-def _stated(options: mesh.MeshOptions) -> dict[str, int]:
-    """Returns the size of each axis, 1 for one of -1, which can only weaken a check."""
-    return {axis: max(size, 1) for axis, size in dataclasses.asdict(options).items()}
-
-
 def check(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> list[str]:
@@ -183,9 +179,17 @@ def check_filled(
 
 
 def _on_mesh(
-    config: Config, mesh_shape: Mapping[str, int], function: MakeTask | None, rules: Rules | None
+    config: Config,
+    mesh_shape: Mapping[str, int],
+    function: MakeTask | None,
+    rules: Rules | None,
+    *,
+    is_open: bool = False,
 ) -> list[str]:
-    """Returns the lines of `check`; without a task function only those that do not depend on the task."""
+    """Returns the lines of `check`; without a task function only those that do not depend on the task.
+
+    Those of the weights' placement are left out for an open mesh that has no other problem: `check_filled` has them.
+    """
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     num_groups = config.local_steps.groups if config.local_steps.period else 0
     num_parts = num_microbatches(config, mesh_shape)
@@ -205,6 +209,8 @@ def _on_mesh(
         if unfit := tasks.lora_problems(config, function):
             found += unfit
             config = dataclasses.replace(config, lora=LoraOptions())
+        if is_open and not found:
+            return found
         task, params, axes = tasks.abstract_weights(config, function, on_one_device=on_one_device)
         if mesh_shape[CONTEXT] > 1:
             found += context.problems(config, task, rules, mesh_shape)

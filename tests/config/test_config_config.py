@@ -260,6 +260,18 @@ def test_an_open_axis_is_checked_once_its_size_is_known():
     assert check(config, shape | {"data": 4}) == []
 
 
+def test_options_that_contradict_each_other_are_found_before_the_size_of_an_open_axis():
+    (line,) = problems(["mesh.data=-1", "model.num_heads=6", "model.embed_dim=192"])
+    assert line.startswith("model.num_kv_heads: got 4")
+    found = problems(["mesh.data=-1", "mesh.tensor=3", "seed=-1"])  # the weights beside other mistakes
+    assert [line.partition(":")[0] for line in found] == [
+        "seed",
+        "model.num_kv_heads",
+        "model.num_heads",
+        "model.mlp_dim",
+    ]
+
+
 def test_a_pipeline_cuts_each_part_of_an_accumulated_batch_again():
     config = resolve({"accumulation_steps": 2, "pipeline": {"num_microbatches": 4}})
     assert [num_microbatches(config, {"pipeline": size}) for size in (1, 2)] == [2, 8]

@@ -16,6 +16,7 @@ import pytest
 
 import meshtrain
 from meshtrain import explain
+from meshtrain.config import checks
 from meshtrain.config import config as configuration
 from meshtrain.config.between_runs import from_json
 from meshtrain.layout.axes import AXES
@@ -254,8 +255,8 @@ WAYS = {
 @pytest.fixture
 def checked(monkeypatch):
     """The meshes whose placement is checked; commands stop where they would open data or compile."""
-    meshes, original = [], configuration._on_mesh
-    monkeypatch.setattr(configuration, "_on_mesh", lambda *given: meshes.append(given[1]) or original(*given))
+    meshes, original = [], checks.weights
+    monkeypatch.setattr(checks, "weights", lambda *given: meshes.append(given[1]) or original(*given))
     monkeypatch.setattr("meshtrain.plan.early.ends_early", lambda *given: False)
     monkeypatch.setattr("meshtrain.run.weights_from.problems", lambda *given: [])
     for place in ("training.open_data", "plan.compile.captured"):
