@@ -22,10 +22,9 @@ from meshtrain.config.of_run import configuration
 from meshtrain.data.sources import DOCUMENTS
 from meshtrain.data.tokenize import NUM_BYTES, file_tokenizer
 from meshtrain.hf import adapters, export
-from meshtrain.hf.config import described, differences, is_described
+from meshtrain.hf.config import described, differences, is_decoder, is_described
 from meshtrain.hf.stating import as_json, family_of
 from meshtrain.launch import peers
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.experts import MATRICES
 from meshtrain.run import weights_from
 from meshtrain.run.weights import assembled
@@ -156,7 +155,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[str]:
     """Returns one line for each reason why a run cannot be exported."""
-    if not isinstance(config.model, DecoderOptions):
+    if not is_decoder(config.model):
         return [f"task: got {config.task}; allowed for export: decoder; nearest: the workdir of a decoder"]
     if not is_of_adapters:
         return []

@@ -25,7 +25,6 @@ from meshtrain.layout.explain import table
 from meshtrain.layout.mesh import describe, mesh_shape, num_needed
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.trees import select
-from meshtrain.models.cost import ATTENTION
 from meshtrain.models.task import limits
 from meshtrain.observe.goodput import Goodput
 from meshtrain.observe.own_times import OwnTimes
@@ -119,8 +118,7 @@ def train_resolved(
         of_workdir = peers.share_problems("workdir", start.check(config, run, start.saved_step(run)))
         with show("mesh") as say:
             assembly = assemble(config, shape, devices, make_task, rules, of_workdir)
-            exchanged = (kernel.exchange for kernel in assembly.cost.kernels if kernel.part == ATTENTION)
-            say("; ".join([describe(assembly.mesh, peers.num_machines()), *filter(None, exchanged), *notes]))
+            say("; ".join([describe(assembly.mesh, peers.num_machines()), *assembly.cost.exchanges, *notes]))
         with show("data") as say:
             corpus = open_data(config, assembly.task, make_data)
             workdir.refuse_other_corpus(run, corpus.fingerprint)

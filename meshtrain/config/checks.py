@@ -8,24 +8,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtrain.config import experts
 from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import DOCUMENTS, TOKENS, DataOptions
 from meshtrain.data.tokenize import NUM_BYTES
-from meshtrain.layout.axes import DATA, expert_axes
+from meshtrain.layout.axes import CONTEXT, DATA, expert_axes
 from meshtrain.layout.rules import Rules
 from meshtrain.layout.stored import MAX_LEVEL, num_parts, tree_problems
 from meshtrain.layout.trees import select
-from meshtrain.models import remat
-from meshtrain.models.decoder_options import DecoderOptions, TransformerShape
+from meshtrain.models import problems, remat
+from meshtrain.models.task import Task, entries
 from meshtrain.optim import moments, trainable
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
-from meshtrain.step.precision import PrecisionOptions, compute_name
+from meshtrain.step.precision import PrecisionOptions, compute_name, in_fp8
 from meshtrain.words.errors import UserError
-from meshtrain.words.numbers import nearest_divisor, nearest_multiple
-from meshtrain.words.options import MOST
+from meshtrain.words.numbers import nearest_multiple
 
 
 def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -36,10 +34,10 @@ def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       mesh_shape: the size of each mesh axis.
     """
     num_chunks = config.pipeline.num_chunks if mesh_shape["pipeline"] > 1 else 1
+    computes_in = compute_name(config.precision), in_fp8(config.precision)
     return [
         *sources(config, TOKENS, "packed tokens"),
-        *model(config.model, config.precision, config.sequence_length),
-        *experts.problems(config.model, config.precision),
+        *problems.of_decoder(config.model, config.sequence_length, *computes_in, mesh_shape),
         *vocabulary(config.model, config.data),
         *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"], num_chunks=num_chunks),
     ]
@@ -62,81 +60,12 @@ def sources(config: Config, allowed: Sequence[str], what: str) -> list[str]:
     ]
 
 
-def model(options: DecoderOptions, precision: PrecisionOptions, sequence_length: int) -> list[str]:
-    """Returns one line for each contradiction inside a decoder's options, whatever the mesh.
-
-    Args:
-      options: each within its own bounds.
-      precision: the dtype that attention computes in.
-      sequence_length: in tokens.
-    """
-    found = transformer(options, precision)
-    heads, kv_heads = options.num_heads, options.num_kv_heads
-    if heads % kv_heads:
-        found.append(
-            f"model.num_kv_heads: got {kv_heads}; allowed: a divisor of model.num_heads = {heads}; "
-            f"nearest: {nearest_divisor(heads, kv_heads)}"
-        )
-    if options.positions == "learned" and 0 < options.max_positions < sequence_length:
-        found.append(
-            f"sequence_length: got {sequence_length}; allowed: at most model.max_positions = {options.max_positions} "
-            f"with learned positions; nearest: {options.max_positions}"
-        )
-    for kernel, name in (("cudnn", "attention_cap"), ("triton", "attention_cap"), ("triton", "window")):
-        if options.attention == kernel and (value := getattr(options, name)):
-            found.append(
-                f"model.attention: got {kernel} with model.{name} = {value}, which its kernel cannot do; allowed: "
-                "auto, xla, blockwise, splash; nearest: model.attention=auto"
-            )
-    if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
-        found.append(
-            f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
-            f"rope_high; nearest: 1.0, 4.0"
-        )
-    return found
-
-
-def transformer(options: TransformerShape, precision: PrecisionOptions) -> list[str]:
-    """Returns one line for each contradiction inside the options that decoder and encoder-decoder share.
-
-    Args:
-      options: each within its own bounds.
-      precision: the dtype that attention computes in.
-    """
-    found, heads = [], options.num_heads
-    if not options.head_dim and options.embed_dim % heads:
-        found.append(
-            f"model.embed_dim: got {options.embed_dim}; allowed: a multiple of model.num_heads = {heads}, or a "
-            f"model.head_dim of its own; nearest: {nearest_multiple(options.embed_dim, heads)}"
-        )
-    elif options.positions == "rotary" and options.width_of_head % 2:
-        width = options.width_of_head
-        found.append(
-            f"model.head_dim: got {width}{'' if options.head_dim else ' (embed_dim / num_heads)'}; "
-            f"allowed: an even number with rotary positions; nearest: {width + 1}"
-        )
-    if options.dropout_rate >= 1:
-        found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
-    most = MOST[int] // options.vocab_multiple * options.vocab_multiple
-    if options.padded_vocab_size > most:
-        found.append(
-            f"model.vocab_size: got {options.vocab_size}; allowed: at most {most}, a multiple of model.vocab_multiple, "
-            f"as ids of padding are int32 too; nearest: {most}"
-        )
-    if options.attention == "cudnn" and compute_name(precision) == "float32":
-        found.append(
-            "model.attention: got cudnn computing in float32; allowed: cudnn with a 16-bit policy; nearest: "
-            "model.attention=xla, or precision.policy=bfloat16"
-        )
-    return found
-
-
 def scaling(options: LossScaleOptions, precision: PrecisionOptions) -> list[str]:
     """Returns one line for each contradiction between the loss's scale and the dtype of its gradients."""
     return loss_scale.check(options, computes_in_float16=compute_name(precision) == "float16")
 
 
-def vocabulary(options: DecoderOptions, data: DataOptions) -> list[str]:
+def vocabulary(options: Any, data: DataOptions) -> list[str]:
     """Returns one line if the byte tokenizer has more tokens than the model. Others are checked when the data open."""
     if data.source not in DOCUMENTS["source"] or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
         return []
@@ -194,6 +123,24 @@ def sequence(
                 f"over {over}; nearest: {nearest_multiple(sequence_length, parts)}"
             ]
     return []
+
+
+def parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line if devices should compute parts of each sequence, and the task's batch has no sequences.
+
+    Args:
+      config: the configuration.
+      task: what is trained.
+      rules: the axes that split the dims of a batch count.
+      mesh_shape: the size of each mesh axis; `context` is larger than 1.
+    """
+    split = {name for name, axes in rules.activations.items() if CONTEXT in axes}
+    if any(split & set(entry.axes) for entry in entries(task, config.batch_size).values()):
+        return []
+    return [
+        f"mesh.{CONTEXT}: got {mesh_shape[CONTEXT]}, and no entry of this task's batch has a dim 'sequence'; allowed: "
+        f"1; nearest: mesh.{CONTEXT}=1"
+    ]
 
 
 def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: Any, rules: Rules) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import ml_collections
 
-from meshtrain.config import checks, context, data_sources, former, reductions, side_rooms, tasks
+from meshtrain.config import checks, data_sources, former, reductions, side_rooms, tasks
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
@@ -31,7 +31,6 @@ from meshtrain.layout.axes import CONTEXT, PIPELINE
 from meshtrain.layout.reduction import SUM
 from meshtrain.layout.rules import Rules, default_rules
 from meshtrain.layout.stored import level_problems, num_parts, rules_of_level
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries
 from meshtrain.observe import profiler
@@ -213,7 +212,7 @@ def _on_mesh(
             return found
         task, params, axes = tasks.abstract_weights(config, function, on_one_device=on_one_device)
         if mesh_shape[CONTEXT] > 1:
-            found += context.problems(config, task, rules, mesh_shape)
+            found += checks.parts_of_sequences(config, task, rules, mesh_shape)
         if mesh_shape[PIPELINE] > 1:
             found += _in_stages(config, mesh_shape, task)
     except Exception:
@@ -276,7 +275,7 @@ def built(
     """
     right = "allowed: what meshtrain.config.default() returns, a value in each place; nearest: return config"
     try:
-        options = type(given.model) if isinstance(given, Config) else DecoderOptions
+        options = type(given.model) if isinstance(given, Config) else type(Config().model)
         given = given.to_dict() if isinstance(given, ml_collections.ConfigDict) else given
         given = dataclasses.asdict(given) if isinstance(given, Config) else given
         values = flags.flatten(given) if isinstance(given, Mapping) else None

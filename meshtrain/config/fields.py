@@ -9,7 +9,7 @@ from meshtrain.layout.offload import OffloadOptions
 from meshtrain.layout.reduction import ReductionOptions
 from meshtrain.layout.rules import LayoutOptions
 from meshtrain.layout.stored import ZeroOptions
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.observe.folder import CONFIG_FILE as CONFIG_FILE

@@ -40,7 +40,7 @@ from meshtrain.examples.seq2seq import (
 from meshtrain.layout.placement import Placement
 from meshtrain.layout.rules import default_rules
 from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models import abstract, head, losses, remat
+from meshtrain.models import abstract, head, losses, problems, remat
 from meshtrain.models import cache as caches
 from meshtrain.models.attention import CACHE, NEW, Memory, Slots
 from meshtrain.models.cost import of_transformer
@@ -51,6 +51,7 @@ from meshtrain.models.lora import with_adapters
 from meshtrain.models.metrics import Ratio
 from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Task, sequence_keys, token_batch
+from meshtrain.step.precision import compute_name
 
 NOTHING_AGAIN = RematOptions("none")
 PAIRS = ("numbers",)  # sources of pairs of a source and a target
@@ -420,7 +421,7 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
         rules = default_rules(config.layout)
         found += checks.sequence(options.source_length, rules, mesh_shape, name="model.source_length")
     found += [
-        *checks.transformer(options, config.precision),
+        *problems.of_transformer(options, compute_name(config.precision), mesh_shape),
         *remat.check(config.remat, options.num_layers, mesh_shape["pipeline"]),
         *remat.check(config.remat, options.num_encoder_layers, 1, name="model.num_encoder_layers"),
     ]

@@ -58,6 +58,11 @@ def is_described(directory: str | Path) -> bool:
     return "model_type" in given or "architectures" in given
 
 
+def is_decoder(model: Any) -> bool:
+    """Returns whether the options of a task are the decoder's, which every model of the table is."""
+    return isinstance(model, DecoderOptions)
+
+
 def described(directory: str | Path, ignore: str | None = "") -> Described:
     """Returns what the config.json of a folder describes.
 

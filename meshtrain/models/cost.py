@@ -75,6 +75,11 @@ class Cost:
     shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     kernels: tuple[Kernel, ...] = ()
 
+    @property
+    def exchanges(self) -> list[str]:
+        """What devices exchange for parts of the model, a line each."""
+        return [kernel.exchange for kernel in self.kernels if kernel.exchange]
+
 
 # (size of each mesh axis, units of a microbatch that a device computes) -> the cost.
 MakeCost = Callable[[Mapping[str, int], float], Cost]

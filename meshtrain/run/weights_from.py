@@ -14,7 +14,6 @@ from meshtrain.hf import folder as hf_folder
 from meshtrain.hf import reading
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import peers
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.store import other_runs
 from meshtrain.store.checkpoint import Checkpoints
 from meshtrain.words.errors import UserError, warn
@@ -42,7 +41,7 @@ def problems(config: Config, directory: str | Path, step: int | None = None) -> 
         return [
             f"--step: got {step} with a Hugging Face folder, which has no steps; allowed: none; nearest: leave it out"
         ]
-    if not isinstance(config.model, DecoderOptions):
+    if not hf_config.is_decoder(config.model):
         return [
             f"task: got {config.task}, and {directory} is a Hugging Face model; allowed: decoder; nearest: task=decoder"
         ]

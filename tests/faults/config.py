@@ -25,11 +25,4 @@ FAULTS = (
         "accumulation does not cut the batch of a pipeline again",
         "config/test_config_config.py::test_a_pipeline_cuts_each_part_of_an_accumulated_batch_again",
     ),
-    Fault(
-        "config/experts.py",
-        "options.experts_per_token > options.num_experts",
-        "options.experts_per_token >= options.num_experts",
-        "as many experts a token as there are is refused",
-        "config/test_config_experts.py::test_a_token_may_go_through_all_experts",
-    ),
 )

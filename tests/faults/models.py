@@ -92,4 +92,11 @@ FAULTS = (
         "parity/test_parity_experts.py::test_an_evaluation_has_room_for_every_choice",
         "parity/test_parity_experts.py::test_one_prompt_has_one_text_whatever_stands_beside_it",
     ),
+    Fault(
+        "models/problems.py",
+        "options.experts_per_token > options.num_experts",
+        "options.experts_per_token >= options.num_experts",
+        "as many experts a token as there are is refused",
+        "config/test_config_experts.py::test_a_token_may_go_through_all_experts",
+    ),
 )

@@ -31,6 +31,11 @@ FAULTS = [
     ("nook.py", "", "- meshtrain.nook\n"),  # a room that nobody placed
     ("layout/axes.py", "from meshtrain.layout import mesh", "- .mesh -> .axes (1 import)"),
     ("pipeline/schedules.py", "import jax", "meshtrain.pipeline.schedules -> jax (l."),
+    (
+        "plan/findings.py",
+        "from meshtrain.models.decoder_options import DecoderOptions",
+        "meshtrain.plan.findings -> meshtrain.models.decoder_options (l.",
+    ),
     ("models/layers.py", "from meshtrain.layout import mesh", "meshtrain.models.layers -> meshtrain.layout.mesh (l."),
 ]
 

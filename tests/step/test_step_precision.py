@@ -9,6 +9,8 @@ import pytest
 from flax.core import meta
 
 from meshtrain.config import checks, config
+from meshtrain.data.sources import DataOptions
+from meshtrain.layout.axes import AXES
 from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -76,9 +78,12 @@ def test_logits_have_the_output_dtype_and_gradients_are_float32(compute, output)
 
 def test_cudnn_goes_by_what_is_computed_in():
     options = dataclasses.replace(SMALL, attention="cudnn")
-    [line] = checks.model(options, PrecisionOptions("bfloat16", compute_dtype="float32"), 4)
+    precision = PrecisionOptions("bfloat16", compute_dtype="float32")
+    given = config.Config(model=options, data=DataOptions("synthetic"), precision=precision)
+    [line] = checks.decoder(given, dict.fromkeys(AXES, 1))
     assert "model.attention" in line
-    assert checks.model(options, PrecisionOptions(compute_dtype="bfloat16"), 4) == []
+    given = dataclasses.replace(given, precision=PrecisionOptions(compute_dtype="bfloat16"))
+    assert checks.decoder(given, dict.fromkeys(AXES, 1)) == []
 
 
 @pytest.mark.parametrize(
