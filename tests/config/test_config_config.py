@@ -252,6 +252,12 @@ def test_weights_of_a_task_of_ones_own_are_checked_under_rules_of_ones_own():
     assert check(config, shape, own_task, rules) == []
 
 
+def test_a_rule_of_ones_own_that_matches_nothing_is_refused_on_one_device():
+    rules = extend(default_rules(LayoutOptions()), Rule("hads", parameters=("tensor",)))
+    (line,) = problems([], make_task=own_task, rules=rules)
+    assert line == ("rule 'hads' -> tensor (size 1): matches no array; allowed: embed, heads; did you mean 'heads'?")
+
+
 def test_an_open_axis_is_checked_once_its_size_is_known():
     config = resolve(default(), {"mesh.data": "-1", "batch_size": "20"})
     shape = dict.fromkeys(AXES, 1) | {"data": 8}
