@@ -1,4 +1,4 @@
-"""What else can be tried over data? Compressed gradients, gradients one step late, groups that train apart.
+"""WHAT ELSE CAN BE TRIED over data? Compressed gradients, gradients one step late, groups that train apart.
 
 A side room: it imports the core, and the core names it only in `config/side_rooms.py`.
 

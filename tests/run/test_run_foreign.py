@@ -20,7 +20,8 @@ from meshtrain.words.errors import UserError
 OURS, THEIRS = "docs.own_model:eight_bytes", "foreign.helper:main"
 NO_WEIGHTS = "allowed: a workdir with at least one complete checkpoint"
 OPTIONS = (
-    "task", "pipeline.schedule", "optimizer.name", "learning_rate.name", "data.source", "observe.tracker",
+    "task", "reduction.name", "pipeline.schedule", "optimizer.name", "learning_rate.name", "data.source",
+    "observe.tracker",
 )  # fmt: skip
 DOOR = "import pathlib\npathlib.Path('ran').touch()\ndef main(*_): raise SystemExit('it ran')\n"
 USER_S = (
