@@ -117,7 +117,7 @@ def resolve(
         *checks.scaling(mended.loss_scale, mended.precision),
     ]
     sizes = dataclasses.asdict(mended.mesh)
-    is_open = -1 in sizes.values() and not (found or across or also)  # with others its weights are checked here, too
+    is_open = -1 in sizes.values() and not (found or across or also)  # all problems come at once
     across += _on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules, is_open=is_open)
     found += [line for line in across if not any(key in line for key in faulty)]
     if found or also:
