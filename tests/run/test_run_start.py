@@ -69,7 +69,11 @@ def test_a_run_begins_with_the_weights_that_it_names_and_a_state_of_its_own(tmp_
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = types.SimpleNamespace(params={"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=here)})
     assembly = types.SimpleNamespace(
-        config=Config(init_from=str(tmp_path)), kept_state=abstract, state=abstract, init=lambda key_data: own
+        config=Config(init_from=str(tmp_path)),
+        kept_state=abstract,
+        state=abstract,
+        apart=None,
+        init=lambda key_data: own,
     )
     begun = start.beginning(assembly)
     np.testing.assert_array_equal(begun.params["w"], np.full(4, 7.0))
