@@ -42,6 +42,16 @@ from meshtrain.words.errors import UserError, first_line
 from meshtrain.words.options import naming, problems, with_own
 
 
+class _Defaults(ml_collections.ConfigDict):
+    """Defaults in which a file may set the fields of a group of a former version: `config.compression.kind`."""
+
+    def __getitem__(self, key: str) -> Any:
+        """Returns a field or a group; a former group is there once it is asked for."""
+        if key in former.GROUPS and key not in self:
+            self[key] = ml_collections.ConfigDict(type_safe=False)
+        return super().__getitem__(key)
+
+
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
     """Returns the defaults for a configuration file to edit.
 
@@ -61,7 +71,7 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
       UserError: no such task, see `tasks.find`.
     """
     config = Config(task=task, model=tasks.find(task).options())
-    return ml_collections.ConfigDict(dataclasses.asdict(config), type_safe=False)
+    return _Defaults(dataclasses.asdict(config), type_safe=False)
 
 
 def resolve(

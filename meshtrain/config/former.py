@@ -66,6 +66,7 @@ FORMER: Mapping[str, str | Gone | Choice | Part] = {
     "data.spelling": Gone("digits", _NUMBERS),
     "model.expert_exchange": Gone("gather", "as the devices of an expert axis always gather tokens"),
 }
+GROUPS = ("compression",)  # of former keys, which are no groups today
 
 
 def rename(values: dict[str, Any], texts: dict[str, str], defaults: Mapping[str, Any]) -> dict[str, str]:

@@ -157,6 +157,16 @@ def test_compression_and_a_delay_are_reductions(rows_of_today, given, overrides,
     assert dataclasses.asdict(resolve(given, overrides).reduction) == now
 
 
+def test_a_file_that_begins_with_todays_defaults_may_set_a_former_group(rows_of_today, tmp_path):
+    file = tmp_path / "old.py"
+    file.write_text(
+        "from meshtrain.config import default\n\n\ndef get_config():\n    config = default()\n"
+        "    config.compression.kind = 'topk'\n    config.compression.kept = 4\n    return config\n"
+    )
+    reduction = configure(flags.arguments([f"--config={file}"]), reads_data=False).reduction
+    assert dataclasses.asdict(reduction) == {"name": "topk", "block": 256, "kept": 4, "feedback": True}
+
+
 def test_two_reductions_at_once_are_refused(rows_of_today):
     line = (
         "local_steps.delay: got 1, and reduction.name is int8; allowed: reduction.name alone, its name today; nearest: "
