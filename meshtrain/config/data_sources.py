@@ -72,7 +72,7 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
         own = named.problems(SEAM, options.source, names()) if reads_data else []
         return fraction_problems(options) + own
     if options.source in names():
-        return find(options.source).check(options, reads_data=reads_data)
+        return find(options.source).check(options, reads_data)
     line = unknown(SEAM, options.source, names()).replace("; did", f", {named.FORM}; did")
     return [line if "did you mean" in line else f"{line}, {named.FORM}; nearest: 'python', the default"]
 

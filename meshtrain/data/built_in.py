@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from meshtrain.data.chat import as_examples, lines_of, losses, open_chat, tokenized
 from meshtrain.data.corpus import Corpus, open_corpus, stream_of, tokenizer_for, vocabulary_of, vocabulary_problems
@@ -44,14 +44,6 @@ class Asked:
         return self.vocab_size or ANY_VOCABULARY
 
 
-class Check(Protocol):
-    """Options -> one line for each problem that can be seen before the data are opened."""
-
-    def __call__(self, options: Any, *, reads_data: bool) -> list[str]:
-        """Returns the lines; without `reads_data` only those about the options themselves."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A source of data, as `data.source` names it.
@@ -59,7 +51,8 @@ class Source:
     Attributes:
       open: (options, what a run asks) -> its examples. It raises UserError where they are missing, wrong, or fit no
         such task.
-      check: of the options, see there.
+      check: (options, whether their files must exist on this machine) -> one line for each problem that can be seen
+        before the data are opened.
       tokenizer: (options, the task's vocabulary) -> what encodes and decodes text; it reads no examples.
       vocab_size: options -> the vocabulary of a model that is as large as the data's.
       options: the frozen dataclass under `config.data`, each field an `option(default, text)`.
@@ -67,7 +60,7 @@ class Source:
     """
 
     open: Callable[[Any, Asked], Corpus | Data]
-    check: Check
+    check: Callable[[Any, bool], list[str]]
     tokenizer: Callable[[Any, int], Tokenizer]
     vocab_size: Callable[[Any], int]
     options: type[DataOptions] = DataOptions

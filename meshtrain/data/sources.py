@@ -121,7 +121,7 @@ def fraction_problems(options: DataOptions) -> list[str]:
     return [f"data.validation_fraction: got {options.validation_fraction}; allowed: 0 to below 1; nearest: 0.5"]
 
 
-def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
+def check(options: DataOptions, reads_data: bool = True) -> list[str]:
     """Returns one line for each problem that can be seen without reading packed tokens: paths, sizes, descriptions.
 
     Args:

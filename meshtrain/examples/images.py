@@ -152,7 +152,7 @@ def _split(
     return (pixels[~is_held], labels[~is_held]), (pixels[is_held], labels[is_held])
 
 
-def check(options: ImageOptions, *, reads_data: bool) -> list[str]:
+def check(options: ImageOptions, reads_data: bool) -> list[str]:
     """Returns one line for each problem that the options, and the headers of files, show."""
     inputs = ("path", "validation_path") if options.source == "idx" else ()
     found = unread(options, inputs, lambda path: "idx") + fraction_problems(options)

@@ -215,7 +215,7 @@ def _opened(options: NumberOptions, asked: Asked) -> Data:
     return open_numbers(options, source_length=source_length, target_length=target_length, vocab_size=asked.ids_below)
 
 
-def check(options: NumberOptions, *, reads_data: bool) -> list[str]:
+def check(options: NumberOptions, reads_data: bool) -> list[str]:
     """Returns one line for each problem of the options; numbers are made, so nothing is read."""
     found = unread(options, ()) + fraction_problems(options)
     if options.num_held_out >= options.numbers_below:
