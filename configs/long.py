@@ -1,7 +1,7 @@
 """Sequences of 4,096 bytes, each on four devices: context 4 x fsdp 2, on the source text of the standard library.
 
 Purpose: the axis that splits sequences, on any machine. `scripts/bench windows` trains this model and then reads
-  validation text in windows of 4,096 bytes and of 256 (docs/long_sequences.md).
+  validation text in windows of 4,096 bytes and of 256 (docs/results/training.md).
 Parameters: 0.16 M.
 Expected: a validation loss near 1.85 nats a byte, and 1.87 in windows of 256.
 Time: less than three minutes on 2 CPU cores.

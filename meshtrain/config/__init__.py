@@ -1,4 +1,9 @@
-"""WHAT was chosen? One configuration: the options of all rooms in one dataclass, checked as a whole."""
+"""What was chosen? One configuration: the options of all rooms in one frozen dataclass, checked as a whole.
+
+Each room declares its own options; here they are summed, filled from a file, a notebook or the command line, and
+checked against each other, the data and the mesh, with all problems at once. Tasks are found by name. Further tables
+say which options have no effect, which may change when a run resumes, and what became of the keys of former versions.
+"""
 
 from meshtrain.config.config import Config as Config
 from meshtrain.config.config import default as default

@@ -1,4 +1,5 @@
-"""WHAT ELSE FITS? Two complete examples: numbers to words by an encoder-decoder, images of digits by a convnet.
+"""What else fits? Two complete examples: numbers to words by an encoder-decoder, digits by a convnet.
 
-A side room: it imports the core, which knows it by the names of `config/side_rooms.py` alone.
+Each has a task, with its modules and options, and sources of data; images are also read from IDX files. The names of
+`config/side_rooms.py` are all that the core knows of this side room.
 """

@@ -1,1 +1,6 @@
-"""Which tokens come next: sampling, the loop on the devices, the text that it gives."""
+"""Which tokens come next? Prompts, the loop on the devices, the choice of a token, and its text.
+
+The loop draws several tokens in each call of one compiled function, with a cache or by whole forward passes. Sampling
+is greedy, or random with temperature, top-k and top-p. Prompts are checked all at once; texts end in whole
+characters.
+"""

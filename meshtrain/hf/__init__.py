@@ -1,1 +1,6 @@
-"""Models of Hugging Face's format: name tables, config.json, safetensors files, and their way into sharded arrays."""
+"""What comes from Hugging Face and goes there? Its config.json, tensors and tokenizers, both ways.
+
+Families and names are tables: what a config.json may say, and which tensor holds which weight. A folder is compared
+with its config.json before anything is read; tensors become sharded arrays shard by shard. Export reads the same
+tables backwards, and writes adapters for peft.
+"""

@@ -1,8 +1,6 @@
 """WHAT ELSE CAN BE TRIED over data? Compressed gradients, gradients one step late, groups that train apart.
 
-A side room: it imports the core, and the core names it only in `config/side_rooms.py`.
-
-compression     int8 with shared scales, and the largest elements of each block, with error feedback
-one_step_late   gradients that are applied by the next step, so that their reduction is hidden
-local_steps     groups that train apart for some steps, and the outer optimizer that joins them (DiLoCo)
+Compression sends int8 with shared scales or the largest elements of each block, with error feedback. One step late
+hides a whole reduction behind the next step. Local steps join groups by an outer optimizer (DiLoCo). The names of
+`config/side_rooms.py` are all that the core knows of this side room.
 """

@@ -1,4 +1,4 @@
-"""The options of the decoder; what the modules of `decoder.py` compute with them stands in docs/model.md."""
+"""The options of the decoder; what the modules of `decoder.py` compute with them stands in docs/design/model.md."""
 
 import dataclasses
 import math

@@ -1,1 +1,5 @@
-"""WHAT DO WE SEE? Metrics, trackers, the terminal, and the profiler's traces."""
+"""What do we see? Metrics, trackers, progress on the terminal, the profiler, goodput, and pages.
+
+Times are measured under asynchronous dispatch. Rows of metrics go to a file and to trackers. Several processes
+compare what each measures alone, so that a slow one is named. Pages and charts are files that need no network.
+"""

@@ -1,1 +1,6 @@
-"""IS THE CLUSTER WELL? The time and the value of collectives on each axis of the mesh, and checks before a job."""
+"""Is the cluster well? The time and the value of collectives on each axis, and checks before a job.
+
+The doctor judges facts of each machine alone, then of all processes together, then collectives; each check is a
+function of facts. Measured collectives are fitted to links, which the planner can read. This is a
+side room: the core runs without its folder.
+"""

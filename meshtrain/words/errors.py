@@ -19,6 +19,17 @@ EXIT_NOT_SAVED = 74  # EX_IOERR of sysexits.h
 EXIT_START_AGAIN = 75  # EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
+EXIT_CODES = {
+    EXIT_FINISHED: "finished",
+    EXIT_BUG: "a bug, with its traceback; `verify`: a checkpoint is damaged; `bench-collectives`: a value is wrong",
+    EXIT_USER_ERROR: "a mistake in the input; `doctor`: a job would fail",
+    EXIT_STOPPED_ITSELF: "training stopped itself: too many steps in a row were skipped, or the last was not finite",
+    EXIT_LOST_PEER: "a hang, or a lost process",
+    EXIT_NOT_SAVED: "the last checkpoint or standard output could not be written: free space, then start it again",
+    EXIT_START_AGAIN: "interrupted after saving: start it again",
+    EXIT_INTERRUPTED: "Ctrl-C without a save: the second one during training, or the first in other commands",
+    EXIT_CLOSED_PIPE: "nobody reads standard output any more, as after `| head`",
+}
 
 _LAST_WORDS_SECONDS = 1.0
 MOST_LINES = 10  # of problems that many inputs share

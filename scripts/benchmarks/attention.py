@@ -1,4 +1,4 @@
-"""A table for docs/benchmarks.md: what attention keeps for lengths of a sequence, by the GPU compiler, without a GPU.
+"""What attention keeps for lengths of a sequence, by the GPU compiler, without a GPU (docs/results/plans.md).
 
 One H100, one packed sequence in bfloat16, 32 query heads on 8 key and value heads of 128, forward and backward alone.
 

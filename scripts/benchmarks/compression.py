@@ -1,4 +1,4 @@
-"""Validation loss of configs/tiny.py by kind of gradient compression; docs/communication.md has the table.
+"""Validation loss of configs/tiny.py by kind of gradient compression; docs/results/training.md has the table.
 
 All runs of a seed have the same initial weights, data and validation examples. The step of each kind is compiled once
 and trains all seeds, in one process on eight simulated devices, eight replicas.

@@ -1,4 +1,4 @@
-"""Accuracy on held-out digits for several batch sizes and scalings of the learning rate; docs/images.md has the table.
+"""Accuracy on held-out digits for several batch sizes and scalings of the learning rate (docs/results/training.md).
 
 Each run is configs/digits.py in a process of its own. All settings see the same number of images. Seconds are those of
 all of the CPU's threads over two, so that they hold for two cores and do not depend on what else the machine does;

@@ -1,4 +1,4 @@
-"""Writes questions about the standard library, made of its own docstrings, as fine-tuning data for docs/finetuning.md.
+"""Writes questions about the standard library, made of its own docstrings, for docs/guide/finetuning.md.
 
     scripts/bench docstring_questions runs/example
 

@@ -1,8 +1,8 @@
 """Loss of configs/experts.py over tokens, against the dense model of equal active size.
 
-docs/experts.md has the table and the chart. The dense model's mlp is as wide as the experts of a token together, so
-both compute about as much for each token. Both see the same batches. All runs are on one device, which computes the
-same numbers as any mesh. Further arguments change the configuration.
+docs/results/training.md has the table and the chart. The dense model's mlp is as wide as the experts of a token
+together, so both compute about as much for each token. Both see the same batches. All runs are on one device, which
+computes the same numbers as any mesh. Further arguments change the configuration.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Trains a small model, exports it, reads it back as a Hugging Face folder, and fine-tunes it with adapters.
 
-docs/finetuning.md has what it prints. Each step is a command that could be typed, in a process of its own. Seconds are
-those of all of the CPU's threads over two, so that they hold for two cores and do not depend on what else the machine
-does; start and compilation are part of them.
+docs/guide/finetuning.md has what it prints. Each step is a command that could be typed, in a process of its own.
+Seconds are those of all of the CPU's threads over two, so that they hold for two cores and do not depend on what else
+the machine does; start and compilation are part of them.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def commands(folder: str, base_changes: Sequence[str] = (), tuned_changes: Seque
         ["scripts.benchmarks.docstring_questions", folder],
         ["meshtrain", "train", *base, f"--workdir={folder}/base", *base_changes],
         ["meshtrain", "hf", "export", f"--workdir={folder}/base", f"--to={model}",
-         "--config.data.chat_template=docs/questions.jinja"],
+         "--config.data.chat_template=docs/guide/questions.jinja"],
         ["meshtrain", "evaluate", f"--workdir={model}", *written],
         ["meshtrain", "generate", f"--workdir={model}", *asked],
         ["meshtrain", "hf", "config", model, ">", f"{folder}/tune.py"],

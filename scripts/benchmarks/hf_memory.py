@@ -1,4 +1,4 @@
-"""Measures the extra host memory of reading a Hugging Face folder; docs/hugging_face.md has it.
+"""Measures the extra host memory of reading a Hugging Face folder; docs/results/speed.md has it.
 
 It makes a folder of random bfloat16 weights with a Llama's names, reads it onto fsdp, and prints the most memory that
 the process had beyond the arrays themselves, with the bound: the largest stacked leaf over the devices, plus 64 MiB.

@@ -1,7 +1,7 @@
 """Loss of configs/tiny.py over tokens and over bytes sent, by how often replicas exchange what.
 
-docs/communication.md has the table and the chart. All runs have the same initial weights, batches, inner optimizer and
-validation examples, in one process on simulated devices, one for each group. Further arguments change the
+docs/results/training.md has the table and the chart. All runs have the same initial weights, batches, inner
+optimizer and validation examples, in one process on simulated devices, one for each group. Further arguments change the
 configuration, such as `--config.model.num_layers=2`.
 """
 

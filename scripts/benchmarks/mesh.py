@@ -1,4 +1,4 @@
-"""Any mesh to any mesh: each of eight settings resumes from what each has saved; docs/clusters.md has the table.
+"""Any mesh to any mesh: each of eight settings resumes from what each has saved (docs/results/agreement.md).
 
 A setting is a mesh of eight simulated devices, a number of processes, a schedule of the pipeline and a ZeRO level. Each
 trains six steps without a stop and saves after three; the cells of its row are compared with that run. A cell resumes

@@ -1,4 +1,4 @@
-"""Exact match of configs/numbers.py on held-out numbers, by range and spelling; docs/numbers.md has the table.
+"""Exact match of configs/numbers.py on held-out numbers, by range and spelling; docs/results/training.md has the table.
 
 Each run is a process of its own. Seconds are those of all of the CPU's threads over two, so that they hold for two
 cores and do not depend on what else the machine does. Start and compilation are counted apart, as the seconds of a run

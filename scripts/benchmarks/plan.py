@@ -1,4 +1,4 @@
-"""Plans the large configurations and prints a line of Markdown for each: the table in README and docs/plan.md.
+"""Plans the large configurations and prints a line of Markdown for each: the table in README and docs/results/plans.md.
 
 Extras: plan-gpu
 """

@@ -1,4 +1,4 @@
-"""Compares the planner's time with six published training runs: prints the table of docs/plan.md.
+"""Compares the planner's time with six published training runs: prints the table of docs/results/plans.md.
 
     scripts/bench published_runs                                        # from stored figures, no compiler
     .venv-plan/bin/python -m scripts.benchmarks.published_runs NAME...  # compiles these runs again and stores them

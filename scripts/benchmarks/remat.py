@@ -1,4 +1,4 @@
-"""A table for docs/memory.md: memory against work of each remat policy, by the GPU compiler, without a GPU.
+"""A table for docs/results/plans.md: memory against work of each remat policy, by the GPU compiler, without a GPU.
 
 The configuration is configs/llama3_8b.py on one machine of eight H100s, fsdp 8, one sequence a device in a microbatch,
 one microbatch. Temporaries are the compiler's account of everything that is not training state; FLOPs are those of the

@@ -1,4 +1,4 @@
-"""Losses of configs/tiny.py with moments in fewer bytes, and with products of 8 bits; docs/memory.md has the table.
+"""Losses of configs/tiny.py with moments in fewer bytes, and with products of 8 bits (docs/results/training.md).
 
 All runs have the same initial weights, data and validation examples, on one device.
 """

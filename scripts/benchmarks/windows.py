@@ -1,4 +1,4 @@
-"""The loss of one model in a long and in a short window; docs/long_sequences.md has the table and the chart.
+"""The loss of one model in a long and in a short window; docs/results/training.md has the table and the chart.
 
 configs/long.py trains on its mesh, and the weights then read the same bytes of validation text twice: in windows as
 long as the training sequences, and in shorter ones. Seconds are CPU seconds over two, so that they hold for two cores

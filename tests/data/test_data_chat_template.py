@@ -10,7 +10,7 @@ from meshtrain.data.tokenize import open_tokenizer
 from meshtrain.words.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "hf" / "fixtures" / "chat"
-EXPECTED = json.loads((FOLDER / "expected.json").read_text())  # of transformers, see docs/finetuning.md
+EXPECTED = json.loads((FOLDER / "expected.json").read_text())  # of transformers, see docs/guide/finetuning.md
 USER = {"role": "user", "content": "a?"}
 ANSWER = {"role": "assistant", "content": "b."}
 

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import pathlib
-import re
 import runpy
 import subprocess
 import sys
@@ -93,12 +92,6 @@ def test_each_command_shows_its_usage_and_runs_the_older_way_too(command, capsys
         runpy.run_module(OLDER[command], run_name="__main__")
     assert not end.value.code
     assert capsys.readouterr().out == said
-
-
-def test_the_page_of_commands_lists_them():
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w-]+)` \| (.+) \|$", page, re.MULTILINE)
-    assert rows == [(command, text) for command, (_, text) in COMMANDS.items()]
 
 
 def test_an_installation_brings_the_program():

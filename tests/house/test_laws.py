@@ -11,6 +11,7 @@ import pytest
 
 from meshtrain.config.config import Config
 from meshtrain.layout.axes import AXES, batch_axes
+from scripts.benchmarks import reference
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE_FOLDER = ROOT / "meshtrain"
@@ -41,6 +42,7 @@ FIELDS = {field.name for field in dataclasses.fields(Config)}
 TOP_LEVEL = {
     ".ci",
     ".gitignore",
+    "CONTRIBUTING.md",
     "LICENSE",
     "README.md",
     "configs",
@@ -58,6 +60,7 @@ BATCH = batch_axes()
 AXES_LISTED = {"meshtrain/layout/rules.py": {"('pipeline', 'tensor')"}}
 FORBIDDEN_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 CODE_IN_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 TITLE_PAGE = ("Purpose:", "Parameters:", "Expected:", "Time:", "Hardware:", "Command:")
 # In two halves, so that this file does not find itself.
 MACHINE_WORDS = re.compile(
@@ -271,7 +274,7 @@ def test_the_package_keeps_the_law(law):
         (executing_data, "from joblib import load\n"),
         (executing_data, "exec('1')\n"),
         (executing_data, "x = np.load('x', allow_pickle=True)\n"),
-        (long_files, "x = 1\n" * 601),
+        (long_files, "x = 1\n" * (FILE_LINES + 1)),
         (long_functions, "def f():\n" + "    x = 1\n" * 60),
         (hidden_imports, "def f():\n    from meshtrain import trees\n"),
         (hidden_imports, "def f():\n    import json, meshtrain.trees\n"),
@@ -360,9 +363,21 @@ def test_a_configuration_has_a_title_page(path):
 
 
 def test_the_index_lists_every_page():
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    made = {f"reference/{name}" for name in reference.PAGES}
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} - {"index.md", *made}
     assert set(re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", index, re.MULTILINE)) == pages
+
+
+def test_the_code_map_of_readme_is_made_of_the_first_lines_of_the_rooms():
+    said = {path.parent.name: ast.get_docstring(parsed(path)) or "" for path in PACKAGE_FOLDER.glob("*/__init__.py")}
+    assert {room: text for room, text in said.items() if len(text.splitlines()) > 10} == {}
+    [block] = re.findall(r"^## The code\n.*?^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert dict(line.split(maxsplit=1) for line in block.splitlines()) == {
+        room: text.splitlines()[0] for room, text in said.items()
+    }
+    assert len(README.splitlines()) <= 230
 
 
 def test_there_are_configurations():

@@ -98,7 +98,7 @@ def test_a_field_that_is_a_path_refuses_a_url(key, reads_data):
 
 
 def test_a_data_function_of_the_user_s_reads_what_it_likes():
-    options = {"data.source": "docs.own_images:make_data", "data.path": URL, "data.validation_path": URL}
+    options = {"data.source": "docs.guide.own_images:make_data", "data.path": URL, "data.validation_path": URL}
     assert resolve({}, options | {"model.vocab_size": "257"}, reads_data=False).data.path == URL
 
 

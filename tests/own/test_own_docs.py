@@ -16,8 +16,8 @@ from meshtrain.models.task import Task, entries, limits, sequence_keys
 from scripts.benchmarks import digits, memory, mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGE = (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGE = (ROOT / "docs" / "guide" / "own_model.md").read_text(encoding="utf-8")
 
 
 def axes_of(cell: str) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def test_blocks_of_the_page_run_one_after_another():
     names |= {"Model": Linear, "network": Dropped(), "sequence_keys": sequence_keys, "train": lambda *_, rules: None}
     names |= {"examples": [example] * 3, "held_out": [], "config": None, "directory": None, "make_task": None}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(block, "docs/own_model.md", "exec"), names)
+        exec(compile(block, "docs/guide/own_model.md", "exec"), names)
     task = Task(len, len, names["batch"])
     data = opened(names["make_data"](None), entries(task, 4), limits(task), 0)
     assert (len(data.train), data.fingerprint) == (3, "cifar10 v1")
@@ -75,14 +75,23 @@ def test_block_with_rules_of_ones_own_runs():
     block = re.search(r"```python\n(from meshtrain\.layout.*?)```", PAGE, re.DOTALL).group(1)
     given = {}
     names = {"train": lambda *_, rules: given.update(rules=rules), "config": None, "directory": None, "make_task": None}
-    exec(compile(block, "docs/own_model.md", "exec"), names)
+    exec(compile(block, "docs/guide/own_model.md", "exec"), names)
     assert given["rules"].own == ("expert", "rows")
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """Returns what a link to this page may have behind `#`: its headings as GitHub writes them, or nothing."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE) if page.suffix == ".md" else []
+    return {"", *(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    links = re.findall(r"\]\((?!\w+://)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8"))
+    places = [(page.parent / link if link else page, link, anchor) for link, anchor in links]
+    missing = [
+        f"{link}#{anchor}" for place, link, anchor in places if not place.exists() or anchor not in anchors(place)
+    ]
     assert not missing, f"{page.name}: {missing}"
 
 
@@ -92,7 +101,7 @@ def test_memory_table_is_what_the_script_prints(name):
 
 
 def test_mesh_table_has_the_settings_of_the_script_and_keeps_its_promise():
-    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results" / "agreement.md").read_text(encoding="utf-8")
     assert "\n".join(mesh.legend()) in page
     rows = [line.split("|")[2:-1] for line in page.splitlines() if line.startswith("| **")]
     assert [len(row) for row in rows] == [len(mesh.SETTINGS)] * len(mesh.SETTINGS)
@@ -101,7 +110,7 @@ def test_mesh_table_has_the_settings_of_the_script_and_keeps_its_promise():
 
 
 def test_digits_table_has_the_settings_of_the_script_and_keeps_its_promise():
-    page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results" / "training.md").read_text(encoding="utf-8")
     rows = page.partition("\n".join(digits.HEADER))[2].split("\n\n")[0].strip().splitlines()
     outcomes = [digits.Outcome(digits.NUM_HELD_OUT, 1.0)]
     expected = [digits.line(setting, outcomes).split("|")[1:5] for setting in digits.SETTINGS]

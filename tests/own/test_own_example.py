@@ -13,8 +13,8 @@ from meshtrain.main import main
 from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
-EXAMPLE = ROOT / "docs" / "own_model.py"
-CONFIG = ["--config=docs/own_model.py", "--config.observe.progress=no"]
+EXAMPLE = ROOT / "docs" / "guide" / "own_model.py"
+CONFIG = ["--config=docs/guide/own_model.py", "--config.observe.progress=no"]
 MOST_LINES = 75
 
 
@@ -45,11 +45,11 @@ def test_the_command_line_trains_it_on_three_axes(run):
     [table] = [line for line in (run / "layout.txt").read_text().splitlines() if line.startswith("params/table ")]
     assert " ".join(table.split()) == "params/table 384 x 64 float32 vocab embed tensor fsdp 24 KiB"
     config = json.loads((run / "config.json").read_text())
-    assert (config["task"], config["model"]) == ("docs.own_model:eight_bytes", {"width": 64, "hidden": 256})
+    assert (config["task"], config["model"]) == ("docs.guide.own_model:eight_bytes", {"width": 64, "hidden": 256})
 
 
 def test_the_command_line_goes_on_from_its_weights(run, capsys):
-    named = "--config.task=docs.own_model:eight_bytes"  # a function of the run's configuration, which runs here
+    named = "--config.task=docs.guide.own_model:eight_bytes"  # a function of the run's configuration, which runs here
     assert generate.main([f"--workdir={run}", named, "--num-tokens=3", "--prompt=import ", "--temperature=0"]) == 0
     assert capsys.readouterr().out.startswith("import ")
     with pytest.raises(UserError, match=r"another run: model\.width: was 64, now 32"):

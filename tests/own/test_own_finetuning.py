@@ -1,4 +1,4 @@
-"""docs/finetuning.md: its example is what scripts/bench finetune runs, on questions that no run has seen."""
+"""docs/guide/finetuning.md: its example is what scripts/bench finetune runs, on questions that no run has seen."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ from scripts.benchmarks.docstring_questions import Asked, functions, line, split
 from scripts.benchmarks.finetune import commands, performed, shown
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "finetuning.md").read_text(encoding="utf-8")
 SOURCE = '''
 class Stack:
     def push(self, item, /, *more: int, last=None) -> None:

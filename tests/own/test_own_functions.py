@@ -29,7 +29,7 @@ from meshtrain.words.options import option
 from tests.parity import runs
 
 ROOT = pathlib.Path(__file__).parents[2]
-OPTIMIZER = "docs.own_optimizer:sign_momentum"
+OPTIMIZER = "docs.guide.own_optimizer:sign_momentum"
 HERE = __name__
 
 
@@ -146,7 +146,7 @@ def test_meshes_agree():
 
 def test_a_run_with_all_three_goes_on_on_another_mesh(tmp_path):
     words = [
-        "--config=docs/own_model.py", f"--config.optimizer.name={OPTIMIZER}", "--config.optimizer.nesterov=no",
+        "--config=docs/guide/own_model.py", f"--config.optimizer.name={OPTIMIZER}", "--config.optimizer.nesterov=no",
         f"--config.learning_rate.name={HERE}:stairs", "--config.learning_rate.warmup_steps=0",
         "--config.learning_rate.peak=0.01", "--config.learning_rate.every=3", "--config.learning_rate.decay_steps=6",
         "--config.observe.progress=no", "--config.sample_tokens=0", "--config.num_eval_batches=1",

@@ -18,7 +18,7 @@ from meshtrain.words.options import option
 from tests.parity import runs
 
 ROOT = pathlib.Path(__file__).parents[2]
-EXAMPLE = "docs.own_reduction:ring"
+EXAMPLE = "docs.guide.own_reduction:ring"
 HERE = "tests.own.test_own_reduction"
 SMALL = dataclasses.replace(runs.CONFIG, model=dataclasses.replace(runs.LLAMA, num_layers=2))
 

@@ -17,7 +17,7 @@ from meshtrain.words.errors import UserError
 from tests.parity import runs
 
 ROOT = pathlib.Path(__file__).parents[2]
-EXAMPLE = "docs.own_schedule:in_groups"
+EXAMPLE = "docs.guide.own_schedule:in_groups"
 GIVEN = []  # what `given` returns
 
 

@@ -9,7 +9,7 @@ import pytest
 from meshtrain.main import main
 
 ROOT = pathlib.Path(__file__).parents[2]
-EXAMPLE = ROOT / "docs" / "own_images.py"
+EXAMPLE = ROOT / "docs" / "guide" / "own_images.py"
 MOST_LINES = 105
 CHANGES = ("observe.progress=no", "observe.tensorboard=no", "log_every=1")
 
@@ -21,7 +21,7 @@ def from_the_root(monkeypatch):
 
 def rows(folder, *changes):
     words = [f"--config.{change}" for change in (*CHANGES, *changes)]
-    assert main(["--config=docs/own_images.py", f"--workdir={folder}", *words]) == 0
+    assert main(["--config=docs/guide/own_images.py", f"--workdir={folder}", *words]) == 0
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

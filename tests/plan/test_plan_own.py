@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from docs import own_images, own_model
+from docs.guide import own_images, own_model
 from meshtrain.config import resolve
 from meshtrain.layout.mesh import MeshOptions
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -17,7 +17,7 @@ from tests.plan.test_plan_candidates import cluster_of, shapes
 def own(request):
     """The configuration of a page's example; of `own_model` unless a test asks for another."""
     given = (request.param if hasattr(request, "param") else own_model).get_config()
-    if given.task.startswith("docs.own_model"):
+    if given.task.startswith("docs.guide.own_model"):
         given.data.source, given.batch_size, given.sequence_length = "synthetic", 16, 16
     return resolve(given)
 
@@ -38,9 +38,9 @@ def test_a_step_is_planned_from_the_command_line_s_configuration(plan, own):
 
 
 def test_a_plan_names_a_schedule_of_one_s_own(plan, small):
-    pipeline = PipelineOptions(schedule="docs.own_schedule:in_groups", num_microbatches=2)
+    pipeline = PipelineOptions(schedule="docs.guide.own_schedule:in_groups", num_microbatches=2)
     made = plan("cpu:2", small({"pipeline": 2}, pipeline=pipeline))
-    assert "\nschedule     docs.own_schedule:in_groups, 2 microbatches, 1 chunks a stage\n" in report.text(made)
+    assert "\nschedule     docs.guide.own_schedule:in_groups, 2 microbatches, 1 chunks a stage\n" in report.text(made)
 
 
 @pytest.mark.parametrize("own", [own_model, own_images], indirect=True)
@@ -56,7 +56,7 @@ def test_what_crosses_data_and_fsdp_at_once_counts_for_both(plan, own, mesh, lev
 def test_without_a_cost_a_plan_says_what_it_cannot_know(plan, own):
     on_tensor = dataclasses.replace(own, mesh=MeshOptions(data=2, fsdp=2, tensor=2))
     made = plan("cpu:8", on_tensor)
-    is_stated = own.task.startswith("docs.own_model")
+    is_stated = own.task.startswith("docs.guide.own_model")
     assert ("tensor" in made.minimum) == is_stated
     [line] = [line for line in report.text(made).splitlines() if line.startswith("tensor ") and "all-" not in line]
     assert ("not known" in line) != is_stated

@@ -239,7 +239,7 @@ WRONG = {
     ),
     "too many devices": (["--config.mesh.data=16", "--config.batch_size=32"], "mesh: got 32 devices"),
     "weights of another shape": (["--config.model.mlp_dim=128"], "params/layers/mlp/down: got float32"),
-    "another task": (["--config.task=docs.own_model:eight_bytes"], "model.embed_dim: unknown key"),
+    "another task": (["--config.task=docs.guide.own_model:eight_bytes"], "model.embed_dim: unknown key"),
 }
 
 

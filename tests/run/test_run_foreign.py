@@ -17,7 +17,7 @@ from meshtrain.store import verify
 from meshtrain.words import flags, named
 from meshtrain.words.errors import UserError
 
-OURS, THEIRS = "docs.own_model:eight_bytes", "foreign.helper:main"
+OURS, THEIRS = "docs.guide.own_model:eight_bytes", "foreign.helper:main"
 NO_WEIGHTS = "allowed: a workdir with at least one complete checkpoint"
 OPTIONS = (
     "task", "reduction.name", "pipeline.schedule", "optimizer.name", "learning_rate.name", "data.source",

@@ -1,0 +1,35 @@
+"""An optimizer of one's own: the sign of a momentum that has seen this step's gradient, one number for each weight.
+
+python -m meshtrain train --config=configs/tiny.py --config.optimizer.name=docs.guide.own_optimizer:sign_momentum
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from meshtrain.optim.masks import decays
+from meshtrain.words.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class SignMomentumOptions:
+    """Its options stand under `optimizer`; two of them are there for others, too, with the same defaults."""
+
+    momentum: float = option(0.95, "decay of the momentum", minimum=0.0, maximum=0.999)
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices and tables", minimum=0.0)
+    nesterov: bool = option(True, "whether the sign is taken after the gradient was added once more")
+
+
+def sign_momentum(options: SignMomentumOptions, rates: optax.Schedule, axes: Any) -> optax.GradientTransformation:
+    """Returns the optimizer of weights with these logical axes; `rates` are learning rates by number of updates."""
+    return optax.chain(
+        optax.trace(options.momentum, nesterov=options.nesterov, accumulator_dtype=jnp.float32),
+        optax.scale_by_sign(),
+        optax.add_decayed_weights(options.weight_decay, decays(axes)),
+        optax.scale_by_learning_rate(rates),
+    )
+
+
+sign_momentum.options = SignMomentumOptions
