@@ -4,7 +4,8 @@ The axis with the slowest network comes first: a mesh is filled in row-major ord
 on the fast links inside a host. tensor communicates within every layer, and so do context and expert, with fewer
 bytes; fsdp communicates once a layer, pipeline once a microbatch, data once a step.
 
-To add an axis, add a record here, rules that name it (`rules.py`), and its traffic (`plan/minimum.py`, `models/cost.py`).
+To add an axis, add a record here, rules that name it (`rules.py`), and its traffic (`plan/minimum.py`,
+`models/cost.py`).
 """
 
 import dataclasses
