@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from meshtrain.words import named
-from meshtrain.words.errors import UserError, run, unknown
-from meshtrain.words.flags import program
-from meshtrain.words.tables import aligned
+from meshtrain import options
+from meshtrain.cli.flags import program
+from meshtrain.cli.tables import aligned
+from meshtrain.errors import UserError, run, unknown
 
 # command -> (module whose `main(argv)` runs it, one line of text). Each module also runs by itself, with `python -m`.
 COMMANDS = {
@@ -19,11 +19,11 @@ COMMANDS = {
     "evaluate": ("meshtrain.evaluate", "score a run's weights: loss, perplexity, bits per byte, metrics"),
     "report": ("meshtrain.report.__main__", "write a page about runs: curves, differences, memory, mesh, samples"),
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
-    "verify": ("meshtrain.store.verify", "compare checkpoints with their checksums"),
+    "verify": ("meshtrain.checkpoint.verify", "compare checkpoints with their checksums"),
     "bench-collectives": ("meshtrain.probe.bench_collectives", "time every collective along every axis of the mesh"),
     "doctor": ("meshtrain.probe.doctor", "check the machines of a job before it starts"),
     "hf": (
-        "meshtrain.hugging_face",
+        "meshtrain.run.hugging_face",
         "Hugging Face folders: print a configuration file, import into a workdir, export a run",
     ),
     "launch": ("meshtrain.launch.__main__", "start a program in several processes on this machine"),
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(line if "did you mean" in line else f"{line}; nearest: {_EXAMPLE}")
     module, _ = COMMANDS[command]
     # Only this module is imported: others may load JAX, which takes longer than `--help` should take.
-    return named.modules(module)[0].main(rest) or 0
+    return options.imported_modules(module)[0].main(rest) or 0
 
 
 def console() -> NoReturn:

@@ -17,17 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshtrain.config import reductions, side_rooms
 from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
 from meshtrain.config.tasks import MakeTask, find
+from meshtrain.errors import UserError
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import compiler_options, init_compiler_options
 from meshtrain.launch.hardware import peak_flops_per_second
-from meshtrain.layout import offload
-from meshtrain.layout.explain import Row, rows
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.rules import Rules, default_rules
-from meshtrain.layout.stored import Names, activation_sharding, rules_of_level, stored_tree
-from meshtrain.layout.trees import leaves_with_paths, select
 from meshtrain.models.cost import Cost
 from meshtrain.models.remat import gathers_early
 from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, batch_axes, checked_loss, entries
@@ -36,12 +29,21 @@ from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
+from meshtrain.pipeline.chunk_reduction import reduces_early
 from meshtrain.pipeline.program import Program, executable
-from meshtrain.pipeline.reduction import reduces_early
 from meshtrain.pipeline.schedules import chosen
+from meshtrain.sharding import offload
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.placement_text import Row, rows
+from meshtrain.sharding.rules import Rules, default_rules
+from meshtrain.sharding.stored import Names, activation_sharding, rules_of_level, stored_tree
+from meshtrain.sharding.trees import leaves_with_paths, select
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
-from meshtrain.step.placed import (
+from meshtrain.step.precision import as_stored, compute_name, in_fp8, product_name, reduce_dtype
+from meshtrain.step.shardings import (
     abstract_metrics,
     abstract_params,
     after_update_of,
@@ -52,10 +54,8 @@ from meshtrain.step.placed import (
     reshaper,
     shardings,
 )
-from meshtrain.step.precision import as_stored, compute_name, in_fp8, product_name, reduce_dtype
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
 from meshtrain.step.step import Apart, Update, eval_step, train_step, weight_update, with_sequence_index
-from meshtrain.words.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +325,7 @@ def placed_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict[s
             abstract[name] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding)
         except UserError as error:
             # A user's own model may have dims that the built-in table does not list.
-            hint = ", or a rule of its own: layout.rules.extend(rules, Rule('...'))"
+            hint = ", or a rule of its own: sharding.rules.extend(rules, Rule('...'))"
             problems += [f"{line}{hint}" if "logical axis of dim" in line else line for line in error.problems]
     if problems:
         raise UserError(*problems)

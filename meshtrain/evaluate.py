@@ -17,21 +17,21 @@ import numpy as np
 from tqdm import tqdm
 
 from meshtrain.assemble import Assembly
+from meshtrain.cli import flags
+from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config
-from meshtrain.config.of_run import configuration
 from meshtrain.data.loader import Examples
-from meshtrain.data.own import Data
-from meshtrain.data.tokenize import Tokenizer, bytes_of_targets
-from meshtrain.hf.config import is_described
+from meshtrain.data.own_source import Data
+from meshtrain.data.tokenizer import Tokenizer, bytes_of_targets
+from meshtrain.errors import UserError, run
+from meshtrain.hf.config_json import is_described
 from meshtrain.launch import peers
-from meshtrain.layout.mesh import describe
 from meshtrain.models.task import Task
-from meshtrain.run.evaluate import first_examples, means, summed
+from meshtrain.run.evaluation import first_examples, means, summed
 from meshtrain.run.opened import open_data, open_files, text_of
+from meshtrain.run.stored_config import configuration
 from meshtrain.run.weights import Weights, assembled, restored
-from meshtrain.words import flags
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.tables import aligned
+from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]
 VALIDATION = "validation"  # the only part where no files are named

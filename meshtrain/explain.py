@@ -12,21 +12,21 @@ from collections.abc import Sequence
 import jax
 
 from meshtrain.assemble import Assembly, array_rows, assemble
+from meshtrain.cli.tables import format_bytes
 from meshtrain.config import effects
 from meshtrain.config.config import Config, groups, parse
+from meshtrain.errors import UserError, run
+from meshtrain.files import target_problems
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import DATA
-from meshtrain.layout.explain import table
-from meshtrain.layout.mesh import describe, mesh_shape, num_needed
-from meshtrain.layout.picture import draw_mesh, mesh_text
-from meshtrain.layout.trees import select
 from meshtrain.models.task import Task, token_batch
+from meshtrain.options import naming, own_values
 from meshtrain.pipeline.stages import layers_of_stage
-from meshtrain.step.held import Held, held
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.options import naming, own_values
-from meshtrain.words.paths import target_problems
-from meshtrain.words.tables import format_bytes
+from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
+from meshtrain.sharding.mesh_picture import draw_mesh, mesh_text
+from meshtrain.sharding.placement_text import table
+from meshtrain.sharding.trees import select
+from meshtrain.step.device_memory import Held, held
 
 PICTURES = (".png", ".svg", ".pdf")
 

@@ -4,21 +4,32 @@ import lm_eval
 from meshtrain.harness import language_model
 
 lm_eval.simple_evaluate(model=language_model("runs/tiny"), tasks=["lambada_openai"])
+
+Answers to the requests of an evaluation harness, by a run's weights: likelihoods of texts, and generated texts.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain.run.requests import opened
-from meshtrain.words.errors import UserError
+from meshtrain.cli import flags
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import UserError, unknown
+from meshtrain.generation.answers import Wanted, answers, room_left
+from meshtrain.generation.sampling import Sampling
+from meshtrain.run import generating, likelihoods
+from meshtrain.run.likelihoods import Likelihood, Score
+from meshtrain.run.opened import text_of
+from meshtrain.run.stored_config import configuration
+from meshtrain.run.weights import Weights, assembled, restored
 
 
 def language_model(workdir: str | Path, *words: str, step: int | None = None) -> Any:
-    """Returns a run's weights as an `lm_eval.api.model.LM`; for the arguments see `run.requests.opened`.
+    """Returns a run's weights as an `lm_eval.api.model.LM`; for the arguments see `harness.opened`.
 
     Raises:
-      UserError: see `run.requests.opened`; or the package lm-eval is missing.
+      UserError: see `harness.opened`; or the package lm-eval is missing.
     """
     try:
         from lm_eval.api.model import LM
@@ -51,3 +62,121 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
             return answered.generated([request.args for request in requests])
 
     return LanguageModel()
+
+
+MAX_GEN_TOKS = 256  # where a request states none, as the harness's own models have it
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
+_GIVEN = {"until": (), "do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """What answers the three kinds of requests of the harness.
+
+    Attributes:
+      weights: of a task without `likelihoods.problems_of_task`, on a mesh without a pipeline.
+      tokenizer: of the run. Its end of document stands before a text without a context. Training predicts no first
+        token of a document, so that the first token of such a text is less probable than it might be.
+      score: `likelihoods.scorer` of the assembly; it compiles once.
+    """
+
+    weights: Weights
+    tokenizer: Tokenizer
+    score: Score
+
+    def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
+        """Returns the likelihood of each continuation after its context, which may be empty."""
+        return self._scored([self.encoded(*pair) for pair in pairs])
+
+    def rolling(self, texts: Sequence[str]) -> list[float]:
+        """Returns the log probability of each whole text, in nats: every token once, after as many as fit before it."""
+        pairs = [([self.tokenizer.end_id], self.tokenizer.encode(text)) for text in texts]
+        return [one.log_probability for one in self._scored(pairs)]
+
+    def generated(self, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Returns the text that follows each prompt, up to a stop string, an end of document, or its length.
+
+        Args:
+          prompts: text -> the harness's options: `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k`, `top_p`.
+
+        Raises:
+          UserError: another option, because it would not be read.
+        """
+        same: dict[Wanted, list[int]] = {}
+        for index, (_, options) in enumerate(prompts):
+            same.setdefault(self._wanted(options), []).append(index)
+        assembly, texts = self.weights.assembly, [""] * len(prompts)
+        ends = (self.tokenizer.end_id, *self.tokenizer.also_end)
+        generator = generating.generator(assembly, self.weights.params, ends)
+        for wanted, indices in same.items():
+            ids = [self._prompt(prompts[index][0], wanted.num_tokens) for index in indices]
+            longest = max(map(len, ids))
+            room = room_left(generator.decode, longest)
+            fits = dataclasses.replace(
+                wanted, num_tokens=min(wanted.num_tokens, room) if room >= 0 else wanted.num_tokens
+            )
+            for index, text in zip(indices, answers(generator, self.tokenizer.decode, ids, fits), strict=True):
+                texts[index] = text.text
+        return texts
+
+    def encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Returns the token ids of a context and of its continuation, as tokens of the two texts in one.
+
+        Blanks at the end of the context go to the continuation: tokenizers join them with the word behind.
+        """
+        trimmed = context.rstrip()
+        continuation = context[len(trimmed) :] + continuation
+        before = self.tokenizer.encode(trimmed) if trimmed else []
+        whole = self.tokenizer.encode(trimmed + continuation)
+        return before or [self.tokenizer.end_id], whole[len(before) :]
+
+    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
+        return likelihoods.likelihoods(self.weights.assembly, self.score, self.weights.params, pairs)
+
+    def _prompt(self, text: str, num_tokens: int) -> list[int]:
+        """Returns the last ids of a prompt that leave room for the new tokens, at least for half of the positions."""
+        ids = self.tokenizer.encode(text) or [self.tokenizer.end_id]
+        decode = generating.decode_of(self.weights.assembly)
+        positions = decode.max_positions or decode.trained_positions
+        return ids[-max(positions - num_tokens, positions // 2, 1) :] if positions else ids
+
+    def _wanted(self, options: Mapping[str, Any]) -> Wanted:
+        for name in options:
+            if name not in (*_GIVEN, *_LENGTHS):
+                raise UserError(f"{unknown('generation_kwargs', name, [*_GIVEN, *_LENGTHS])}; nearest: leave it out")
+        given = {**_GIVEN, **options}
+        lengths = [options[name] for name in _LENGTHS if name in options]
+        until = [given["until"]] if isinstance(given["until"], str) else given["until"] or ()
+        sampling = Sampling(float(given["temperature"]), int(given["top_k"]), float(given["top_p"]))
+        return Wanted(
+            num_tokens=int(lengths[0]) if lengths else MAX_GEN_TOKS,
+            sampling=sampling if given["do_sample"] else Sampling(),
+            stops=tuple(stop for stop in until if stop),
+            seed=self.weights.assembly.config.seed,
+        )
+
+
+def opened(workdir: str | Path, *words: str, step: int | None = None) -> Requests:
+    """Returns what answers requests with a run's weights.
+
+    Args:
+      workdir: the run's folder.
+      words: changes of its configuration, as on a command line: `--config.mesh.tensor=4`.
+      step: of the checkpoint; None: the newest one.
+
+    Raises:
+      UserError: there is no such run or checkpoint, or it is no model of text.
+    """
+    arguments = flags.arguments([f"--workdir={workdir}", *words])
+    config = configuration(arguments, [], reads_data=False)
+    assembly = assembled(config, arguments.workdir, step, folds_pipeline=True)
+    problems = likelihoods.problems_of_task(assembly)
+    tokenizer = text_of(config, assembly.task)
+    if tokenizer.end_id < 0:
+        problems.append(
+            f"data.source: got {config.data.source}, whose ids are no text; allowed for the harness: data with a "
+            "tokenizer that ends documents; nearest: data.source=text"
+        )
+    if problems:
+        raise UserError(*problems)
+    return Requests(restored(assembly, arguments.workdir, step), tokenizer, likelihoods.scorer(assembly))

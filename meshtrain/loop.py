@@ -5,17 +5,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from meshtrain.errors import Interrupted, TrainingStopped
 from meshtrain.launch import peers
 from meshtrain.launch.signals import interruptions
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.observe.goodput import Goodput
-from meshtrain.observe.metrics import CompletedStep, StepClock, log_line, scalars
-from meshtrain.observe.own_times import OwnTimes
+from meshtrain.observe.process_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress
+from meshtrain.observe.step_times import CompletedStep, StepClock, log_line, scalars
 from meshtrain.observe.throughput import Throughput
 from meshtrain.step import guard
-from meshtrain.words.errors import Interrupted, TrainingStopped
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,10 @@ import sys
 import time
 from collections.abc import Sequence
 
+from meshtrain import options
+from meshtrain.cli import config_file, flags
+from meshtrain.errors import run
 from meshtrain.launch.signals import stops_at_signals
-from meshtrain.words import config_file, flags, named
-from meshtrain.words.errors import run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = flags.arguments(argv, extra)
     with stops_at_signals():
         # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
-        config, training = named.modules("meshtrain.config.config", "meshtrain.training")
+        config, training = options.imported_modules("meshtrain.config.config", "meshtrain.training")
         found = flags.unwritable(arguments.workdir)
         if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):
             found.append(f"--config: got nothing; allowed: a file with get_config(){config_file.near_example()}")

@@ -12,33 +12,33 @@ from typing import Any
 import jax
 import ml_collections
 
-from meshtrain import loop
+from meshtrain import loop, options
 from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config.config import Config, resolve
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import batches
-from meshtrain.data.own import Data, MakeData
+from meshtrain.data.own_source import Data, MakeData
+from meshtrain.errors import UserError
+from meshtrain.files import expanded, url_problems
 from meshtrain.launch import distributed, peers
 from meshtrain.launch.watchdog import Watchdog
-from meshtrain.layout.explain import table
-from meshtrain.layout.mesh import describe, mesh_shape, num_needed
-from meshtrain.layout.rules import Rules
-from meshtrain.layout.trees import select
 from meshtrain.models.task import limits
 from meshtrain.observe.goodput import Goodput
-from meshtrain.observe.own_times import OwnTimes
+from meshtrain.observe.process_times import OwnTimes
 from meshtrain.observe.profiler import Profiler
 from meshtrain.observe.progress import Progress, phase
 from meshtrain.observe.trackers import Trackers
-from meshtrain.run import device, saving, start, summary, workdir
-from meshtrain.run.evaluate import evaluate
+from meshtrain.run import saving, start, summary, workdir
+from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
+from meshtrain.run.workdir import record_device
+from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
+from meshtrain.sharding.placement_text import table
+from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.trees import select
 from meshtrain.step.state import TrainState
-from meshtrain.store.checkpoint import Checkpoints
-from meshtrain.words import named
-from meshtrain.words.errors import UserError
-from meshtrain.words.paths import expanded, url_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def train(
         or a frozen `Config`.
       directory: the run's folder, for configuration, metrics and checkpoints.
       make_task: a task function (config, placement) -> Task; None for the one that `config.task` names.
-      make_data: a function config -> `data.own.Data`; None for what `config.data` says.
+      make_data: a function config -> `data.own_source.Data`; None for what `config.data` says.
       rules: logical axis -> mesh axes for the task's weights, activations and batch; None for the built-in table.
 
     Raises:
@@ -89,7 +89,7 @@ def train(
     """
     begun_seconds = time.monotonic()
     _refuse_arguments(directory, make_task, make_data)
-    source = {"data.source": named.name_of(make_data)} if make_data else {}
+    source = {"data.source": options.function_name(make_data)} if make_data else {}
     config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
     return train_resolved(config, directory, make_task, make_data, rules, begun_seconds=begun_seconds)
 
@@ -178,7 +178,7 @@ def run_steps(
         workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)), writes=is_main)
         with show("compile") as say:
             train_step, outer_step = compiling.result()
-            device.record(run, assembly, train_step, writes=is_main)
+            record_device(run, assembly, train_step, writes=is_main)
             say(parameters_text(assembly))
     with (
         closing(Trackers(config.observe, run, start_step, is_main=is_main)) as trackers,

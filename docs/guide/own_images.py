@@ -14,10 +14,10 @@ from ml_collections import ConfigDict
 
 import meshtrain
 from meshtrain.config import Config, default
-from meshtrain.data.own import Data
-from meshtrain.layout.placement import Placement
+from meshtrain.data.own_source import Data
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
-from meshtrain.words.options import option
+from meshtrain.options import option
+from meshtrain.sharding.placement import Placement
 
 SIZE, NUM_TRAIN, NUM_HELD_OUT = 16, 3000, 300
 

@@ -13,11 +13,11 @@ from ml_collections import ConfigDict
 
 import meshtrain
 from meshtrain.config import Config, default
-from meshtrain.layout.placement import Placement
 from meshtrain.models.cost import Cost
-from meshtrain.models.losses import cross_entropy, without_padding
 from meshtrain.models.task import Batch, Loss, Params, Task, token_batch
-from meshtrain.words.options import option
+from meshtrain.models.vocabulary.losses import cross_entropy, without_padding
+from meshtrain.options import option
+from meshtrain.sharding.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)

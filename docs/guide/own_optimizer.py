@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.optim.masks import decays
-from meshtrain.words.options import option
+from meshtrain.options import option
 
 
 @dataclasses.dataclass(frozen=True)

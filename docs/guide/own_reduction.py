@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.layout.reduction import Reduction, ReductionOptions
+from meshtrain.sharding.reduction import Reduction, ReductionOptions
 
 
 def ring(options: ReductionOptions, dtype: DTypeLike) -> Reduction:

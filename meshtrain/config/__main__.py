@@ -8,10 +8,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from meshtrain.cli import flags
+from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config, defaults_of, parse
-from meshtrain.words import flags
-from meshtrain.words.errors import run
-from meshtrain.words.tables import aligned
+from meshtrain.errors import run
 
 WIDTH = 120  # characters in a line, where no terminal says how many it has
 LEAST_TEXT = 30  # characters for the meanings, however narrow the terminal

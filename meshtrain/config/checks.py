@@ -11,19 +11,18 @@ from typing import Any
 from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.fields import Config
 from meshtrain.data.sources import DOCUMENTS, TOKENS, DataOptions
-from meshtrain.data.tokenize import NUM_BYTES
-from meshtrain.layout.axes import CONTEXT, DATA, expert_axes
-from meshtrain.layout.rules import Rules
-from meshtrain.layout.stored import MAX_LEVEL, num_parts, tree_problems
-from meshtrain.layout.trees import select
+from meshtrain.data.tokenizer import NUM_BYTES
+from meshtrain.errors import UserError, nearest_multiple
 from meshtrain.models import problems, remat
 from meshtrain.models.task import Task, entries
 from meshtrain.optim import moments, trainable
+from meshtrain.sharding.axes import CONTEXT, DATA, expert_axes
+from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.stored import MAX_LEVEL, num_parts, tree_problems
+from meshtrain.sharding.trees import select
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions, compute_name, in_fp8
-from meshtrain.words.errors import UserError
-from meshtrain.words.numbers import nearest_multiple
 
 
 def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:

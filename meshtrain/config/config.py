@@ -20,26 +20,26 @@ from typing import Any
 
 import ml_collections
 
+from meshtrain.cli import flags
+from meshtrain.cli.config_file import load
 from meshtrain.config import checks, data_sources, former, reductions, side_rooms, tasks
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import DataOptions, is_own
-from meshtrain.data.tokenize import NUM_BYTES
-from meshtrain.layout import mesh
-from meshtrain.layout.axes import CONTEXT, PIPELINE
-from meshtrain.layout.reduction import SUM
-from meshtrain.layout.rules import Rules, default_rules
-from meshtrain.layout.stored import level_problems, num_parts, rules_of_level
+from meshtrain.data.tokenizer import NUM_BYTES
+from meshtrain.errors import UserError, first_line
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries
 from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, optimizers
+from meshtrain.options import naming, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
-from meshtrain.words import flags
-from meshtrain.words.config_file import load
-from meshtrain.words.errors import UserError, first_line
-from meshtrain.words.options import naming, problems, with_own
+from meshtrain.sharding import mesh
+from meshtrain.sharding.axes import CONTEXT, PIPELINE
+from meshtrain.sharding.reduction import SUM
+from meshtrain.sharding.rules import Rules, default_rules
+from meshtrain.sharding.stored import level_problems, num_parts, rules_of_level
 
 
 class _Defaults(ml_collections.ConfigDict):
@@ -89,7 +89,7 @@ def resolve(
     64
     >>> resolve({"learning_rate": {"name": "cosin"}})
     Traceback (most recent call last):
-    meshtrain.words.errors.UserError: learning_rate.name: got 'cosin'; allowed: constant, linear, cosine, inverse_sqrt,
+    meshtrain.errors.UserError: learning_rate.name: got 'cosin'; allowed: constant, linear, cosine, inverse_sqrt,
     noam, warmup_stable_decay, or package.module:function; did you mean 'cosine'?
 
     Args:

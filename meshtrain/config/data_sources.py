@@ -9,9 +9,9 @@ from typing import Any
 from meshtrain.config import side_rooms
 from meshtrain.data.built_in import SOURCES, Source
 from meshtrain.data.sources import DataOptions, fraction_problems, is_own
-from meshtrain.data.tokenize import NUM_BYTES
-from meshtrain.words import named
-from meshtrain.words.errors import UserError, unknown
+from meshtrain.data.tokenizer import NUM_BYTES
+from meshtrain.errors import UserError, unknown
+from meshtrain.options import FORM, function_problems
 
 SEAM = "data.source"
 
@@ -69,12 +69,12 @@ def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:
       reads_data: whether the files must exist on this machine; if not, only the options themselves are checked.
     """
     if is_own(options):
-        own = named.problems(SEAM, options.source, names()) if reads_data else []
+        own = function_problems(SEAM, options.source, names()) if reads_data else []
         return fraction_problems(options) + own
     if options.source in names():
         return find(options.source).check(options, reads_data)
-    line = unknown(SEAM, options.source, names()).replace("; did", f", {named.FORM}; did")
-    return [line if "did you mean" in line else f"{line}, {named.FORM}; nearest: 'python', the default"]
+    line = unknown(SEAM, options.source, names()).replace("; did", f", {FORM}; did")
+    return [line if "did you mean" in line else f"{line}, {FORM}; nearest: 'python', the default"]
 
 
 def vocabulary_of(options: DataOptions) -> int:

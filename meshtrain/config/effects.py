@@ -1,21 +1,21 @@
 """Which options of a configuration have no effect in it, because an axis, a schedule or an optimizer is not in use.
 
 They are legal, so that users can try another mesh, schedule or optimizer by changing one field. `explain` lists them.
-Each option says for itself when it is read: `only_for` of `words/options.py`.
+Each option says for itself when it is read: `only_for` of `options.py`.
 """
 
 import dataclasses
 import json
 from collections.abc import Mapping
 
+from meshtrain.cli import flags
+from meshtrain.cli.tables import aligned
 from meshtrain.config import reductions, tasks
 from meshtrain.config.config import Config, defaults_of
 from meshtrain.data.sources import is_own
+from meshtrain.options import idle
 from meshtrain.step import loss_scale
 from meshtrain.step.precision import compute_name
-from meshtrain.words import flags
-from meshtrain.words.options import idle
-from meshtrain.words.tables import aligned
 
 
 def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, str]:

@@ -3,26 +3,26 @@
 import dataclasses
 from typing import Any
 
+from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.data.sources import DataOptions
-from meshtrain.layout.mesh import MeshOptions
-from meshtrain.layout.offload import OffloadOptions
-from meshtrain.layout.reduction import ReductionOptions
-from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.remat import RematOptions
-from meshtrain.observe.folder import CONFIG_FILE as CONFIG_FILE
 from meshtrain.observe.profiler import ProfileOptions
+from meshtrain.observe.run_files import CONFIG_FILE as CONFIG_FILE
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.options import AllBut, option
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.offload import OffloadOptions
+from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions
-from meshtrain.store.keeping import CheckpointOptions
-from meshtrain.words.options import AllBut, option
 
 _IN_GROUPS = {"period": AllBut(0)}
 

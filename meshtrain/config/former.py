@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshtrain.words import flags
-from meshtrain.words.errors import unknown
+from meshtrain.cli import flags
+from meshtrain.errors import unknown
 
 
 @dataclasses.dataclass(frozen=True)

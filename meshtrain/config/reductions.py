@@ -1,6 +1,6 @@
 """Reductions over data by name: the built-in sum, those of side rooms, and any function of the user's.
 
-The function is (options, dtype) -> `Reduction`: see `layout/reduction.py`.
+The function is (options, dtype) -> `Reduction`: see `sharding/reduction.py`.
 """
 
 import dataclasses
@@ -8,15 +8,15 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshtrain import options
 from meshtrain.config import side_rooms
 from meshtrain.config.fields import Config
-from meshtrain.layout.axes import DATA
-from meshtrain.layout.reduction import MAX_LEVEL, SUM, Reduction, ReductionOptions
-from meshtrain.layout.replicas import Replicas
+from meshtrain.errors import UserError
+from meshtrain.options import options_problem
+from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.reduction import MAX_LEVEL, SUM, Reduction, ReductionOptions
 from meshtrain.step.precision import reduce_dtype
-from meshtrain.words import named
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import options_problem
 
 KEY = "reduction.name"
 
@@ -29,7 +29,7 @@ def find(name: str) -> Callable[..., Any]:
     """
     if name in side_rooms.names(KEY):
         return typing.cast(Callable[..., Any], side_rooms.found(KEY, name))
-    function: Callable[..., Any] = named.function(KEY, name, [SUM, *side_rooms.names(KEY)])
+    function: Callable[..., Any] = options.imported_function(KEY, name, [SUM, *side_rooms.names(KEY)])
     if hasattr(function, "options"):
         line = options_problem(KEY, name, function.options)
         if not line and not issubclass(function.options, ReductionOptions):
@@ -69,7 +69,7 @@ def of(config: Config) -> Reduction | None:
         raise
     except Exception as error:  # whatever the user's function raises
         raise UserError(
-            f"{KEY}: got '{name}', which raises {named.raised(error)}; allowed: a function (options, dtype) -> "
+            f"{KEY}: got '{name}', which raises {options.raised(error)}; allowed: a function (options, dtype) -> "
             f"Reduction; nearest: mend it there, or {KEY}={SUM}"
         ) from error
     if not isinstance(made, Reduction):

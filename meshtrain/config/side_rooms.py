@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 # Seam, as the option is called -> name -> `package.module:attribute`.
 SIDE_ROOMS: Mapping[str, Mapping[str, str]] = {

@@ -11,18 +11,19 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from meshtrain import options
 from meshtrain.config import checks, side_rooms
 from meshtrain.config.fields import Config
-from meshtrain.layout.placement import Placement
-from meshtrain.models import decoder_task, lora
-from meshtrain.models.abstract import named_params
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.errors import UserError
+from meshtrain.models import lora
+from meshtrain.models.abstract_weights import named_params
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.task import Task
+from meshtrain.models.transformer import task as decoder_task
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.options import options_problem
+from meshtrain.sharding.placement import Placement
 from meshtrain.step.precision import compute_dtype, output_dtype
-from meshtrain.words import named
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import options_problem
 
 MakeTask = Callable[[Config, Placement], Task]
 Check = Callable[[Config, Mapping[str, int]], list[str]]
@@ -106,7 +107,7 @@ def find(name: str) -> NamedTask:
         return decoder
     if name in side_rooms.names(SEAM):
         return typing.cast(NamedTask, side_rooms.found(SEAM, name))
-    function = named.function(SEAM, name, names())
+    function = options.imported_function(SEAM, name, names())
     _refuse_options(name, function)
     return typing.cast(NamedTask, function)
 
@@ -132,7 +133,7 @@ def refuse_options(make_task: MakeTask) -> None:
 
 def name_of(make_task: MakeTask) -> str:
     """Returns the name by which a configuration can name a task function."""
-    return make_task.name if isinstance(make_task, BuiltIn) else named.name_of(make_task)
+    return make_task.name if isinstance(make_task, BuiltIn) else options.function_name(make_task)
 
 
 def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:

@@ -8,14 +8,14 @@ from typing import Any
 from meshtrain.data.chat import as_examples, lines_of, losses, open_chat, tokenized
 from meshtrain.data.corpus import Corpus, open_corpus, stream_of, tokenizer_for, vocabulary_of, vocabulary_problems
 from meshtrain.data.loader import Examples
-from meshtrain.data.own import Data
+from meshtrain.data.own_source import Data
 from meshtrain.data.packing import TokenStream, pack
 from meshtrain.data.sources import INPUTS, DataOptions, check
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import open_token_files
-from meshtrain.data.tokenize import Tokenizer
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import Problems, UserError, warn
 from meshtrain.launch import peers
-from meshtrain.words.errors import Problems, UserError, warn
 
 ANY_VOCABULARY = 2**31 - 1  # ids are int32: every id is legal if the task states no vocabulary
 

@@ -18,15 +18,15 @@ import numpy as np
 
 from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, ChatTemplate, Message, Spans, open_template
 from meshtrain.data.corpus import vocabulary_problems
-from meshtrain.data.own import Data
+from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
 from meshtrain.data.sources import DataOptions, check
 from meshtrain.data.text import find_files, share
-from meshtrain.data.tokenize import Tokenizer, open_tokenizer
+from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
+from meshtrain.errors import Problems, UserError, nearest, warn
+from meshtrain.files import is_utf8
 from meshtrain.launch import peers
-from meshtrain.words.errors import Problems, UserError, nearest, warn
-from meshtrain.words.options import problems as option_problems
-from meshtrain.words.paths import is_utf8
+from meshtrain.options import problems as option_problems
 
 PAIR = ("prompt", "completion")
 ALPACA = ("instruction", "output")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshtrain.data.tokenize import SETTINGS, TEMPLATE, settings, special_tokens
-from meshtrain.words.errors import UserError
-from meshtrain.words.paths import is_utf8, what_is_at
+from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, settings, special_tokens
+from meshtrain.errors import UserError
+from meshtrain.files import is_utf8, what_is_at
 
 Message = Mapping[str, Any]
 Spans = tuple[tuple[int, int], ...]

@@ -17,9 +17,9 @@ from meshtrain.data.packing import Example, Examples, TokenPairs, TokenStream, p
 from meshtrain.data.sources import DataOptions, check, is_own
 from meshtrain.data.text import find_files, read_documents, share, standard_library, tokens_as_text
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
-from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer
-from meshtrain.words.errors import Problems, UserError
-from meshtrain.words.options import problems as option_problems
+from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer
+from meshtrain.errors import Problems, UserError
+from meshtrain.options import problems as option_problems
 
 # Fewer documents than this are split at one position instead of by hash: the share of few hashes would be far off.
 _SPLIT_BY_HASH_FROM = 100

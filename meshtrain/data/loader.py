@@ -15,7 +15,7 @@ import grain
 import jax
 import numpy as np
 
-from meshtrain.words.errors import UserError, nearest
+from meshtrain.errors import UserError, nearest
 
 # The abstract global batch: name -> shape [B, ...], dtype and sharding.
 Batch = Mapping[str, jax.ShapeDtypeStruct]

@@ -13,14 +13,13 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
+from meshtrain.cli import flags
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import TokenFile, sidecar_path
-from meshtrain.data.tokenize import Tokenizer, file_problems, open_tokenizer, tokenizer_file
-from meshtrain.data.tokenize import folder_end_token as end_token_of
-from meshtrain.words import flags
-from meshtrain.words.errors import Problems, UserError, run
-from meshtrain.words.files import replacing, write_whole
-from meshtrain.words.paths import expanded, what_is_at
+from meshtrain.data.tokenizer import Tokenizer, file_problems, open_tokenizer, tokenizer_file
+from meshtrain.data.tokenizer import folder_end_token as end_token_of
+from meshtrain.errors import Problems, UserError, run
+from meshtrain.files import expanded, replacing, what_is_at, write_whole
 
 # Bytes of text tokenized at a time: enough for the tokenizer's threads, few enough that the bar moves.
 _GROUP_BYTES = 1 << 22

@@ -7,9 +7,9 @@ from pathlib import Path
 from meshtrain.data import chat_template
 from meshtrain.data.text import find_files, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
-from meshtrain.data.tokenize import file_problems
-from meshtrain.words.errors import Problems, UserError
-from meshtrain.words.options import option
+from meshtrain.data.tokenizer import file_problems
+from meshtrain.errors import Problems, UserError
+from meshtrain.options import option
 
 # Sources of packed tokens -> what they read of what a user may name.
 INPUTS: Mapping[str, tuple[str, ...]] = {
@@ -35,7 +35,7 @@ class DataOptions:
         "python (source of the running Python's standard library), text (files), tokens (prepared .bin), "
         "chat (prompts and answers, or messages), synthetic, digits (handwritten, 8 x 8 pixels), idx (images in files "
         "like MNIST's), numbers (to be written in words), or "
-        "package.module:function of one's own, see data/own.py",
+        "package.module:function of one's own, see data/own_source.py",
         names="function",
     )
     path: str = option(

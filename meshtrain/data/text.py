@@ -8,8 +8,8 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from meshtrain.words.errors import Problems, UserError, nearest
-from meshtrain.words.paths import is_utf8, what_is_at
+from meshtrain.errors import Problems, UserError, nearest
+from meshtrain.files import is_utf8, what_is_at
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _ZEROS_IN = 1 << 16  # bytes of a file's beginning in which zero bytes are looked for

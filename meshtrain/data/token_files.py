@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.tokenize import Tokenizer, byte_tokenizer, file_tokenizer
-from meshtrain.words.errors import Problems, UserError, unknown
-from meshtrain.words.paths import what_is_at
+from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, file_tokenizer
+from meshtrain.errors import Problems, UserError, unknown
+from meshtrain.files import what_is_at
 
 DTYPES = ("uint16", "uint32")
 

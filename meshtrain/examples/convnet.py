@@ -21,13 +21,13 @@ from jax.typing import DTypeLike
 from meshtrain.config import checks
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import BuiltIn
-from meshtrain.layout.placement import Placement
+from meshtrain.errors import nearest_divisor
 from meshtrain.models.layers import dropout
-from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
+from meshtrain.models.vocabulary.losses import cross_entropy
+from meshtrain.options import option
+from meshtrain.sharding.placement import Placement
 from meshtrain.step.precision import compute_dtype, in_fp8
-from meshtrain.words.numbers import nearest_divisor
-from meshtrain.words.options import option
 
 # What is folded into an image's key, so that each use has random numbers of its own.
 SHIFT, AFTER_POOLING, AFTER_HIDDEN = range(3)

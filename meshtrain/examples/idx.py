@@ -17,8 +17,8 @@ from typing import BinaryIO
 import numpy as np
 
 from meshtrain.data.text import find_files
-from meshtrain.words.errors import Problems, UserError
-from meshtrain.words.paths import what_is_at
+from meshtrain.errors import Problems, UserError
+from meshtrain.files import what_is_at
 
 IMAGES, LABELS = 0x00000803, 0x00000801
 _NAMES = {IMAGES: "images", LABELS: "labels"}

@@ -15,11 +15,11 @@ import numpy as np
 
 from meshtrain.data.built_in import Asked, Source
 from meshtrain.data.corpus import tokenizer_for, vocabulary_of
-from meshtrain.data.own import Data, opened
+from meshtrain.data.own_source import Data, opened
 from meshtrain.data.sources import DataOptions, fraction_problems, unread
+from meshtrain.errors import UserError
 from meshtrain.examples.idx import find_images, read_pairs
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import option
+from meshtrain.options import option
 
 DIGITS = Path(__file__).parent / "digits" / "images-idx3-ubyte.gz"
 

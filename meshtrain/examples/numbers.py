@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from meshtrain.data.built_in import Asked, Source
-from meshtrain.data.own import Data
+from meshtrain.data.own_source import Data
 from meshtrain.data.sources import DataOptions, fraction_problems, unread
-from meshtrain.data.tokenize import Tokenizer
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import UserError, nearest
 from meshtrain.examples.pairs import packed
-from meshtrain.words.errors import UserError, nearest
-from meshtrain.words.options import option
+from meshtrain.options import option
 
 END_ID = BEGIN_ID = 0
 SIDES = ("source_tokens", "tokens")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from meshtrain.words.errors import Problems, UserError
+from meshtrain.errors import Problems, UserError
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of the source and of the target, without begin and end
 Example = dict[str, np.ndarray]

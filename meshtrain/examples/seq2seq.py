@@ -16,15 +16,15 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from meshtrain.layout.placement import Placement
-from meshtrain.models import head
-from meshtrain.models.attention import Attention, Memory, Slots
-from meshtrain.models.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
+from meshtrain.models.attention.multi_head import Attention, Memory, Slots
 from meshtrain.models.decoder_options import ROTARY, TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
-from meshtrain.models.lookup import look_up
 from meshtrain.models.remat import MIDDLE, RESIDUAL
-from meshtrain.words.options import option
+from meshtrain.models.transformer.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
+from meshtrain.models.vocabulary import head
+from meshtrain.models.vocabulary.embedding import look_up
+from meshtrain.options import option
+from meshtrain.sharding.placement import Placement
 
 CROSS_SITE = MLP_SITE + 1
 SOURCE, TARGET = "source", "target"

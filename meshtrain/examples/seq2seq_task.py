@@ -37,20 +37,21 @@ from meshtrain.examples.seq2seq import (
     params_of,
     side_keys,
 )
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.rules import default_rules
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models import abstract, head, losses, problems, remat
-from meshtrain.models import cache as caches
-from meshtrain.models.attention import CACHE, NEW, Memory, Slots
+from meshtrain.models import abstract_weights, problems, remat
+from meshtrain.models.attention.multi_head import CACHE, NEW, Memory, Slots
 from meshtrain.models.cost import of_transformer
 from meshtrain.models.decode import Cache, Decode
-from meshtrain.models.decoder import layer_stack, run_layers
 from meshtrain.models.entry import Entry
 from meshtrain.models.lora import with_adapters
 from meshtrain.models.metrics import Ratio
 from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Task, sequence_keys, token_batch
+from meshtrain.models.transformer import cache as caches
+from meshtrain.models.transformer.decoder import layer_stack, run_layers
+from meshtrain.models.vocabulary import head, losses
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import default_rules
+from meshtrain.sharding.trees import leaves_with_paths
 from meshtrain.step.precision import compute_name
 
 NOTHING_AGAIN = RematOptions("none")
@@ -90,7 +91,7 @@ def seq2seq(
         decode=model.decoding(),
         flops_per_token=flops_per_token(options, *lengths),
         attention_flops_per_token=causal_flops_per_token(options, sequence_length),
-        num_parameters=abstract.num_parameters(of_init, {"vocab": options.vocab_size}),
+        num_parameters=abstract_weights.num_parameters(of_init, {"vocab": options.vocab_size}),
         takes_manual_axes=True,
         width=options.embed_dim,
         cost=functools.partial(of_transformer, options, num_layers, dtype, model.output_dtype, remat, model.placement),
@@ -358,7 +359,7 @@ def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: 
     cross-attention, read tokens of sources; the rest of the decoder and the head those of targets. And 12 N H for each
     pair of a query and a key of full attention: S S in a layer of the encoder, T T and T S in one of the decoder.
     """
-    params, _ = abstract.named_params(initializer(options, source_length, target_length))
+    params, _ = abstract_weights.named_params(initializer(options, source_length, target_length))
     total = 6.0 * target_length * options.vocab_size * options.embed_dim
     for path, leaf in leaves_with_paths(params):
         if "/layers/" in path and leaf.ndim > 2 and not path.endswith("_bias"):

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from meshtrain.generation.loop import Generator, Request
+from meshtrain.generation.detokenize import Text
 from meshtrain.generation.sampling import Sampling
-from meshtrain.generation.text import Text
+from meshtrain.generation.token_loop import Generator, Request
 from meshtrain.models.decode import Decode
 
 

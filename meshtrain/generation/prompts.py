@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from meshtrain.data.chat import messages_of
 from meshtrain.data.chat_template import ChatTemplate, Message
+from meshtrain.errors import Problems, UserError
+from meshtrain.files import expanded, is_utf8, what_is_at
 from meshtrain.generation.answers import room_left
 from meshtrain.models.decode import Decode
-from meshtrain.words.errors import Problems, UserError
-from meshtrain.words.paths import expanded, is_utf8, what_is_at
 
 _SHOWN = 40  # characters of a prompt in an error
 _LINE = '{"prompt": "def "}'

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.hf import export, files, names
-from meshtrain.hf.config import ADAPTERS_FILE
+from meshtrain.files import write_whole
+from meshtrain.hf import export, names, tensor_files
+from meshtrain.hf.config_json import ADAPTERS_FILE
 from meshtrain.hf.names import Weight
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.layers import A, B
 from meshtrain.models.lora import LoraOptions
-from meshtrain.words.files import write_whole
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.trees import leaves_with_paths
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # the model inside of peft's own two modules
@@ -58,7 +58,9 @@ def write(
     export.write_file(folder / WEIGHTS_FILE, shapes, arrays(), dtype)
     stated = _config(modules, adapters, leaves, base)
     write_whole(folder / ADAPTERS_FILE, json.dumps(stated, indent=2) + "\n")
-    return sum(rows * columns for rows, columns in shapes.values()) * files.READABLE[export.DTYPES[dtype]].itemsize
+    return (
+        sum(rows * columns for rows, columns in shapes.values()) * tensor_files.READABLE[export.DTYPES[dtype]].itemsize
+    )
 
 
 def _modules(family: str, options: DecoderOptions, leaves: Mapping[str, Any]) -> list[list[Weight]]:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from meshtrain.hf import files, names
+from meshtrain.files import replacing, write_whole
+from meshtrain.hf import names, tensor_files
 from meshtrain.hf.names import Weight
-from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.models import lora
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.layers import A, B
-from meshtrain.words.files import replacing, write_whole
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.trees import leaves_with_paths
 
 GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -79,7 +79,7 @@ def write_weights(
       dtype: a key of `DTYPES`; values are rounded to it.
       adapters: with which the run was trained.
     """
-    leaves, wanted = dict(leaves_with_paths(params)), files.READABLE[DTYPES[dtype]]
+    leaves, wanted = dict(leaves_with_paths(params)), tensor_files.READABLE[DTYPES[dtype]]
     groups, total = _in_files(tensors(family, options), wanted.itemsize)
     size = names.sizes(options)
 
@@ -90,11 +90,11 @@ def write_weights(
     placed = dict[str, str]()
     for number, group in enumerate(groups, start=1):
         one = len(groups) == 1
-        file = files.ONE_FILE if one else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        file = tensor_files.ONE_FILE if one else f"model-{number:05}-of-{len(groups):05}.safetensors"
         write_file(folder / file, {one.name: one.shape for one in group}, map(stored, group), dtype)
         placed |= {tensor.name: file for tensor in group}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-    write_whole(folder / files.INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    write_whole(folder / tensor_files.INDEX_FILE, json.dumps(index, indent=2) + "\n")
     return total
 
 
@@ -170,7 +170,7 @@ def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable
       dtype: a key of `DTYPES`; values are rounded to it.
     """
     stated = DTYPES[dtype]
-    wanted = files.READABLE[stated]
+    wanted = tensor_files.READABLE[stated]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     end = 0
     for name, shape in shapes.items():

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshtrain.hf import files, names
-from meshtrain.hf.config import Described, described
+from meshtrain.errors import Problems, UserError, nearest
+from meshtrain.files import expanded, what_is_at
+from meshtrain.hf import names, tensor_files
+from meshtrain.hf.config_json import Described, described
 from meshtrain.hf.names import Weight
 from meshtrain.launch import peers
-from meshtrain.words.errors import Problems, UserError, nearest
-from meshtrain.words.paths import expanded, what_is_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Folder:
     directory: Path
     model: Described
     table: Sequence[Weight]
-    stored: Mapping[str, files.Stored]
+    stored: Mapping[str, tensor_files.Stored]
 
 
 def opened(directory: str | Path, ignore: str | None = "") -> Folder:
@@ -44,7 +44,7 @@ def opened(directory: str | Path, ignore: str | None = "") -> Folder:
         raise UserError(
             f"{directory}: got {what}; allowed: a folder with config.json; nearest: download the model there"
         )
-    stored, problems = files.tensors(folder)
+    stored, problems = tensor_files.tensors(folder)
     try:
         model = described(folder, ignore)
     except UserError as error:
@@ -72,7 +72,7 @@ def refuse_differences(folder: Folder) -> None:
 
 
 def _mismatches(
-    folder: Path, model: Described, table: Sequence[Weight], stored: Mapping[str, files.Stored]
+    folder: Path, model: Described, table: Sequence[Weight], stored: Mapping[str, tensor_files.Stored]
 ) -> list[str]:
     """Returns one line for each tensor that is missing, left over, or of another shape or dtype than the table's."""
     size, problems = names.sizes(model.options), Problems()
@@ -92,10 +92,10 @@ def _mismatches(
                 f"{got.file}: {name}: got shape {list(got.shape)}; allowed: {list(shape)}, by config.json; nearest: "
                 "the files that belong to it"
             )
-        if got.dtype not in files.READABLE:
+        if got.dtype not in tensor_files.READABLE:
             problems.add(
-                f"{got.file}: {name}: got dtype {got.dtype}; allowed: {', '.join(files.READABLE)}; nearest: the model "
-                "before it was quantized"
+                f"{got.file}: {name}: got dtype {got.dtype}; allowed: {', '.join(tensor_files.READABLE)}; nearest: the "
+                "model before it was quantized"
             )
     for name in left:
         problems.add(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 
 _GPT2_PREFIX = "transformer."  # old files lack it
 _SIDE_BY_SIDE = {"3": 3, "2": 2}

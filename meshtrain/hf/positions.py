@@ -9,7 +9,7 @@ from typing import Any
 
 from meshtrain.hf.families import FAMILIES, Family
 from meshtrain.hf.values import PUBLISHED, refusal, shown, typed
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 
 _ROPE_KEYS = {"rope_type": "", "rope_theta": "rope_base"}
 _LLAMA3_KEYS = {

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from meshtrain.hf import files, names
+from meshtrain.errors import UserError
+from meshtrain.hf import names, tensor_files
 from meshtrain.hf.folder import Folder
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.words.errors import UserError
+from meshtrain.sharding.trees import leaves_with_paths
 
 Index = tuple[slice, ...]
 
@@ -40,7 +40,7 @@ def read(folder: Folder, abstract_params: Any, *, shows_bar: bool = False) -> An
     leaves = leaves_with_paths(abstract_params)
     if found := _problems(folder, leaves):
         raise UserError(*found)
-    tensors = files.opened(folder.stored)
+    tensors = tensor_files.opened(folder.stored)
     total = sum(_bytes_here(leaf) for _, leaf in leaves)
     arrays = []
     disable = None if shows_bar else True

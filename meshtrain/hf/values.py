@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshtrain.words import flags
+from meshtrain.cli import flags
 
 NO_WAY = "nearest: none, this model cannot be imported"
 PUBLISHED = "nearest: the config.json that was published with the weights"

@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
-from meshtrain.layout.reduction import Reduction, ReductionOptions, nothing
-from meshtrain.words.options import AllBut, option
+from meshtrain.options import AllBut, option
+from meshtrain.sharding.reduction import Reduction, ReductionOptions, nothing
 
 LARGEST = 127.0  # of int8, the same on both sides of 0
 SMALL_BYTES = 64 * 1024  # arrays below this travel together: alone they would be padded to n blocks each

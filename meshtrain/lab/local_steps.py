@@ -29,22 +29,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.config.config import Config
 from meshtrain.config.fields import LocalStepsOptions
-from meshtrain.layout.axes import DATA
-from meshtrain.layout.placement import Placement, on_shards
-from meshtrain.layout.replicas import Compute, Replicas
-from meshtrain.layout.stored import Names, is_names
-from meshtrain.layout.trees import merged, select
+from meshtrain.errors import UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import Batch, Sums
 from meshtrain.optim.states import state_axes
+from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.gradients import Compute, Replicas
+from meshtrain.sharding.placement import Placement, on_shards
+from meshtrain.sharding.stored import Names, is_names
+from meshtrain.sharding.trees import merged, select
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.loss_scale import Scaling
 from meshtrain.step.precision import cast, in_fp8
 from meshtrain.step.state import GROUPS, TrainState, step_key
 from meshtrain.step.step import Apart, TrainStep, Update, with_sequence_index
-from meshtrain.words.errors import UserError
-from meshtrain.words.numbers import nearest_multiple
 
 _AXES: Any = TrainState  # of arrays' axes in place of arrays, for `jax.vmap`
 

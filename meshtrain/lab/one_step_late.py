@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
-from meshtrain.layout.reduction import Reduction, ReductionOptions
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums
+from meshtrain.sharding.reduction import Reduction, ReductionOptions
 from meshtrain.step import guard
 from meshtrain.step.state import TrainState
 from meshtrain.step.step import Reduce, Update

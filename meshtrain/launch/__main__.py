@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from meshtrain.launch import local
-from meshtrain.words.errors import UserError, nearest, run
+from meshtrain.errors import UserError, nearest, run
+from meshtrain.launch import local_processes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
+def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, int]:
     """Returns the job that a command line describes, and the number of restarts.
 
     Args:
@@ -56,7 +56,11 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
             "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train "
             "--config=configs/3d.py"
         )
-    limits = {"processes": (1, local.MAX_PROCESSES), "devices": (1, local.MAX_SIMULATED), "restarts": (0, sys.maxsize)}
+    limits = {
+        "processes": (1, local_processes.MAX_PROCESSES),
+        "devices": (1, local_processes.MAX_SIMULATED),
+        "restarts": (0, sys.maxsize),
+    }
     for name, (least, most) in limits.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value <= most:
@@ -73,7 +77,9 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local.Job, int]:
         )
     if found:
         raise UserError(*found)
-    return local.Job(command, num_processes, arguments.devices or 0, tuple(gpus) if on_gpus else ()), arguments.restarts
+    return local_processes.Job(
+        command, num_processes, arguments.devices or 0, tuple(gpus) if on_gpus else ()
+    ), arguments.restarts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,8 +87,8 @@ def main(argv: Sequence[str]) -> int:
     if set(argv[: argv.index("--")] if "--" in argv else argv) & {"-h", "--help"}:
         parser().print_help()
         return 0
-    wanted, num_restarts = job(argv, local.gpus(os.environ))
-    return local.run(wanted, num_restarts)
+    wanted, num_restarts = job(argv, local_processes.gpus(os.environ))
+    return local_processes.run(wanted, num_restarts)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 WITHOUT_JAX = ("deactivate", "slurm", "ompi")  # ways to meet whose address the environment says

@@ -18,12 +18,12 @@ from typing import Any
 
 import jax
 
+from meshtrain.errors import UserError
+from meshtrain.files import is_url
 from meshtrain.launch import cluster, peers
 from meshtrain.launch.compiler import captured
-from meshtrain.launch.local import MAX_SIMULATED
-from meshtrain.launch.meeting import meet
-from meshtrain.words.errors import UserError
-from meshtrain.words.paths import is_url
+from meshtrain.launch.local_processes import MAX_SIMULATED
+from meshtrain.launch.rendezvous import meet
 
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
 _CACHE = Path("~/.cache/meshtrain/jax")

@@ -7,8 +7,8 @@
                 "latency_seconds": 3.1e-05, "bytes_per_second": 4.2e+10}, ...]}
 
 A collective then takes latency_seconds + wire bytes / bytes_per_second. Wire bytes are what one device sends, as
-`plan/collectives.py` counts them, so bytes_per_second is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md). Other
-keys of the file are not read.
+`plan/hlo/collectives.py` counts them, so bytes_per_second is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md).
+Other keys of the file are not read.
 """
 
 import collections
@@ -18,10 +18,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from meshtrain.errors import Problems, UserError, is_finite
+from meshtrain.files import expanded, what_is_at
 from meshtrain.launch.hardware import find as find_accelerator
-from meshtrain.words.errors import Problems, UserError
-from meshtrain.words.numbers import is_finite
-from meshtrain.words.paths import expanded, what_is_at
 
 # As XLA names them. The ring is an all-reduce written with permutes, which no compiled step has.
 RING = "ring-all-reduce"

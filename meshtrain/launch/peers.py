@@ -16,7 +16,7 @@ import jax
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from meshtrain.words.errors import LostPeer, UserError
+from meshtrain.errors import LostPeer, UserError
 
 _PATIENCE_SECONDS = 600  # wait for the slowest process: it may be reading a large file
 _ROOM = "meshtrain"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
-from meshtrain.words.errors import EXIT_START_AGAIN
+from meshtrain.errors import EXIT_START_AGAIN
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAID = b"meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"

@@ -21,8 +21,8 @@ from typing import Self
 
 import jax
 
+from meshtrain.errors import EXIT_LOST_PEER, UserError, leave_at_once
 from meshtrain.launch import peers
-from meshtrain.words.errors import EXIT_LOST_PEER, UserError, leave_at_once
 
 LOST_SECONDS = "MESHTRAIN_LOST_SECONDS"  # in the environment: longest time without a heartbeat of a process, in seconds
 _DEFAULT_LOST_SECONDS = 60.0

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.launch.links import wire_share
-from meshtrain.layout.axes import CONTEXT, EXPERT, PIPELINE, TENSOR, sequence_axes
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.stored import num_parts
-from meshtrain.models import head
-from meshtrain.models.exchange import has_heads
+from meshtrain.models.attention.context_parallel import has_heads
 from meshtrain.models.remat import SUMS_AGAIN, RematOptions
+from meshtrain.models.vocabulary import head
+from meshtrain.sharding.axes import CONTEXT, EXPERT, PIPELINE, TENSOR, sequence_axes
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.stored import num_parts
 
 REDUCTIONS_A_LAYER, LOOKUP_AND_HEAD = 4, 2
 GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from meshtrain.words.options import AllBut, Conditions, option
+from meshtrain.options import AllBut, Conditions, option
 
 ROTARY = {"positions": ("rotary",)}
 _SCALED: Conditions = {"rope_factor": AllBut(1.0), **ROTARY}

@@ -18,7 +18,7 @@ import jax.custom_derivatives
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.layout.placement import Placement
+from meshtrain.sharding.placement import Placement
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 

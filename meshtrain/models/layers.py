@@ -13,13 +13,13 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.rules import ADAPTER_EXPERT_MLP, ADAPTER_HEAD_DIM, ADAPTER_MLP
-from meshtrain.layout.stored import Names
 from meshtrain.models.fp8 import product
 from meshtrain.models.remat import UP
 from meshtrain.optim.masks import EMBEDS, matrix_dims, num_stacked
 from meshtrain.optim.trainable import ADAPTER_ENDS
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import ADAPTER_EXPERT_MLP, ADAPTER_HEAD_DIM, ADAPTER_MLP
+from meshtrain.sharding.stored import Names
 
 Initializer = Callable[..., jax.Array]
 

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from meshtrain.layout.stored import Names, is_names
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models.abstract import named_params
+from meshtrain.models.abstract_weights import named_params
 from meshtrain.models.decode import Decode
 from meshtrain.models.layers import A, B, factor_axes
 from meshtrain.models.task import Params, Stages, Task
 from meshtrain.optim import trainable
 from meshtrain.optim.masks import is_hidden_matrix, matrix_dims, num_stacked
-from meshtrain.words.options import AllBut, option
+from meshtrain.options import AllBut, option
+from meshtrain.sharding.stored import Names, is_names
+from meshtrain.sharding.trees import leaves_with_paths
 
 TARGETS = "lora.targets"
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshtrain.layout.axes import CONTEXT, TENSOR, sequence_axes
+from meshtrain.errors import nearest_divisor, nearest_multiple
+from meshtrain.models.attention.context_parallel import has_heads
 from meshtrain.models.cost import of_sequence
 from meshtrain.models.decoder_options import DecoderOptions
-from meshtrain.models.exchange import has_heads
 from meshtrain.models.layers import GATES
-from meshtrain.words.numbers import nearest_divisor, nearest_multiple
-from meshtrain.words.options import MOST
+from meshtrain.options import MOST
+from meshtrain.sharding.axes import CONTEXT, TENSOR, sequence_axes
 
 TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations of attention that take a part of the queries with all keys
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from meshtrain.layout.placement import Placement
-from meshtrain.words.numbers import nearest_divisor
-from meshtrain.words.options import AllBut, option
+from meshtrain.errors import nearest_divisor
+from meshtrain.options import AllBut, option
+from meshtrain.sharding.placement import Placement
 
 # Checkpoint names: a layer's input, and the output of attention before its output projection.
 RESIDUAL, HEADS = "residual", "heads"

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.errors import UserError
 from meshtrain.models.cost import MakeCost, unknown
 from meshtrain.models.decode import Decode
 from meshtrain.models.entry import Entry as Entry
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
-from meshtrain.words.errors import UserError
+from meshtrain.sharding.trees import leaves_with_paths
 
 Batch = Mapping[str, jax.Array]
 Params = Any

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshtrain.words.tables import format_bytes
+from meshtrain.cli.tables import format_bytes
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import option
+from meshtrain.errors import UserError
+from meshtrain.options import option
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from meshtrain.observe.metrics import StepClock, mfu, model_flops_per_second
+from meshtrain.observe.step_times import StepClock, mfu, model_flops_per_second
 
 
 @dataclasses.dataclass(frozen=True)

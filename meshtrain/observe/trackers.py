@@ -20,13 +20,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from meshtrain.observe.folder import CONFIG_FILE
+from meshtrain.errors import UserError
+from meshtrain.files import write_whole
 from meshtrain.observe.goodput import Done
-from meshtrain.observe.rows import has_goodput, passed_seconds, row_of
-from meshtrain.words import named
-from meshtrain.words.errors import UserError
-from meshtrain.words.files import write_whole
-from meshtrain.words.options import WITH_OPTIONS, option
+from meshtrain.observe.run_files import CONFIG_FILE, has_goodput, passed_seconds, row_of
+from meshtrain.options import FORM, WITH_OPTIONS, called, imported_function, option
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
@@ -42,7 +40,7 @@ class ObserveOptions:
     tensorboard: bool = option(True, "write TensorBoard events into WORKDIR/tensorboard")
     tracker: str = option(
         "none",
-        f"one more tracker: none, wandb (Weights & Biases; reads WANDB_* variables), or {named.FORM} of one's own",
+        f"one more tracker: none, wandb (Weights & Biases; reads WANDB_* variables), or {FORM} of one's own",
         choices=NAMES,
         names=WITH_OPTIONS,
     )
@@ -264,10 +262,10 @@ class Guarded:
 
 def _own(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> Tracker:
     """Returns the tracker of a user's function, or raises UserError with one line where it gives none."""
-    given = named.called(
+    given = called(
         KEY,
         options.tracker,
-        named.function(KEY, options.tracker, NAMES),
+        imported_function(KEY, options.tracker, NAMES),
         {"options": options, "directory": directory, "resume_step": resume_step},
         takes="options, a folder and a step",
         gives="; allowed: an object with write(step, values) and close(); nearest: mend it there, or none",

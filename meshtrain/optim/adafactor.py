@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.layout.stored import Names
 from meshtrain.optim.masks import MatrixDims, matrix_dims, num_stacked
+from meshtrain.sharding.stored import Names
 
 # Section 9 of the paper: epsilon_1, epsilon_2, d and the exponent c of the decay 1 - step^-c.
 SQUARE_EPSILON = 1e-30

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.words import named
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import WITH_OPTIONS, AllBut, option, problems
+from meshtrain.errors import UserError
+from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, raised
 
 KEY = "learning_rate.name"
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")
@@ -30,7 +29,7 @@ class LearningRateOptions:
 
     name: str = option(
         "cosine",
-        f"the schedule after the warm-up: {', '.join(NAMES)}, or {named.FORM} of one's own",
+        f"the schedule after the warm-up: {', '.join(NAMES)}, or {FORM} of one's own",
         choices=NAMES,
         names=WITH_OPTIONS,
     )
@@ -205,10 +204,10 @@ def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
 def _own(options: LearningRateOptions) -> Share:
     """Returns the shares of a user's function, or raises UserError with one line where it gives none."""
     wanted = "allowed: a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
-    share = named.called(
+    share = called(
         KEY,
         options.name,
-        named.function(KEY, options.name, NAMES),
+        imported_function(KEY, options.name, NAMES),
         {"options": options},
         takes="options",
         gives=f"; {wanted}; nearest: mend it there",
@@ -217,7 +216,7 @@ def _own(options: LearningRateOptions) -> Share:
         got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:  # whatever the user's function raises
         raise UserError(
-            f"{KEY}: got '{options.name}', whose result raises {named.raised(error)}; {wanted}; nearest: jnp.where, "
+            f"{KEY}: got '{options.name}', whose result raises {raised(error)}; {wanted}; nearest: jnp.where, "
             "jnp.minimum and their like in place of `if`"
         ) from error
     if got.shape:

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from meshtrain.layout import stored
-from meshtrain.layout.rules import ADAPTER_HEAD_DIM
-from meshtrain.layout.stored import ROUTER, Names, is_names
+from meshtrain.sharding import stored
+from meshtrain.sharding.rules import ADAPTER_HEAD_DIM
+from meshtrain.sharding.stored import ROUTER, Names, is_names
 
 STACKED = (*stored.STACKED, "experts")
 NORM = "norm"

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.layout.stored import Names, is_names, num_parts
-from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim.eight_bits import LARGEST_BLOCK, SMALLEST_BLOCK, decoded, encoded, extents, num_blocks
 from meshtrain.optim.states import owners
+from meshtrain.sharding.stored import Names, is_names, num_parts
+from meshtrain.sharding.trees import leaves_with_paths
 
 FLOAT32, BFLOAT16, EIGHT_BITS = KINDS = ("float32", "bfloat16", "8bit")
 # The field of an optax state whose arrays are never negative.

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from meshtrain.layout.stored import Names
-from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.errors import UserError
 from meshtrain.optim import moments, trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
-from meshtrain.words import named
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import WITH_OPTIONS, AllBut, option, problems
+from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, raised
+from meshtrain.sharding.stored import Names
+from meshtrain.sharding.trees import leaves_with_paths
 
 KEY = "optimizer.name"
 
@@ -108,7 +107,7 @@ class OptimizerOptions:
 
     name: str = option(
         "adamw",
-        f"the optimizer: {', '.join(NAMES)}, or {named.FORM} of one's own; adafactor's learning rate is relative to "
+        f"the optimizer: {', '.join(NAMES)}, or {FORM} of one's own; adafactor's learning rate is relative to "
         "the size of each weight",
         choices=NAMES,
         names=WITH_OPTIONS,
@@ -234,10 +233,10 @@ def _built_in(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.Gr
 def _own(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.GradientTransformation:
     """Returns the optimizer of a user's function; its `init` traces an update and raises UserError if it is none."""
     wanted = "an optax.GradientTransformation"
-    given = named.called(
+    given = called(
         KEY,
         options.name,
-        named.function(KEY, options.name, NAMES),
+        imported_function(KEY, options.name, NAMES),
         {"options": options, "rates": rates, "axes": axes},
         takes="options, learning rates and logical axes",
         gives=f"; allowed: {wanted}; nearest: mend it there",
@@ -260,7 +259,7 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.Gradien
             raise
         except Exception as error:  # whatever the user's optimizer raises
             raise UserError(
-                f"{KEY}: got '{options.name}', whose init or update raises {named.raised(error)}; allowed: {wanted}; "
+                f"{KEY}: got '{options.name}', whose init or update raises {raised(error)}; allowed: {wanted}; "
                 "nearest: mend it there"
             ) from error
         if wrong := _unlike(updates, like) or _unlike(after, state):

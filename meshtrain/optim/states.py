@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from meshtrain.layout.stored import Names, is_names
+from meshtrain.sharding.stored import Names, is_names
 
 # The field of `moments.StoredMoments` whose arrays count blocks.
 SCALES = jax.tree_util.GetAttrKey("scales")

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
+from meshtrain.sharding.trees import leaves_with_paths
 
 OPTION = "optimizer.trainable"
 # Ends of the names of an adapter's two factors.

@@ -7,19 +7,20 @@ import sys
 from collections.abc import Sequence
 from fractions import Fraction
 
+from meshtrain import options
+from meshtrain.cli import flags
+from meshtrain.errors import UserError, run
+from meshtrain.files import target_problems
 from meshtrain.pipeline.chart import as_text, write_picture
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
 from meshtrain.pipeline.schedules import NAMES, PipelineOptions, Schedule, build
-from meshtrain.words import flags, named
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.paths import target_problems
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = flags.Parser(
         prog="python -m meshtrain pipeline", description="Prints and draws a pipeline schedule.", allow_abbrev=False
     )
-    default, choices = PipelineOptions().schedule, f"{', '.join(NAMES)}, or {named.FORM} of one's own"
+    default, choices = PipelineOptions().schedule, f"{', '.join(NAMES)}, or {options.FORM} of one's own"
     parser.add_argument("--schedule", default=default, help=f"{choices} (default {default})")
     parser.add_argument("--stages", type=int, default=4, help="size of the mesh's pipeline axis (default 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="parts of a step's batch (default 8)")

@@ -5,9 +5,9 @@ import pathlib
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from meshtrain.errors import UserError
 from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Schedule, build, describe
-from meshtrain.words.errors import UserError
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
     from matplotlib.figure import Figure

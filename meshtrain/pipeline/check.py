@@ -5,8 +5,8 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
+from meshtrain.errors import UserError
 from meshtrain.pipeline.schedules import KEY, Action, PipelineOptions, Schedule, chosen, dependencies, describe
-from meshtrain.words.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.layout.replicas import Reduced, Replicas
-from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
+from meshtrain.pipeline.chunk_reduction import Reduction, reduces_early
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
 from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
-from meshtrain.pipeline.reduction import Reduction, reduces_early
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
+from meshtrain.sharding.gradients import Reduced, Replicas
+from meshtrain.sharding.trees import merged, select
 
 
 class Carry(NamedTuple):
@@ -38,7 +38,7 @@ class Carry(NamedTuple):
     layer_sums: LayerSums  # of this stage's layers
     layers: Params  # float32 gradient sums of this stage's trained layers
     outer: Params  # float32 gradient sums of all other trained parameters; of sharded ones, this stage's shard
-    reduced: Any  # of chunks whose gradients are reduced over data already, see `reduction.py`
+    reduced: Any  # of chunks whose gradients are reduced over data already, see `chunk_reduction.py`
 
 
 class Cell(NamedTuple):

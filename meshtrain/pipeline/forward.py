@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from meshtrain.layout.placement import on_shards
 from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
+from meshtrain.sharding.placement import on_shards
 
 
 def evaluate(

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from meshtrain.layout.jaxprs import depends, results
-from meshtrain.layout.trees import merged, select
+from meshtrain.errors import UserError
 from meshtrain.models.task import LayerSums, Params
-from meshtrain.words.errors import UserError
+from meshtrain.sharding.jaxprs import depends, results
+from meshtrain.sharding.trees import merged, select
 
 # (weights, activations, given) -> (activations, sums), see `Stages.repeated`; `given` is any tree of integers.
 Layer = Callable[[Params, Any, Any], tuple[Any, LayerSums]]

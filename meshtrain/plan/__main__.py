@@ -13,32 +13,23 @@ from collections.abc import Sequence
 
 import jax
 
+from meshtrain.cli import flags
+from meshtrain.cli.config_file import load
 from meshtrain.config.config import Config, built, configure
+from meshtrain.errors import UserError, run
+from meshtrain.files import target_problems, write_whole
 from meshtrain.launch.links import read, refuse_other_platform
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import mesh_shape
 from meshtrain.observe.line_charts import picture
 from meshtrain.observe.progress import phase
-from meshtrain.plan import (
-    calibration,
-    changes,
-    early,
-    page,
-    planner,
-    report,
-    scaling,
-    scaling_report,
-    search,
-    sizes,
-    topology,
-)
-from meshtrain.plan.timing import Assumptions
-from meshtrain.plan.waiting import waiting_for
-from meshtrain.words import flags
-from meshtrain.words.config_file import load
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.files import write_whole
-from meshtrain.words.paths import target_problems
+from meshtrain.plan import html_page, planner, scheduled_dump, text_report
+from meshtrain.plan.scaling import cluster_sizes, scaling, scaling_report
+from meshtrain.plan.search import changes, ranking
+from meshtrain.plan.target import clusters
+from meshtrain.plan.target.compile_thread import waiting_for
+from meshtrain.plan.timing import streams
+from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import mesh_shape
 
 ENDINGS = {"json": (), "html": (".html", ".htm"), "chart": (".png", ".svg")}
 
@@ -100,13 +91,13 @@ def main(argv: Sequence[str]) -> int:
         # The search replaces the mesh, so it need not fit the cluster.
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
     config = configure(given, [*problems(given), *wrong_size(given)], reads_data=False)
-    measured = calibration.measured_seconds(given.calibrate)
+    measured = streams.measured_seconds(given.calibrate)
     links = read(given.links) if given.links else None
     # A cached program has no compiler warnings, which the report needs.
     jax.config.update("jax_enable_compilation_cache", False)
-    compiled_by = None if given.search or given.scaling else early.started(config, given.cluster)
-    elsewhere = early.server(config, given.cluster) if given.scaling else None
-    cluster = topology.open_cluster(given.cluster)
+    compiled_by = None if given.search or given.scaling else scheduled_dump.started(config, given.cluster)
+    elsewhere = scheduled_dump.server(config, given.cluster) if given.scaling else None
+    cluster = clusters.open_cluster(given.cluster)
     if links:
         refuse_other_platform(given.links, links, cluster.devices[0].device_kind)
     assumptions = Assumptions(links=links)
@@ -119,10 +110,10 @@ def main(argv: Sequence[str]) -> int:
         what = f"compiling for {given.cluster}"
         made = waiting_for(what, lambda: planner.plan(config, shape, cluster, assumptions, measured, compiled_by))
         say(given.cluster)
-    print(f"\n{report.text(made)}")
+    print(f"\n{text_report.text(made)}")
     if made.memory.fits is False:
         print(f"\n{changes.text(made)}", flush=True)
-    write(given, report.to_json(made), lambda: page.plan_page(made))
+    write(given, text_report.to_json(made), lambda: html_page.plan_page(made))
     return 0
 
 
@@ -130,10 +121,10 @@ def problems(given: argparse.Namespace) -> list[str]:
     """Returns one line for each problem of plan's own arguments that shows before a compiler is asked."""
     found = []
     if not given.cluster:
-        found.append(f"--cluster: got nothing; allowed: {topology.ALLOWED}; nearest: --cluster=h100:8x8")
+        found.append(f"--cluster: got nothing; allowed: {clusters.ALLOWED}; nearest: --cluster=h100:8x8")
     else:
         try:
-            topology.parse(given.cluster)
+            clusters.parse(given.cluster)
         except UserError as error:
             found += error.problems
     if given.links and given.cluster.startswith("cpu"):
@@ -166,7 +157,7 @@ def wrong_size(given: argparse.Namespace) -> list[str]:
     if given.scaling:  # which replaces the mesh
         return []
     try:
-        num_devices = math.prod(topology.parse(given.cluster)[1])
+        num_devices = math.prod(clusters.parse(given.cluster)[1])
         file = {} if given.config is None else load(given.config, list(flags.schema(Config())))
         wanted = built(file, given.overrides)[0].mesh
     except UserError:
@@ -185,10 +176,12 @@ def scaling_problems(given: argparse.Namespace) -> list[str]:
     if not given.scaling:
         for name in ("programs", "chart"):
             if value := getattr(given, name):
-                found.append(f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {sizes.EXAMPLE}")
+                found.append(
+                    f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {cluster_sizes.EXAMPLE}"
+                )
         return found
     try:
-        sizes.read_sizes(given.scaling)
+        cluster_sizes.read_sizes(given.scaling)
     except UserError as error:
         found += error.problems
     for name in ("search", "calibrate"):
@@ -202,29 +195,29 @@ def scaling_problems(given: argparse.Namespace) -> list[str]:
 
 def scaled(
     config: Config,
-    cluster: topology.Cluster,
+    cluster: clusters.Cluster,
     given: argparse.Namespace,
     assumptions: Assumptions,
-    elsewhere: early.Work | None,
+    elsewhere: scheduled_dump.Work | None,
 ) -> int:
     """Plans the configuration on several numbers of devices, and prints the tables; `elsewhere`: see `planned`."""
     programs = int(given.programs or (scaling.MOST_PROGRAMS if elsewhere else scaling.MOST_WHOLE))
     plan_point = functools.partial(scaling.planned, elsewhere=elsewhere)
-    wanted = sizes.read_sizes(given.scaling)
+    wanted = cluster_sizes.read_sizes(given.scaling)
     found = scaling.scaling(config, cluster, wanted, assumptions, programs=programs, plan_point=plan_point)
     print(f"\n{scaling_report.text(found)}")
-    write(given, scaling_report.to_json(found), lambda: page.scaling_page(found))
+    write(given, scaling_report.to_json(found), lambda: html_page.scaling_page(found))
     if given.chart:
-        write_whole(given.chart, picture(page.scaling_panels(found), page.NOTE, given.chart[-3:].lower()))
+        write_whole(given.chart, picture(html_page.scaling_panels(found), html_page.NOTE, given.chart[-3:].lower()))
         print(f"written      {given.chart}")
     return 0
 
 
-def searched(config: Config, cluster: topology.Cluster, given: argparse.Namespace, assumptions: Assumptions) -> int:
+def searched(config: Config, cluster: clusters.Cluster, given: argparse.Namespace, assumptions: Assumptions) -> int:
     """Ranks the meshes of a cluster, and prints the table and the winner's arguments."""
-    found = search.search(config, cluster, assumptions, only_mesh=given.search == "mesh")
-    print(f"\n{search.text(found)}")
-    write(given, search.to_json(found), lambda: page.search_page(found))
+    found = ranking.search(config, cluster, assumptions, only_mesh=given.search == "mesh")
+    print(f"\n{ranking.text(found)}")
+    write(given, ranking.to_json(found), lambda: html_page.search_page(found))
     return 0
 
 

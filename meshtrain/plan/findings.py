@@ -4,16 +4,16 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
+from meshtrain.cli.tables import format_bytes
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
-from meshtrain.layout.axes import CONTEXT, EXPERT
 from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel
-from meshtrain.plan.collectives import Traffic, along
-from meshtrain.plan.compile import Compiled
-from meshtrain.plan.memory import Memory
-from meshtrain.plan.minimum import idle_share
-from meshtrain.plan.sequences import activations_dominate, in_more_parts
-from meshtrain.plan.topology import Cluster
-from meshtrain.words.tables import format_bytes
+from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
+from meshtrain.plan.cost.lower_bound import idle_share
+from meshtrain.plan.cost.memory import Memory
+from meshtrain.plan.hlo.collectives import Traffic, along
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.target.compile import Compiled
+from meshtrain.sharding.axes import CONTEXT, EXPERT
 
 FAR_ABOVE_MINIMUM = 1.2
 MATTERS_BYTES = 100e6  # traffic below this costs no noticeable time

@@ -6,10 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.launch.hardware import peak_flops_per_second
-from meshtrain.layout.axes import DATA
-from meshtrain.layout.mesh import mesh_shape
-from meshtrain.plan import findings, paying
-from meshtrain.plan.collectives import (
+from meshtrain.plan import findings
+from meshtrain.plan.cost import compression_advice
+from meshtrain.plan.cost.lower_bound import (
+    executor_bytes,
+    idle_bytes,
+    layer_gradient_bytes,
+    model_flops,
+    outer_wire_bytes_minimum,
+    wire_bytes_minimum,
+)
+from meshtrain.plan.cost.memory import Memory, memory
+from meshtrain.plan.hlo.collectives import (
     Collective,
     LayerGradients,
     Traffic,
@@ -18,19 +26,12 @@ from meshtrain.plan.collectives import (
     sent_along,
     traffic,
 )
-from meshtrain.plan.compile import Compiled, compile_step, outer_program_of, program_of
-from meshtrain.plan.flops import Work, matmul_flops
-from meshtrain.plan.memory import Memory, memory
-from meshtrain.plan.minimum import (
-    executor_bytes,
-    idle_bytes,
-    layer_gradient_bytes,
-    model_flops,
-    outer_wire_bytes_minimum,
-    wire_bytes_minimum,
-)
-from meshtrain.plan.timing import Assumptions, Timing, timing
-from meshtrain.plan.topology import Cluster
+from meshtrain.plan.hlo.flops import Work, matmul_flops
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.target.compile import Compiled, compile_step, outer_program_of, program_of
+from meshtrain.plan.timing.streams import Assumptions, Timing, timing
+from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.mesh import mesh_shape
 from meshtrain.step.precision import product_name
 
 
@@ -178,7 +179,7 @@ def plan(
     }
     found = findings.findings(compiled, cluster, held, rows, bounds, made.executor_bytes, made.added_share)
     compute_seconds = modelled.compute_seconds if modelled else 0.0
-    advice = paying.advice(assembly, cluster, assumptions, compute_seconds)
+    advice = compression_advice.advice(assembly, cluster, assumptions, compute_seconds)
     found += [findings.Finding(what, change) for what, change in advice]
     return dataclasses.replace(made, findings=tuple(found))
 

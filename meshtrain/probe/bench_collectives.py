@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Sequence
 
-from meshtrain.words import flags
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.paths import target_problems
+from meshtrain.cli import flags
+from meshtrain.errors import UserError, run
+from meshtrain.files import target_problems
 
 PICTURES = (".png", ".svg", ".pdf")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if found:
         raise UserError(*found)
     # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
-    collectives = importlib.import_module("meshtrain.probe.collectives")
+    collectives = importlib.import_module("meshtrain.probe.bench.benchmark")
     all_bytes = (_num_bytes(given.smallest), _num_bytes(given.largest))
     is_right: bool = collectives.measured(given, all_bytes, float(given.limit))
     return 0 if is_right else 1

@@ -1,7 +1,7 @@
 """Checks the machines of a job before it starts: `python -m meshtrain doctor`, started as the job will be, on each.
 
 In three stages. Alone, each process checks its own machine without JAX. Together, the processes register at process 0
-over TCP (`launch.meeting`) and compare machines, then what the job would refuse and its configuration. Only if these
+over TCP (`launch.rendezvous`) and compare machines, then what the job would refuse and its configuration. Only if these
 are equal does JAX connect them and run collectives. Process 0 prints. What hangs is given up after a limit, and named.
 """
 
@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from meshtrain import options
+from meshtrain.cli import flags
+from meshtrain.errors import UserError, leave_at_once, run
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
-from meshtrain.launch.meeting import Hub, Member, Said, Unreachable, roll_call
-from meshtrain.probe import alone, findings, machine, together
-from meshtrain.probe.findings import Finding
-from meshtrain.words import flags, named
-from meshtrain.words.errors import UserError, leave_at_once, run
+from meshtrain.launch.rendezvous import Hub, Member, Said, Unreachable, roll_call
+from meshtrain.probe.checks import all_processes, machine_facts, one_machine, verdicts
+from meshtrain.probe.checks.verdicts import Finding
 
 _LIMIT_SECONDS = 120.0
 _FACT_SECONDS = 60.0  # to read one fact of this machine
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _exercise() -> Any:
     # Imported here, by name: the first stages need no JAX, and find out whether it is whole.
-    return named.modules("meshtrain.probe.exercise")[0]
+    return options.imported_modules("meshtrain.probe.checks.job")[0]
 
 
 def diagnosed(
@@ -93,7 +94,9 @@ def diagnosed(
       environ: of this process.
       exercise: returns the module `exercise`, which imports JAX.
     """
-    found = machine.findings(meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit))
+    found = machine_facts.findings(
+        meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit)
+    )
     if meeting is None:
         found += _as_job(arguments, lambda name, value, seconds: {0: value}, 1, exercise)
         return _shown(found, {0: socket.gethostname()}, "this machine")
@@ -103,10 +106,10 @@ def diagnosed(
         with call:
             return _together(arguments, meeting, call, said, time.monotonic() - begun, exercise)
     except Unreachable as reason:
-        addresses, _ = machine.resolved(meeting)
-        found.append(together.cut_off(meeting, reason, alone.is_loopback(addresses)))
+        addresses, _ = machine_facts.resolved(meeting)
+        found.append(all_processes.cut_off(meeting, reason, one_machine.is_loopback(addresses)))
     hosts = {meeting.index: socket.gethostname()}
-    return _shown(findings.of_process(found, meeting.index), hosts, findings.named([meeting.index], hosts))
+    return _shown(verdicts.of_process(found, meeting.index), hosts, verdicts.named([meeting.index], hosts))
 
 
 def _together(
@@ -126,24 +129,24 @@ def _together(
     found = [Finding(**each | {"process": process}) for process, one in said.items() for each in one["found"]]
     if hub:
         hub.stop_listening()
-        found.append(findings.ok("port", f"{meeting.port} is free"))
-    found += together.registered(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
+        found.append(verdicts.ok("port", f"{meeting.port} is free"))
+    found += all_processes.registered(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
     for check, fix, made in (
-        ("versions", "install the same on all machines, from one image or one shared folder", findings.error),
-        ("environment", "set it in all processes alike", findings.error),
-        ("libraries", "the same driver and libraries on all machines, if a job fails", findings.warning),
+        ("versions", "install the same on all machines, from one image or one shared folder", verdicts.error),
+        ("environment", "set it in all processes alike", verdicts.error),
+        ("libraries", "the same driver and libraries on all machines, if a job fails", verdicts.warning),
     ):
-        found += together.same(check, {process: each[check] for process, each in said.items()}, fix, made)
-    writers = set(said) - {each.process for each in found if (each.verdict, each.check) == (findings.ERROR, "workdir")}
+        found += all_processes.same(check, {process: each[check] for process, each in said.items()}, fix, made)
+    writers = set(said) - {each.process for each in found if (each.verdict, each.check) == (verdicts.ERROR, "workdir")}
     files = {process: f".meshtrain-doctor-{said[0]['token']}-{process}" for process in writers}
-    with machine.marked(arguments.workdir, files, meeting.index, _FACT_SECONDS) as workdir:
+    with machine_facts.marked(arguments.workdir, files, meeting.index, _FACT_SECONDS) as workdir:
         found += _clocks(call.exchange, len(said), arguments.limit)
-        looked = call.exchange("seen", machine.looked(workdir, files), arguments.limit)
-    found += together.shared({process: tuple(each) for process, each in looked.items()}, len(said))
-    if len(said) == count and not findings.exit_code(each for each in found if each.check in ("versions", "software")):
+        looked = call.exchange("seen", machine_facts.looked(workdir, files), arguments.limit)
+    found += all_processes.shared({process: tuple(each) for process, each in looked.items()}, len(said))
+    if len(said) == count and not verdicts.exit_code(each for each in found if each.check in ("versions", "software")):
         found += _as_job(arguments, call.exchange, count, exercise)
     else:
-        found.append(together.NOT_RUN)
+        found.append(all_processes.NOT_RUN)
     if hub is None:
         return int(call.exchange("end", None, arguments.limit)[0])
     machines = len(set(hosts.values()))
@@ -159,9 +162,9 @@ def _introduction(found: Sequence[Finding], environ: Mapping[str, str]) -> dict[
         "host": socket.gethostname(),
         "token": f"{os.getpid()}-{time.time_ns()}",
         "found": [dataclasses.asdict(each) for each in found],
-        "versions": machine.software(),
-        "environment": together.compared(environ),
-        "libraries": machine.libraries(environ),
+        "versions": machine_facts.software(),
+        "environment": all_processes.compared(environ),
+        "libraries": machine_facts.libraries(environ),
     }
 
 
@@ -172,7 +175,7 @@ def _clocks(exchange: _Exchange, num_processes: int, limit: float) -> list[Findi
         times.append(time.time())
         if len(said[-1]) < num_processes:
             break
-    return together.clocks(times, said)
+    return all_processes.clocks(times, said)
 
 
 def _as_job(
@@ -183,12 +186,12 @@ def _as_job(
     own = _within_limit(limit, "the import of JAX", lambda _: exercise().compared(arguments))
     said = exchange("configuration", own, 2 * limit)
     fix = "start all processes by the same command, with the same files"
-    found = together.held_up(said, num_processes, limit) or together.same("configuration", said, fix)
-    if findings.exit_code(found):
-        return [*found, together.NOT_RUN]
+    found = all_processes.held_up(said, num_processes, limit) or all_processes.same("configuration", said, fix)
+    if verdicts.exit_code(found):
+        return [*found, all_processes.NOT_RUN]
     own = _within_limit(limit, "the start of JAX", lambda begin: exercise().exercised(arguments, begin))
     said = exchange("collectives", own, 2 * limit)
-    return found + (together.held_up(said, num_processes, limit) or _judged(said, arguments.gpus))
+    return found + (all_processes.held_up(said, num_processes, limit) or _judged(said, arguments.gpus))
 
 
 def _within_limit(limit: float, first: str, work: _Work) -> dict[str, Any]:
@@ -216,21 +219,21 @@ def _within_limit(limit: float, first: str, work: _Work) -> dict[str, Any]:
 def _judged(said: Said, num_gpus: int | None) -> list[Finding]:
     counts = {process: (int(each["devices"][0]), str(each["devices"][1])) for process, each in said.items()}
     without = [process for process, each in said.items() if each["without_gpus"]]
-    found = together.devices(counts, num_gpus, without)
-    found += together.collectives(said[0]["times"], said[0]["wrong"])
+    found = all_processes.devices(counts, num_gpus, without)
+    found += all_processes.collectives(said[0]["times"], said[0]["wrong"])
     pairs: dict[tuple[int, int], list[float]] = {}
     for process, each in said.items():
         for partner, seconds in each["pairs"].items():
             pair = (min(process, int(partner)), max(process, int(partner)))
             # The exchange has ended when both have.
             pairs[pair] = [max(both) for both in zip(seconds, pairs[pair], strict=True)] if pair in pairs else seconds
-    return found + together.slow(pairs)
+    return found + all_processes.slow(pairs)
 
 
 def _shown(found: Sequence[Finding], hosts: Mapping[int, str], what: str) -> int:
     """Prints the findings and returns the exit code."""
-    print("\n".join([*findings.lines(found, hosts), findings.last_line(found, what)]), flush=True)
-    return findings.exit_code(found)
+    print("\n".join([*verdicts.lines(found, hosts), verdicts.last_line(found, what)]), flush=True)
+    return verdicts.exit_code(found)
 
 
 if __name__ == "__main__":

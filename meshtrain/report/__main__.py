@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from meshtrain.layout.axes import AXES, PIPELINE
-from meshtrain.layout.picture import mesh_figure
+from meshtrain.cli import flags
+from meshtrain.errors import UserError, run
+from meshtrain.files import target_problems, write_whole
 from meshtrain.observe.charts import svg
 from meshtrain.observe.page import WIDE, escaped, heading
 from meshtrain.pipeline.chart import figure
@@ -16,10 +17,8 @@ from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import PipelineOptions, Schedule, chosen, is_own
 from meshtrain.report.content import mesh_shape, run_page, together
 from meshtrain.report.runs import Run, opened
-from meshtrain.words import flags
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.files import write_whole
-from meshtrain.words.paths import target_problems
+from meshtrain.sharding.axes import AXES, PIPELINE
+from meshtrain.sharding.mesh_picture import mesh_figure
 
 ENDINGS = (".html", ".htm")  # a run's own files have others, so that none of them is replaced
 NO_PLOTLY = "plotly: not installed; allowed: the extra 'report'; nearest: pip install 'meshtrain[report]'"

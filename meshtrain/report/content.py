@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
+from meshtrain.cli.flags import flatten
+from meshtrain.cli.tables import format_bytes
 from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars
 from meshtrain.observe.page import as_it_stands, escaped, folded, heading, page, table
-from meshtrain.observe.rows import EVALUATED
+from meshtrain.observe.run_files import EVALUATED
 from meshtrain.report import loads
 from meshtrain.report.curves import figure, metrics
 from meshtrain.report.runs import Run
-from meshtrain.words.flags import flatten
-from meshtrain.words.tables import format_bytes
 
 CURVES = "curves"  # the id of the element that holds them
 _HELD = {"parameters": "parameters", "gradients": "gradients", "moments": "optimizer", "batch": "batch"}

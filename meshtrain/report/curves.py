@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.observe.rows import EVALUATED, OF_EACH
+from meshtrain.observe.run_files import EVALUATED, OF_EACH
 from meshtrain.report.logs import Curve, Log
 
 # Points on the page, over all curves: about 45 bytes each, beside 4.8 MB of Plotly's own script.

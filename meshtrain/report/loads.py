@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.observe.charts import WIDTH_INCHES, svg
-from meshtrain.observe.rows import OF_EACH
+from meshtrain.observe.run_files import OF_EACH
 from meshtrain.report.logs import Log
 
 _MOST_COLUMNS = 400  # more would be narrower than what a screen shows

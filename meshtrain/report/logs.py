@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain.observe.rows import has_goodput, passed_seconds, row_of
-from meshtrain.words.numbers import is_finite
+from meshtrain.errors import is_finite
+from meshtrain.observe.run_files import has_goodput, passed_seconds, row_of
 
 _MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
 

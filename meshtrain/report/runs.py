@@ -5,12 +5,11 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtrain.observe.folder import CONFIG_FILE, DEVICE_FILE, SAMPLES_FILE
+from meshtrain.errors import UserError, nearest
+from meshtrain.files import expanded, is_utf8, read_json, what_is_at
+from meshtrain.observe.run_files import CONFIG_FILE, DEVICE_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.report import logs
-from meshtrain.words.errors import UserError, nearest
-from meshtrain.words.paths import expanded, is_utf8, what_is_at
-from meshtrain.words.read_json import read_json
 
 _WORKDIR = "allowed: a workdir of meshtrain"
 

@@ -6,14 +6,14 @@ from typing import Any, Protocol
 import jax
 
 from meshtrain.assemble import Assembly, assemble, kept_params
-from meshtrain.config.folded import without_pipeline
 from meshtrain.config.tasks import MakeTask
-from meshtrain.generation.loop import Generator
+from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
-from meshtrain.layout.rules import Rules
 from meshtrain.models.decode import Decode
 from meshtrain.models.task import Params, token_batch
-from meshtrain.step.placed import shardings
+from meshtrain.run.generation_mesh import without_pipeline
+from meshtrain.sharding.rules import Rules
+from meshtrain.step.shardings import shardings
 
 
 class TextOfTokens(Protocol):
@@ -89,7 +89,7 @@ def folded(
       What was given and an empty line where there is no pipeline.
 
     Raises:
-      UserError: see `config.folded.without_pipeline`.
+      UserError: see `run.generation_mesh.without_pipeline`.
     """
     config, shape, line = without_pipeline(assembly.config, assembly.mesh.shape, make_task, rules)
     if not line:

@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 
+from meshtrain import options
 from meshtrain.config import data_sources
 from meshtrain.config.config import Config
 from meshtrain.data.built_in import Asked
 from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.loader import Examples, example_problems
-from meshtrain.data.own import Data, MakeData, opened
+from meshtrain.data.own_source import Data, MakeData, opened
 from meshtrain.data.sources import is_own
-from meshtrain.data.tokenize import Tokenizer
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import UserError
 from meshtrain.models.task import Task, entries, limits
-from meshtrain.words import named
-from meshtrain.words.errors import UserError
 
 
 def asked(config: Config, task: Task) -> Asked:
@@ -71,5 +71,5 @@ def text_of(config: Config, task: Task) -> Tokenizer:
 
 
 def _function(config: Config) -> MakeData:
-    function: MakeData = named.function(data_sources.SEAM, config.data.source, data_sources.names())
+    function: MakeData = options.imported_function(data_sources.SEAM, config.data.source, data_sources.names())
     return function

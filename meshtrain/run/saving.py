@@ -9,16 +9,16 @@ from pathlib import Path
 import jax
 
 from meshtrain.assemble import Assembly
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.config.config import to_json
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
-from meshtrain.data.own import Data
+from meshtrain.data.own_source import Data
+from meshtrain.errors import SaveFailed, UserError, unknown, warn
 from meshtrain.launch import peers
-from meshtrain.observe.rows import EVALUATED
+from meshtrain.observe.run_files import EVALUATED
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
-from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.words.errors import SaveFailed, UserError, unknown, warn
 
 
 def save(

@@ -1,32 +1,39 @@
-"""The state that a run starts from: its own newest checkpoint, another run's weights, or initial weights."""
+"""The state that a run starts from: its own newest checkpoint, another run's weights, or initial weights.
+
+Residuals of gradients on another number of replicas, as `Reduction.reshard` has them.
+
+A checkpoint has the residual of each replica. On a mesh with as many replicas they go on bitwise.
+"""
 
 import dataclasses
 import importlib.metadata
 import json
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly, kept_params, learning_rates, stored_params
-from meshtrain.config.between_runs import from_json
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.checkpoint.other_runs import find
+from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
+from meshtrain.config.resume import from_json
+from meshtrain.errors import UserError, warn
+from meshtrain.files import what_is_at
 from meshtrain.launch import peers
-from meshtrain.layout.trees import leaves_with_paths, merged, select
 from meshtrain.observe import trackers
 from meshtrain.optim.trainable import is_adapter
-from meshtrain.run import weights_from, workdir
-from meshtrain.step.placed import shardings
-from meshtrain.step.residual import as_saved, shared_out
+from meshtrain.run import weights, workdir
+from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.trees import leaves_with_paths, merged, select
+from meshtrain.step.shardings import shardings
 from meshtrain.step.state import RESIDUAL, TrainState
-from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.store.other_runs import find
-from meshtrain.words import flags
-from meshtrain.words.errors import UserError, warn
-from meshtrain.words.paths import what_is_at
 
 _RATE_TOLERANCE = 0.01  # relative: a smaller change of the learning rate gives no warning
 
@@ -60,7 +67,7 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
             f"begins with them; nearest: --config.init_from={run} with another --workdir"
         )
     if config.init_from and not start_step:
-        found += [f"init_from: {problem}" for problem in weights_from.problems(config, config.init_from)]
+        found += [f"init_from: {problem}" for problem in weights.weights_problems(config, config.init_from)]
     if (warmup := config.learning_rate.warmup_steps) > config.num_steps and peers.is_main_process():
         warn(f"learning_rate.warmup_steps: got {warmup}, and num_steps = {config.num_steps} end before the peak; "
              f"nearest: --config.learning_rate.warmup_steps={config.num_steps // 10}")  # fmt: skip
@@ -101,7 +108,7 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
       UserError: they differ.
     """
     if assembly.config.init_from and not saved_step(run):
-        weights_from.refuse_other_params(assembly.config.init_from, *_taken(assembly))
+        weights.refuse_other_params(assembly.config.init_from, *_taken(assembly))
 
 
 def _taken(assembly: Assembly) -> tuple[Any, list[str]]:
@@ -111,7 +118,7 @@ def _taken(assembly: Assembly) -> tuple[Any, list[str]]:
     Frozen weights may have been saved in another dtype than that of `precision.frozen_dtype`.
     """
     params, config = assembly.kept_state.params, assembly.config
-    if config.lora.rank and not any(map(is_adapter, weights_from.paths(config.init_from))):
+    if config.lora.rank and not any(map(is_adapter, weights.paths(config.init_from))):
         own = [not is_adapter(path) for path, _ in leaves_with_paths(params)]
         params = select(params, jax.tree.unflatten(jax.tree.structure(params), own))[0]
     if config.precision.frozen_dtype == "auto":
@@ -190,7 +197,7 @@ def beginning(assembly: Assembly) -> TrainState:
     kept = None
     if config.init_from:
         params, rounded = _taken(assembly)
-        kept, _ = weights_from.restore_params(config.init_from, None, params, rounded)
+        kept, _ = weights.restore_params(config.init_from, None, params, rounded)
     state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
     if kept is None:
         return state
@@ -201,3 +208,34 @@ def beginning(assembly: Assembly) -> TrainState:
         return state
     # Each group starts from these weights.
     return jax.jit(assembly.apart.restarted, donate_argnums=0, out_shardings=shardings(assembly.state))(state)
+
+
+def as_saved(state: TrainState, num_saved: int) -> TrainState:
+    """Returns the abstract state with the residuals of `num_saved` replicas, for reading a checkpoint of that many.
+
+    Args:
+      state: abstract, each leaf with its sharding; it has residuals.
+      num_saved: replicas of the run that saved. Data splits the first dim if it divides it.
+    """
+
+    def saved(leaf: Any) -> jax.ShapeDtypeStruct:
+        mesh = leaf.sharding.mesh
+        replicas = DATA if num_saved % mesh.shape[DATA] == 0 else None
+        sharding = NamedSharding(mesh, PartitionSpec(replicas, *leaf.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((num_saved, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+
+    return dataclasses.replace(state, residual=jax.tree.map(saved, state.residual))
+
+
+def shared_out(state: TrainState, like: TrainState, reshard: Callable[[Any, int], Any]) -> TrainState:
+    """Returns a state from `as_saved` with the residuals of as many replicas as `like` has.
+
+    Args:
+      state: as it was read.
+      like: abstract, each leaf with its sharding.
+      reshard: see `Reduction`.
+    """
+    leaves = jax.tree.leaves(like.residual)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like.residual)
+    share = jax.jit(reshard, static_argnums=1, out_shardings=shardings)
+    return dataclasses.replace(state, residual=share(state.residual, leaves[0].shape[0]))

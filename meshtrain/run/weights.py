@@ -1,17 +1,31 @@
-"""The weights of a run that is there, on this machine's devices, for commands that only compute with them."""
+"""The weights of a run that is there, on this machine's devices, for commands that only compute with them.
+
+Weights that were made elsewhere: in another run's workdir, or in a Hugging Face folder.
+"""
 
 import dataclasses
+import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshtrain.assemble import Assembly, assemble, stored_params
+from meshtrain.checkpoint import other_runs
+from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config.config import Config
-from meshtrain.config.folded import without_pipeline
+from meshtrain.data.sources import DOCUMENTS
+from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
+from meshtrain.errors import UserError, warn
+from meshtrain.files import what_is_at
+from meshtrain.hf import config_json as hf_config
+from meshtrain.hf import folder as hf_folder
+from meshtrain.hf import reading
+from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import distributed, peers
-from meshtrain.layout.mesh import mesh_shape, num_needed
 from meshtrain.models.task import Params
-from meshtrain.run import weights_from
+from meshtrain.run.generation_mesh import without_pipeline
+from meshtrain.sharding.mesh import mesh_shape, num_needed
 
 
 class Weights(NamedTuple):
@@ -35,14 +49,14 @@ def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline
       config: of the run in the workdir, overrides included.
       workdir: the run's folder, or a Hugging Face folder.
       step: of the checkpoint; None: the newest.
-      folds_pipeline: whether the pipeline axis is folded into others, see `config.folded`; one line says so.
+      folds_pipeline: whether the pipeline axis is folded into others, see `run.generation_mesh`; one line says so.
 
     Raises:
       UserError: the configuration does not fit the devices, or there is no such checkpoint.
     """
     devices, _ = distributed.start(num_needed(config.mesh), is_open=-1 in dataclasses.astuple(config.mesh))
     shape = mesh_shape(config.mesh, len(devices), simulated=devices[0].platform == "cpu")
-    also = weights_from.problems(config, workdir, step)
+    also = weights_problems(config, workdir, step)
     if folds_pipeline and not also:
         config, shape, line = without_pipeline(config, shape)
         if line and peers.is_main_process():
@@ -56,5 +70,112 @@ def restored(assembly: Assembly, workdir: Path, step: int | None) -> Weights:
     Raises:
       UserError: the checkpoint is damaged, or of another model.
     """
-    kept, found = weights_from.restore_params(workdir, step, assembly.kept_state.params)
+    kept, found = restore_params(workdir, step, assembly.kept_state.params)
     return Weights(assembly, stored_params(assembly, kept), found)
+
+
+def weights_problems(config: Config, directory: str | Path, step: int | None = None) -> list[str]:
+    """Returns one line for each reason why a run cannot take its weights from a directory; reads no array.
+
+    Args:
+      config: of the run; its model has to be that of a Hugging Face folder.
+      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder.
+      step: of the checkpoint; None: the newest.
+    """
+    try:
+        if not hf_config.is_described(directory):
+            with other_runs.find(directory) as checkpoints:
+                if step is not None:
+                    checkpoints.refuse_unknown(step)
+            return []
+        found = hf_folder.opened(directory, config.init_ignore)
+    except UserError as error:
+        return list(error.problems)
+    if step is not None:
+        return [
+            f"--step: got {step} with a Hugging Face folder, which has no steps; allowed: none; nearest: leave it out"
+        ]
+    if not hf_config.is_decoder(config.model):
+        return [
+            f"task: got {config.task}, and {directory} is a Hugging Face model; allowed: decoder; nearest: task=decoder"
+        ]
+    lines = hf_config.differences(config.model, found.model.options, config.sequence_length, directory)
+    lines += _other_tokenizer(config, found.directory)
+    if 0 < found.model.max_length < config.sequence_length and not lines and peers.is_main_process():
+        most = found.model.max_length
+        warn(f"sequence_length: got {config.sequence_length}; the model in {directory} was trained on at most {most}")
+    return lines
+
+
+def _other_tokenizer(config: Config, folder: Path) -> list[str]:
+    """Returns one line if a run reads text with other tokens than the folder's tokenizer has; added ones may differ."""
+    used, own = config.data.tokenizer, folder / TOKENIZER
+    if config.data.source not in DOCUMENTS["source"] or TOKENIZER in config.init_ignore or what_is_at(own) != "a file":
+        return []
+    other = json.loads(byte_tokenizer()) if used == "bytes" else settings("", str(tokenizer_file(used)))
+    models = [one.get("model") for one in (other, settings("", str(own)))]
+    ours, theirs = (model.get("vocab") if isinstance(model, dict) else None for model in models)
+    if ours == theirs:
+        return []
+    return [f"data.tokenizer: got '{used}', and the model has learned the tokens of {own}; allowed: these, or another "
+            f"with --config.init_ignore={TOKENIZER}; nearest: --config.data.tokenizer={folder}"]  # fmt: skip
+
+
+def paths(directory: str | Path) -> list[str]:
+    """Returns the paths of the arrays in a workdir's newest checkpoint, or of the weights in a Hugging Face folder.
+
+    Args:
+      directory: see `problems`, of which there are none.
+    """
+    if hf_config.is_described(directory):
+        return [weight.path for weight in hf_folder.opened(directory, ignore=None).table]
+    with other_runs.find(directory) as checkpoints:
+        return list(checkpoints.shapes(_newest(checkpoints)))
+
+
+def refuse_other_params(directory: str | Path, abstract_params: Any, rounded: Collection[str] = ()) -> None:
+    """Compares shapes of weights with those of a model, for a workdir dtypes too; reads no array.
+
+    Args:
+      directory: see `problems`, of which there are none.
+      abstract_params: pytree of jax.ShapeDtypeStruct.
+      rounded: paths of weights whose dtype may differ from the saved one.
+
+    Raises:
+      UserError: they differ.
+    """
+    if hf_config.is_described(directory):
+        reading.refuse_other_params(hf_folder.opened(directory, ignore=None), abstract_params)
+        return
+    with other_runs.find(directory) as checkpoints:
+        checkpoints.refuse_other_params(_newest(checkpoints), abstract_params, rounded)
+
+
+def _newest(checkpoints: Checkpoints) -> int:
+    step = checkpoints.latest_step()
+    assert step is not None, "find returns only directories with a complete step"
+    return step
+
+
+def restore_params(
+    directory: str | Path, step: int | None, abstract_params: Any, rounded: Collection[str] = ()
+) -> tuple[Any, int]:
+    """Reads weights onto this run's shardings. All processes call it together.
+
+    Args:
+      directory: see `problems`, of which there are none.
+      step: of the checkpoint; None: the newest one that is whole.
+      abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
+      rounded: paths of weights whose dtype may differ from the saved one; those of a folder are always converted.
+
+    Returns:
+      A pytree of jax.Array of the same structure; and the step, 0 for a Hugging Face folder.
+
+    Raises:
+      UserError: see `checkpoint.other_runs.restore_params_of` and `hf.folder.opened`; or processes see other files.
+    """
+    if not hf_config.is_described(directory):
+        return other_runs.restore_params_of(directory, step, abstract_params, rounded)
+    found = hf_folder.opened(directory, ignore=None)
+    hf_folder.refuse_differences(found)
+    return reading.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0

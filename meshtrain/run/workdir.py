@@ -1,4 +1,7 @@
-"""A run's own folder: config.json, corpus.json, device.json, layout.txt, metrics.jsonl, checkpoints/ and the rest."""
+"""A run's own folder: config.json, corpus.json, device.json, layout.txt, metrics.jsonl, checkpoints/ and the rest.
+
+`device.json` in a run's folder: the mesh, and what one device holds by arithmetic and by the compiler's account.
+"""
 
 import contextlib
 import datetime
@@ -11,21 +14,21 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
-from meshtrain.config.between_runs import difference
+from meshtrain.assemble import Assembly
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS
+from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
+from meshtrain.config.resume import difference
+from meshtrain.errors import UserError, is_finite, warn
+from meshtrain.files import read_json, what_is_at, write_whole
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
-from meshtrain.observe.folder import DEVICE_FILE, SAMPLES_FILE
+from meshtrain.observe.run_files import DEVICE_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE, WANDB_FOLDER
-from meshtrain.store.checkpoint import CHECKPOINTS
-from meshtrain.words import flags
-from meshtrain.words.errors import UserError
-from meshtrain.words.files import write_whole
-from meshtrain.words.numbers import is_finite
-from meshtrain.words.paths import what_is_at
-from meshtrain.words.read_json import read_json
+from meshtrain.step.device_memory import bytes_of_device, held, statistics
 
 CORPUS_FILE = "corpus.json"
 LOCK_FILE = ".lock"
@@ -254,3 +257,49 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: not a JSON object; allowed: the file as the run wrote it; nearest: another --workdir"
         ) from None
+
+
+def record_device(run: Path, assembly: Assembly, step: Any, *, writes: bool) -> None:
+    """Writes `device.json`, anew at each start, because the mesh may change on resume. A disk error is one warning.
+
+    Args:
+      run: the run's folder.
+      assembly: what is trained.
+      step: its compiled step.
+      writes: whether this process is the one that writes (process 0).
+    """
+    if not writes:
+        return
+    path = run / DEVICE_FILE
+    try:
+        write_whole(path, json.dumps(facts(assembly, step), indent=2) + "\n")
+    except OSError as error:
+        warn(f"{path}: {error}; a report of this run will not show the memory of a device")
+
+
+def facts(assembly: Assembly, step: Any) -> dict[str, Any]:
+    """Returns `mesh` (axis -> size), `device` (the kind), and the bytes of one device.
+
+    `parameters_bytes`, `gradients_bytes`, `moments_bytes`, `residual_bytes`, `on_host_bytes` and `batch_bytes` follow
+    from shapes and shardings. `temporary_bytes` and `peak_bytes` are the compiler's account of the step, None where it
+    gives none; the gradients are among its temporaries.
+
+    Args:
+      assembly: what is trained.
+      step: its compiled step.
+    """
+    state = held(assembly.state, assembly.replicas)
+    analysis = step.memory_analysis()
+    of_compiler = None if analysis is None else statistics(analysis)
+    return {
+        "mesh": {axis: int(size) for axis, size in assembly.mesh.shape.items()},
+        "device": assembly.mesh.devices.flat[0].device_kind,
+        "parameters_bytes": state.parameters,
+        "gradients_bytes": state.gradients,
+        "moments_bytes": state.moments,
+        "residual_bytes": state.residual,
+        "on_host_bytes": state.on_host,
+        "batch_bytes": bytes_of_device(assembly.batch),
+        "temporary_bytes": of_compiler and of_compiler.temporary_bytes,
+        "peak_bytes": of_compiler and of_compiler.peak_bytes,
+    }

@@ -1,7 +1,7 @@
 """Gradients summed over microbatches, in float32.
 
 The last microbatch stands behind the loop over the others where gradients of layers are reduced inside its backward
-loop (`by_layer.py`).
+loop (`overlapped_microbatch.py`).
 
 B: sequences in the global batch, M: microbatches, b: sequences in a microbatch, B / M.
 """
@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.trees import merged, select
 from meshtrain.models.task import Batch, Loss, Params, Sums
-from meshtrain.step.by_layer import by_layer
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.trees import merged, select
+from meshtrain.step.overlapped_microbatch import by_layer
 
 # (params, batch, rng, seed) -> sums over the batch. The seed, a float32 scalar, multiplies the gradients: it is the
 # cotangent of the loss, see `loss_scale.seed`.

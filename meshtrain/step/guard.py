@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.words.options import AllBut, option
+from meshtrain.options import AllBut, option
+from meshtrain.sharding.trees import leaves_with_paths
 
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 

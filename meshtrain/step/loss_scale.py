@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshtrain.words.options import option
+from meshtrain.options import option
 
 MINIMUM, MAXIMUM = 1.0, 2.0**32
 _SCALED = {"the loss is not scaled": (False,)}

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.layout.stored import Names
 from meshtrain.optim.masks import is_router_bias, matrix_dims
-from meshtrain.words.options import option
+from meshtrain.options import option
+from meshtrain.sharding.stored import Names
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 # The policy whose products with the weights of layers have operands of 8 bits; all else is as in `_BESIDE_FP8`.

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.layout.stored import Names, is_names
-from meshtrain.layout.trees import select
 from meshtrain.models.task import Params
 from meshtrain.optim.states import state_axes
+from meshtrain.sharding.stored import Names, is_names
+from meshtrain.sharding.trees import select
 from meshtrain.step.guard import Skipped, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
 from meshtrain.step.precision import cast

@@ -1,4 +1,7 @@
-"""One step: sums and gradients of the batch, the guard's checks, clipping, the optimizer, the new state."""
+"""One step: sums and gradients of the batch, the guard's checks, clipping, the optimizer, the new state.
+
+Clipping by the global norm of the gradients (Pascanu et al. 2013).
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.stored import Names
-from meshtrain.layout.trees import merged, select
 from meshtrain.models.metrics import Metrics, all_logged, divisor, num_left_out
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.stored import Names
+from meshtrain.sharding.trees import merged, select
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
-from meshtrain.step.clip import clip, square_sums
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import Scaling
 from meshtrain.step.precision import cast
@@ -163,3 +165,29 @@ def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:
         return {**metrics, "loss": value, "weight": weight}
 
     return step
+
+
+def square_sums(gradients: Any) -> jax.Array:
+    """Returns the sum of squares of each array, float32 [leaves], in the order of `jax.tree.leaves`.
+
+    Args:
+      gradients: a tree of float32 arrays.
+    """
+    return jnp.stack([jnp.sum(jnp.square(gradient)) for gradient in jax.tree.leaves(gradients)])
+
+
+def clip(gradients: Any, norm: jax.Array, max_norm: float) -> Any:
+    """Returns the gradients times min(1, max_norm / norm).
+
+    >>> clip({"a": jnp.float32([3.0, 4.0])}, jnp.float32(5.0), 1.0)["a"]
+    Array([0.6, 0.8], dtype=float32)
+
+    Args:
+      gradients: a tree of float32 arrays.
+      norm: their global norm, a float32 scalar.
+      max_norm: the largest norm; 0 means no clipping.
+    """
+    if max_norm == 0.0:
+        return gradients
+    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+    return jax.tree.map(lambda gradient: gradient * scale, gradients)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from meshtrain.models import blockwise, triton
-from meshtrain.models.attention import same_document
-from meshtrain.plan.topology import Cluster, open_cluster
-from meshtrain.words.errors import run
-from meshtrain.words.tables import format_bytes
+from meshtrain.cli.tables import format_bytes
+from meshtrain.errors import run
+from meshtrain.models.attention import blockwise, triton
+from meshtrain.models.attention.multi_head import same_document
+from meshtrain.plan.target.clusters import Cluster, open_cluster
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTHS = (8192, 32768, 131072)

@@ -15,13 +15,13 @@ from meshtrain.assemble import Assembly, assemble
 from meshtrain.config import reductions
 from meshtrain.config.config import Config, parse
 from meshtrain.data.loader import batches
+from meshtrain.errors import run
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.reduction import SUM, ReductionOptions
-from meshtrain.run.evaluate import evaluate
+from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.words.errors import run
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.reduction import SUM, ReductionOptions
 
 NUM_REPLICAS, NUM_STEPS, NUM_SEEDS = 8, 300, 3
 SHOWN_EVERY = 25

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.text import share, standard_library
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.files import write_whole
-from meshtrain.words.paths import what_is_at
+from meshtrain.errors import UserError, run
+from meshtrain.files import what_is_at, write_whole
 
 QUESTIONS, HELD_OUT = "questions.jsonl", "held_out.jsonl"
 SHORTEST, LONGEST = 12, 120  # characters of an answer; of both, which fit into 128 bytes with the template

@@ -16,11 +16,11 @@ import jax
 from meshtrain.assemble import Assembly, assemble, compiled_steps
 from meshtrain.config.config import Config, parse
 from meshtrain.data.loader import batches
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.run.evaluate import evaluate
+from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.words.errors import run
+from meshtrain.sharding.axes import AXES
 
 SHOWN_EVERY = 30
 HEADER = (

@@ -17,10 +17,10 @@ import jax
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.words.errors import run
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.axes import AXES
 from scripts.benchmarks.step import compare, example_batch, median_ratio, turns
 
 GOAL = 1.5

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.words.errors import UserError, run
-from meshtrain.words.paths import what_is_at
+from meshtrain.errors import UserError, run
+from meshtrain.files import what_is_at
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "runs/example"

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtrain.__main__ import main as meshtrain
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.words.errors import run
 
 NUM_DEVICES, NUM_STEPS, STOPPED_AT = 4, 6, 3
 TEXT = "".join(f"def f{i % 7}(x):\n    return x + {i * i % 13}\n" for i in range(100))

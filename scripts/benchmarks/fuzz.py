@@ -23,12 +23,12 @@ from typing import Any
 
 from meshtrain import explain
 from meshtrain.config.config import Config
+from meshtrain.errors import UserError
 from meshtrain.examples.convnet import ConvnetOptions
 from meshtrain.examples.numbers import NumberOptions
 from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.launch import distributed
 from meshtrain.plan import __main__ as plan
-from meshtrain.words.errors import UserError
 
 NUM_DEVICES, MOST_FIELDS, CASES_A_PLAN = 8, 4, 50
 SMALL = {

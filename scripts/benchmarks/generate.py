@@ -18,12 +18,12 @@ import numpy as np
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config, resolve
-from meshtrain.generation.loop import Generator, Request
+from meshtrain.errors import run
 from meshtrain.generation.sampling import Sampling
+from meshtrain.generation.token_loop import Generator, Request
 from meshtrain.generation.window import by_window
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.words.errors import run
+from meshtrain.sharding.axes import AXES
 
 PROMPT_TOKENS, PLAIN, SHORT, LONG = 64, 32, 256, 512
 

@@ -20,12 +20,12 @@ import numpy as np
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.errors import run
 from meshtrain.hf import folder, names, reading
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.trees import leaves_with_paths, num_bytes
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.words.errors import run
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.trees import leaves_with_paths, num_bytes
 
 MIB = 1 << 20
 ALLOWED_MIB = 64

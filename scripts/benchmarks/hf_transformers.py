@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain import hugging_face
 from meshtrain import main as training
-from meshtrain.config.of_run import configuration
-from meshtrain.hf.config import described
+from meshtrain.cli import flags
+from meshtrain.errors import run
+from meshtrain.hf.config_json import described
+from meshtrain.run import hugging_face
+from meshtrain.run.stored_config import configuration
 from meshtrain.run.weights import assembled, restored
-from meshtrain.words import flags
-from meshtrain.words.errors import run
 
 FIXTURES = Path(__file__).parents[2] / "tests" / "hf" / "fixtures"
 ADAPTED = ("gemma3", "gpt2", "llama", "llama-tied-headdim", "qwen3")

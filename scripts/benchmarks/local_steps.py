@@ -17,14 +17,14 @@ from meshtrain.assemble import Assembly, assemble, compiled_steps
 from meshtrain.config.config import Config, parse
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.data.loader import batches
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES, DATA
-from meshtrain.layout.reduction import ReductionOptions
-from meshtrain.plan import hlo
-from meshtrain.plan.collectives import collectives
-from meshtrain.run.evaluate import evaluate
+from meshtrain.plan.hlo.collectives import collectives
+from meshtrain.plan.hlo.parse import read
+from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.words.errors import run
+from meshtrain.sharding.axes import AXES, DATA
+from meshtrain.sharding.reduction import ReductionOptions
 
 NUM_GROUPS, NUM_STEPS, SHOWN_EVERY = 4, 300, 20
 LATE = "one-step-late"
@@ -90,7 +90,7 @@ def sent_bytes(assembly: Assembly, compiled: object) -> float:
     """Returns the bytes that one device sends over data in a compiled program; 0 for None."""
     if compiled is None:
         return 0.0
-    found = collectives(hlo.read(compiled.as_text()), dict(assembly.mesh.shape))  # type: ignore[attr-defined]
+    found = collectives(read(compiled.as_text()), dict(assembly.mesh.shape))  # type: ignore[attr-defined]
     return sum(one.count * one.wire_bytes for one in found if DATA in one.axes.split("+"))
 
 

@@ -9,10 +9,10 @@ import jax
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.stored import MAX_LEVEL, ZeroOptions
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.step.held import held
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.stored import MAX_LEVEL, ZeroOptions
+from meshtrain.step.device_memory import held
 
 NUM_DEVICES = 8
 # Touvron et al. 2023, Llama 2.

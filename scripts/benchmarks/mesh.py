@@ -28,8 +28,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshtrain.store.arrays import leaves_by_path
-from meshtrain.words.errors import UserError, run, unknown
+from meshtrain.checkpoint.arrays import leaves_by_path
+from meshtrain.errors import UserError, run, unknown
 from scripts.benchmarks.witness import WORKDIR, hashed
 
 ROOT = Path(__file__).parents[2]

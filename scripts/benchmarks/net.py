@@ -43,13 +43,14 @@ import pytest
 from meshtrain import explain
 from meshtrain.__main__ import main as meshtrain
 from meshtrain.config.config import Config, parse
+from meshtrain.errors import UserError, run
 from meshtrain.launch import distributed
 from meshtrain.pipeline.schedules import NAMES
-from meshtrain.plan import planner, report, topology
-from meshtrain.plan.collectives import collectives
-from meshtrain.plan.compile import program_of
-from meshtrain.plan.timing import Assumptions
-from meshtrain.words.errors import UserError, run
+from meshtrain.plan import planner, text_report
+from meshtrain.plan.hlo.collectives import collectives
+from meshtrain.plan.target import clusters
+from meshtrain.plan.target.compile import program_of
+from meshtrain.plan.timing.streams import Assumptions
 from scripts.benchmarks import fuzz
 from scripts.benchmarks.plan import LARGE
 from tests.golden import test_golden_placements as golden
@@ -158,7 +159,7 @@ def plans() -> Texts:
     for words in LARGE:
         name, _, cluster = words.partition("=")
         config, _ = parse([f"--config={ROOT}/configs/{name}.py"], reads_data=False)
-        target = topology.open_cluster(cluster)
+        target = clusters.open_cluster(cluster)
         shape = planner.shape_on(config, target)
         made = planner.plan(config, shape, target, Assumptions())
         program, stats = program_of(made.compiled), made.memory.compiler
@@ -172,7 +173,7 @@ def plans() -> Texts:
             "cluster": cluster,
             "held_bytes": stats.arguments_bytes,
             "peak_bytes": stats.peak_bytes,
-            "sent_bytes": {axis: report.sent_along(made, axis) for axis in sorted(made.minimum)},
+            "sent_bytes": {axis: text_report.sent_along(made, axis) for axis in sorted(made.minimum)},
             "least_bytes": dict(sorted(made.minimum.items())),
             "num_collectives": len(sent),
             "collectives": hashlib.sha256(json.dumps(sent).encode()).hexdigest(),

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshtrain.words.errors import run
+from meshtrain.errors import run
 
 ROOT = Path(__file__).parents[2]
 NUM_CORES = 2

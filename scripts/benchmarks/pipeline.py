@@ -26,21 +26,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.placement import Placement, on_shards
-from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.stored import Stored
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Batch, Params, Stages, batch_axes, entries
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline import executor
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import flops, hlo
+from meshtrain.plan.hlo import flops, parse
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.placement import Placement, on_shards
+from meshtrain.sharding.stored import Stored
 from meshtrain.step.accumulate import cut
 from meshtrain.step.step import with_sequence_index
-from meshtrain.words.errors import run
 
 TEXTBOOK, CIRCULAR = "scan + jax.grad", "circular + grad"
 # Name of a program -> the schedule and the chunks of its configuration; of the textbook's programs only chunks count.
@@ -203,7 +203,7 @@ def lines(candidates: dict[str, Candidate], num_rounds: int) -> list[str]:
         name: (
             steps[name] * 1e3,
             one.compiled.memory_analysis().temp_size_in_bytes / 1e6,
-            flops.matmul_flops(hlo.read(one.compiled.as_text())).total / 1e9,
+            flops.matmul_flops(parse.read(one.compiled.as_text())).total / 1e9,
             one.compile_seconds,
         )
         for name, one in candidates.items()

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import jax
 
+from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import parse
-from meshtrain.plan import planner, report, topology
-from meshtrain.plan.timing import Assumptions
-from meshtrain.plan.waiting import waiting_for
-from meshtrain.words.errors import run
-from meshtrain.words.tables import format_bytes
+from meshtrain.errors import run
+from meshtrain.plan import planner, text_report
+from meshtrain.plan.target import clusters
+from meshtrain.plan.target.compile_thread import waiting_for
+from meshtrain.plan.timing.streams import Assumptions
 
 LARGE = (
     "llama3_8b=h100:8x8",
@@ -36,7 +37,7 @@ HEADER = (
 def line(name: str, cluster: str) -> str:
     """Returns one configuration's row."""
     config, _ = parse([f"--config=configs/{name}.py"], reads_data=False)
-    target = topology.open_cluster(cluster)
+    target = clusters.open_cluster(cluster)
     shape = planner.shape_on(config, target)
     plan = waiting_for(name, lambda: planner.plan(config, shape, target, Assumptions()))
     memory, timing, mfu = plan.memory, plan.timing, plan.mfu
@@ -46,18 +47,18 @@ def line(name: str, cluster: str) -> str:
     assert mfu
     # For the pipeline the executor's own formula, since idle rows send too, and the vocabulary is split over stages.
     least = dict(plan.minimum) | ({"pipeline": plan.executor_bytes} if plan.executor_bytes else {})
-    ratios = {axis: report.sent_along(plan, axis) / bound for axis, bound in least.items() if bound}
-    ratios |= report.working_ratios(plan)
+    ratios = {axis: text_report.sent_along(plan, axis) / bound for axis, bound in least.items() if bound}
+    ratios |= text_report.working_ratios(plan)
     cells = (
         f"`{name}`",
         f"`{cluster}`",
         " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1),
         format_bytes(stats.arguments_bytes),
         format_bytes(stats.peak_bytes),
-        f"{format_bytes(memory.capacity_bytes or 0)}: {report.VERDICTS[memory.fits]}",
+        f"{format_bytes(memory.capacity_bytes or 0)}: {text_report.VERDICTS[memory.fits]}",
         ", ".join(f"{axis} {ratio:.2f}" for axis, ratio in ratios.items()),
-        report.step_interval(timing),
-        report.interval(mfu, ".0%"),
+        text_report.step_interval(timing),
+        text_report.interval(mfu, ".0%"),
     )
     return f"| {' | '.join(cells)} |"
 

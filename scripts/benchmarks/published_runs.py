@@ -17,16 +17,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshtrain.cli.tables import aligned
 from meshtrain.config.config import parse
 from meshtrain.launch.hardware import ACCELERATORS, Accelerator
-from meshtrain.plan import compile as compiling
-from meshtrain.plan import planner, timing, topology
-from meshtrain.plan.collectives import collectives
-from meshtrain.plan.flops import attention_flops, is_attention, is_triton
-from meshtrain.plan.hlo import Program
-from meshtrain.plan.moved import moved_bytes
-from meshtrain.plan.products import Product, product_of, shape_share
-from meshtrain.words.tables import aligned
+from meshtrain.plan import planner
+from meshtrain.plan.hlo.collectives import collectives
+from meshtrain.plan.hlo.flops import attention_flops, is_attention, is_triton
+from meshtrain.plan.hlo.memory_traffic import moved_bytes
+from meshtrain.plan.hlo.parse import Program
+from meshtrain.plan.target import clusters
+from meshtrain.plan.target import compile as compiling
+from meshtrain.plan.timing.streams import FREE, Assumptions, Streams, transfer_seconds
+from meshtrain.plan.timing.tile_efficiency import Product, product_of, shape_share
 
 STORED = pathlib.Path(__file__).with_suffix(".json")
 SHARES = [number / 200 for number in range(80, 201)]  # that a fit tries: 0.4 to 1
@@ -113,7 +115,7 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
       mesh: the size of each axis.
       transfers: the seconds of each collective, by its name.
     """
-    streams = timing.Streams(program, card, transfers, timing.Assumptions())
+    streams = Streams(program, card, transfers, Assumptions())
     total, computed, _ = streams.step()
     products, attention = collections.Counter[Any](), collections.Counter[Any]()
     other = 0.0
@@ -122,7 +124,7 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
         shapes = {line.name: line.shape for line in body}
         for line in body:
             is_called = line.opcode in ("while", "call", "conditional", "async-start")
-            if is_called or line.opcode in timing.FREE or line.opcode.endswith("-done") or line.name in transfers:
+            if is_called or line.opcode in FREE or line.opcode.endswith("-done") or line.name in transfers:
                 continue
             inside, within = [line], shapes
             if line.opcode == "fusion" and (called := line.attribute("calls")):
@@ -163,7 +165,7 @@ def seconds(stored: Any, card: Accelerator, share: float) -> float:
       card: that the program was compiled for.
       share: of its peak, that large products reach.
     """
-    assumed, peak = timing.Assumptions(), card.bfloat16_flops_per_second
+    assumed, peak = Assumptions(), card.bfloat16_flops_per_second
     speed = card.memory_bytes_per_second * assumed.memory_efficiency
     of_kernel = {"triton": assumed.triton_efficiency, "library": assumed.attention_efficiency}
     found = stored["waiting_seconds"] + stored["other_bytes"] / speed
@@ -197,13 +199,13 @@ def predicted(name: str, stored: Mapping[str, Any]) -> tuple[float, float]:
 def compiled(run: Run) -> Any:
     """Compiles a run and returns its figures."""
     config, _ = parse(run.arguments.split(), reads_data=False)
-    cluster = topology.open_cluster(run.cluster)
+    cluster = clusters.open_cluster(run.cluster)
     made = compiling.compile_step(config, planner.shape_on(config, cluster), cluster)
     program = compiling.program_of(made)
     assert program
     mesh = made.assembly.mesh
     found = collectives(program, dict(mesh.shape))
-    each = timing.transfer_seconds(found, mesh, cluster, timing.Assumptions())
+    each = transfer_seconds(found, mesh, cluster, Assumptions())
     return figures(program, run.card, dict(mesh.shape), {name: sum(parts) for name, parts in each.items()})
 
 

@@ -19,27 +19,27 @@ from typing import Any
 import meshtrain
 from meshtrain.__main__ import COMMANDS
 from meshtrain.__main__ import main as command
+from meshtrain.cli import flags
 from meshtrain.config import data_sources, reductions, side_rooms, tasks
 from meshtrain.config.config import Config
-from meshtrain.data.own import Data
+from meshtrain.data.own_source import Data
+from meshtrain.errors import EXIT_CODES, run
 from meshtrain.examples.pairs import packed
 from meshtrain.harness import language_model
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.reduction import Reduction, ReductionOptions
-from meshtrain.layout.rules import Rule, Rules, default_rules, extend
 from meshtrain.models.cost import Cost, Kernel
 from meshtrain.models.decode import Decode
 from meshtrain.models.entry import Entry
-from meshtrain.models.lookup import look_up
-from meshtrain.models.losses import cross_entropy, without_padding
 from meshtrain.models.metrics import Count, Load, Ratio
 from meshtrain.models.task import Stages, Task, sequence_keys, staged_loss, token_batch
+from meshtrain.models.vocabulary.embedding import look_up
+from meshtrain.models.vocabulary.losses import cross_entropy, without_padding
 from meshtrain.observe.trackers import Tracker
 from meshtrain.optim.masks import decays, matrix_dims
+from meshtrain.options import option
 from meshtrain.pipeline.schedules import Action, Schedule
-from meshtrain.words import flags
-from meshtrain.words.errors import EXIT_CODES, run
-from meshtrain.words.options import option
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.reduction import Reduction, ReductionOptions
+from meshtrain.sharding.rules import Rule, Rules, default_rules, extend
 
 API: dict[str, tuple[Any, ...]] = {
     "Scripts and notebooks": (

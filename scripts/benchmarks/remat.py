@@ -13,13 +13,13 @@ import runpy
 from pathlib import Path
 
 from meshtrain.config.config import Config, check, resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import MeshOptions
+from meshtrain.errors import UserError, run
 from meshtrain.models.remat import RematOptions
-from meshtrain.plan import flops, hlo
-from meshtrain.plan.compile import compile_step
-from meshtrain.plan.topology import Cluster, open_cluster
-from meshtrain.words.errors import UserError, run
+from meshtrain.plan.hlo import flops, parse
+from meshtrain.plan.target.clusters import Cluster, open_cluster
+from meshtrain.plan.target.compile import compile_step
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import MeshOptions
 
 CLUSTER, NUM_DEVICES, SEQUENCE_LENGTH = "h100:1x8", 8, 4096
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def row(config: Config, options: RematOptions, cluster: Cluster, least: float | 
     compiled = compile_step(config, shape, cluster)
     assert compiled.text is not None, compiled.refusal
     assert compiled.statistics is not None, compiled.refusal
-    work = flops.matmul_flops(hlo.read(compiled.text)).total
+    work = flops.matmul_flops(parse.read(compiled.text)).total
     temporary = compiled.statistics.temporary_bytes
     share = f"{work / least - 1:+.0%}" if least else ""
     which = "each layer" if options.every == 1 else f"one layer of {options.every}"

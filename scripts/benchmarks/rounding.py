@@ -13,12 +13,12 @@ import jax
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config, parse
 from meshtrain.data.loader import batches
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.run.evaluate import evaluate
+from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.step.held import held
-from meshtrain.words.errors import run
+from meshtrain.sharding.axes import AXES
+from meshtrain.step.device_memory import held
 
 NUM_STEPS = 300
 SHOWN_EVERY = 25

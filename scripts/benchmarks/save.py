@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.checkpoint import integrity
+from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.retention import CheckpointOptions
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.store import integrity
-from meshtrain.store.checkpoint import Checkpoints
-from meshtrain.store.keeping import CheckpointOptions
-from meshtrain.words.errors import run
 
 WIDTH, NUM_LAYERS = 1024, 8
 STEP_SECONDS = 0.5

@@ -27,12 +27,12 @@ import numpy as np
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config, parse
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import learning_rate
+from meshtrain.sharding.axes import AXES
 from meshtrain.step.precision import PrecisionOptions, compute_dtype
-from meshtrain.words.errors import run
 from scripts.benchmarks import plain_decoder
 
 ROOT = Path(__file__).parents[2]

@@ -20,12 +20,12 @@ import numpy as np
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config, parse
 from meshtrain.data.loader import Examples, batches
+from meshtrain.errors import run
 from meshtrain.launch import distributed
-from meshtrain.layout.mesh import describe, mesh_shape, num_needed
-from meshtrain.models.scores import token_scores
 from meshtrain.models.task import Params
+from meshtrain.run.likelihoods import token_scores
 from meshtrain.run.opened import open_data
-from meshtrain.words.errors import run
+from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 
 NUM_CORES = 2
 SHOWN_EVERY = 10

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import pytest
 from flax.linen import LogicallyPartitioned
 
+from meshtrain.cli import flags
 from meshtrain.config import __main__ as fields
-from meshtrain.config.between_runs import difference, from_json
 from meshtrain.config.config import Config, check, default, num_microbatches, parse, resolve, to_json
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.config.resume import difference, from_json
+from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.models.task import Task
-from meshtrain.words import flags
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import option
+from meshtrain.options import option
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
 
 ROOT = pathlib.Path(__file__).parents[2]
 

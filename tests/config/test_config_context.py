@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.config.config import resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_cost import kernels
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder_cost import kernels
+from meshtrain.sharding.axes import AXES
 
 CASES = {
     "tokens": (

@@ -8,14 +8,14 @@ import pytest
 
 from meshtrain.config import effects
 from meshtrain.config.config import Config, default, resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.errors import UserError
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import NAMES as OPTIMIZERS
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import idle
+from meshtrain.options import idle
+from meshtrain.sharding.axes import AXES
 
 
 @pytest.mark.parametrize(

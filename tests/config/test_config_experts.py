@@ -4,8 +4,8 @@ import pytest
 
 from meshtrain.config import effects
 from meshtrain.config.config import default, resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
+from meshtrain.sharding.axes import AXES
 
 BROKEN = {
     "model.experts_per_token=9": "model.experts_per_token: got 9; allowed: at most model.num_experts = 8; nearest: 8",

@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
+from meshtrain.cli import flags
 from meshtrain.config import former
-from meshtrain.config.between_runs import difference, is_free
 from meshtrain.config.config import Config, configure, resolve, to_json
 from meshtrain.config.former import FORMER, Gone
-from meshtrain.config.of_run import configuration
-from meshtrain.words import flags
-from meshtrain.words.errors import UserError
+from meshtrain.config.resume import difference, is_free
+from meshtrain.errors import UserError
+from meshtrain.run.stored_config import configuration
 
 ROWS = {
     "optimizer.first_decay": "optimizer.beta1",
@@ -27,7 +27,7 @@ PLAN = 'allowed: "", the only value now, as pipeline.schedule takes its place; n
 @pytest.fixture(autouse=True)
 def _rows(monkeypatch):
     monkeypatch.setattr(former, "FORMER", ROWS)
-    monkeypatch.setattr("meshtrain.config.of_run.FORMER", ROWS)
+    monkeypatch.setattr("meshtrain.run.stored_config.FORMER", ROWS)
 
 
 def refused(given, overrides=None):

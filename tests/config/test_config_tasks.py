@@ -8,18 +8,18 @@ import sys
 
 import pytest
 
-from meshtrain.config.between_runs import difference, from_json
 from meshtrain.config.config import Config, check, default, resolve, to_json
+from meshtrain.config.resume import difference, from_json
 from meshtrain.config.tasks import find, name_of
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.axes import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODULE = '''
 import dataclasses
 from meshtrain.models.task import Task, token_batch
-from meshtrain.words.options import option
+from meshtrain.options import option
 
 @dataclasses.dataclass(frozen=True)
 class Options:

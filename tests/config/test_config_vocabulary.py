@@ -9,11 +9,11 @@ import pytest
 import tokenizers
 
 from meshtrain.assemble import assemble
-from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import check, default, resolve, to_json
+from meshtrain.config.resume import from_json
 from meshtrain.data.prepare import prepare
-from meshtrain.layout.axes import AXES
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
+from meshtrain.sharding.axes import AXES
 
 NOT_KNOWN = (
     r"model.vocab_size: got 0, .* not known here \(data.path: got '/cluster/\*.bin'.*\); allowed: a number, or data"

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from meshtrain.data.chat import read_lines, written
-from meshtrain.words.errors import Problems
+from meshtrain.errors import Problems
 
 PAIR = {"prompt": "2 + 2 = ", "completion": "4"}
 CHAT = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]}

@@ -9,8 +9,8 @@ import tokenizers
 from meshtrain.data.built_in import Asked, open_whole
 from meshtrain.data.chat import Tokens, Written, as_examples, in_spans, open_chat, tokenized
 from meshtrain.data.sources import DataOptions, check
-from meshtrain.data.tokenize import byte_tokenizer, open_tokenizer
-from meshtrain.words.errors import UserError
+from meshtrain.data.tokenizer import byte_tokenizer, open_tokenizer
+from meshtrain.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "hf" / "fixtures" / "chat"
 

@@ -6,8 +6,8 @@ import pytest
 
 from meshtrain.data.chat import Written, tokenized
 from meshtrain.data.chat_template import BEGIN, compiled, file_problems, open_template
-from meshtrain.data.tokenize import open_tokenizer
-from meshtrain.words.errors import UserError
+from meshtrain.data.tokenizer import open_tokenizer
+from meshtrain.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "hf" / "fixtures" / "chat"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())  # of transformers, see docs/guide/finetuning.md

@@ -11,7 +11,7 @@ from meshtrain.data import corpus as corpus_module
 from meshtrain.data.corpus import open_corpus, tokenizer_for
 from meshtrain.data.sources import DataOptions, check
 from meshtrain.data.text import share, standard_library
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 
 def opened(options, **changes):

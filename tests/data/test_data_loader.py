@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.data import loader
 from meshtrain.data.loader import batches, next_sample, sample_order
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 LENGTH = 4
 

@@ -6,7 +6,7 @@ import pytest
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import main, prepare
 from meshtrain.data.sources import DataOptions, check
-from meshtrain.words.errors import Problems, UserError, unknown
+from meshtrain.errors import Problems, UserError, unknown
 
 
 def opened(path, **changes):

@@ -10,7 +10,7 @@ from meshtrain.data import token_files
 from meshtrain.data.corpus import open_corpus, tokenizer_for
 from meshtrain.data.prepare import main, prepare
 from meshtrain.data.sources import DataOptions, check
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 
 def words_tokenizer(path, ids):

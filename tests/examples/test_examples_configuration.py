@@ -5,16 +5,16 @@ import pathlib
 import pytest
 
 from meshtrain.config import data_sources, effects
-from meshtrain.config.between_runs import from_json
 from meshtrain.config.config import default, parse, resolve, to_json
+from meshtrain.config.resume import from_json
 from meshtrain.data.sources import DataOptions
+from meshtrain.errors import UserError
 from meshtrain.examples.numbers import NumberOptions
 from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.examples.seq2seq_task import seq2seq
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.run import weights_from
-from meshtrain.words.errors import UserError
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.run import weights
+from meshtrain.sharding.axes import AXES
 from tests.models.test_models_lora import SIZES, B, T, assert_like_merged
 
 LLAMA = pathlib.Path(__file__).parents[1] / "hf" / "fixtures" / "llama"
@@ -71,7 +71,7 @@ def test_without_a_file_the_task_alone_decides_about_its_defaults():
 
 
 def test_weights_of_a_decoder_are_none_of_an_encoder_decoder():
-    [line] = weights_from.problems(resolve({}, NUMBERS), LLAMA)
+    [line] = weights.weights_problems(resolve({}, NUMBERS), LLAMA)
     assert line.startswith("task: got seq2seq, and ")
 
 

@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.examples.idx import IMAGES, LABELS, find_images, labels_of, read, read_pairs
-from meshtrain.words.errors import UserError
 
 N, H, W = 5, 4, 3
 PIXELS = np.arange(N * H * W, dtype=np.uint8).reshape(N, H, W)

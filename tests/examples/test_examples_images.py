@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from meshtrain.data.built_in import Asked
+from meshtrain.errors import UserError
 from meshtrain.examples.idx import read_pairs
 from meshtrain.examples.images import DIGITS, ImageOptions, open_images
-from meshtrain.words.errors import UserError
 from tests.examples.test_examples_idx import NUMBERS, PIXELS, idx, write
 
 ROOT = pathlib.Path(__file__).parents[2]

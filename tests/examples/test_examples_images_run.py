@@ -11,10 +11,10 @@ import pytest
 
 from meshtrain import evaluate, generate
 from meshtrain.config.config import default, resolve
+from meshtrain.errors import UserError
 from meshtrain.examples.idx import read_pairs
 from meshtrain.examples.images import DIGITS
 from meshtrain.main import main
-from meshtrain.words.errors import UserError
 from tests.examples.test_examples_idx import idx
 from tests.run.broken import Case, assert_refused
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.examples.numbers import NumberOptions, NumberPairs, open_numbers, spelled, split, tokenizer
-from meshtrain.words.errors import UserError
 
 OPTIONS = NumberOptions(source="numbers")
 WIDE = dataclasses.replace(OPTIONS, numbers_below=1_000_000)

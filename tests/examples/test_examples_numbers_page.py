@@ -8,7 +8,7 @@ import pytest
 
 from meshtrain.config.config import parse, resolve
 from meshtrain.config.tasks import abstract_task
-from meshtrain.data.own import opened
+from meshtrain.data.own_source import opened
 from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.models.task import entries, limits
 from scripts.benchmarks import numbers

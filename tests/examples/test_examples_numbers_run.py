@@ -10,13 +10,13 @@ import re
 import pytest
 
 from meshtrain import generate
-from meshtrain.config.between_runs import difference
 from meshtrain.config.config import default, resolve
+from meshtrain.config.resume import difference
+from meshtrain.errors import UserError
 from meshtrain.examples.numbers import NumberOptions
 from meshtrain.main import main
 from meshtrain.models.task import Task, token_batch
 from meshtrain.run.opened import open_data
-from meshtrain.words.errors import UserError
 from tests.run.broken import Case, assert_refused
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.examples.pairs import packed, rows_in_order
-from meshtrain.words.errors import UserError
 
 GENERATOR = np.random.default_rng(0)
 PAIRS = [

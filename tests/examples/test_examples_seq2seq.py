@@ -14,7 +14,7 @@ from meshtrain.examples.seq2seq import SOURCE, TARGET, Seq2SeqOptions, side_keys
 from meshtrain.examples.seq2seq_task import seq2seq
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
-from meshtrain.plan.traced import traced_flops
+from meshtrain.plan.target.traced_flops import traced_flops
 
 S, T, VOCABULARY = 18, 16, 20
 OPTIONS = Seq2SeqOptions(

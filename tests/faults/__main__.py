@@ -18,13 +18,14 @@ import time
 from collections.abc import Sequence
 
 from tests.faults import (
+    checkpoint,
+    cli,
     config,
     data,
     generation,
     hf,
     lab,
     launch,
-    layout,
     models,
     observe,
     optim,
@@ -33,16 +34,15 @@ from tests.faults import (
     probe,
     root,
     run,
+    sharding,
     step,
-    store,
-    words,
 )
 from tests.faults.fault import Fault
 
 ROOT = pathlib.Path(__file__).parents[2]
 TABLES = (
-    words, config, layout, models, optim, pipeline, step, data, store,
-    hf, observe, plan, lab, launch, probe, generation, run, root,
+    cli, config, sharding, models, optim, pipeline, step, data, checkpoint, hf,
+    observe, plan, lab, launch, probe, generation, run, root,
 )  # fmt: skip
 FAULTS: dict[str, tuple[Fault, ...]] = {table.__name__.rpartition(".")[2]: table.FAULTS for table in TABLES}
 NUM_COPIES = 2

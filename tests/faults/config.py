@@ -4,11 +4,11 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
-        "config/between_runs.py",
+        "config/resume.py",
         "return free > fixed",
         "return free >= fixed",
         "an option that no table names may change on resume",
-        "config/test_config_between_runs.py::test_an_option_that_no_table_names_is_fixed",
+        "config/test_config_resume.py::test_an_option_that_no_table_names_is_fixed",
     ),
     Fault(
         "config/checks.py",

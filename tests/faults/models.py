@@ -11,21 +11,21 @@ FAULTS = (
         "models/test_models_lora.py::test_logits_of_merged_weights_are_those_of_the_adapters",
     ),
     Fault(
-        "models/attention.py",
+        "models/attention/multi_head.py",
         "is_causal=causal",
         "is_causal=False",
         "tokens see those behind them",
         "models/test_models_decoder.py::test_tokens_see_those_before_them_only[llama]",
     ),
     Fault(
-        "models/attention.py",
+        "models/attention/multi_head.py",
         "mask = same_document(*segments) if segments is not None else None",
         "mask = None",
         "attention crosses the borders of packed documents",
         "models/test_models_decoder.py::test_documents_do_not_see_each_other[llama]",
     ),
     Fault(
-        "models/losses.py",
+        "models/vocabulary/losses.py",
         "return (cotangent if axis is None else psum_float32(cotangent, axis),)",
         "return (cotangent,)",
         "the cotangents of what each shard got a copy of are not summed",
@@ -39,22 +39,22 @@ FAULTS = (
         "models/test_models_layers.py::test_masks_follow_the_index_of_the_sequence_in_the_global_batch",
     ),
     Fault(
-        "models/experts.py",
+        "models/moe/experts.py",
         "first = jax.lax.axis_index(self.shared) * num_here if self.shared else 0",
         "first = 0",
         "each device along the expert axis takes its experts for the first ones",
         "parity/test_parity_experts.py::test_mesh_changes_no_number_and_no_count[fsdp2-expert2-tensor2]",
     ),
     Fault(
-        "models/exchange.py",
+        "models/attention/context_parallel.py",
         'place = {"first": jax.lax.axis_index(axes) * q.shape[1]} if causal else {}',
         'place = {"first": 0 * jax.lax.axis_index(axes)} if causal else {}',
         "where keys are gathered, each part of the queries is masked as the first one",
-        "models/test_models_exchange.py::test_keys_are_gathered_where_there_is_no_head_for_each_device[xla-0]",
+        "models/test_models_context_parallel.py::test_keys_are_gathered_where_there_is_no_head_for_each_device[xla-0]",
     ),
     # Once no test noticed these.
     Fault(
-        "models/attention.py",
+        "models/attention/multi_head.py",
         "        heads = product(x, kernel, self.placement)\n",
         '        if axis == "heads" and self.implementation == "auto" and self.placement.size(("tensor",)) > 1:\n'
         "            kernel = 2 * kernel - jax.lax.stop_gradient(kernel)\n"
@@ -63,14 +63,14 @@ FAULTS = (
         "parity/test_parity_covering.py::test_mesh_changes_no_number[gpt-data2-tensor4-sgd]",
     ),
     Fault(
-        "models/head.py",
+        "models/vocabulary/head.py",
         "place.weight(place.as_stored(weight, product.names), product.names)",
         "place.weight(weight, product.names)",
         "the weight of a head that makes all logits at once is gathered before its cast, in float32",
         "models/test_models_head.py::test_the_whole_product_gathers_its_weight_after_the_cast",
     ),
     Fault(
-        "models/decoder.py",
+        "models/transformer/decoder.py",
         "options.rope_local_base, None)",
         "options.rope_local_base, scaling)",
         "layers with a window have the scaled rotary positions of those without one",
@@ -85,7 +85,7 @@ FAULTS = (
         "step/test_step_guard.py::test_the_mean_of_a_batch_is_its_sum_over_any_positive_weight",
     ),
     Fault(
-        "models/experts.py",
+        "models/moe/experts.py",
         "options = o if tokens is not None else dataclasses.replace(o, expert_room=0.0)",
         "options = o",
         "evaluation and generation leave out tokens without notice, others on each mesh",

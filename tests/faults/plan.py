@@ -4,14 +4,14 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
-        "plan/hlo.py",
+        "plan/hlo/parse.py",
         "if found := TRIP_COUNT.search(loop.rest):\n        return int(found[1])",
         "if found := TRIP_COUNT.search(loop.rest):\n        return 1",
         "the work of a loop is counted once",
-        "plan/test_plan_hlo.py::test_nested_loops_multiply",
+        "plan/test_plan_parse.py::test_nested_loops_multiply",
     ),
     Fault(
-        "plan/memory.py",
+        "plan/cost/memory.py",
         "if peak_bytes + uncertainty_bytes <= capacity_bytes:",
         "if peak_bytes <= capacity_bytes:",
         "a step that is too close to say is said to fit",
@@ -19,7 +19,7 @@ FAULTS = (
     ),
     # Once no test noticed these.
     Fault(
-        "plan/minimum.py",
+        "plan/cost/lower_bound.py",
         "if shape[axis] > 1 and axis in stored]",
         "if shape[axis] > 1 and axis == FSDP]",
         "at ZeRO level 3 data is said to have nothing to send",
@@ -33,7 +33,7 @@ FAULTS = (
         "plan/test_plan_cpu.py::test_utilization_is_of_the_peak_of_the_compute_dtype[float32-494700000000000.0]",
     ),
     Fault(
-        "plan/memory.py",
+        "plan/cost/memory.py",
         "max(0, stats.temporary_bytes - state.gradients) if stats",
         "stats.temporary_bytes if stats",
         "the activations of the account of memory contain the sums of gradients",

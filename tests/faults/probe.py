@@ -4,7 +4,7 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
-        "probe/timed.py",
+        "probe/bench/timed.py",
         "tuple(max(each) for each",
         "tuple(min(each) for each",
         "a collective takes the time of the fastest process",

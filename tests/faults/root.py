@@ -37,6 +37,13 @@ FAULTS = (
         "num_devices=assembly.mesh.size,",
         "num_devices=1,",
         "the logged MFU is that of all devices over the peak of one",
-        "observe/test_observe_metrics.py::test_throughput_is_that_of_the_whole_mesh_in_the_compute_dtype",
+        "observe/test_observe_step_times.py::test_throughput_is_that_of_the_whole_mesh_in_the_compute_dtype",
+    ),
+    Fault(
+        "errors.py",
+        "code = EXIT_USER_ERROR",
+        "code = EXIT_FINISHED",
+        "a program that refuses its input ends with exit code 0",
+        "pipeline/test_pipeline_chart.py::test_a_mistake_is_one_line_and_exit_code_2",
     ),
 )

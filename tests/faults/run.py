@@ -12,7 +12,7 @@ FAULTS = (
         "run/test_run_workdir.py::test_one_run_at_a_time_and_the_other_is_told_whose_it_is",
     ),
     Fault(
-        "run/sample.py",
+        "run/summary.py",
         "return NUM_TOKENS if num_parameters <= MOST_PARAMETERS else 0",
         "return NUM_TOKENS",
         "a run of a large model ends with 160 forward passes",

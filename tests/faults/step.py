@@ -33,10 +33,10 @@ FAULTS = (
         "step/test_step_guard.py::test_each_step_draws_from_a_key_of_its_own_a_skipped_one_among_them",
     ),
     Fault(
-        "step/held.py",
+        "step/device_memory.py",
         "gradients=bytes_of_device(replicas.accumulators(state.params))",
         "gradients=bytes_of_device(state.params)",
         "at ZeRO level 2 the account of memory has whole sums of gradients",
-        "step/test_step_held.py::test_gradients_are_what_the_step_allocates_on_each_replica[2]",
+        "step/test_step_device_memory.py::test_gradients_are_what_the_step_allocates_on_each_replica[2]",
     ),
 )

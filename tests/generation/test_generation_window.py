@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.generation import loop
-from meshtrain.generation.loop import Generator, Request
+from meshtrain.generation import token_loop
 from meshtrain.generation.sampling import Sampling, choose, row_keys
+from meshtrain.generation.token_loop import Generator, Request
 from meshtrain.generation.window import batch_of, by_window
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.models.task import token_batch
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.rules import LayoutOptions, default_rules
 from tests.quick import QUICK
 
 VOCABULARY = 31
@@ -74,9 +74,9 @@ def test_each_end_token_ends_a_text():
     assert drawn == {0: [4, 5], 1: [2]}
 
 
-@pytest.mark.parametrize("most_bytes", [loop.MOST_CACHE_BYTES, 1], ids=["one batch", "a batch for each"])
+@pytest.mark.parametrize("most_bytes", [token_loop.MOST_CACHE_BYTES, 1], ids=["one batch", "a batch for each"])
 def test_random_numbers_are_those_of_prompt_sample_and_position(monkeypatch, most_bytes):
-    monkeypatch.setattr(loop, "MOST_CACHE_BYTES", most_bytes)
+    monkeypatch.setattr(token_loop, "MOST_CACHE_BYTES", most_bytes)
     flat = by_window(lambda params, batch: jnp.zeros((*batch["tokens"].shape, VOCABULARY)), token_batch(8, 4))
     mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
     generator = Generator(

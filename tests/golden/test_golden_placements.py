@@ -11,13 +11,13 @@ import pathlib
 import pytest
 
 from meshtrain.assemble import Assembly, array_rows, assemble
+from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import parse
 from meshtrain.explain import batch_text, stages_text
-from meshtrain.layout.explain import table
-from meshtrain.layout.mesh import mesh_shape, num_needed
-from meshtrain.layout.picture import mesh_text
-from meshtrain.layout.rules import Rule, default_rules, extend
-from meshtrain.words.tables import format_bytes
+from meshtrain.sharding.mesh import mesh_shape, num_needed
+from meshtrain.sharding.mesh_picture import mesh_text
+from meshtrain.sharding.placement_text import table
+from meshtrain.sharding.rules import Rule, default_rules, extend
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = pathlib.Path(__file__).parent / "placements"

@@ -8,9 +8,9 @@ import numpy as np
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.config.folded import without_pipeline
 from meshtrain.data.sources import DataOptions
 from meshtrain.hf import folder, reading
+from meshtrain.run.generation_mesh import without_pipeline
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 DATA = DataOptions(source="synthetic")  # whose vocabulary is the model's

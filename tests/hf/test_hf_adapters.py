@@ -8,16 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain import hugging_face, training
-from meshtrain.config.of_folder import of_folder
+from meshtrain import training
+from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.data.sources import DataOptions
-from meshtrain.hf import adapters, export, files, folder, names, reading
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import MeshOptions
+from meshtrain.errors import UserError
+from meshtrain.hf import adapters, export, folder, names, reading, tensor_files
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.words.errors import UserError
+from meshtrain.run import hugging_face
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import MeshOptions
 from tests.hf.models import FIXTURES, NAMES, computed, logits_of
 
 LORA = LoraOptions(rank=3, alpha=4.5)
@@ -51,9 +52,9 @@ def params_of(opened, targets):
 
 
 def read(directory):
-    found, problems = files.tensors(directory)
+    found, problems = tensor_files.tensors(directory)
     assert problems == []
-    return {name: np.asarray(tensor, np.float32) for name, tensor in files.opened(found).items()}
+    return {name: np.asarray(tensor, np.float32) for name, tensor in tensor_files.opened(found).items()}
 
 
 def scale_of(stated, module):
@@ -136,7 +137,7 @@ def test_names_are_those_of_peft(tmp_path):
         assert stated["target_modules"] == modules
         assert (stated["r"], stated["lora_alpha"], stated["base_model_name_or_path"]) == (3, 6, "base")
         assert (stated["rank_pattern"], stated["fan_in_fan_out"]) == (ranks, is_transposed)
-        found, _ = files.tensors(out)
+        found, _ = tensor_files.tensors(out)
         assert list(found)[-1] == last
         assert {one.dtype for one in found.values()} == {"BF16"}
 

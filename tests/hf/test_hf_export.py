@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain import hugging_face
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.sources import DataOptions
-from meshtrain.data.tokenize import byte_tokenizer, file_tokenizer, open_tokenizer
-from meshtrain.hf import export, files, folder, reading
-from meshtrain.hf.config import described, differences
-from meshtrain.hf.stating import as_json, family_of
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.data.tokenizer import byte_tokenizer, file_tokenizer, open_tokenizer
+from meshtrain.errors import UserError
+from meshtrain.hf import export, folder, reading, tensor_files
+from meshtrain.hf.config_export import as_json, family_of
+from meshtrain.hf.config_json import described, differences
 from meshtrain.models.lora import LoraOptions
-from meshtrain.words.errors import UserError
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.run import hugging_face
+from meshtrain.sharding.axes import AXES
 from tests.hf.models import FIXTURES, NAMES
 
 ONE = dict.fromkeys(AXES, 1)
@@ -35,10 +35,10 @@ def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
     assembly = assemble(config, ONE | {"fsdp": 2}, jax.devices())
     params = reading.read(opened, assembly.kept_state.params)
     export.write_weights(tmp_path, opened.model.family, opened.model.options, params, opened.model.dtype, LoraOptions())
-    written, problems = files.tensors(tmp_path)
+    written, problems = tensor_files.tensors(tmp_path)
     assert problems == []
     assert len({one.file for one in written.values()}) > 1
-    before, after = files.opened(opened.stored), files.opened(written)
+    before, after = tensor_files.opened(opened.stored), tensor_files.opened(written)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert (tensor.dtype, tensor.shape, tensor.tobytes()) == (
@@ -121,14 +121,14 @@ def test_a_folder_goes_in_and_out(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" bytes of bfloat16 in {tmp_path / 'out'}, a llama")
     out = folder.opened(tmp_path / "out")
     assert out.model == folder.opened(came).model
-    before, after = files.opened(folder.opened(came).stored), files.opened(out.stored)
+    before, after = tensor_files.opened(folder.opened(came).stored), tensor_files.opened(out.stored)
     assert all(before[key].tobytes() == after[key].tobytes() for key in before)
     given, stated = (json.loads((one / "config.json").read_text()) for one in (came, tmp_path / "out"))
     assert given.items() <= stated.items()
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", files.ONE_FILE, files.INDEX_FILE, *beside}
+    assert names == {"config.json", "generation_config.json", tensor_files.ONE_FILE, tensor_files.INDEX_FILE, *beside}
     for name in (*beside, "generation_config.json"):
         assert (came / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     half = tmp_path / "half"
     hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={half}", "--dtype=float16"])
-    assert np.asarray(files.opened(folder.opened(half).stored)["model.norm.weight"]).dtype == jnp.float16
+    assert np.asarray(tensor_files.opened(folder.opened(half).stored)["model.norm.weight"]).dtype == jnp.float16

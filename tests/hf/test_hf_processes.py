@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from meshtrain.hf import export, files
+from meshtrain.hf import export, tensor_files
 from tests.hf.models import FIXTURES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,8 +24,8 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.hf import folder, reading
 from meshtrain.launch import distributed
-from meshtrain.layout.axes import AXES
-from meshtrain.run import weights_from
+from meshtrain.sharding.axes import AXES
+from meshtrain.run import weights
 
 here, found = pathlib.Path(sys.argv[1]), {}
 devices, _ = distributed.start(2)
@@ -37,7 +37,7 @@ for axis in ("fsdp", "pipeline"):
     reading._fill = lambda target, source: copied.append(source.nbytes) or copy(target, source)
     config = Config(model=model.options, batch_size=8, sequence_length=8)
     assembly = assemble(config, dict.fromkeys(AXES, 1) | {axis: 2}, devices)
-    params, _ = weights_from.restore_params(here / axis, None, assembly.kept_state.params)
+    params, _ = weights.restore_params(here / axis, None, assembly.kept_state.params)
     [shard] = params["layers"]["mlp_norm"]["scale"].addressable_shards
     resident, name = {}, ""
     for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
@@ -56,8 +56,8 @@ def file_of(name):
 
 @pytest.fixture(scope="module")
 def tensors():
-    found, _ = files.tensors(FIXTURES / "llama")
-    return files.opened(found)
+    found, _ = tensor_files.tensors(FIXTURES / "llama")
+    return tensor_files.opened(found)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshtrain.hf import export, folder, reading
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.stored import activation_sharding
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.stored import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
 
 ONE = dict.fromkeys(AXES, 1)

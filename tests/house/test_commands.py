@@ -11,7 +11,7 @@ import tomllib
 import pytest
 
 from meshtrain.__main__ import COMMANDS, main
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 HEAVY = {"jax", "flax", "optax", "orbax", "grain", "numpy", "ml_collections"}
@@ -25,10 +25,10 @@ OLDER = {
     "evaluate": "meshtrain.evaluate",
     "report": "meshtrain.report",
     "prepare": "meshtrain.data.prepare",
-    "verify": "meshtrain.store.verify",
+    "verify": "meshtrain.checkpoint.verify",
     "bench-collectives": "meshtrain.probe.bench_collectives",
     "doctor": "meshtrain.probe.doctor",
-    "hf": "meshtrain.hugging_face",
+    "hf": "meshtrain.run.hugging_face",
     "launch": "meshtrain.launch",
     "config": "meshtrain.config",
 }

@@ -13,18 +13,18 @@ from meshtrain.training import train
 
 MODULES = (
     "config.config",
-    "layout.rules",
-    "layout.trees",
+    "sharding.rules",
+    "sharding.trees",
     "optim.learning_rate",
     "optim.masks",
     "optim.optimizers",
     "optim.trainable",
     "pipeline.check",
     "pipeline.schedules",
-    "words.errors",
-    "words.flags",
-    "words.paths",
-    "words.tables",
+    "errors",
+    "cli.flags",
+    "files",
+    "cli.tables",
 )
 
 

@@ -46,5 +46,5 @@ def test_a_text_that_is_not_there_or_not_alone_is_refused(text, after, wanted):
 
 
 def test_a_room_that_is_not_there_is_one_line(capsys):
-    assert main(["layout", "sharding"]) == 2
-    assert capsys.readouterr().err.startswith("meshtrain: error: ROOM: got 'sharding'; allowed: words, config, ")
+    assert main(["sharding", "layout"]) == 2
+    assert capsys.readouterr().err.startswith("meshtrain: error: ROOM: got 'layout'; allowed: cli, config, ")

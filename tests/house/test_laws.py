@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES, batch_axes
+from meshtrain.sharding.axes import AXES, batch_axes
 from scripts.benchmarks import reference
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -29,15 +29,15 @@ LAZY_IMPORTERS = {
     "meshtrain/__init__.py",
     "meshtrain/probe/bench_collectives.py",
     "meshtrain/probe/doctor.py",
-    "meshtrain/words/named.py",
+    "meshtrain/options.py",
 }
-CONFIG_READER = "meshtrain/words/config_file.py"  # --config names a Python file that the user has written
+CONFIG_READER = "meshtrain/cli/config_file.py"  # --config names a Python file that the user has written
 # Who reads the configuration: rooms and files; all others are given what they need.
 READS_CONFIGURATION = {"config", "examples", "lab", "plan", "probe", "run"}
 READS_CONFIGURATION |= {
     f"{name}.py" for name in ("__init__", "assemble", "evaluate", "explain", "generate", "main", "training")
 }
-READS_CONFIGURATION |= {"hugging_face.py"}
+READS_CONFIGURATION |= {"harness.py"}
 FIELDS = {field.name for field in dataclasses.fields(Config)}
 TOP_LEVEL = {
     ".ci",
@@ -57,7 +57,7 @@ TOP_LEVEL = {
 NOT_TEXT = ("docs/", "meshtrain/examples/digits/", "tests/hf/fixtures/", "tests/run/fixtures/")
 BATCH = batch_axes()
 # The table of rules says which axes split which dim, and is where a list of them belongs.
-AXES_LISTED = {"meshtrain/layout/rules.py": {"('pipeline', 'tensor')"}}
+AXES_LISTED = {"meshtrain/sharding/rules.py": {"('pipeline', 'tensor')"}}
 FORBIDDEN_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 CODE_IN_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -207,7 +207,7 @@ def executing_data(path: pathlib.Path) -> list[str]:
 
 
 def listed_axes(path: pathlib.Path) -> list[str]:
-    """Lists of axes of the mesh, and products of their sizes, that should ask `layout/axes.py` for a role."""
+    """Lists of axes of the mesh, and products of their sizes, that should ask `sharding/axes.py` for a role."""
     found, allowed = [], AXES_LISTED[name_of(path)] if name_of(path) in AXES_LISTED else set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
@@ -218,7 +218,7 @@ def listed_axes(path: pathlib.Path) -> list[str]:
         else:
             continue
         if len(set(named)) > 1 and ast.unparse(node) not in allowed:
-            found.append(f"{node.lineno}: {ast.unparse(node)}: the axes of a role are what layout/axes.py says")
+            found.append(f"{node.lineno}: {ast.unparse(node)}: the axes of a role are what sharding/axes.py says")
     return found
 
 

@@ -47,7 +47,14 @@ BAD = {
     ),
     "query": ("import jax; jax.devices()", "changes at import: devices"),
 }
-WITHOUT_JAX = ("launch.hardware", "launch.local", "pipeline.chart", "pipeline.schedules", "plan.hlo", "words.flags")
+WITHOUT_JAX = (
+    "launch.hardware",
+    "launch.local_processes",
+    "pipeline.chart",
+    "pipeline.schedules",
+    "plan.hlo.parse",
+    "cli.flags",
+)
 
 
 def run(code: str, folder: pathlib.Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from meshtrain import errors
 from meshtrain.__main__ import COMMANDS
+from meshtrain.cli import flags
 from meshtrain.config import data_sources, reductions, side_rooms, tasks
 from meshtrain.config.config import Config
-from meshtrain.words import errors, flags
 from scripts.benchmarks import reference
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from meshtrain.plan import topology
+from meshtrain.plan.target import clusters
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS_OF_PAGES = sorted((ROOT / "scripts" / "benchmarks").glob("*.py"))
@@ -181,8 +181,8 @@ def test_the_compilers_of_accelerators_that_are_not_there_come_with_plan_alone(m
 @pytest.mark.parametrize(
     ("words", "extras"),
     [
-        *(([f"--cluster={name}:8"], "[plan-gpu]") for name in topology.GPUS),
-        *(([f"--cluster={name}:2x2"], "[plan-tpu]") for name in topology.TPUS),
+        *(([f"--cluster={name}:8"], "[plan-gpu]") for name in clusters.GPUS),
+        *(([f"--cluster={name}:2x2"], "[plan-tpu]") for name in clusters.TPUS),
         (["--config=a.py", "--cluster", "H100:8x8"], "[plan-gpu]"),
         (["--cluster=h100:8", "--cluster=cpu:8"], ""),
         (["--cluster=h10:8"], ""),

@@ -22,7 +22,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in 
 from meshtrain.__main__ import main
 from meshtrain.config.config import resolve
 from meshtrain.config.former import FORMER, Gone
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 room, *names = sys.argv[1:]
 run = ["--workdir=run", "--config=small.py", "--config.num_steps=2", "--config.sample_tokens=0"]

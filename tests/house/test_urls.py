@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from meshtrain import training
+from meshtrain import files, training
 from meshtrain.__main__ import COMMANDS, main
+from meshtrain.cli import flags
 from meshtrain.config import Config, data_sources, resolve, tasks
-from meshtrain.words import flags, paths
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 URL = "gs://bucket/one"
 LINE = f"got '{URL}', a URL; allowed: a path of this machine; nearest: mount or copy it"
@@ -112,15 +112,15 @@ def test_a_run_s_folder_given_in_python_is_no_url(tmp_path, monkeypatch, directo
 
 @pytest.mark.parametrize("path", ["runs/a:b", "/tmp/x://y", "C:/x", "a b://c", "://x", "1x://y", "gs:/one"])
 def test_other_names_with_colons_are_paths(path):
-    assert paths.url_problems("--workdir", path) == []
+    assert files.url_problems("--workdir", path) == []
 
 
 def test_one_of_several_paths_is_enough():
-    assert len(paths.url_problems("data.path", f"a.txt, {URL}/*.txt,b.txt")) == 1
+    assert len(files.url_problems("data.path", f"a.txt, {URL}/*.txt,b.txt")) == 1
 
 
 def test_a_scheme_that_a_place_reads_is_one_entry(monkeypatch):
-    monkeypatch.setattr(paths, "READ", {"init_from": ("gs",)})
-    assert paths.url_problems("init_from", URL) == []
-    assert paths.url_problems("data.path", URL) == [f"data.path: {LINE}"]
-    assert "allowed: a path of this machine, gs://;" in paths.url_problems("init_from", "s3://bucket/one")[0]
+    monkeypatch.setattr(files, "READ", {"init_from": ("gs",)})
+    assert files.url_problems("init_from", URL) == []
+    assert files.url_problems("data.path", URL) == [f"data.path: {LINE}"]
+    assert "allowed: a path of this machine, gs://;" in files.url_problems("init_from", "s3://bucket/one")[0]

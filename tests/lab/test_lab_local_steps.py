@@ -19,15 +19,15 @@ from meshtrain.config.config import Config
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.lab.local_steps import in_groups, inner_step, outer_optimizer, outer_step, over_groups
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.reduction import ReductionOptions
-from meshtrain.layout.stored import ZeroOptions
-from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Sums, Task, token_batch
+from meshtrain.models.vocabulary.losses import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.plan import hlo
-from meshtrain.plan.collectives import collectives
+from meshtrain.plan.hlo import parse
+from meshtrain.plan.hlo.collectives import collectives
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state
@@ -175,7 +175,7 @@ def test_what_int8_does_not_send_of_the_distance_is_sent_later():
 
 
 def outer_bytes(assembly):
-    program = hlo.read(assembly.outer_step.lower(assembly.state).compile().as_text())
+    program = parse.read(assembly.outer_step.lower(assembly.state).compile().as_text())
     return sum(one.count * one.wire_bytes for one in collectives(program, dict(assembly.mesh.shape)))
 
 
@@ -192,7 +192,7 @@ def test_the_inner_program_sends_scalars_and_the_outer_one_all_weights_once():
     programs = {"inner": (assembly.state, assembly.batch), "outer": (assembly.state,)}
     sent = {}
     for (name, given), step in zip(programs.items(), (assembly.train_step, assembly.outer_step), strict=True):
-        program = hlo.read(step.lower(*given).compile().as_text())
+        program = parse.read(step.lower(*given).compile().as_text())
         sent[name] = sum(one.count * one.wire_bytes for one in collectives(program, dict(assembly.mesh.shape)))
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(assembly.state.params))
     assert sent["outer"] == 2 * 3 / 4 * 4 * num_parameters

@@ -5,9 +5,9 @@ import importlib
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting, hosts_of, meeting
-from meshtrain.words.errors import UserError
 
 SLURM = {
     "SLURM_JOB_ID": "123456",

@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from meshtrain.cli.config_file import load
+from meshtrain.errors import UserError
 from meshtrain.launch import cluster, distributed, peers
-from meshtrain.words.config_file import load
-from meshtrain.words.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_STEP_NODELIST": "node[1-4]", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
@@ -27,7 +27,7 @@ OPEN_MPI = {
 def launch(code, **environ):
     """Starts Python on `code`, with what `start` prints or raises made visible."""
     keep = {name: os.environ[name] for name in ("PATH", "HOME", "VIRTUAL_ENV") if name in os.environ}
-    rooms = ("words.errors", "launch.distributed", "launch.peers")
+    rooms = ("errors", "launch.distributed", "launch.peers")
     text = "\n".join(["import jax", *(f"from meshtrain.{room} import *" for room in rooms), code])
     command = [sys.executable, "-W", "error", "-c", text]
     return subprocess.Popen(
@@ -291,7 +291,7 @@ def test_of_two_processes_with_one_number_each_says_so_in_a_line_and_no_stack():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    code = "from meshtrain.launch import meeting; meeting.LINE_SECONDS = 3; run(lambda: start(3) and None)"
+    code = "from meshtrain.launch import rendezvous; rendezvous.LINE_SECONDS = 3; run(lambda: start(3) and None)"
     environ = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "3", "JAX_PLATFORMS": "cpu"}
     started = [launch(code, JAX_PROCESS_ID=index, **environ) for index in "011"]
     ended = [process.communicate(timeout=120)[1].splitlines() for process in started]

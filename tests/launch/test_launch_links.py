@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.launch import links
 from meshtrain.launch.links import Link, Links
-from meshtrain.words.errors import UserError
 
 REDUCED = Link("data", "all-reduce", 8, 2, 30e-6, 40e9)
 MEASURED = Links(

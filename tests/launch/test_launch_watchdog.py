@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.launch import peers
 from meshtrain.launch.watchdog import Watchdog
-from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -135,7 +135,7 @@ def test_who_is_alone_gets_its_own_words_back():
 
 
 TALK = """
-from meshtrain.words import errors
+from meshtrain import errors
 from meshtrain.launch import distributed, peers
 distributed.start(2)
 assert peers.gathered("a", peers.index()) == [0, 1]
@@ -151,7 +151,7 @@ errors.run(lambda: peers.refuse_differences("start", {"x": peers.index()}))
 
 def test_an_error_of_ours_ends_all_at_once_though_others_wait_for_its_farewell():
     code = (
-        "from meshtrain.words import errors\nfrom meshtrain.launch import distributed, peers\ndistributed.start(2)\n"
+        "from meshtrain import errors\nfrom meshtrain.launch import distributed, peers\ndistributed.start(2)\n"
         "errors.run(lambda: peers.gathered('a', None) if peers.index() else 1 / 0)"
     )
     command = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c", code]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from meshtrain.layout.placement import Placement
-from meshtrain.models import blockwise
+from meshtrain.models.attention import blockwise
 from meshtrain.models.remat import HEADS, RematOptions, checkpoint_policy
+from meshtrain.sharding.placement import Placement
 
 BATCH_SIZE, NUM_HEADS, HEAD_DIM, BLOCK = 2, 4, 16, 64
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.task import decoder
 
 NUM_ROWS, LENGTH, VOCABULARY = 3, 12, 11
 PROMPTS = np.array([5, 3, 1])  # tokens of each row's prompt; all are padded to the longest

@@ -11,13 +11,13 @@ import pytest
 from flax import linen as nn
 from flax.core import meta
 
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models.decoder import DecoderOptions, run_layers
-from meshtrain.models.decoder_task import count_parameters, decoder
 from meshtrain.models.metrics import Load
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions, run_layers
+from meshtrain.models.transformer.task import count_parameters, decoder
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.trees import leaves_with_paths
 
 BATCH_SIZE, SEQUENCE_LENGTH, START = 2, 12, 5  # the second document starts at START
 LLAMA = DecoderOptions(

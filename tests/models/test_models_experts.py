@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.layout.placement import Placement
-from meshtrain.models import experts, routing
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_task import decoder
-from meshtrain.models.experts import Experts
 from meshtrain.models.metrics import LEFT_OUT, Load
+from meshtrain.models.moe import experts, routing
+from meshtrain.models.moe.experts import Experts
+from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import RematOptions
-from meshtrain.models.routing import Tokens
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.task import decoder
+from meshtrain.sharding.placement import Placement
 
 NUM_SEQUENCES, NUM_TOKENS, WIDTH = 2, 7, 8
 OPTIONS = DecoderOptions(

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.models.fp8 import BACKWARD, FORWARD, product, quantized
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import LayoutOptions, default_rules
 
 NOWHERE = dataclasses.replace(Placement.nowhere(), in_fp8=True)
 SMALL = {

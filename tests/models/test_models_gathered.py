@@ -8,10 +8,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.stored import ZeroOptions
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 
 NUM_LAYERS, EMBED, MLP = 8, 128, 512

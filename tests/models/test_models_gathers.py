@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.rules import LayoutOptions, default_rules
-from meshtrain.layout.stored import spec
-from meshtrain.models.decoder import DecoderOptions, Layer, angles_of
-from meshtrain.plan import hlo
-from meshtrain.plan.shapes import dims
+from meshtrain.models.transformer.decoder import DecoderOptions, Layer, angles_of
+from meshtrain.plan.hlo import parse
+from meshtrain.plan.hlo.shapes import dims
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.stored import spec
 from tests.plan.counted import gathered_twice
 
 MESH = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}
@@ -51,7 +51,7 @@ def program():
     # Inside a manual axis, as replicas and stages run it: there the compiler does not merge equal gathers.
     whole, split = PartitionSpec(), PartitionSpec("data")
     gradients = placement.on_shards(gradients, (whole, split, split), (whole, split), axes=frozenset({"data"}))
-    return hlo.read(jax.jit(gradients).lower(params, x, x).compile().as_text())
+    return parse.read(jax.jit(gradients).lower(params, x, x).compile().as_text())
 
 
 def test_no_operand_is_gathered_twice():

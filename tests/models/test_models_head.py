@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.rules import LayoutOptions, default_rules
-from meshtrain.layout.stored import rules_of_level
-from meshtrain.models import head, losses
+from meshtrain.models.vocabulary import head, losses
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.stored import rules_of_level
 
 B, T, D, V = 8, 26, 16, 128
 VOCAB_SIZE = 100

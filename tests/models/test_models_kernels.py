@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 from flax.core import meta
 
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.placement import Placement
 from meshtrain.models.cost import LOOP, Kernel
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_cost import kernels
-from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder_cost import kernels
+from meshtrain.models.transformer.task import decoder
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.placement import Placement
 
 ONE = dict.fromkeys(AXES, 1)
 MODEL = DecoderOptions(1, 128, 64, 2, 2, vocab_size=16, num_experts=4, expert_dim=128, attention="xla")

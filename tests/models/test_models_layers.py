@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.layout.placement import Placement
-from meshtrain.models.decoder import DecoderOptions, angles_of
-from meshtrain.models.decoder_task import decoder
 from meshtrain.models.layers import Norm, dropout, rotary_angles, rotate
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions, angles_of
+from meshtrain.models.transformer.task import decoder
+from meshtrain.sharding.placement import Placement
 
 # Llama 3.1 405B's (rope_theta, head dim, factor, low, high, original length).
 BASE, HEAD_DIM, FACTOR, LOW, HIGH, ORIGINAL = 500000.0, 128, 8.0, 1.0, 4.0, 8192

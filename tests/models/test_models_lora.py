@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.layout.trees import leaves_with_paths, merged, select
 from meshtrain.models import lora
-from meshtrain.models.abstract import named_params
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_task import decoder
+from meshtrain.models.abstract_weights import named_params
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.task import decoder
 from meshtrain.optim.trainable import is_adapter, trained_mask
+from meshtrain.sharding.trees import leaves_with_paths, merged, select
 
 B, T, VOCABULARY = 2, 6, 11
 SIZES = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 24, "num_heads": 4, "vocab_size": VOCABULARY, "init_std": 0.5}

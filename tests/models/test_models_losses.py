@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from meshtrain.models import losses
+from meshtrain.models.vocabulary import losses
 
 NUM_SHARDS = 4
 VOCAB_SIZE, PADDED = 13, 16

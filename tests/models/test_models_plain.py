@@ -10,9 +10,9 @@ import pytest
 from flax.core import meta
 
 from meshtrain.config.config import Config
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_task import decoder
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.task import decoder
 from meshtrain.optim.learning_rate import LearningRateOptions
 from scripts.benchmarks import plain_decoder, step
 

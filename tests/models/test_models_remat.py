@@ -10,12 +10,12 @@ from jax.extend.core import jaxprs_in_params
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.rules import LayoutOptions
 from meshtrain.models import remat
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import LayoutOptions
 
 NUM_LAYERS, BATCH, LENGTH, EMBED, MLP = 4, 8, 128, 64, 512
 CONFIG = Config(

@@ -5,12 +5,12 @@ import collections
 import pytest
 
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
-from meshtrain.plan import flops, hlo
-from meshtrain.plan.compile import compile_step
-from meshtrain.plan.topology import open_cluster
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.plan.hlo import flops, parse
+from meshtrain.plan.target.clusters import open_cluster
+from meshtrain.plan.target.compile import compile_step
+from meshtrain.sharding.axes import AXES
 from meshtrain.step.precision import PrecisionOptions
 
 pytestmark = pytest.mark.gpu_compiler
@@ -31,7 +31,7 @@ def num_kernels(options):
     )
     compiled = compile_step(config, dict.fromkeys(AXES, 1) | {"fsdp": 8}, open_cluster("h100:1x8"))
     assert compiled.attention == "cudnn"
-    program, runs = hlo.read(compiled.text), collections.Counter()
+    program, runs = parse.read(compiled.text), collections.Counter()
     for name, body in program.computations.items():
         for line in body:
             if line.opcode == "custom-call" and flops.is_attention(line):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.models import routing
-from meshtrain.models.routing import Routing, Tokens
+from meshtrain.models.moe import routing
+from meshtrain.models.moe.routing import Routing, Tokens
 
 NUM_SEQUENCES, NUM_TOKENS, WIDTH, NUM_EXPERTS, NUM_CHOSEN = 3, 5, 4, 6, 2
 GENERATOR = np.random.default_rng(0)

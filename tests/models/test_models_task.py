@@ -9,6 +9,7 @@ import pytest
 
 from meshtrain.assemble import learning_rates
 from meshtrain.config.config import Config
+from meshtrain.errors import UserError
 from meshtrain.models.task import (
     SEQUENCE_INDEX,
     Entry,
@@ -21,7 +22,6 @@ from meshtrain.models.task import (
     with_layer_sums,
 )
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.words.errors import UserError
 
 NOAM = Config(learning_rate=LearningRateOptions(name="noam", warmup_steps=10))
 

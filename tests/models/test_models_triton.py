@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.layout.placement import Placement
-from meshtrain.models import triton
+from meshtrain.errors import UserError
+from meshtrain.models.attention import triton
 from meshtrain.models.remat import HEADS, checkpoint_policy
-from meshtrain.words.errors import UserError
+from meshtrain.sharding.placement import Placement
 from tests.models.test_models_blockwise import arrays, both_ways, documents_of, written_out
 from tests.models.test_models_blockwise import num_runs as num_jitted
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.observe import profiler
-from meshtrain.words.errors import UserError
 
 
 @pytest.fixture

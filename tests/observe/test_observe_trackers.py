@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from meshtrain.errors import UserError
 from meshtrain.observe import trackers
-from meshtrain.words.errors import UserError
 
 
 def rows(path):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.optim.learning_rate import NAMES, LearningRateOptions, check, learning_rate
-from meshtrain.words.errors import UserError
 
 NUM_STEPS, WARMUP = 100, 20
 OPTIONS = LearningRateOptions(peak=3e-3, warmup_steps=WARMUP, final_fraction=0.1, stable_fraction=0.5)

@@ -10,12 +10,12 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.layout.stored import is_names
-from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim.eight_bits import decoded, extents
 from meshtrain.optim.moments import StoredMoments, to_bfloat16
 from meshtrain.optim.optimizers import OptimizerOptions, check, optimizer
 from meshtrain.optim.states import state_axes
+from meshtrain.sharding.stored import is_names
+from meshtrain.sharding.trees import leaves_with_paths
 
 KINDS = ("bfloat16", "8bit")
 AXES = {

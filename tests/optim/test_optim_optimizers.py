@@ -11,12 +11,12 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshtrain.layout.stored import is_names
-from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.errors import UserError
 from meshtrain.optim.masks import num_stacked
 from meshtrain.optim.optimizers import NAMES, OptimizerOptions, check, optimizer
 from meshtrain.optim.states import state_axes
-from meshtrain.words.errors import UserError
+from meshtrain.sharding.stored import is_names
+from meshtrain.sharding.trees import leaves_with_paths
 
 NUM_LAYERS = 2
 AXES = {

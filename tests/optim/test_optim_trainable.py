@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.config.config import resolve
-from meshtrain.layout.trees import leaves_with_paths, merged, select
+from meshtrain.errors import UserError
 from meshtrain.optim.trainable import trained_mask
-from meshtrain.words.errors import UserError
+from meshtrain.sharding.trees import leaves_with_paths, merged, select
 
 PARAMS = jax.eval_shape(
     lambda: {

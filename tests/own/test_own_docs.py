@@ -10,9 +10,9 @@ import pytest
 from flax import linen, nnx
 
 from meshtrain.config.config import parse
-from meshtrain.data.own import opened
-from meshtrain.layout.rules import LayoutOptions, default_rules
+from meshtrain.data.own_source import opened
 from meshtrain.models.task import Task, entries, limits, sequence_keys
+from meshtrain.sharding.rules import LayoutOptions, default_rules
 from scripts.benchmarks import digits, memory, mesh
 
 ROOT = pathlib.Path(__file__).parents[2]

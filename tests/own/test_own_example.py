@@ -9,8 +9,8 @@ import pytest
 
 from meshtrain import explain, generate
 from meshtrain.config import __main__ as fields
+from meshtrain.errors import UserError
 from meshtrain.main import main
-from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "guide" / "own_model.py"

@@ -11,7 +11,7 @@ import pytest
 
 from meshtrain.config.config import Config
 from meshtrain.data.text import share
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 from scripts.benchmarks import docstring_questions, finetune
 from scripts.benchmarks.docstring_questions import Asked, functions, line, split
 from scripts.benchmarks.finetune import commands, performed, shown

@@ -18,15 +18,15 @@ from flax import linen as nn
 from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.layout.stored import ZeroOptions
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models.losses import cross_entropy
 from meshtrain.models.task import Task, token_batch
+from meshtrain.models.vocabulary.losses import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.step.held import held
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.step.device_memory import held
 from meshtrain.step.loss_scale import LossScaleOptions
 
 B, T, D, F, V = 8, 4, 16, 32, 64

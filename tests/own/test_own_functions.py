@@ -16,16 +16,16 @@ from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config import __main__ as fields
 from meshtrain.config import default, effects, resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.stored import ZeroOptions
-from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions, Trackers
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import optimizer
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import option
+from meshtrain.options import option
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity import runs
 
 ROOT = pathlib.Path(__file__).parents[2]

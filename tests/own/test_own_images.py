@@ -19,15 +19,15 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import resolve
 from meshtrain.config.tasks import abstract_task, find
 from meshtrain.data.corpus import tokenizer_for
-from meshtrain.data.own import Data
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.data.own_source import Data
+from meshtrain.errors import UserError
 from meshtrain.models.task import Entry, Task
+from meshtrain.options import option
 from meshtrain.run.generating import problems_of_task
 from meshtrain.run.opened import open_data
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.training import train
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import option
 
 H, W, C, CLASSES = 4, 2, 3, 5
 GIVEN = {
@@ -154,7 +154,7 @@ def test_dims_of_a_batch_follow_the_rules():
     named = [line for line in caught.value.problems if "got 'hight'" in line]
     assert len(named) == 2
     assert "did you mean 'height'?" in named[0]
-    assert "layout.rules.extend" in named[0]
+    assert "sharding.rules.extend" in named[0]
     assert any("dim 2 has size 3" in line for line in caught.value.problems)
 
 

@@ -15,14 +15,14 @@ from flax import nnx
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import MeshOptions
-from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.layout.stored import ZeroOptions
-from meshtrain.models.losses import cross_entropy
+from meshtrain.errors import UserError
 from meshtrain.models.task import Task, token_batch
+from meshtrain.models.vocabulary.losses import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.words.errors import UserError
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.stored import ZeroOptions
 
 B, T, D, F, V = 16, 8, 16, 32, 64
 CONFIG = Config(

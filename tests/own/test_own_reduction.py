@@ -11,10 +11,10 @@ import pytest
 from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config.config import resolve
-from meshtrain.layout.reduction import Reduction, ReductionOptions
-from meshtrain.layout.stored import ZeroOptions
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import option
+from meshtrain.errors import UserError
+from meshtrain.options import option
+from meshtrain.sharding.reduction import Reduction, ReductionOptions
+from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import pytest
 from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config.config import resolve
+from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as chart
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.words.errors import UserError
 from tests.parity import runs
 
 ROOT = pathlib.Path(__file__).parents[2]

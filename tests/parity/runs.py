@@ -12,15 +12,15 @@ import optax
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_task import decoder
 from meshtrain.models.metrics import all_logged
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.task import decoder
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity.comparison import Leaves, Trained
 from tests.quick import exact
 

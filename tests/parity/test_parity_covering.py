@@ -9,13 +9,13 @@ import itertools
 import pytest
 
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.offload import OffloadOptions
-from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.stored import MAX_LEVEL, STRATEGIES, ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim import optimizers
 from meshtrain.pipeline import schedules
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.offload import OffloadOptions
+from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.stored import MAX_LEVEL, STRATEGIES, ZeroOptions
 from tests.parity import runs, test_parity_experts
 
 LLAMA, GPT, QWEN = "llama", "gpt", "qwen"

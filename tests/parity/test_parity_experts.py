@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.generation.loop import Request
 from meshtrain.generation.sampling import Sampling
-from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.stored import ZeroOptions
+from meshtrain.generation.token_loop import Request
 from meshtrain.models.metrics import LEFT_OUT
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.run.generating import generator
+from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 from tests.quick import QUICK
 

@@ -13,10 +13,10 @@ import pytest
 
 from meshtrain.assemble import assemble, stored_params
 from meshtrain.config.config import resolve
-from meshtrain.layout.trees import leaves_with_paths
 from meshtrain.optim.trainable import is_adapter
-from meshtrain.plan.guess import state_bytes, weights_of
-from meshtrain.step.held import held
+from meshtrain.plan.search.estimate import state_bytes, weights_of
+from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.step.device_memory import held
 from tests.parity.runs import by_path, first_moments, sizes
 
 B, T, VOCABULARY = 8, 8, 61

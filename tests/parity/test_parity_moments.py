@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshtrain.layout.stored import ZeroOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 
 pytestmark = pytest.mark.slow

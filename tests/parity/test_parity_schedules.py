@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.parity import runs
 from tests.parity.comparison import SCALAR_BOUND

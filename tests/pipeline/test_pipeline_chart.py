@@ -6,11 +6,11 @@ from fractions import Fraction
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as program
 from meshtrain.pipeline.chart import as_text, figure
 from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import NAMES, build
-from meshtrain.words.errors import UserError
 
 CHARTS = pathlib.Path(__file__).parent / "charts"
 

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.pipeline.check import (
     Costs,
     bubble_fraction,
@@ -15,7 +16,6 @@ from meshtrain.pipeline.check import (
     run_in_step,
 )
 from meshtrain.pipeline.schedules import NAMES, Action, PipelineOptions, Schedule, build
-from meshtrain.words.errors import UserError
 
 F0, F1, B0, B1 = Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1)
 

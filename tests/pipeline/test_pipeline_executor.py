@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from meshtrain.layout import placement as placement_room
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.placement import on_shards
-from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.stored import Stored
-from meshtrain.layout.trees import leaves_with_paths
-from meshtrain.models import losses
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums
-from meshtrain.pipeline import chunks, executor, forward
+from meshtrain.models.vocabulary import losses
+from meshtrain.pipeline import executor, forward, stages
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.schedules import Action, Schedule, build
+from meshtrain.sharding import placement as placement_room
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.placement import on_shards
+from meshtrain.sharding.stored import Stored
+from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity.comparison import SCALAR_BOUND, assert_gradients
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY = 4, 2, 3, 4, 12
@@ -122,7 +122,7 @@ def run(schedule, num_replicas=1):
     """Returns what the executor makes of two layers a chunk, gradients in layer order."""
     num_layers = 2 * schedule.num_stages * schedule.num_chunks
     params = parameters(num_layers)
-    params["layers"] = chunks.chunked(params["layers"], schedule.num_chunks)
+    params["layers"] = stages.chunked(params["layers"], schedule.num_chunks)
     compute = compute_on(mesh_of(schedule.num_stages, num_replicas), schedule, params)
     run_once = jax.jit(compute)
     sums = jax.device_get(run_once(params, batch_of(schedule.num_microbatches), jax.random.key(3)))

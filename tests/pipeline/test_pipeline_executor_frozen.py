@@ -13,13 +13,13 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.stored import ZeroOptions
-from meshtrain.layout.trees import leaves_with_paths, select
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.sharding.trees import leaves_with_paths, select
 
 B, T, VOCABULARY, NUM_STAGES = 8, 8, 260, 2
 SGD = OptimizerOptions(name="sgd", weight_decay=0.1, clip_norm=0.0)

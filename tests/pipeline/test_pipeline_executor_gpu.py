@@ -12,13 +12,15 @@ import jax
 import pytest
 
 from meshtrain.config.config import resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import MeshOptions
-from meshtrain.layout.rules import LayoutOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import compile as compiling
-from meshtrain.plan import flops, hlo, report, topology
+from meshtrain.plan import text_report
+from meshtrain.plan.hlo import flops, parse
+from meshtrain.plan.target import clusters
+from meshtrain.plan.target import compile as compiling
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.rules import LayoutOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import counted
 from tests.plan.conftest import config as small
@@ -50,8 +52,8 @@ def compiled(*chosen):
     """Returns the compiled step and the program that was read."""
     given = config(*chosen)
     shape = {axis: getattr(given.mesh, axis) for axis in AXES}
-    step = compiling.compile_step(given, shape, topology.open_cluster("h100:1x8"))
-    return step, hlo.read(step.text)
+    step = compiling.compile_step(given, shape, clusters.open_cluster("h100:1x8"))
+    return step, parse.read(step.text)
 
 
 def one_device_flops():
@@ -134,7 +136,7 @@ def test_rows_that_work_send_the_least_along_tensor():
         remat=RematOptions("save_attention"),
         pipeline=PipelineOptions("interleaved_1f1b", num_microbatches=2, num_chunks=3),
     )
-    assert report.working_ratios(planned("h100:1x8", given))["tensor"] == pytest.approx(1, abs=0.01)
+    assert text_report.working_ratios(planned("h100:1x8", given))["tensor"] == pytest.approx(1, abs=0.01)
 
 
 def test_a_long_sequence_leaves_the_inputs_of_its_layers_alone():
@@ -147,6 +149,6 @@ def test_a_long_sequence_leaves_the_inputs_of_its_layers_alone():
     given = dataclasses.replace(
         config("1f1b", 2, 1, mesh.pipeline), mesh=mesh, batch_size=2 * mesh.fsdp, sequence_length=131_072
     )
-    step = compiling.compile_step(given, dataclasses.asdict(mesh), topology.open_cluster("h100:8x8"))
+    step = compiling.compile_step(given, dataclasses.asdict(mesh), clusters.open_cluster("h100:8x8"))
     assert step.attention == "cudnn"
     assert step.statistics.peak_bytes < 15 * 2**30

@@ -5,10 +5,10 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.axes import AXES
 
 SEQUENCES_PER_DEVICE, NUM_DATA, SEQUENCE_LENGTH = 2, 2, 32
 MODEL = DecoderOptions(num_layers=8, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=128)

@@ -14,19 +14,19 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.stored import Stored
-from meshtrain.models import losses
+from meshtrain.errors import UserError
 from meshtrain.models.metrics import Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Task, staged_loss, token_batch, with_layer_sums
-from meshtrain.pipeline import chunks, executor, forward
+from meshtrain.models.vocabulary import losses
+from meshtrain.pipeline import executor, forward, stages
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.pullback import SplitLayer
 from meshtrain.pipeline.schedules import PipelineOptions, build
-from meshtrain.words.errors import UserError
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.stored import Stored
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY, NUM_STAGES = 4, 4, 3, 4, 12, 2
 MOST_LAYERS = 8
@@ -125,7 +125,7 @@ def specs_of(num_chunks):
 
 def stored(num_layers, num_chunks):
     params = parameters(num_layers)
-    return {**params, "layers": chunks.chunked(params["layers"], num_chunks)}
+    return {**params, "layers": stages.chunked(params["layers"], num_chunks)}
 
 
 def mesh():

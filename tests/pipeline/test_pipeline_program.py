@@ -3,9 +3,9 @@ import random
 import numpy as np
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.pipeline.program import Segment, Signature, executable, segments
 from meshtrain.pipeline.schedules import Action, Schedule, build
-from meshtrain.words.errors import UserError
 
 CASES = [
     ("gpipe", 4, 16, 1),

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_task import decoder
+from meshtrain.errors import UserError
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import LayerSums
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.task import decoder
 from meshtrain.pipeline.pullback import SplitLayer
-from meshtrain.words.errors import UserError
 
 WIDTH = 8
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, WIDTH)), jnp.float32)

@@ -2,10 +2,10 @@ from fractions import Fraction
 
 import pytest
 
+from meshtrain.errors import UserError
+from meshtrain.options import problems as option_problems
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Action, PipelineOptions, build, describe
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import problems as option_problems
 
 FULL = ("1f1b", "gpipe", "interleaved_1f1b")  # whose rows are full but at their start and end
 SHAPES = [(1, 1), (1, 5), (2, 2), (2, 8), (3, 3), (4, 4), (4, 8), (4, 16), (5, 10), (8, 8), (8, 32)]

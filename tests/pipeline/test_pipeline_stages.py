@@ -10,10 +10,10 @@ from jax.extend.core import Literal
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import default, resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder_task import decoder
+from meshtrain.models.transformer.task import decoder
 from meshtrain.pipeline import executor, pullback
 from meshtrain.pipeline import stages as ring
+from meshtrain.sharding.axes import AXES
 
 NUM_STAGES, TENSOR = 2, 2
 SHAPE = dict.fromkeys(AXES, 1) | {"pipeline": NUM_STAGES, "tensor": TENSOR}

@@ -8,11 +8,11 @@ import jax
 import pytest
 
 from meshtrain.config.config import resolve
-from meshtrain.layout.axes import AXES
 from meshtrain.pipeline import stages as ring
-from meshtrain.plan import hlo
-from meshtrain.plan.compile import compile_step
-from meshtrain.plan.topology import open_cluster
+from meshtrain.plan.hlo import parse
+from meshtrain.plan.target.clusters import open_cluster
+from meshtrain.plan.target.compile import compile_step
+from meshtrain.sharding.axes import AXES
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -42,7 +42,7 @@ SHAPE = dict.fromkeys(AXES, 1) | {"pipeline": 4, "tensor": 2}
 def compiled():
     """Returns the abstract weights of the layers, and the program that was read."""
     step = compile_step(resolve(CONFIG, reads_data=False), SHAPE, open_cluster("h100:1x8"))
-    return step.assembly, hlo.read(step.text)
+    return step.assembly, parse.read(step.text)
 
 
 def matrices_of(assembly):

@@ -6,11 +6,12 @@ import pytest
 
 from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
-from meshtrain.layout.mesh import MeshOptions
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import planner, topology
-from meshtrain.plan.timing import Assumptions
+from meshtrain.plan import planner
+from meshtrain.plan.target import clusters
+from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.sharding.mesh import MeshOptions
 
 MODEL = DecoderOptions(
     num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=4, vocab_size=256, within_documents=False
@@ -32,7 +33,7 @@ def config(mesh=None, **fields):
 
 @functools.cache
 def planned(cluster, configuration, measured_seconds=None):
-    target = topology.open_cluster(cluster)
+    target = clusters.open_cluster(cluster)
     shape = planner.shape_on(configuration, target)
     return planner.plan(configuration, shape, target, Assumptions(), measured_seconds)
 

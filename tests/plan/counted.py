@@ -2,7 +2,7 @@
 
 import collections
 
-from meshtrain.plan.shapes import dims
+from meshtrain.plan.hlo.shapes import dims
 
 
 def num_transfers(program, opcode):

@@ -3,10 +3,10 @@
 import math
 from types import SimpleNamespace
 
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.plan import hlo
-from meshtrain.plan.curves import Row, spent
-from meshtrain.plan.timing import timing
+from meshtrain.plan.hlo import parse
+from meshtrain.plan.scaling.efficiency import Row, spent
+from meshtrain.plan.timing.streams import timing
+from meshtrain.sharding.mesh import make_mesh
 from tests.plan import recorded
 
 PRODUCT = "%dot.{0} = f32[{1},4096]{{1,0}} dot(%a.{0}, %w.{0}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
@@ -54,7 +54,7 @@ def text(shape, microbatch, num_microbatches):
 def row(point, cluster, assumptions):
     """A point as if it had been planned."""
     assert math.prod(point.shape.values()) == point.num_devices == len(cluster.devices)
-    program = hlo.read(text(point.shape, point.microbatch, point.num_microbatches))
+    program = parse.read(text(point.shape, point.microbatch, point.num_microbatches))
     mesh = make_mesh(point.shape, cluster.devices)
     seconds = timing(SimpleNamespace(mesh=mesh), cluster, program, assumptions)
     return Row(point, "", seconds, spent(program, mesh, cluster, assumptions, 0.0), 2**20, fits=True)

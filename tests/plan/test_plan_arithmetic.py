@@ -11,14 +11,29 @@ from meshtrain.assemble import assemble
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import hardware
 from meshtrain.launch.links import Link, Links
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.stored import ZeroOptions
-from meshtrain.models.decoder import DecoderOptions
 from meshtrain.models.remat import RematOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.plan import findings, hlo, memory, minimum, timing, topology
-from meshtrain.plan.collectives import Collective, Traffic, sent_along
+from meshtrain.plan import findings
+from meshtrain.plan.cost import lower_bound, memory
+from meshtrain.plan.hlo import parse
+from meshtrain.plan.hlo.collectives import Collective, Traffic, sent_along
+from meshtrain.plan.target import clusters
+from meshtrain.plan.timing.streams import (
+    Assumptions,
+    Hidden,
+    Streams,
+    _ends,
+    bandwidths,
+    devices_by_host,
+    exchange_bandwidth,
+    link_lines,
+    links_of,
+    transfer_seconds,
+)
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
 
@@ -27,7 +42,7 @@ H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
 
 def assembled(config):
     shape = {axis: getattr(config.mesh, axis) for axis in AXES}
-    return assemble(config, shape, topology.open_cluster("cpu:8").devices)
+    return assemble(config, shape, clusters.open_cluster("cpu:8").devices)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +70,7 @@ TABLE_AND_HEAD, LAST_NORM = 2 * 256 * 64, 64  # elements of the small model that
 
 def test_the_least_of_fsdp_is_in_the_compute_dtype_two_gathers_of_layers_one_of_all_else_and_a_scatter(small):
     config = small({"fsdp": 8}, precision=PrecisionOptions("bfloat16"))
-    found = minimum.wire_bytes_minimum(assembled(config))
+    found = lower_bound.wire_bytes_minimum(assembled(config))
     layers = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # norms are whole
     assert found == {"fsdp": 7 / 8 * 2 * (3 * layers + 2 * TABLE_AND_HEAD)}
 
@@ -65,13 +80,13 @@ def test_a_model_without_a_stack_gathers_each_of_its_weights_once(small):
     config = small({"fsdp": 8})
     assembly = assembled(config)
     names = [tuple(name for name in one if name != "layers") for one in assembly.names]
-    found = minimum.wire_bytes_minimum(dataclasses.replace(assembly, names=names))
+    found = lower_bound.wire_bytes_minimum(dataclasses.replace(assembly, names=names))
     assert found == {"fsdp": 7 / 8 * 4 * 2 * (assembly.task.num_parameters - 5 * 64)}
 
 
 def test_the_least_of_data_is_an_all_reduce_in_float32(small):
     assembly = assembled(small({"data": 8}, precision=PrecisionOptions("bfloat16")))
-    assert minimum.wire_bytes_minimum(assembly) == {"data": 2 * 7 / 8 * 4 * assembly.task.num_parameters}
+    assert lower_bound.wire_bytes_minimum(assembly) == {"data": 2 * 7 / 8 * 4 * assembly.task.num_parameters}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +105,7 @@ def test_the_least_of_data_follows_the_wire_dtype_and_zero(small, level, reduce,
     config = small({"data": 8}, precision=precision, zero=ZeroOptions(level), accumulation_steps=2)
     assembly = assembled(config)
     least = copies * assembly.task.num_parameters - spared * (TABLE_AND_HEAD + LAST_NORM)
-    assert minimum.wire_bytes_minimum(assembly) == {"data": 7 / 8 * least}
+    assert lower_bound.wire_bytes_minimum(assembly) == {"data": 7 / 8 * least}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +114,7 @@ def test_the_least_of_data_follows_the_wire_dtype_and_zero(small, level, reduce,
 )
 def test_the_least_of_compressed_gradients(small, kind, level, bytes_each):
     assembly = assembled(small({"data": 8}, zero=ZeroOptions(level), reduction=CompressionOptions(kind)))
-    (least,) = minimum.wire_bytes_minimum(assembly).values()
+    (least,) = lower_bound.wire_bytes_minimum(assembly).values()
     assert least == pytest.approx(bytes_each * assembly.task.num_parameters)
 
 
@@ -116,17 +131,17 @@ def test_weights_that_no_level_splits_are_all_reduced(small):
         vocab_multiple=6,
     )
     config = small({"data": 3}, batch_size=6, zero=ZeroOptions(2), accumulation_steps=2, model=model)
-    assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": 3}, topology.open_cluster("cpu:8").devices[:3])
+    assembly = assemble(config, dict.fromkeys(AXES, 1) | {"data": 3}, clusters.open_cluster("cpu:8").devices[:3])
     norms = 5 * 64
     split = assembly.task.num_parameters - norms
-    assert minimum.wire_bytes_minimum(assembly) == {"data": 2 / 3 * 4 * (2 * norms + (2 + 1) * split)}
+    assert lower_bound.wire_bytes_minimum(assembly) == {"data": 2 / 3 * 4 * (2 * norms + (2 + 1) * split)}
 
 
 def test_with_fsdp_level_three_stores_weights_over_both_axes(small):
     assembly = assembled(small({"data": 2, "fsdp": 4}, zero=ZeroOptions(3)))
     norms = 5 * 64  # whole over fsdp, split over data
     matrices = assembly.task.num_parameters - norms
-    found = minimum.wire_bytes_minimum(assembly)
+    found = lower_bound.wire_bytes_minimum(assembly)
     sent = 7 / 8 * (3 * matrices - TABLE_AND_HEAD) + 1 / 2 * (3 * norms - LAST_NORM)
     assert found == {"data+fsdp": 4 * sent}
 
@@ -135,9 +150,9 @@ def test_a_frozen_weight_is_gathered_and_its_gradient_not_sent(small):
     frozen = assembled(small({"fsdp": 8}, optimizer=OptimizerOptions(trainable="mlp/")))
     matrices = frozen.task.num_parameters - 5 * 64
     trained = 2 * 3 * 64 * 128
-    assert minimum.wire_bytes_minimum(frozen) == {"fsdp": 7 / 8 * 4 * (2 * matrices - TABLE_AND_HEAD + trained)}
+    assert lower_bound.wire_bytes_minimum(frozen) == {"fsdp": 7 / 8 * 4 * (2 * matrices - TABLE_AND_HEAD + trained)}
     frozen = assembled(small({"data": 8}, optimizer=OptimizerOptions(trainable="mlp/")))
-    assert minimum.wire_bytes_minimum(frozen) == {"data": 2 * 7 / 8 * 4 * trained}
+    assert lower_bound.wire_bytes_minimum(frozen) == {"data": 2 * 7 / 8 * 4 * trained}
 
 
 def test_what_is_sent_along_joined_axes_counts_each_of_them():
@@ -159,7 +174,7 @@ def test_what_is_sent_along_joined_axes_counts_each_of_them():
 )
 def test_the_least_of_tensor_is_four_sums_a_layer_and_what_remat_repeats(small, remat, sequence_parallel, reductions):
     layout = LayoutOptions(sequence_parallel)
-    found = minimum.wire_bytes_minimum(assembled(small({"tensor": 4, "data": 2}, remat=remat, layout=layout)))
+    found = lower_bound.wire_bytes_minimum(assembled(small({"tensor": 4, "data": 2}, remat=remat, layout=layout)))
     activations = 16 / 2 * 32 * 64 * 4
     assert found["tensor"] == 2 * 3 / 4 * (reductions * 2 + 2) * activations
 
@@ -167,26 +182,26 @@ def test_the_least_of_tensor_is_four_sums_a_layer_and_what_remat_repeats(small, 
 def test_the_least_of_the_pipeline_is_an_activation_each_way(small):
     assembly = assembled(small({"pipeline": 2}))
     activations = 16 / 2 * 32 * 64 * 4
-    assert minimum.wire_bytes_minimum(assembly) == {"pipeline": 2 * 2 * activations}
+    assert lower_bound.wire_bytes_minimum(assembly) == {"pipeline": 2 * 2 * activations}
     # 1f1b, two stages, two microbatches: three rows each way, each with a permute.
-    assert minimum.executor_bytes(assembly) > 6 * activations
+    assert lower_bound.executor_bytes(assembly) > 6 * activations
 
 
 def test_idle_rows_send_what_layers_send(small):
     """1f1b on two stages: each idles in one of three rows a way. Look-up and head are sent twice in any case."""
     assembly = assembled(small({"pipeline": 2, "tensor": 2, "fsdp": 2}))
-    least = minimum.wire_bytes_minimum(assembly)
+    least = lower_bound.wire_bytes_minimum(assembly)
     outer = 2 * 256 * 64 / 8  # table and head, on one device
-    assert minimum.idle_share(assembly) == pytest.approx(1 / 3)
+    assert lower_bound.idle_share(assembly) == pytest.approx(1 / 3)
     by_others = {"fsdp": 2 * 2 * 4 * outer, "tensor": 2 * 1 / 2 * 2 * 2 * (16 / 2 / 2 * 32 * 64 * 4)}
-    idle = minimum.idle_bytes(assembly, {axis: 1.5 * bytes for axis, bytes in least.items()})
+    idle = lower_bound.idle_bytes(assembly, {axis: 1.5 * bytes for axis, bytes in least.items()})
     assert idle == {axis: pytest.approx((1.5 * least[axis] - by_others[axis]) / 3) for axis in ("fsdp", "tensor")}
-    assert minimum.idle_bytes(assembled(small({"data": 8})), {"data": 1.0}) == {}
+    assert lower_bound.idle_bytes(assembled(small({"data": 8})), {"data": 1.0}) == {}
 
 
 def test_model_flops_count_attention_half_or_whole(small):
     assembly = assembled(small({"data": 8}))
-    causal, full = minimum.model_flops(assembly)
+    causal, full = lower_bound.model_flops(assembly)
     attention = 12 * 2 * 32 * 64 * (16 * 32 / 8)
     assert full - causal == pytest.approx(attention / 2)
     assert full == assembly.task.flops_per_token * 16 * 32 / 8
@@ -233,8 +248,8 @@ def test_the_compilers_warnings_are_findings():
 
 
 def streams(text, transfers=(), **given):
-    program = hlo.read(text)
-    return timing.Streams(program, H100, dict(transfers), timing.Assumptions(), **given).step()
+    program = parse.read(text)
+    return Streams(program, H100, dict(transfers), Assumptions(), **given).step()
 
 
 PRODUCT = "%dot.{0} = f32[4096,4096]{{1,0}} dot(%w, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
@@ -255,10 +270,10 @@ def test_a_transfer_beside_a_product_costs_nothing_until_it_is_longer():
 
 
 def test_the_ends_of_the_interval_hide_all_transfers_or_none():
-    program = hlo.read(recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE, PRODUCT.format(2)))
-    (_, products, _) = timing.Streams(program, H100, {"all-gather-start": 0.0}, timing.Assumptions()).step()
+    program = parse.read(recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE, PRODUCT.format(2)))
+    (_, products, _) = Streams(program, H100, {"all-gather-start": 0.0}, Assumptions()).step()
     wire = products / 4
-    low, high = timing._ends(program, H100, {"all-gather-start": wire}, timing.Assumptions())
+    low, high = _ends(program, H100, {"all-gather-start": wire}, Assumptions())
     share = H100.product_share
     assert low == pytest.approx(products * share / (share + 0.05))
     assert high == pytest.approx(products * share / (share - 0.1) + wire)
@@ -269,11 +284,11 @@ def test_what_nothing_can_hide_is_in_the_low_end_as_well():
         '\\"', '"'
     )
     bare = recorded.entry(*ARGUMENTS, PRODUCT.format(1), synchronous, DONE)
-    product = streams(bare, {"all-gather-start": 0.0}, hidden=timing.Hidden.ALL)[0]
-    assert streams(bare, {"all-gather-start": product}, hidden=timing.Hidden.ALL)[0] == pytest.approx(2 * product)
+    product = streams(bare, {"all-gather-start": 0.0}, hidden=Hidden.ALL)[0]
+    assert streams(bare, {"all-gather-start": product}, hidden=Hidden.ALL)[0] == pytest.approx(2 * product)
     hidden = recorded.entry(*ARGUMENTS, PRODUCT.format(1), START, DONE)
     long = {"all-gather-start": 3 * product}
-    assert streams(hidden, long, hidden=timing.Hidden.ALL)[0] >= 3 * product
+    assert streams(hidden, long, hidden=Hidden.ALL)[0] >= 3 * product
 
 
 def on_two_hosts(**sizes):
@@ -290,18 +305,18 @@ def on_two_hosts(**sizes):
     [("data", {0: 1, 1: 1}), ("tensor", {0: 4}), ("data+tensor", {0: 4, 1: 4}), ("irregular", {0: 4, 1: 4})],
 )
 def test_the_hosts_of_a_group(axes, expected):
-    assert timing.devices_by_host(on_two_hosts(data=2, tensor=4), axes) == expected
+    assert devices_by_host(on_two_hosts(data=2, tensor=4), axes) == expected
 
 
 def test_in_an_all_to_all_each_device_sends_what_leaves_its_host_itself():
     """Half of the peers in an all-to-all along both axes are on the other host, where a ring crosses over once."""
     mesh, cluster = on_two_hosts(data=2, tensor=4), SimpleNamespace(platform="cuda", accelerator=H100)
     link, network = H100.link_bytes_per_second, H100.network_bytes_per_second
-    found = [timing.exchange_bandwidth(mesh, cluster, axes) for axes in ("tensor", "data", "data+tensor")]
+    found = [exchange_bandwidth(mesh, cluster, axes) for axes in ("tensor", "data", "data+tensor")]
     assert found == [link, network, pytest.approx(network * 7 / 4)]
-    assert timing.bandwidths(mesh, cluster, ["data+tensor"])["data+tensor"] > found[2]
+    assert bandwidths(mesh, cluster, ["data+tensor"])["data+tensor"] > found[2]
     both = [collective(kind, "data+tensor", 8, 1e9) for kind in ("all-to-all", "all-gather")]
-    seconds = timing.transfer_seconds(both, mesh, cluster, timing.Assumptions())
+    seconds = transfer_seconds(both, mesh, cluster, Assumptions())
     assert seconds["all-to-all.data+tensor"][1] == pytest.approx(1e9 / (0.8 * network * 7 / 4))
     assert seconds["all-to-all.data+tensor"][1] > seconds["all-gather.data+tensor"][1]
 
@@ -311,9 +326,9 @@ def test_on_a_torus_an_all_to_all_travels_a_quarter_of_its_ring():
     cluster = SimpleNamespace(
         platform="tpu", accelerator=next(one for one in hardware.ACCELERATORS if one.name == "v5e")
     )
-    ring = timing.bandwidths(mesh, cluster, ["data", "context"])
-    assert timing.exchange_bandwidth(mesh, cluster, "context") == pytest.approx(ring["context"] * 4 * 7 / 64)
-    assert timing.exchange_bandwidth(mesh, cluster, "data") == ring["data"]
+    ring = bandwidths(mesh, cluster, ["data", "context"])
+    assert exchange_bandwidth(mesh, cluster, "context") == pytest.approx(ring["context"] * 4 * 7 / 64)
+    assert exchange_bandwidth(mesh, cluster, "data") == ring["data"]
 
 
 def collective(kind, axes, group_size, wire_bytes):
@@ -330,22 +345,22 @@ def test_measured_links_replace_the_assumptions_where_they_are_alike():
         collective("collective-permute", "pipeline", 2, 1e6),  # a permute's groups are pairs
         collective("all-gather", "fsdp", 4, 1e9),
     ]
-    assumed = timing.transfer_seconds(found, mesh, cluster, timing.Assumptions())
+    assumed = transfer_seconds(found, mesh, cluster, Assumptions())
     measured = Links("NVIDIA H100 80GB HBM3", (
         Link("data", "all-reduce", 2, 2, 50e-6, 20e9),
         Link("pipeline", "collective-permute", 4, 1, 9e-6, 100e9),
         Link("fsdp", "all-reduce", 4, 2, 1.0, 1.0),  # between hosts: another network
     ))  # fmt: skip
-    assumptions = timing.Assumptions(links=measured)
-    seconds = timing.transfer_seconds(found, mesh, cluster, assumptions)
+    assumptions = Assumptions(links=measured)
+    seconds = transfer_seconds(found, mesh, cluster, assumptions)
     assert seconds["all-reduce.data"] == pytest.approx((50e-6, 0.05))
     assert seconds["collective-permute.pipeline"] == pytest.approx((9e-6, 1e-5))
     for name in ("all-reduce.data+fsdp", "all-reduce.fsdp", "all-gather.fsdp"):
         assert seconds[name] == assumed[name], name
-    lines = timing.link_lines(timing.links_of(found, mesh, assumptions))
+    lines = link_lines(links_of(found, mesh, assumptions))
     assert "measured: all-reduce along data, 2 devices on 2 hosts, takes 50.0 us and its bytes at 20 GB/s" in lines
     assert [line.split()[0] for line in lines].count("assumed:") == 3
-    assert timing.links_of(found, mesh, timing.Assumptions()) == {}
+    assert links_of(found, mesh, Assumptions()) == {}
 
 
 def test_loops_cost_their_body_each_time():

@@ -8,15 +8,17 @@ from meshtrain.assemble import assemble
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import hardware
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import MeshOptions
-from meshtrain.layout.reduction import ReductionOptions
-from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import candidates, changes, guess, page, search, topology
-from meshtrain.step.held import held
+from meshtrain.plan import html_page
+from meshtrain.plan.search import candidates, changes, estimate, ranking
+from meshtrain.plan.target import clusters
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.step.device_memory import held
 
 # 12.9 billion parameters: 206 GB of training state on a device that has all of it, 26 GB on one of eight that share it.
 LARGE = {"num_layers": 40, "embed_dim": 5120, "mlp_dim": 13824, "num_heads": 40, "num_kv_heads": 40}
@@ -28,9 +30,9 @@ def test_every_mesh_of_eight_devices_is_thought_of_once():
 
 
 def cluster_of(name, num_hosts, each):
-    devices = topology.open_cluster("cpu:8").devices
+    devices = clusters.open_cluster("cpu:8").devices
     accelerator = next(one for one in hardware.ACCELERATORS if one.name == name)
-    return topology.Cluster(name, "cuda", devices[: num_hosts * each], num_hosts, accelerator, (9, 0))
+    return clusters.Cluster(name, "cuda", devices[: num_hosts * each], num_hosts, accelerator, (9, 0))
 
 
 def test_candidates_are_legal_and_keep_tensor_inside_a_host(small):
@@ -56,10 +58,10 @@ def test_wider_searches_change_microbatches_and_remat(small):
 
 def test_at_most_two_of_each_mesh_are_compiled(small):
     found = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=False)
-    chosen = search.diverse(found)
+    chosen = ranking.diverse(found)
     shapes = [tuple(one.shape.values()) for one in chosen]
     assert max(map(shapes.count, shapes)) <= 2
-    assert len(chosen) <= search.MAX_COMPILED
+    assert len(chosen) <= ranking.MAX_COMPILED
 
 
 def test_a_search_with_few_programs_takes_as_many_that_surely_fit():
@@ -67,15 +69,15 @@ def test_a_search_with_few_programs_takes_as_many_that_surely_fit():
     capacity = hardware.usable_bytes(cluster.accelerator)
     shares = (1.1, 1.0, 0.9, 0.7, 0.5)  # of the capacity, the fastest first
     found = [candidates.Candidate({}, {"data": at}, share * capacity, at) for at, share in enumerate(shares)]
-    chosen = {most: [one.shape["data"] for one in search.chosen_of(found, most, cluster)] for most in (1, 2, 3, 5)}
+    chosen = {most: [one.shape["data"] for one in ranking.chosen_of(found, most, cluster)] for most in (1, 2, 3, 5)}
     assert chosen == {1: [3], 2: [3, 0], 3: [3, 4, 0], 5: [0, 1, 2, 3, 4]}
-    assert [one.shape["data"] for one in search.chosen_of(found[:2], 1, cluster)] == [0]
+    assert [one.shape["data"] for one in ranking.chosen_of(found[:2], 1, cluster)] == [0]
 
 
 def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
     (one, *_) = candidates.candidates(small(), cluster_of("h100", 1, 8), only_mesh=True)
     assert MeshOptions(**{key.partition(".")[2]: value for key, value in one.change.items()})
-    assert search.describe(one)
+    assert ranking.describe(one)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -93,8 +95,11 @@ def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, 
     reduction = CompressionOptions("topk") if level == 1 else ReductionOptions()
     config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer, reduction=reduction)
     shape = dict.fromkeys(AXES, 1) | mesh
-    assembly = assemble(config, shape, topology.open_cluster("cpu:8").devices)
-    assert guess.state_bytes(config, shape, guess.weights_of(config)) == held(assembly.state, assembly.replicas).total
+    assembly = assemble(config, shape, clusters.open_cluster("cpu:8").devices)
+    assert (
+        estimate.state_bytes(config, shape, estimate.weights_of(config))
+        == held(assembly.state, assembly.replicas).total
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,8 +113,11 @@ def test_guessed_state_of_groups_is_what_the_assembled_step_holds(small, options
     optimizer = OptimizerOptions(trainable="attention|mlp")
     config = small({"data": 4, "fsdp": 2}, optimizer=optimizer, batch_size=16, **options)
     shape = dict.fromkeys(AXES, 1) | {"data": 4, "fsdp": 2}
-    assembly = assemble(config, shape, topology.open_cluster("cpu:8").devices)
-    assert guess.state_bytes(config, shape, guess.weights_of(config)) == held(assembly.state, assembly.replicas).total
+    assembly = assemble(config, shape, clusters.open_cluster("cpu:8").devices)
+    assert (
+        estimate.state_bytes(config, shape, estimate.weights_of(config))
+        == held(assembly.state, assembly.replicas).total
+    )
 
 
 def shapes(found):
@@ -164,11 +172,11 @@ def test_no_way_is_compiled_twice(small):
 def test_a_search_whose_candidates_are_all_refused_says_why(small):
     cluster = cluster_of("h100", 1, 8)
     one = candidates.candidates(small(), cluster, only_mesh=True)[0]
-    result = search.Found(cluster, (), 1, ((one, "batch_size: got 1"),))
-    said = search.text(result)
+    result = ranking.Found(cluster, (), 1, ((one, "batch_size: got 1"),))
+    said = ranking.text(result)
     assert "batch_size: got 1" in said
     assert said.endswith("none of them fits")
-    assert "batch_size: got 1" in page.search_page(result)
+    assert "batch_size: got 1" in html_page.search_page(result)
 
 
 def test_what_a_pipeline_keeps_is_guessed_by_policy_and_schedule(small):
@@ -178,8 +186,8 @@ def test_what_a_pipeline_keeps_is_guessed_by_policy_and_schedule(small):
     def kept(policy, schedule="1f1b", num_chunks=1):
         options = PipelineOptions(schedule=schedule, num_microbatches=4, num_chunks=num_chunks)
         config = small(shape, remat=RematOptions(policy), pipeline=options)
-        weights = guess.weights_of(config)
-        return guess.guessed_bytes(config, shape, weights) - guess.state_bytes(config, shape, weights)
+        weights = estimate.weights_of(config)
+        return estimate.guessed_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
 
     assert kept("none") > kept("selective") > kept("full")
     assert kept("full", "gpipe") > kept("full") > kept("full", "interleaved_1f1b", 2)

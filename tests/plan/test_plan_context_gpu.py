@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshtrain.models.remat import RematOptions
-from meshtrain.plan import report
+from meshtrain.plan import text_report
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import config as small
 from tests.plan.conftest import planned
@@ -33,8 +33,8 @@ def test_the_exchange_sends_what_the_formula_says_and_weights_cross_both_axes_to
     (exchanged,) = [row for row in plan.traffic if row.axis == "context" and row.kind == "all-to-all"]
     one = 3 / 4 * 2048 * 64 * 2 * 2 * (4 + 4)  # 2,048 tokens here, 4 heads, and 2 of keys and of values, each twice
     assert exchanged.wire_bytes == pytest.approx(2 * 3 * one, rel=0.02)
-    assert report.sent_along(plan, "context") == pytest.approx(plan.minimum["context"], rel=0.02)
-    assert report.sent_along(plan, "fsdp+context") == pytest.approx(plan.minimum["fsdp+context"], rel=0.03)
+    assert text_report.sent_along(plan, "context") == pytest.approx(plan.minimum["context"], rel=0.02)
+    assert text_report.sent_along(plan, "fsdp+context") == pytest.approx(plan.minimum["fsdp+context"], rel=0.03)
     assert {axis: plan.minimum[axis] > 1e6 for axis in plan.minimum} == {"fsdp+context": True, "context": True}
     assert not any("times what it has to" in found.what for found in plan.findings)
     assert plan.compiled.attention == "cudnn"

@@ -9,20 +9,23 @@ import jax
 import pytest
 
 from meshtrain.config.fields import LocalStepsOptions
+from meshtrain.errors import UserError
 from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.launch.links import Link, Links, to_json
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe import charts
 from meshtrain.plan import __main__ as program
-from meshtrain.plan import calibration, changes, collectives, page, report
+from meshtrain.plan import html_page, text_report
+from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.findings import Finding
-from meshtrain.plan.memory import Memory
-from meshtrain.plan.timing import Assumptions, Timing
-from meshtrain.step.held import Statistics
+from meshtrain.plan.hlo import collectives
+from meshtrain.plan.search import changes
+from meshtrain.plan.timing import streams
+from meshtrain.plan.timing.streams import Assumptions, Timing
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.step.device_memory import Statistics
 from meshtrain.step.precision import PrecisionOptions
-from meshtrain.words.errors import UserError
 from tests.quick import with_places
 
 MESHES = [
@@ -69,15 +72,15 @@ def test_groups_send_scalars_in_a_step_and_weights_in_a_program_of_their_own(pla
     assert 0 < across <= 1024
     assert made.minimum["data"] == 0.0
     assert collectives.sent_along(made.outer.traffic, "data") == made.outer.minimum_bytes > 10_000
-    shown = report.text(made)
+    shown = text_report.text(made)
     assert "every 10 steps" in shown
-    assert report.to_json(made)["outer"]["wire_bytes_minimum"] == made.outer.minimum_bytes
-    assert report.to_json(made)["outer"]["period"] == 10
+    assert text_report.to_json(made)["outer"]["wire_bytes_minimum"] == made.outer.minimum_bytes
+    assert text_report.to_json(made)["outer"]["period"] == 10
 
 
 def test_data_parallel_is_never_free(plan, small):
     made = plan("cpu:8", small({"data": 8}))
-    assert report.sent_along(made, "data") >= made.minimum["data"] > 0
+    assert text_report.sent_along(made, "data") >= made.minimum["data"] > 0
 
 
 def test_level_three_over_data_is_planned_like_fsdp(plan, small):
@@ -89,14 +92,14 @@ def test_level_three_over_data_is_planned_like_fsdp(plan, small):
     other = 4 * (2 * 256 * 64 + 64)  # table, head and last norm, which are gathered once
     assert made.minimum == {"data": 7 / 8 * (3 * size - other)}
     # The CPU's compiler all-reduces gradients where others reduce-scatter, which is twice the bytes: four for three.
-    assert 1 <= report.sent_along(made, "data") / made.minimum["data"] < 1.5
+    assert 1 <= text_report.sent_along(made, "data") / made.minimum["data"] < 1.5
 
 
 def test_sources_name_the_model_rather_than_what_adds_its_constraints(plan, small):
     with with_places():  # another seed: no other test has traced this configuration before
         made = plan("cpu:8", small({"data": 2, "fsdp": 2, "tensor": 2}, seed=1))
     sources = {source.partition(":")[0] for row in made.traffic for source in row.sources}
-    assert not sources & {"meshtrain/layout/placement.py", "meshtrain/models/fp8.py"}
+    assert not sources & {"meshtrain/sharding/placement.py", "meshtrain/models/fp8.py"}
     assert any(source.startswith("meshtrain/models/") for source in sources)
 
 
@@ -127,8 +130,8 @@ def test_each_interval_has_its_middle_beside_it(plan, small):
         "tokens/s 256 to 1,024, middle 512 modelled",
         "MFU 10% to 40%, middle 20%, full attention counted modelled",
     ):
-        assert line in " ".join(report.text(made).split())
-    content = report.to_json(made)["modelled"]
+        assert line in " ".join(text_report.text(made).split())
+    content = text_report.to_json(made)["modelled"]
     assert [content[name] for name in ("step_seconds", "mfu")] == [1.0, made.mfu[1]]
 
 
@@ -142,13 +145,13 @@ def test_axes_of_size_one_are_left_out(plan, small):
 def test_idle_rows_are_reported_apart(plan, small):
     made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
     assert list(made.idle_bytes) == ["tensor"]  # data reduces once, and the executor's formula has the pipeline's rows
-    sent, idle, least = report.sent_along(made, "tensor"), made.idle_bytes["tensor"], made.minimum["tensor"]
+    sent, idle, least = text_report.sent_along(made, "tensor"), made.idle_bytes["tensor"], made.minimum["tensor"]
     assert 0 < idle < sent / 3
-    shown = report.text(made).splitlines()
+    shown = text_report.text(made).splitlines()
     assert f"sent on rows that work / least: tensor {(sent - idle) / least:.3f}" in shown
     assert f"idle rows send {idle / sent:.1%} of tensor" in shown
-    assert report.to_json(made)["wire_bytes_idle_rows"] == made.idle_bytes
-    assert "idle rows send" not in report.text(plan("cpu:8", small({"data": 8})))
+    assert text_report.to_json(made)["wire_bytes_idle_rows"] == made.idle_bytes
+    assert "idle rows send" not in text_report.text(plan("cpu:8", small({"data": 8})))
 
 
 def test_a_mesh_that_does_not_fit_the_cluster_is_one_line(small):
@@ -166,7 +169,7 @@ def keys(content, prefix=""):
 
 
 def test_the_json_has_what_programs_rely_on(plan, small):
-    content = json.loads(json.dumps(report.to_json(plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})))))
+    content = json.loads(json.dumps(text_report.to_json(plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})))))
     memory = ("arguments", "temporary", "peak", "capacity", "parameters", "gradients", "optimizer")
     wanted = {f"memory.{name}_bytes" for name in memory}
     wanted |= {"num_devices", "fits", "flops.compiled", "flops.model_causal", "flops.model_full"}
@@ -247,7 +250,7 @@ def test_the_peak_holds_the_temporaries(plan, small):
 
 def test_a_page_needs_nothing_else(plan, small):
     made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
-    text = page.plan_page(made)
+    text = html_page.plan_page(made)
     assert "://" not in text
     assert "src=" not in text
     assert "url(" not in text.replace("url(#", "")  # what matplotlib draws refers to itself
@@ -255,7 +258,7 @@ def test_a_page_needs_nothing_else(plan, small):
 
 
 def test_memory_has_the_colours_of_the_page_of_runs(plan, small):
-    text = page.plan_page(plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})))
+    text = html_page.plan_page(plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})))
     drawn = re.findall(r'clip-path[^>]* style="fill: (#\w+)"/>', text.partition("</svg>")[0])
     held = ("parameters", "gradients", "optimizer", "batch", charts.ACTIVATIONS, charts.PEAK)
     of_runs = charts.bars([(label, 1.0) for label in held], None)
@@ -266,7 +269,7 @@ def test_memory_has_the_colours_of_the_page_of_runs(plan, small):
 def test_a_page_escapes_what_it_is_given(plan, small):
     made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
     found = Finding("<b>is</b> & stays text", "see train_step.<locals>.step")
-    text = page.plan_page(dataclasses.replace(made, findings=(found,)))
+    text = html_page.plan_page(dataclasses.replace(made, findings=(found,)))
     assert "&lt;b&gt;is&lt;/b&gt; &amp; stays text; see train_step.&lt;locals&gt;.step" in text
     assert "<b>is</b>" not in text
     assert "<locals>" not in text
@@ -274,13 +277,13 @@ def test_a_page_escapes_what_it_is_given(plan, small):
 
 @pytest.mark.parametrize(("given", "expected"), [("", None), ("1.5", 1.5), ("2e-1", 0.2)])
 def test_seconds_to_calibrate_with(given, expected):
-    assert calibration.measured_seconds(given) == expected
+    assert streams.measured_seconds(given) == expected
 
 
 def test_a_log_is_calibrated_with_by_its_median(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"step": 1, "loss": 3}\n' + "".join(f'{{"step": {i}, "step_seconds": {i}}}\n' for i in (2, 9, 3)))
-    assert calibration.measured_seconds(str(log)) == 3
+    assert streams.measured_seconds(str(log)) == 3
 
 
 @pytest.mark.parametrize("content", ["", "not json\n", '{"loss": 3}\n', '{"step_seconds": "x"}\n'])
@@ -288,13 +291,13 @@ def test_a_log_without_step_times_is_one_line(tmp_path, content):
     log = tmp_path / "metrics.jsonl"
     log.write_text(content)
     with pytest.raises(UserError, match=r"--calibrate: .*allowed: metrics\.jsonl"):
-        calibration.measured_seconds(str(log))
+        streams.measured_seconds(str(log))
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "inf", "nan"])
 def test_impossible_seconds_are_refused(given):
     with pytest.raises(UserError, match="--calibrate: got"):
-        calibration.measured_seconds(given)
+        streams.measured_seconds(given)
 
 
 def test_changes_are_words_to_copy(small):

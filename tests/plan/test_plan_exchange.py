@@ -9,12 +9,13 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config, default, resolve, units_on_device
 from meshtrain.config.tasks import abstract_task
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.rules import LayoutOptions, default_rules
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Entry, Task
-from meshtrain.plan import minimum, topology
-from meshtrain.plan.collectives import Traffic, sent_along
+from meshtrain.plan.cost import lower_bound
+from meshtrain.plan.hlo.collectives import Traffic, sent_along
+from meshtrain.plan.target import clusters
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import LayoutOptions, default_rules
 from meshtrain.step.precision import PrecisionOptions
 
 BFLOAT16 = PrecisionOptions("bfloat16")
@@ -28,7 +29,7 @@ def shape_of(**sizes):
 
 
 def assembled(config, **sizes):
-    return assemble(config, shape_of(**sizes), topology.open_cluster("cpu:8").devices)
+    return assemble(config, shape_of(**sizes), clusters.open_cluster("cpu:8").devices)
 
 
 @pytest.mark.parametrize(
@@ -70,20 +71,20 @@ def test_tokens_are_split_where_the_batch_has_sequences():
 
 
 def test_weights_are_one_entry_over_all_axes_that_store_them_and_the_exchange_is_one_of_its_own(small):
-    least = minimum.wire_bytes_minimum(assembled(small(precision=BFLOAT16), fsdp=2, context=4))
+    least = lower_bound.wire_bytes_minimum(assembled(small(precision=BFLOAT16), fsdp=2, context=4))
     of_weights = 7 / 8 * 2 * (3 * MATRICES + 2 * TABLE_AND_HEAD)
     assert least == {"fsdp+context": of_weights, "context": 3 / 4 * 2 * 2 * 16 * 64 * 16 * 2}
 
 
 def test_without_fsdp_both_are_one_entry(small):
-    least = minimum.wire_bytes_minimum(assembled(small(precision=BFLOAT16), context=4, data=2))
+    least = lower_bound.wire_bytes_minimum(assembled(small(precision=BFLOAT16), context=4, data=2))
     of_weights = 3 / 4 * 2 * (3 * MATRICES + 2 * TABLE_AND_HEAD)
     assert least["context"] == of_weights + 3 / 4 * 2 * 2 * 16 * 64 * 16 * 2
 
 
 def test_activations_that_tensor_and_pipeline_send_are_parts_of_sequences(small):
     whole, parts = (
-        minimum.wire_bytes_minimum(assembled(small(), tensor=2, pipeline=2, **{axis: 2}))
+        lower_bound.wire_bytes_minimum(assembled(small(), tensor=2, pipeline=2, **{axis: 2}))
         for axis in ("fsdp", "context")
     )
     assert (whole["tensor"], whole["pipeline"]) == (parts["tensor"], parts["pipeline"])
@@ -91,13 +92,13 @@ def test_activations_that_tensor_and_pipeline_send_are_parts_of_sequences(small)
 
 def test_idle_rows_exchange_as_well(small):
     assembly = assembled(small(), pipeline=2, fsdp=2, context=2)
-    least = minimum.wire_bytes_minimum(assembly)
-    idle = minimum.idle_bytes(assembly, least)
+    least = lower_bound.wire_bytes_minimum(assembly)
+    idle = lower_bound.idle_bytes(assembly, least)
     assert idle["context"] == pytest.approx(least["context"] / 3)
     alone = assembled(small(), pipeline=2, context=4)
-    both = minimum.wire_bytes_minimum(alone)
+    both = lower_bound.wire_bytes_minimum(alone)
     outer = 2 * 2 * 4 * 3 / 8 * TABLE_AND_HEAD  # of two microbatches: table and head gathered and scattered, float32
-    assert minimum.idle_bytes(alone, both)["context"] == pytest.approx((both["context"] - outer) / 3)
+    assert lower_bound.idle_bytes(alone, both)["context"] == pytest.approx((both["context"] - outer) / 3)
 
 
 def test_what_runs_along_context_alone_is_not_sent_for_weights():

@@ -6,10 +6,12 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.config.tasks import abstract_task
-from meshtrain.layout.axes import AXES
 from meshtrain.models.remat import RematOptions
-from meshtrain.plan import candidates, guess, minimum, topology
-from meshtrain.plan.collectives import Traffic, sent_along
+from meshtrain.plan.cost import lower_bound
+from meshtrain.plan.hlo.collectives import Traffic, sent_along
+from meshtrain.plan.search import candidates, estimate
+from meshtrain.plan.target import clusters
+from meshtrain.sharding.axes import AXES
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import MODEL
 
@@ -24,7 +26,7 @@ def shape_of(**sizes):
 
 
 def assembled(config, **sizes):
-    return assemble(config, shape_of(**sizes), topology.open_cluster("cpu:8").devices)
+    return assemble(config, shape_of(**sizes), clusters.open_cluster("cpu:8").devices)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_tokens_are_gathered_and_results_scattered_in_each_pass(small, sizes, re
 
 
 def test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both(small):
-    least = minimum.wire_bytes_minimum(assembled(small(model=EXPERTS, precision=BFLOAT16), fsdp=2, expert=4))
+    least = lower_bound.wire_bytes_minimum(assembled(small(model=EXPERTS, precision=BFLOAT16), fsdp=2, expert=4))
     of_layers = 3 * (2 * ATTENTION + 4 * ROUTER)  # routers compute in float32
     tokens = 2 * 3 * 2 * 32 * (4 * 64 * 2 + 3 * 2 * 4)  # two sequences of 32 on a device
     assert least == {
@@ -61,18 +63,18 @@ def test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both(small)
 
 def test_where_only_the_expert_axis_stores_weights_they_and_tokens_are_one_entry(small):
     config = small(model=EXPERTS, precision=BFLOAT16)
-    least = minimum.wire_bytes_minimum(assembled(config, data=2, expert=4))
+    least = lower_bound.wire_bytes_minimum(assembled(config, data=2, expert=4))
     of_weights = 3 / 4 * (3 * (2 * ATTENTION + 4 * ROUTER) + 2 * 2 * TABLE_AND_HEAD)
     assert set(least) == {"data", "expert"}
     assert least["expert"] == of_weights + 2 * 3 * 2 * 32 * (4 * 64 * 2 + 3 * 2 * 4)
-    one = minimum.wire_bytes_minimum(assembled(config, fsdp=8))
+    one = lower_bound.wire_bytes_minimum(assembled(config, fsdp=8))
     assert one["fsdp"] == 7 / 8 * (3 * (2 * (ATTENTION + OF_EXPERTS) + 4 * ROUTER) + 2 * 2 * TABLE_AND_HEAD)
 
 
 def test_idle_rows_send_tokens_as_well(small):
     assembly = assembled(small(model=EXPERTS), pipeline=2, fsdp=2, expert=2)
-    least = minimum.wire_bytes_minimum(assembly)
-    idle = minimum.idle_bytes(assembly, least)
+    least = lower_bound.wire_bytes_minimum(assembly)
+    idle = lower_bound.idle_bytes(assembly, least)
     assert idle["expert"] == pytest.approx(least["expert"] / 3)
     assert idle["fsdp"] == pytest.approx(least["fsdp"] / 3)
     outer = 2 * 3 / 4 * 2 * 4 * TABLE_AND_HEAD / 2  # two microbatches; the pipeline has half of both tables, float32
@@ -102,8 +104,8 @@ def test_what_rows_keep_counts_in_the_guess(small):
         model = dataclasses.replace(EXPERTS, num_experts=num_experts)
         config = small(model=model, remat=RematOptions(policy), precision=BFLOAT16)
         shape = shape_of(expert=8)
-        weights = guess.weights_of(config)
-        return guess.guessed_bytes(config, shape, weights) - guess.state_bytes(config, shape, weights)
+        weights = estimate.weights_of(config)
+        return estimate.guessed_bytes(config, shape, weights) - estimate.state_bytes(config, shape, weights)
 
     rows, row = 8 * 2 * 32, 2 * (2 * 64 + 3 * 32)  # in bfloat16: two wide, three narrow
     kept = {"full": 1.6 * row, "none": 3.6 * row, "selective": 1.6 * row + 2 * 2 * (64 + 2 * 32)}
@@ -113,7 +115,7 @@ def test_what_rows_keep_counts_in_the_guess(small):
 
 def test_a_search_splits_experts_inside_a_host_and_only_where_there_are_some(small):
     def tried(model, devices_each):
-        return candidates.expert_sizes(guess.weights_of(small(model=model)), 64, devices_each)
+        return candidates.expert_sizes(estimate.weights_of(small(model=model)), 64, devices_each)
 
     assert tried(MODEL, 8) == [1]
     assert tried(EXPERTS, 8) == [1, 2, 4, 8]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshtrain.models.remat import RematOptions
-from meshtrain.plan import report
+from meshtrain.plan import text_report
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import config as small
 from tests.plan.conftest import planned
@@ -28,6 +28,6 @@ def test_tokens_and_weights_send_what_the_formulas_say():
     )
     plan = planned("h100:1x8", config)
     assert list(plan.minimum) == ["fsdp+expert", "fsdp", "expert"]
-    assert report.sent_along(plan, "expert") == pytest.approx(plan.minimum["expert"], rel=0.02)
-    assert report.sent_along(plan, "fsdp") == pytest.approx(plan.minimum["fsdp"], rel=0.02)
-    assert report.sent_along(plan, "fsdp+expert") == pytest.approx(plan.minimum["fsdp+expert"], rel=0.02)
+    assert text_report.sent_along(plan, "expert") == pytest.approx(plan.minimum["expert"], rel=0.02)
+    assert text_report.sent_along(plan, "fsdp") == pytest.approx(plan.minimum["fsdp"], rel=0.02)
+    assert text_report.sent_along(plan, "fsdp+expert") == pytest.approx(plan.minimum["fsdp+expert"], rel=0.02)

@@ -19,16 +19,19 @@ from meshtrain.config.config import Config, resolve
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import compiler
 from meshtrain.launch.links import Link, Links
-from meshtrain.layout.mesh import MeshOptions
-from meshtrain.layout.reduction import ReductionOptions
-from meshtrain.layout.rules import LayoutOptions
-from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import attention, changes, hlo, planner, report, topology
-from meshtrain.plan import compile as compiling
-from meshtrain.plan.collectives import collectives, traffic
-from meshtrain.plan.timing import Assumptions, timing
+from meshtrain.plan import planner, text_report
+from meshtrain.plan.hlo import parse
+from meshtrain.plan.hlo.collectives import collectives, traffic
+from meshtrain.plan.search import changes
+from meshtrain.plan.target import attention_tracing, clusters
+from meshtrain.plan.target import compile as compiling
+from meshtrain.plan.timing.streams import Assumptions, timing
+from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import config as small
 from tests.plan.conftest import planned
@@ -149,7 +152,7 @@ def test_arguments_are_what_shardings_say(name):
 def test_each_zero_level_sends_the_least(mesh, level, ratio):
     plan = planned("h100:1x8", small(mesh, zero=ZeroOptions(level), precision=PrecisionOptions("bfloat16")))
     ((axis, least),) = [(axis, least) for axis, least in plan.minimum.items() if "data" in axis]
-    assert report.sent_along(plan, axis) / least == pytest.approx(ratio, abs=0.003)
+    assert text_report.sent_along(plan, axis) / least == pytest.approx(ratio, abs=0.003)
     assert plan.memory.compiler.arguments_bytes == pytest.approx(plan.memory.arguments_expected_bytes, rel=0.001)
 
 
@@ -171,9 +174,9 @@ def test_on_an_a100_the_options_hide_what_nothing_hides_without(monkeypatch):
     hidden = share_hidden(planned("a100:1x8", FSDP).traffic)
     assembling = importlib.import_module("meshtrain.assemble")  # the module, whatever the package calls so
     monkeypatch.setattr(assembling, "compiler_options", lambda *given, **named: {})
-    target = topology.open_cluster("a100:1x8")
+    target = clusters.open_cluster("a100:1x8")
     bare = compiling.compile_step(FSDP, planner.shape_on(FSDP, target), target)
-    rows = traffic(collectives(hlo.read(bare.text), dict(bare.assembly.mesh.shape)))
+    rows = traffic(collectives(parse.read(bare.text), dict(bare.assembly.mesh.shape)))
     assert share_hidden(rows) < 0.1
     assert hidden > (0.8 if KNOWS_ALL_OPTIONS else 0.3)
 
@@ -190,14 +193,14 @@ def test_all_but_one_layer_of_the_gradients_are_hidden_by_the_backward_loop():
         assert plan.layer_gradients.overlapped_fraction == pytest.approx(11 / 12)
         assert share_hidden(plan.traffic) > 0.58
     assert sum(row.wire_bytes for row in plan.traffic) == pytest.approx(plan.minimum["data"], rel=1e-3)
-    assert f"{plan.layer_gradients.overlapped_fraction:.0%} hidden by the backward loop" in report.text(plan)
-    assert report.to_json(plan)["layer_gradients"]["wire_bytes"] == plan.layer_gradients.wire_bytes
+    assert f"{plan.layer_gradients.overlapped_fraction:.0%} hidden by the backward loop" in text_report.text(plan)
+    assert text_report.to_json(plan)["layer_gradients"]["wire_bytes"] == plan.layer_gradients.wire_bytes
 
 
 def test_every_option_of_the_table_has_a_reason_and_is_shown():
     plan = planned("h100:1x8", FSDP)
     assert plan.compiled.options == compiler.compiler_options("NVIDIA H100 80GB HBM3")
-    shown = report.text(plan)
+    shown = text_report.text(plan)
     assert all(
         option.name in shown and option.reason in shown for option in compiler.options_of("NVIDIA H100 80GB HBM3")
     )
@@ -209,7 +212,7 @@ def test_it_fits_or_not():
     plan = planned("h100:1x8", large)
     assert plan.memory.fits is False
     assert plan.memory.margin_bytes < 0
-    assert report.to_json(plan)["fits"] is False
+    assert text_report.to_json(plan)["fits"] is False
 
 
 def test_what_does_not_fit_is_made_to_fit_by_changes_that_were_compiled():
@@ -242,7 +245,9 @@ def test_measured_links_are_used_where_the_step_has_such_collectives():
     speed = 450e9 * assumed.link_efficiency
     more = gathers.count * (1e-3 - 3 * assumed.latency_seconds) + gathers.wire_bytes * (1e-9 - 1 / speed)
     assert made.wire_seconds - plan.timing.wire_seconds == pytest.approx(more, rel=1e-9)
-    assert "measured: all-gather along fsdp, 8 devices on a host" in report.text(dataclasses.replace(plan, timing=made))
+    assert "measured: all-gather along fsdp, 8 devices on a host" in text_report.text(
+        dataclasses.replace(plan, timing=made)
+    )
 
 
 SMALL = Config(
@@ -282,13 +287,13 @@ def test_the_program_says_nothing_on_standard_error(tmp_path):
 
 def test_the_private_functions_of_jax_are_where_they_were():
     # Called while attention is traced; where one is missing, `replaced` raises.
-    target = topology.open_cluster("a100:1x8")
-    with attention.as_on_target(target):
-        assert attention.private.check_cudnn_version() == attention.CUDNN_VERSION
-        assert attention.private.check_compute_capability("8.0")
-        assert not attention.private.check_compute_capability("9.0")
+    target = clusters.open_cluster("a100:1x8")
+    with attention_tracing.as_on_target(target):
+        assert attention_tracing.private.check_cudnn_version() == attention_tracing.CUDNN_VERSION
+        assert attention_tracing.private.check_compute_capability("8.0")
+        assert not attention_tracing.private.check_compute_capability("9.0")
     with pytest.raises(RuntimeError, match="cuDNN"):
-        attention.private.check_cudnn_version()
+        attention_tracing.private.check_cudnn_version()
 
 
 def test_sequence_parallelism_needs_a_third_less_room_for_temporaries():
@@ -298,7 +303,7 @@ def test_sequence_parallelism_needs_a_third_less_room_for_temporaries():
     # Eleven gathers and scatters a layer with `full`, two each for look-up and head. A compiler that gathers for the
     # next layer early repeats the scatter before that gather: twelve.
     one = 7 / 8 * 8 * 8192 * 4096 * 2
-    assert 0.99 * (11 * 32 + 4) * one < report.sent_along(split, "tensor") < 1.01 * (12 * 32 + 4) * one
+    assert 0.99 * (11 * 32 + 4) * one < text_report.sent_along(split, "tensor") < 1.01 * (12 * 32 + 4) * one
     assert gathered_twice(compiling.program_of(split.compiled)) == []
     assert split.memory.compiler.temporary_bytes <= 0.65 * planned("h100:1x8", whole).memory.compiler.temporary_bytes
 

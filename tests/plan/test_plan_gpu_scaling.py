@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-RUN = "import sys; from meshtrain.plan import __main__, early; {}; __main__.main(sys.argv[1:])"
+RUN = "import sys; from meshtrain.plan import __main__, scheduled_dump; {}; __main__.main(sys.argv[1:])"
 WORDS = ("--config=configs/tiny.py", "--cluster=h100:1x8", "--scaling=4,8", "--programs=2", "--config.mesh.fsdp=8")
 
 

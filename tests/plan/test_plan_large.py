@@ -6,7 +6,7 @@ import runpy
 import pytest
 
 from meshtrain.config.config import resolve
-from meshtrain.plan import report
+from meshtrain.plan import text_report
 from tests.plan.conftest import planned
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,6 +24,6 @@ pytestmark = [pytest.mark.gpu_compiler, pytest.mark.slow]
 def test_it_fits(name):
     config = resolve(runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](), reads_data=False)
     plan = planned(LARGE[name], config)
-    assert plan.memory.fits is True, report.text(plan)
+    assert plan.memory.fits is True, text_report.text(plan)
     assert plan.memory.compiler.arguments_bytes == pytest.approx(plan.memory.arguments_expected_bytes, rel=0.001)
-    assert report.sent_along(plan, "data") <= 1.05 * (plan.minimum["data"] if "data" in plan.minimum else 0)
+    assert text_report.sent_along(plan, "data") <= 1.05 * (plan.minimum["data"] if "data" in plan.minimum else 0)

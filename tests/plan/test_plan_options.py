@@ -12,10 +12,10 @@ import pytest
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.launch import compiler
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.plan import compile as compiling
-from meshtrain.plan import topology
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.plan.target import clusters
+from meshtrain.plan.target import compile as compiling
+from meshtrain.sharding.axes import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 VERSIONS = ("0.10.2", "0.12.0.1")
@@ -86,7 +86,7 @@ def test_what_is_reduced_beside_other_work_lifts_the_limit_on_gpus(monkeypatch, 
 @pytest.mark.gpu_compiler
 def test_the_compiler_knows_every_option_of_the_table():
     """XLA refuses a compilation with an option that it does not know."""
-    cluster = topology.open_cluster("h100:1x2")
+    cluster = clusters.open_cluster("h100:1x2")
     sharding = jax.sharding.SingleDeviceSharding(cluster.devices[0])
     number = jax.ShapeDtypeStruct((), "float32", sharding=sharding)
     lowered = jax.jit(lambda x: x + 1).trace(number).lower(lowering_platforms=("cuda",))

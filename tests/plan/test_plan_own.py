@@ -6,10 +6,11 @@ import pytest
 
 from docs.guide import own_images, own_model
 from meshtrain.config import resolve
-from meshtrain.layout.mesh import MeshOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import candidates, changes, guess, report, search
+from meshtrain.plan import text_report
 from meshtrain.plan.findings import _attention
+from meshtrain.plan.search import candidates, changes, estimate, ranking
+from meshtrain.sharding.mesh import MeshOptions
 from tests.plan.test_plan_candidates import cluster_of, shapes
 
 
@@ -29,18 +30,20 @@ def test_a_step_is_planned_from_the_command_line_s_configuration(plan, own):
     assert made.memory.compiler.arguments_bytes == made.memory.arguments_expected_bytes
     # Level 3: every matrix is split over data and fsdp besides tensor. Along tensor a device sends what the cost says.
     assert made.minimum == {"data+fsdp": 2 * 3 / 4 * size / 2, "tensor": 4 * (16 * 16 / 4) * 11 * 64}
-    assert report.sent_along(made, "tensor") == pytest.approx(made.minimum["tensor"], rel=0.01)
+    assert text_report.sent_along(made, "tensor") == pytest.approx(made.minimum["tensor"], rel=0.01)
     assert made.model_flops is made.mfu is None
-    text = report.text(made)
+    text = text_report.text(made)
     assert "172,032 parameters; 16 sequences of 16 tokens a step, 256 tokens" in text
-    assert report.to_json(made)["wire_bytes_minimum"] == made.minimum
+    assert text_report.to_json(made)["wire_bytes_minimum"] == made.minimum
     assert _attention(made.compiled, cluster_of("h100", 1, 8)) == []
 
 
 def test_a_plan_names_a_schedule_of_one_s_own(plan, small):
     pipeline = PipelineOptions(schedule="docs.guide.own_schedule:in_groups", num_microbatches=2)
     made = plan("cpu:2", small({"pipeline": 2}, pipeline=pipeline))
-    assert "\nschedule     docs.guide.own_schedule:in_groups, 2 microbatches, 1 chunks a stage\n" in report.text(made)
+    assert "\nschedule     docs.guide.own_schedule:in_groups, 2 microbatches, 1 chunks a stage\n" in text_report.text(
+        made
+    )
 
 
 @pytest.mark.parametrize("own", [own_model, own_images], indirect=True)
@@ -49,7 +52,7 @@ def test_a_plan_names_a_schedule_of_one_s_own(plan, small):
 def test_what_crosses_data_and_fsdp_at_once_counts_for_both(plan, own, mesh, level):
     made = plan("cpu:8", dataclasses.replace(own, mesh=mesh, zero=dataclasses.replace(own.zero, level=level)))
     assert next(iter(made.minimum)) == "data+fsdp"
-    assert report.sent_along(made, "data+fsdp") >= made.minimum["data+fsdp"]
+    assert text_report.sent_along(made, "data+fsdp") >= made.minimum["data+fsdp"]
 
 
 @pytest.mark.parametrize("own", [own_model, own_images], indirect=True)
@@ -58,12 +61,12 @@ def test_without_a_cost_a_plan_says_what_it_cannot_know(plan, own):
     made = plan("cpu:8", on_tensor)
     is_stated = own.task.startswith("docs.guide.own_model")
     assert ("tensor" in made.minimum) == is_stated
-    [line] = [line for line in report.text(made).splitlines() if line.startswith("tensor ") and "all-" not in line]
+    [line] = [line for line in text_report.text(made).splitlines() if line.startswith("tensor ") and "all-" not in line]
     assert ("not known" in line) != is_stated
-    weights, shape = guess.weights_of(on_tensor), dict(made.compiled.assembly.mesh.shape)
-    guessed, d, f = guess.guessed_bytes(on_tensor, shape, weights), 64, 256
+    weights, shape = estimate.weights_of(on_tensor), dict(made.compiled.assembly.mesh.shape)
+    guessed, d, f = estimate.guessed_bytes(on_tensor, shape, weights), 64, 256
     kept = 4 * (16 * 16 / 4) * (9 * d + (f + 2 * 384) / 2) if is_stated else 0
-    assert guessed == guess.state_bytes(on_tensor, shape, weights) + kept
+    assert guessed == estimate.state_bytes(on_tensor, shape, weights) + kept
 
 
 def test_a_search_has_the_meshes_that_its_own_weights_fit(own):
@@ -72,6 +75,6 @@ def test_a_search_has_the_meshes_that_its_own_weights_fit(own):
     assert {"data": 2, "fsdp": 2, "tensor": 2} in shapes(found)
     assert not any("pipeline" in shape for shape in shapes(found))  # it has no stages
     assert {type(changes.with_change(own, one.change).model) for one in found} == {own_model.Options}
-    assert all(search.describe(one) for one in found)
+    assert all(ranking.describe(one) for one in found)
     odd = dataclasses.replace(own, model=own_model.Options(width=60))
     assert {"fsdp": 8} not in shapes(candidates.candidates(odd, cluster_of("h100", 1, 8), only_mesh=False))

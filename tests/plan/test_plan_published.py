@@ -5,7 +5,8 @@ import json
 import pytest
 
 from meshtrain.launch.hardware import ACCELERATORS
-from meshtrain.plan import hlo, timing
+from meshtrain.plan.hlo import parse
+from meshtrain.plan.timing import streams
 from scripts.benchmarks import published_runs
 from scripts.benchmarks.published_runs import RUNS
 from tests.plan import recorded
@@ -39,9 +40,9 @@ def test_stored_figures_give_the_time_of_the_program(name):
 
 
 def test_figures_of_a_program_give_its_time_at_other_shares_too():
-    program = hlo.read(recorded.GPU_LOOPS.replace("f32[", "bf16["))
+    program = parse.read(recorded.GPU_LOOPS.replace("f32[", "bf16["))
     stored = published_runs.figures(program, H100, {}, {})
-    whole = timing.Streams(program, H100, {}, timing.Assumptions()).step()[0]
+    whole = streams.Streams(program, H100, {}, streams.Assumptions()).step()[0]
     assert stored["modelled_seconds"] == whole
     assert published_runs.seconds(stored, H100, H100.product_share) == pytest.approx(whole)
     assert published_runs.seconds(stored, H100, 0.05) > whole

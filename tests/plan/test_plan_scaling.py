@@ -6,14 +6,17 @@ import re
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.launch.links import Link, Links
-from meshtrain.layout.axes import AXES
 from meshtrain.observe.line_charts import picture
 from meshtrain.plan import __main__ as program
-from meshtrain.plan import guess, page, planner, scaling, scaling_report, topology, ways
-from meshtrain.plan.candidates import Candidate
-from meshtrain.plan.timing import Assumptions
-from meshtrain.words.errors import UserError
+from meshtrain.plan import html_page, planner
+from meshtrain.plan.scaling import scaling, scaling_report, strategies
+from meshtrain.plan.search import estimate
+from meshtrain.plan.search.candidates import Candidate
+from meshtrain.plan.target import clusters
+from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.sharding.axes import AXES
 from tests.plan import imagined
 from tests.plan.conftest import config as small
 from tests.plan.test_plan_candidates import cluster_of
@@ -163,9 +166,9 @@ def test_unless_told_otherwise_less_is_compiled_where_each_program_is_compiled_w
 
 
 def test_of_each_way_the_smallest_and_the_largest_number_of_devices_are_planned_first():
-    basis = ways.Basis(CONFIG, 8, guess.weights_of(CONFIG), 73e9, devices_each=4)
-    plain = ways.plain_ways(basis, dict.fromkeys(AXES, 1) | {"data": 8}, 8)
-    points = [ways.point(basis, way, "strong", size) for way in plain[:2] for size in (2, 4, 8, 256)]
+    basis = strategies.Basis(CONFIG, 8, estimate.weights_of(CONFIG), 73e9, devices_each=4)
+    plain = strategies.plain_ways(basis, dict.fromkeys(AXES, 1) | {"data": 8}, 8)
+    points = [strategies.point(basis, way, "strong", size) for way in plain[:2] for size in (2, 4, 8, 256)]
     assert points[3].config is None
     order = [(one.way.name, one.num_devices) for one in scaling.in_order(points)]
     assert order == [("data", 2), ("fsdp", 2), ("data", 8), ("fsdp", 8), ("data", 4), ("fsdp", 4)]
@@ -175,9 +178,9 @@ def test_of_each_way_the_smallest_and_the_largest_number_of_devices_are_planned_
 def planned():
     """(point, cluster as if of H100s, the plan of the point) of a tiny step, which this machine's compiler made."""
     config = small({"data": 2}, accumulation_steps=2)
-    target = dataclasses.replace(topology.open_cluster("cpu:2"), accelerator=cluster().accelerator)
-    basis = ways.Basis(config, 2, guess.weights_of(config), 73e9, devices_each=2)
-    one = ways.point(basis, ways.Way("data", "data", (), (), 4), "strong", 2)
+    target = dataclasses.replace(clusters.open_cluster("cpu:2"), accelerator=cluster().accelerator)
+    basis = strategies.Basis(config, 2, estimate.weights_of(config), 73e9, devices_each=2)
+    one = strategies.point(basis, strategies.Way("data", "data", (), (), 4), "strong", 2)
     return one, target, planner.plan(one.config, one.shape, target, Assumptions())
 
 
@@ -223,7 +226,7 @@ def test_what_the_compiler_gives_up_or_assemble_refuses_has_a_reason_instead_of_
 def test_the_table_the_json_and_the_page_say_the_same(run):
     found = run()
     content = json.loads(json.dumps(scaling_report.to_json(found)))
-    text, html = scaling_report.text(found), page.scaling_page(found)
+    text, html = scaling_report.text(found), html_page.scaling_page(found)
     for one in content["curves"]:
         for row in one["rows"]:
             parts = row["computing_seconds"] + row["idle_seconds"] + sum(row["waiting_seconds"].values())
@@ -238,7 +241,7 @@ def test_the_table_the_json_and_the_page_say_the_same(run):
 
 def test_the_chart_has_a_line_for_each_way_against_one_base(run):
     found = run()
-    strong, weak = page.scaling_panels(found)
+    strong, weak = html_page.scaling_panels(found)
     assert (
         [line.label for line in strong.lines]
         == [line.label for line in weak.lines]
@@ -247,7 +250,7 @@ def test_the_chart_has_a_line_for_each_way_against_one_base(run):
     assert max(line.points[0][1] for line in strong.lines) == 1  # the fastest on one device is one device's worth
     assert [line.points[0][0] for line in strong.lines] == [1, 1, 1, 1]
     assert [size for size, _ in strong.ideal.points] == [1, 2, 4, 8]
-    assert picture([strong, weak], page.NOTE, "png").startswith(b"\x89PNG")
+    assert picture([strong, weak], html_page.NOTE, "png").startswith(b"\x89PNG")
 
 
 def test_what_has_no_time_is_a_line_below_the_table(run):
@@ -272,7 +275,7 @@ def test_measured_links_take_the_place_of_the_assumed_ones(run):
 
 
 def test_a_cluster_without_known_speed_is_one_line():
-    unknown = topology.open_cluster("cpu:8")
+    unknown = clusters.open_cluster("cpu:8")
     with pytest.raises(UserError, match=r"--scaling: got --cluster=cpu:8, whose speed is not known"):
         scaling.scaling(CONFIG, unknown, SIZES, Assumptions(), plan_point=imagined.row)
 
@@ -298,7 +301,7 @@ def test_wrong_words_are_one_line_each(words, said):
 
 
 def test_all_sizes_that_no_cluster_has_are_said_together(monkeypatch):
-    monkeypatch.setattr(scaling, "open_cluster", topology.open_cluster)
+    monkeypatch.setattr(scaling, "open_cluster", clusters.open_cluster)
     with pytest.raises(UserError) as error:
         scaling.open_clusters(cluster(), [12, 20])
     assert len(error.value.problems) == 2

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.config.config import Config
-from meshtrain.layout.mesh import MeshOptions
-from meshtrain.models import splash
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.attention import splash
 from meshtrain.models.remat import RematOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.plan import flops, hlo, report, topology
+from meshtrain.plan import text_report
+from meshtrain.plan.hlo import flops, parse
+from meshtrain.plan.target import clusters
+from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import planned
 
@@ -42,7 +44,7 @@ def with_mesh(policy="full", **sizes):
 
 def num_kernels(plan):
     """Kernel -> how often it runs in a step."""
-    program, runs = hlo.read(plan.compiled.text), collections.Counter()
+    program, runs = parse.read(plan.compiled.text), collections.Counter()
     for line, _, times in program.instructions("custom-call"):
         if flops.is_attention(line):
             runs[flops.SPLASH.search(line.name)[1]] += times
@@ -53,7 +55,7 @@ def num_kernels(plan):
 def test_attention_is_the_kernel_and_all_of_it_is_counted(cluster):
     plan = planned(cluster, CONFIG)
     assert plan.compiled.attention == "splash"
-    assert "attention splash" in report.text(plan)
+    assert "attention splash" in text_report.text(plan)
     assert plan.memory.fits is True
     assert plan.memory.compiler.arguments_bytes == pytest.approx(plan.memory.arguments_expected_bytes, rel=0.001)
     assert plan.added_share == pytest.approx(0, abs=0.001)
@@ -92,7 +94,7 @@ def test_long_sequences_need_no_matrix_of_probabilities():
 
 
 def test_a_v4_is_one_device():
-    cluster = topology.open_cluster("v4:2x2x2")
+    cluster = clusters.open_cluster("v4:2x2x2")
     assert len(cluster.devices) == 8
     assert cluster.accelerator.name == "v4"
 
@@ -116,7 +118,7 @@ def test_each_tpu_takes_the_heads_that_auto_means(cluster, head_dim):
 
 def kernel_alone(cluster, head_dim, length):
     """Forward and backward pass of one sequence with four heads on one device."""
-    device = topology.open_cluster(cluster).devices[0]
+    device = clusters.open_cluster(cluster).devices[0]
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.launch.links import OPERATIONS
-from meshtrain.probe import bench_collectives, chosen, collectives
-from meshtrain.probe.sweep import Sweep
-from meshtrain.probe.timed import Timed
-from meshtrain.words.errors import UserError
+from meshtrain.probe import bench_collectives, job_mesh
+from meshtrain.probe.bench import benchmark
+from meshtrain.probe.bench.sweep import Sweep
+from meshtrain.probe.bench.timed import Timed
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -62,14 +63,14 @@ def test_all_problems_come_at_once():
 )
 def test_the_mesh_is_that_of_the_configuration(overrides, config, sizes):
     given = bench_collectives.argparse.Namespace(overrides=overrides, config=config and str(ROOT / config))
-    made = chosen.typed(given).mesh
+    made = job_mesh.typed(given).mesh
     assert (made.data, made.pipeline, made.fsdp, made.tensor) == sizes
 
 
 @pytest.mark.parametrize(("wrong", "code"), [((), 0), (("process 0: ...",), 1)])
 def test_a_wrong_value_is_an_exit_code(wrong, code, monkeypatch, capsys):
     row = Timed("data", "all-reduce", 8, 1024, (1e-3,), wrong)
-    monkeypatch.setattr(collectives, "sweep", lambda *_, **__: Sweep("cpu", {"data": 8}, 1, 1, (1024,), (row,), ()))
+    monkeypatch.setattr(benchmark, "sweep", lambda *_, **__: Sweep("cpu", {"data": 8}, 1, 1, (1024,), (row,), ()))
     assert bench_collectives.main([]) == code
     assert ("WRONG" in capsys.readouterr().out) == bool(code)
 

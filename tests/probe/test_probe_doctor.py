@@ -8,23 +8,23 @@ import sys
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.probe import doctor
-from meshtrain.probe.pairs import tournament
-from meshtrain.words.errors import UserError
+from meshtrain.probe.checks.pairwise_times import tournament
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The part that needs JAX, replaced: what a process does in it is the value of DOES.
 FAKE = """
 import os, sys, types
-fake = types.ModuleType("meshtrain.probe.exercise")
+fake = types.ModuleType("meshtrain.probe.checks.job")
 def exercised(arguments, begin):
     if os.environ["DOES"].split(",")[int(os.environ["JAX_PROCESS_ID"])] == "dies": os._exit(9)
     return {"devices": (4, "H100"), "without_gpus": False, "times": {"data": (2, 1e-3)}, "wrong": [], "pairs": {}}
 fake.compared, fake.exercised = lambda arguments: {"seed": "0"}, exercised
-sys.modules["meshtrain.probe.exercise"] = fake
+sys.modules["meshtrain.probe.checks.job"] = fake
 sys.modules["jax"] = None
 from meshtrain.probe.doctor import main
-from meshtrain.words.errors import run
+from meshtrain.errors import run
 run(lambda: main(sys.argv[1:]))
 """
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshtrain.launch import cluster, meeting
-from meshtrain.probe import doctor, exercise, machine
-from meshtrain.words import flags
-from meshtrain.words.errors import UserError
+from meshtrain.cli import flags
+from meshtrain.errors import UserError
+from meshtrain.launch import cluster, rendezvous
+from meshtrain.probe import doctor
+from meshtrain.probe.checks import job, machine_facts
 
 TINY, MESH_3D = (str(Path(__file__).parents[2] / "configs" / name) for name in ("tiny.py", "3d.py"))
 WELL = {"devices": (4, "H100"), "without_gpus": False, "times": {"data": (2, 1e-3)}, "wrong": [], "pairs": {}}
@@ -106,12 +107,12 @@ FAULTS = [
 def impatient(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    monkeypatch.setattr(meeting, "TRY_SECONDS", 0.1)
-    monkeypatch.setattr(meeting, "LINE_SECONDS", 0.5)
-    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(rendezvous, "TRY_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "LINE_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 2.0)
     monkeypatch.setattr(doctor, "_END_SECONDS", 0.1)
-    monkeypatch.setattr(machine, "_WRITTEN_BYTES", 1)
-    monkeypatch.setattr(machine, "_LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(machine_facts, "_WRITTEN_BYTES", 1)
+    monkeypatch.setattr(machine_facts, "_LOOK_SECONDS", 0.3)
 
 
 def doctor_of(index, one, port, never):
@@ -133,7 +134,7 @@ def doctor_of(index, one, port, never):
     try:
         where = cluster.meeting(environ)
         if one.does in ("stops", "ends"):
-            call, _ = meeting.roll_call(where, environ, doctor._introduction([], environ), 5, needs_all=False)
+            call, _ = rendezvous.roll_call(where, environ, doctor._introduction([], environ), 5, needs_all=False)
             with call:
                 never.wait(0 if one.does == "ends" else None)
             return
@@ -141,7 +142,7 @@ def doctor_of(index, one, port, never):
             with socket.create_server(("", port)):
                 doctor.diagnosed(arguments, where, environ)
             return
-        doctor.diagnosed(arguments, where, environ, lambda: SimpleNamespace(compared=exercise.compared, exercised=ran))
+        doctor.diagnosed(arguments, where, environ, lambda: SimpleNamespace(compared=job.compared, exercised=ran))
     except UserError as refusal:
         print("\n".join(f"error    {line}" for line in refusal.problems))
 
@@ -151,7 +152,7 @@ def test_each_fault_is_named_and_nothing_else_is_blamed(processes, expected, imp
     def of_thread():
         return processes[int(threading.current_thread().name)]
 
-    monkeypatch.setattr(machine, "software", lambda: {"meshtrain's source": "a"} | of_thread().software)
+    monkeypatch.setattr(machine_facts, "software", lambda: {"meshtrain's source": "a"} | of_thread().software)
     clock = SimpleNamespace(time=lambda: time.time() + of_thread().clock, monotonic=time.monotonic, sleep=time.sleep,
                             time_ns=time.time_ns)  # fmt: skip
     monkeypatch.setattr(doctor, "time", clock)

@@ -10,10 +10,10 @@ import pytest
 
 from meshtrain.launch import links
 from meshtrain.launch.links import OPERATIONS, Link
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.probe import chart, sweep, tables
-from meshtrain.probe.timed import Timed
+from meshtrain.probe.bench import bandwidth_chart, measurements, sweep
+from meshtrain.probe.bench.timed import Timed
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import make_mesh
 
 PLANTED = {"data": (40e-6, 25e9), "fsdp": (8e-6, 300e9)}
 SIZES = sweep.sizes(2**10, 2**26)
@@ -47,7 +47,7 @@ def test_all_operations_are_measured_on_all_axes_above_one(swept):
 
 def test_the_file_is_read_again_as_links(swept, tmp_path):
     path = tmp_path / "links.json"
-    content = json.loads(json.dumps(tables.json_of(swept)))
+    content = json.loads(json.dumps(measurements.json_of(swept)))
     path.write_text(json.dumps(content))
     assert links.read(str(path)).links == tuple(one.link for one in swept.fits)
     [first, *_] = content["measurements"]
@@ -56,10 +56,10 @@ def test_the_file_is_read_again_as_links(swept, tmp_path):
 
 
 def test_the_text_has_a_line_for_each_and_says_that_devices_are_simulated(swept):
-    text = tables.text(swept)
+    text = measurements.text(swept)
     assert sum(line.split()[:1] == ["fsdp"] for line in text.splitlines()) == len(OPERATIONS) * (len(SIZES) + 1)
     assert "data  all-reduce                  2      1        40.0    25     0%" in text
-    assert tables.SIMULATED in text
+    assert measurements.SIMULATED in text
     assert "not fitted" not in text
     assert "left out" not in text
     assert "WRONG" not in text
@@ -70,10 +70,10 @@ def test_wrong_values_and_missing_fits_are_named(mesh):
         return Timed(*what[1:3], 2, what[3], (1e-6, 1e-6), ("process 3: device 7 has 1 wrong",))
 
     found = sweep.sweep(mesh, SIZES[:1], 30, measure=wrong)
-    text = tables.text(found)
+    text = measurements.text(found)
     assert "WRONG        process 3: device 7 has 1 wrong" in text
     assert "not fitted   all-reduce on data: its values are wrong" in text
-    assert tables.json_of(found)["links"] == []
+    assert measurements.json_of(found)["links"] == []
 
 
 def test_larger_sizes_are_left_out_when_they_would_take_too_long(mesh):
@@ -82,7 +82,7 @@ def test_larger_sizes_are_left_out_when_they_would_take_too_long(mesh):
     largest = {(row.axis, row.operation): row.num_bytes for row in found.rows}
     assert largest["data", "all-reduce"] == 2**24
     assert largest["fsdp", "all-reduce"] == 2**26
-    said = [line for line in tables.text(found).splitlines() if line.startswith("left out")]
+    said = [line for line in measurements.text(found).splitlines() if line.startswith("left out")]
     assert "left out     all-reduce on data from 64 MiB on: it would take longer than --limit" in said
     assert not any("fsdp" in line for line in said)
 
@@ -117,13 +117,13 @@ def test_the_room_is_that_of_the_fullest_device(mesh):
 
 
 def test_a_line_for_each_operation_and_a_dotted_one_for_each_fit(swept, tmp_path):
-    drawn = chart.figure(swept)
+    drawn = bandwidth_chart.figure(swept)
     assert [len(panel.lines) for panel in drawn.axes] == [2 * len(OPERATIONS)] * 4
     times = {each.get_label(): each for each in drawn.axes[0].lines}
     np.testing.assert_allclose(
         times["all-reduce"].get_ydata(), [planted_us("data", "all-reduce", 2, size) for size in SIZES]
     )
-    chart.draw(swept, str(tmp_path / "collectives.png"))
+    bandwidth_chart.draw(swept, str(tmp_path / "collectives.png"))
     assert (tmp_path / "collectives.png").read_bytes().startswith(b"\x89PNG")
 
 

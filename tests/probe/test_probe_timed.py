@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from meshtrain.launch.links import OPERATIONS, RING
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.probe import operations, timed
-from meshtrain.probe.timed import Timed
+from meshtrain.probe.bench import operations, timed
+from meshtrain.probe.bench.timed import Timed
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import make_mesh
 
 SHAPE = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
 

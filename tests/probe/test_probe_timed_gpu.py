@@ -6,11 +6,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.launch.links import OPERATIONS, RING
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.plan import hlo, topology
-from meshtrain.plan.collectives import collectives
-from meshtrain.probe import timed
+from meshtrain.plan.hlo import parse
+from meshtrain.plan.hlo.collectives import collectives
+from meshtrain.plan.target import clusters
+from meshtrain.probe.bench import timed
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import make_mesh
 from tests.plan.counted import copies_in_loops
 
 pytestmark = pytest.mark.gpu_compiler
@@ -20,11 +21,11 @@ NUM_ELEMENTS, NUM_REPEATS = 2**16, 11
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_repeat_is_one_collective_and_no_copy(name, axis):
-    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}, topology.open_cluster("h100:2x4").devices)
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}, clusters.open_cluster("h100:2x4").devices)
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     x = jax.ShapeDtypeStruct((8, NUM_ELEMENTS), np.float32, sharding=sharding)
     run = timed.program(mesh, axis, name, NUM_REPEATS)
-    program = hlo.read(run.trace(x).lower(lowering_platforms=("cuda",)).compile().as_text())
+    program = parse.read(run.trace(x).lower(lowering_platforms=("cuda",)).compile().as_text())
     found = collectives(program, dict(mesh.shape))
     assert {one.kind for one in found} == {"collective-permute" if name == RING else name}
     assert {one.axes for one in found} == {axis}

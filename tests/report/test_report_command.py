@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.report import __main__ as report
 from meshtrain.report.runs import opened
-from meshtrain.words.errors import UserError
 from tests.report.folders import CONFIG, DEVICE, folder
 from tests.run.broken import deadline
 

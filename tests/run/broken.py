@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshtrain.words import errors
+from meshtrain import errors
 
 HANG_SECONDS = 30  # the slowest case takes two
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # capabilities: what lets root read what no permission allows
@@ -84,7 +84,7 @@ def _stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshtrain.plan.planner.plan", accepted)
     monkeypatch.setattr("meshtrain.generate.restored", accepted)
     monkeypatch.setattr("meshtrain.evaluate.restored", accepted)
-    monkeypatch.setattr("meshtrain.launch.local.run", accepted)
+    monkeypatch.setattr("meshtrain.launch.local_processes.run", accepted)
 
 
 def assert_speaks(lines: list[str]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from meshtrain import training
+from meshtrain.errors import Interrupted
 from meshtrain.main import main
-from meshtrain.words.errors import Interrupted
 
 NUM_STEPS, STOPPED_AT = 10, 5
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from meshtrain.cli import flags
 from meshtrain.config.config import Config
-from meshtrain.words import flags
 from tests.run.broken import Case, assert_refused, odd_things, small
 
 LEAVES = flags.schema(Config())

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from meshtrain.data.token_files import TokenFile
-from meshtrain.run import weights_from
+from meshtrain.run import weights
 from tests.run.broken import Accepted, Case, assert_refused, odd_things, small
 
 LEARNED = ("model.positions=learned", "sequence_length=32")
@@ -138,7 +138,7 @@ def test_broken_flags_are_refused(name, tmp_path, monkeypatch):
 @pytest.fixture
 def with_a_run(monkeypatch):
     """As if the workdir had a checkpoint; its weights are never read."""
-    monkeypatch.setattr(weights_from, "problems", lambda config, workdir, step: [])
+    monkeypatch.setattr(weights, "problems", lambda config, workdir, step: [])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -135,7 +135,7 @@ def place_cases():
     yield Case("workdir: a file", lambda folder: [*small(folder), "--workdir=words.txt"], ("--workdir: ",))
     for what in ODD:
         for module, words in {
-            "store.verify": lambda path: [path],
+            "checkpoint.verify": lambda path: [path],
             "generate": lambda path: [f"--workdir={path}"],
             "config": lambda path: [f"--config={path}"],
             "explain": lambda path: [f"--config={path}"],
@@ -177,7 +177,7 @@ PROGRAMS = {
         ["--cluster=cpu:8", "--calibrate=nan"], ["--clustr=cpu:8"], ["--cluster=cpu:8", "--config.seed=x"],
     ],
     "probe.doctor": [[f"--gpus=-{'9' * 400}"], [f"--limit=-{'9' * 400}"]],
-    "store.verify": [[], ["x", "y"], ["--zz"], ["words.txt"], [""], ["\udcff"]],
+    "checkpoint.verify": [[], ["x", "y"], ["--zz"], ["words.txt"], [""], ["\udcff"]],
     "generate": [
         ["--workdir=run"], ["--num-tokens=0"], ["--num-tokens=x"], ["--num-tokens=99999999999"], ["--temperature=nan"],
         ["--temperature=inf"], ["--temperature=-1"], ["--temperature=x"], ["--prompt="], ["--prompt=\udcff"],
@@ -251,7 +251,7 @@ SAMPLE = [
     "no permission: words.txt",
     "workdir: loop",
     "data.prepare: too long",
-    "store.verify []",
+    "checkpoint.verify []",
 ]
 
 

@@ -8,11 +8,11 @@ import pytest
 from meshtrain import generate
 from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
+from meshtrain.errors import UserError
 from meshtrain.generation.prompts import Prompt
 from meshtrain.models.entry import Entry
 from meshtrain.models.task import Task
 from meshtrain.run.opened import open_data
-from meshtrain.words.errors import UserError
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\n{% else %}A:{% generation %}{{ m.content }}."

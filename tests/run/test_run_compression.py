@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.between_runs import from_json
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.checkpoint.other_runs import find
+from meshtrain.config.resume import from_json
 from meshtrain.run import start
-from meshtrain.store.other_runs import find
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.trees import leaves_with_paths
 from scripts.benchmarks import compression
 
 INT8 = ("mesh.data=2", "compression.kind=int8", "model.num_layers=2")

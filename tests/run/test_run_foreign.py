@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from meshtrain import evaluate, generate, hugging_face
+from meshtrain import evaluate, generate, harness, options
 from meshtrain import main as train
+from meshtrain.checkpoint import verify
+from meshtrain.cli import flags
 from meshtrain.config import Config, default, resolve
 from meshtrain.config.config import to_json
+from meshtrain.errors import UserError
 from meshtrain.report import __main__ as report
-from meshtrain.run import requests
-from meshtrain.store import verify
-from meshtrain.words import flags, named
-from meshtrain.words.errors import UserError
+from meshtrain.run import hugging_face
 
 OURS, THEIRS = "docs.guide.own_model:eight_bytes", "foreign.helper:main"
 NO_WEIGHTS = "allowed: a workdir with at least one complete checkpoint"
@@ -69,7 +69,7 @@ def refusal(main, words):
 def test_every_option_that_may_name_a_function_is_one_of_these():
     entries = flags.schema(Config())
     assert tuple(key for key, entry in entries.items() if entry.names.startswith("function")) == OPTIONS
-    assert {key for key, entry in entries.items() if named.FORM in entry.text} == set(OPTIONS)
+    assert {key for key, entry in entries.items() if options.FORM in entry.text} == set(OPTIONS)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -92,7 +92,7 @@ def test_a_function_of_a_stranger_s_is_refused_with_the_command_that_runs_it(for
 @pytest.mark.parametrize("key", OPTIONS)
 def test_the_harness_refuses_it_too(foreign, key):
     folder = foreign(**{key: THEIRS}).removeprefix("--workdir=")
-    line = refusal(requests.opened, folder)
+    line = refusal(harness.opened, folder)
     assert line.endswith(f"; nearest: --config.{key}={THEIRS}")
     assert not pathlib.Path("ran").exists()
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from meshtrain import explain, generate
-from meshtrain.words.errors import UserError
+from meshtrain.errors import UserError
 
 FSDP = ("mesh.fsdp=2",)
 WORDS = ["--prompt=def f1(x", "--num-tokens=12"]

@@ -8,8 +8,8 @@ import types
 import pytest
 
 from meshtrain import harness
-from meshtrain.run import requests
-from meshtrain.words.errors import UserError
+from meshtrain import harness as requests
+from meshtrain.errors import UserError
 
 
 class Instance:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble, stored_params
+from meshtrain.checkpoint.other_runs import restore_params
 from meshtrain.config.tasks import abstract_task
-from meshtrain.layout.axes import AXES
 from meshtrain.run import likelihoods
 from meshtrain.run.likelihoods import Window, scorer, windows
-from meshtrain.store.other_runs import restore_params
+from meshtrain.sharding.axes import AXES
 
 T = 32
 DATA_AND_TENSOR = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}

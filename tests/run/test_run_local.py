@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from meshtrain import evaluate
+from meshtrain.checkpoint.other_runs import restore_params
+from meshtrain.errors import UserError
 from meshtrain.main import main
-from meshtrain.store.other_runs import restore_params
-from meshtrain.words.errors import UserError
 from scripts.benchmarks import local_steps
 
 APART = ("local_steps.period=2", "local_steps.groups=2", "mesh.data=2")

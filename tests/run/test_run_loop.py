@@ -9,13 +9,13 @@ import threading
 import pytest
 
 from meshtrain import loop
+from meshtrain.errors import Interrupted, TrainingStopped
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.observe.goodput import Done, Goodput
 from meshtrain.observe.profiler import ProfileOptions, Profiler
 from meshtrain.observe.progress import Progress
 from meshtrain.observe.throughput import Throughput
 from meshtrain.step.guard import FIRST_NOT_FINITE, IN_A_ROW
-from meshtrain.words.errors import Interrupted, TrainingStopped
 
 KINDS = ("loss", "save_blocking_seconds", "eval_loss")
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from meshtrain import evaluate, generate
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.checkpoint.other_runs import restore_params
+from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.config.config import Config
+from meshtrain.errors import UserError
 from meshtrain.models.lora import LoraOptions
 from meshtrain.optim.trainable import is_adapter
 from meshtrain.run import start
 from meshtrain.step.precision import PrecisionOptions
-from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.store.keeping import CheckpointOptions
-from meshtrain.store.other_runs import restore_params
-from meshtrain.words.errors import UserError
 from tests.parity.runs import by_path
 
 LORA = ("lora.rank=4", "learning_rate.name=constant", "learning_rate.warmup_steps=0")

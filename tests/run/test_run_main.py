@@ -15,17 +15,16 @@ import jax
 import pytest
 
 import meshtrain
-from meshtrain import explain
+from meshtrain import errors, explain
+from meshtrain.checkpoint.other_runs import find
+from meshtrain.cli.config_file import load
 from meshtrain.config import checks
 from meshtrain.config import config as configuration
-from meshtrain.config.between_runs import from_json
-from meshtrain.layout.axes import AXES
+from meshtrain.config.resume import from_json
 from meshtrain.main import main
 from meshtrain.plan import __main__ as plan
 from meshtrain.run import weights
-from meshtrain.store.other_runs import find
-from meshtrain.words import errors
-from meshtrain.words.config_file import load
+from meshtrain.sharding.axes import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 FSDP = ("mesh.fsdp=2",)
@@ -257,9 +256,9 @@ def checked(monkeypatch):
     """The meshes whose placement is checked; commands stop where they would open data or compile."""
     meshes, original = [], checks.weights
     monkeypatch.setattr(checks, "weights", lambda *given: meshes.append(given[1]) or original(*given))
-    monkeypatch.setattr("meshtrain.plan.early.ends_early", lambda *given: False)
-    monkeypatch.setattr("meshtrain.run.weights_from.problems", lambda *given: [])
-    for place in ("training.open_data", "plan.compile.captured"):
+    monkeypatch.setattr("meshtrain.plan.scheduled_dump.ends_early", lambda *given: False)
+    monkeypatch.setattr("meshtrain.run.weights.weights_problems", lambda *given: [])
+    for place in ("training.open_data", "plan.target.compile.captured"):
         monkeypatch.setattr(f"meshtrain.{place}", lambda *given: sys.exit("stopped"))
     return meshes
 

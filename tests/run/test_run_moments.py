@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 
 from meshtrain.assemble import assemble
-from meshtrain.config.between_runs import from_json
+from meshtrain.checkpoint.other_runs import find
 from meshtrain.config.config import resolve
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.trees import leaves_with_paths
+from meshtrain.config.resume import from_json
 from meshtrain.optim import moments
-from meshtrain.plan.guess import state_bytes, weights_of
+from meshtrain.plan.search.estimate import state_bytes, weights_of
 from meshtrain.run import start
-from meshtrain.step.held import held
-from meshtrain.store.other_runs import find
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.step.device_memory import held
 from scripts.benchmarks import rounding
 
 SMALL = {

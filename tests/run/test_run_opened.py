@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from meshtrain.config.config import resolve
-from meshtrain.data.own import Data
+from meshtrain.data.own_source import Data
+from meshtrain.errors import UserError
 from meshtrain.models.task import Entry, Task, token_batch
 from meshtrain.run.opened import open_data
-from meshtrain.words.errors import UserError
 
 SYNTHETIC = resolve({"data": {"source": "synthetic"}, "batch_size": 4, "sequence_length": 8})
 

@@ -31,7 +31,7 @@ PROGRAM = ("-m", "meshtrain.main")
 SHARING = """
 import sys
 from meshtrain import main
-from meshtrain.words import errors
+from meshtrain import errors
 from scripts.benchmarks.witness import sharing_compilations
 with sharing_compilations():
     errors.run(lambda: main.main(sys.argv[1:]))
@@ -174,7 +174,7 @@ def test_a_slow_loader_is_named_and_a_signal_to_one_worker_stops_all_after_the_s
 def test_processes_started_for_different_things_are_refused_alike(command, tmp_path):
     words = [command(tmp_path / "run", "mesh.data=2", f"seed={seed}") for seed in (1, 2)]
     own = f"words = {words!r}[int(os.environ['JAX_PROCESS_ID'])]"
-    code = f"import os, sys; from meshtrain import main; from meshtrain.words import errors; {own}"
+    code = f"import os, sys; from meshtrain import main; from meshtrain import errors; {own}"
     launch = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

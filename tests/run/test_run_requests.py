@@ -4,17 +4,17 @@ import types
 
 import pytest
 
+from meshtrain import harness
+from meshtrain.errors import UserError
 from meshtrain.generation.answers import Wanted
 from meshtrain.generation.sampling import Sampling
-from meshtrain.run import requests
-from meshtrain.words.errors import UserError
 
 GREEDY = {"until": ["\n"], "max_gen_toks": 12}
 
 
 @pytest.fixture(scope="module")
 def asked(straight):
-    return requests.opened(straight.directory)
+    return harness.opened(straight.directory)
 
 
 def test_likelihoods_add_up(asked):
@@ -52,7 +52,7 @@ def test_requests_are_drawn_with_their_options_and_come_back_in_order(asked, mon
         calls.append((prompts, wanted))
         return [types.SimpleNamespace(text=f"{decode(ids)} {wanted.num_tokens}") for ids in prompts]
 
-    monkeypatch.setattr(requests, "answers", answers)
+    monkeypatch.setattr(harness, "answers", answers)
     sampled = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.5, "top_k": 7, "top_p": 0.9, "until": ["", "x"]}
     given = [("a", GREEDY), ("b", {}), ("c", GREEDY), ("d", sampled), ("e", {"until": None, "temperature": 0.7})]
     assert asked.generated(given) == ["a 12", "b 256", "c 12", "d 3", "e 256"]
@@ -69,7 +69,7 @@ def test_requests_are_drawn_with_their_options_and_come_back_in_order(asked, mon
 
 def test_a_pipeline_is_folded(straight, capsys):
     words = ["--config.mesh.fsdp=1", "--config.mesh.pipeline=2"]
-    asked = requests.opened(straight.directory, *words, step=10)
+    asked = harness.opened(straight.directory, *words, step=10)
     assert asked.weights.assembly.program is None
     assert asked.weights.assembly.mesh.size == 2
     assert "the pipeline of 2 is folded into tensor" in capsys.readouterr().err
@@ -90,7 +90,7 @@ def test_a_pipeline_is_folded(straight, capsys):
 )
 def test_what_cannot_answer_is_one_line(straight, words, step, said):
     with pytest.raises(UserError, match=said) as caught:
-        requests.opened(straight.directory, *words, step=step)
+        harness.opened(straight.directory, *words, step=step)
     assert len(caught.value.problems) == 1
 
 

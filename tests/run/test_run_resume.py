@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from meshtrain.checkpoint.other_runs import find, restore_params
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.loader import batches
+from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.run import start
-from meshtrain.store.other_runs import find, restore_params
-from meshtrain.words.errors import UserError
 
 FSDP = ("mesh.fsdp=2",)
 CONTEXT = ("mesh.context=4",)
@@ -44,7 +44,7 @@ def test_on_the_same_mesh_every_number_is_the_same(run, stopped, straight):
 def test_a_loss_scale_goes_on_where_it_was(run, stopped, tmp_path):
     """The scale is too large, comes down, and grows again: five steps without these memories would go another way.
 
-    That every array of the state comes back is what tests/store shows faster.
+    That every array of the state comes back is what tests/checkpoint shows faster.
     """
     changes = ("precision.policy=float16", "loss_scale.initial=16777216", "loss_scale.growth_steps=3", *FSDP)
     whole, resumed = run(tmp_path / "run", *changes), run(stopped(*changes), *changes)

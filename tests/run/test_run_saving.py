@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.data.own import Data
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS
+from meshtrain.checkpoint.retention import read_ratings, saved_steps
+from meshtrain.data.own_source import Data
+from meshtrain.errors import UserError
 from meshtrain.models.task import Entry, Task
-from meshtrain.store.checkpoint import CHECKPOINTS
-from meshtrain.store.keeping import read_ratings, saved_steps
+from meshtrain.options import option
 from meshtrain.training import train
-from meshtrain.words.errors import UserError
-from meshtrain.words.options import option
 
 GIVEN = {
     "batch_size": 2,

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.config.config import Config, to_json
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import start
 from meshtrain.step.state import init_state
-from meshtrain.store.checkpoint import CHECKPOINTS, Checkpoints
-from meshtrain.store.keeping import CheckpointOptions
 
 COSINE = Config(num_steps=40, learning_rate=LearningRateOptions(peak=3e-3, warmup_steps=10))
 

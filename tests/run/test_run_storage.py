@@ -12,11 +12,11 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.launch.local import NEVER_RETRIED
+from meshtrain import errors
+from meshtrain.checkpoint.checkpoint import Checkpoints
+from meshtrain.checkpoint.retention import CheckpointOptions
+from meshtrain.launch.local_processes import NEVER_RETRIED
 from meshtrain.run import saving
-from meshtrain.store.checkpoint import Checkpoints
-from meshtrain.store.keeping import CheckpointOptions
-from meshtrain.words import errors
 
 ROOT = pathlib.Path(__file__).parents[2]
 FSDP = ("mesh.fsdp=2",)
@@ -118,7 +118,7 @@ def test_a_folder_that_vanishes_during_a_save_does_not_end_the_run(run, straight
 KILLED_AT = """
 import os, signal, sys
 from meshtrain.main import main
-from meshtrain.store.checkpoint import Checkpoints
+from meshtrain.checkpoint.checkpoint import Checkpoints
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)

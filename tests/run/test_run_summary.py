@@ -4,7 +4,7 @@ import pytest
 
 from meshtrain.config.config import Config
 from meshtrain.run import summary
-from meshtrain.run.sample import sample_tokens
+from meshtrain.run.summary import sample_tokens
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import parse
-from meshtrain.layout.mesh import mesh_shape
+from meshtrain.sharding.mesh import mesh_shape
 from scripts.benchmarks import windows
 from scripts.benchmarks.windows import Bytes, lines, ranges
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from meshtrain.errors import UserError
 from meshtrain.run import workdir
-from meshtrain.words.errors import UserError
 
 
 def begun(run, logged_seconds=0.0):

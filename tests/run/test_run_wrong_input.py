@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from meshtrain import generate
+from meshtrain.errors import UserError
 from meshtrain.main import main
-from meshtrain.words.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 FSDP = ("mesh.fsdp=2",)

@@ -12,10 +12,10 @@ import pytest
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.axes import AXES
 from tests.quick import exact
 
 CONFIG = Config(

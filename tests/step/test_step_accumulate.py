@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.mesh import make_mesh
-from meshtrain.layout.placement import Placement
-from meshtrain.layout.replicas import Replicas
-from meshtrain.layout.rules import LayoutOptions, Rule, default_rules, extend
-from meshtrain.layout.stored import stored_tree
 from meshtrain.models.task import Entry, Ratio, Task
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.stored import stored_tree
 from meshtrain.step.accumulate import accumulated, cut, split
 
 BATCH_AXES = {"images": ("batch", "height", "width", "channels"), "labels": ("batch",)}

@@ -15,13 +15,13 @@ from flax.linen import LogicallyPartitioned
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.lab.compression import CompressionOptions
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.reduction import ReductionOptions
-from meshtrain.layout.stored import ZeroOptions
 from meshtrain.models.metrics import LEFT_OUT, Count, Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.precision import PrecisionOptions

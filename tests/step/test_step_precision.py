@@ -10,13 +10,13 @@ from flax.core import meta
 
 from meshtrain.config import checks, config
 from meshtrain.data.sources import DataOptions
-from meshtrain.layout.axes import AXES
-from meshtrain.models.decoder import DecoderOptions
-from meshtrain.models.decoder_task import decoder
+from meshtrain.errors import UserError
 from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.models.transformer.task import decoder
+from meshtrain.sharding.axes import AXES
 from meshtrain.step import precision
 from meshtrain.step.precision import PrecisionOptions
-from meshtrain.words.errors import UserError
 
 MESHES = [
     {},

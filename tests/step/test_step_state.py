@@ -11,9 +11,9 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
-from meshtrain.layout.axes import AXES
-from meshtrain.layout.reduction import ReductionOptions
-from meshtrain.models.decoder import DecoderOptions
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.step.state import TrainState, axes_of_leaves
 
 WEIGHT, MOMENT = ("embed", "mlp"), ("embed", None)

@@ -1,0 +1,371 @@
+"""Checkpoints: the training state of a run, written in the background, restored onto any mesh.
+
+On disk (Orbax, one directory a step, OCDBT format)::
+
+    <workdir>/checkpoints/<step>/state/   every array of the training state, whole and in its global shape
+                                 extra/   one JSON object: data position, configuration, corpus, versions
+                                 manifest.json   checksums, written last: without it a checkpoint is incomplete
+    <workdir>/damaged/<step>/             a checkpoint whose checksums did not match
+
+Arrays are stored under the path of their leaf (`params/layers/attention/query`), never under the Python class that
+held them, so neither a mesh nor a container type has to be the same when they are read again.
+
+Why a checkpoint could not be written, in one line that names the disk.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Collection, Mapping
+from concurrent import futures
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from meshtrain.checkpoint import integrity, retention
+from meshtrain.checkpoint.arrays import leaves_by_path, nested, refuse_mismatches
+from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renamed
+from meshtrain.checkpoint.retention import CheckpointOptions
+from meshtrain.cli.tables import format_bytes
+from meshtrain.errors import SaveFailed, UserError
+from meshtrain.launch import peers
+
+CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
+_PARAMS = "params"
+_LOOK_SECONDS = 1.0
+
+
+class _Save(NamedTuple):
+    """A save in flight."""
+
+    step: int
+    has_failed: threading.Event
+    sealed: futures.Future[None]
+
+
+class Checkpoints:
+    """Saves and restores the state of one run. Every process of the run makes one and calls it at the same steps.
+
+    Args:
+      directory: the parent of one directory for each step; made absolute, and created if `options` is given.
+      options: which checkpoints are kept. None opens the folder for reading: nothing is created or deleted, so that
+        another program can read a run's checkpoints while it trains.
+      higher_is_better: whether a larger value of `options.best_metric` is a better one.
+
+    Raises:
+      UserError: the directory cannot be created.
+    """
+
+    def __init__(
+        self, directory: str | Path, options: CheckpointOptions | None, *, higher_is_better: bool = False
+    ) -> None:
+        self.directory = Path(directory).expanduser().absolute()
+        self._options = options
+        self._higher_is_better = higher_is_better
+        self._in_flight: _Save | None = None
+        self.newest_failure: SaveFailed | None = None  # of the newest save; None unless it is known to have failed
+        self._thread = futures.ThreadPoolExecutor(1, "seal")
+        if options is not None:
+            _create(self.directory)
+        self._manager = self._new_manager()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # If another process is gone, the save in flight cannot complete: do not wait for it.
+        if kind is None or not issubclass(kind, jax.errors.JaxRuntimeError):
+            self.close()
+
+    def steps(self) -> list[int]:
+        """Returns the steps that are completely written and sealed, oldest first. Waits for a save in flight."""
+        self.wait()
+        return [
+            step for step in retention.saved_steps(self.directory) if integrity.is_sealed(self.directory / str(step))
+        ]
+
+    def latest_step(self) -> int | None:
+        """Returns the newest step that is completely written, or None. Waits for a save in flight."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> bool:
+        """Starts to save a step and returns when the state's buffers may be overwritten; files follow in threads.
+
+        Waits first for the save before this one. Old steps are deleted only after the new one is sealed.
+
+        Args:
+          step: number of steps done.
+          state: pytree of jax.Array, any shardings. Typed random keys go in as their `jax.random.key_data`.
+          extra: anything that JSON can hold: data position, configuration, corpus, versions.
+
+        Returns:
+          False if this step is saved already; then nothing was written.
+
+        Raises:
+          TypeError: JSON cannot hold `extra`.
+          SaveFailed: the save before this one failed in its thread, or this one at its start. Another may succeed.
+        """
+        assert self._options is not None, "opened for reading only"
+        self.wait()
+        if integrity.is_sealed(self.directory / str(step)):
+            return False
+        json.dumps(dict(extra))  # raises here, with the caller on the stack, instead of later in a thread
+        items = ocp.args.Composite(
+            **{STATE: ocp.args.PyTreeSave(nested(leaves_by_path(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
+        )
+        try:
+            _create(self.directory)
+            self._manager.save(step, args=items, force=True)
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self.newest_failure, has_failed = None, threading.Event()
+        self._in_flight = _Save(step, has_failed, self._thread.submit(self._seal, step, has_failed))
+        return True
+
+    def rate(self, step: int, values: Mapping[str, float]) -> None:
+        """Records the metrics of a step's evaluation, for `CheckpointOptions.keep_best`. One process calls it."""
+        retention.write_ratings(self.directory, {**retention.read_ratings(self.directory), step: values})
+
+    def newest_whole(self) -> tuple[int | None, list[str]]:
+        """Returns the newest step with matching checksums and state, and a line for each newer one that is damaged.
+
+        All processes call it together; each reads a part of the files. With `options`, damaged checkpoints are moved
+        to the folder `damaged`. The step is None if no save was ever completed.
+
+        Raises:
+          UserError: there are completed checkpoints and all of them are damaged; none is moved then.
+        """
+        self.wait()
+        damaged, whole = dict[int, str](), None
+        for step in reversed(retention.saved_steps(self.directory)):
+            if not (lines := self._damage(step)):
+                whole = step
+                break
+            damaged[step] = f"checkpoint {self.directory / str(step)}: {lines[0]}"
+        if whole is None and any(integrity.is_sealed(self.directory / str(step)) for step in damaged):
+            raise UserError(
+                *damaged.values(),
+                f"{self.directory}: got no checkpoint that is whole; allowed: at least one; nearest: another --workdir",
+            )
+        if self._options is not None and damaged:
+            if peers.is_main_process():
+                for step in damaged:
+                    retention.set_aside(self.directory, step)
+            peers.gathered("set aside", None)
+            self._manager.reload()
+        return whole, list(damaged.values())
+
+    def refuse_damaged(self, step: int) -> None:
+        """Compares the files of a step with their checksums, and its state with its name; processes call it together.
+
+        Raises:
+          UserError: no such step, or it is damaged.
+        """
+        self.refuse_unknown(step)
+        if lines := self._damage(step):
+            found = f"checkpoint {self.directory / str(step)}: {lines[0]}"
+            others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
+            raise UserError(f"{found}; allowed: one that is whole; nearest: step {others}")
+
+    def _damage(self, step: int) -> list[str]:
+        directory = self.directory / str(step)
+        found = integrity.damage(directory, peers.index(), peers.count())
+        lines = [line for part in peers.gathered(f"damage {step}", found) for line in part]
+        return lines or renamed(directory)
+
+    def restore(self, step: int, abstract_state: Any) -> Any:
+        """Reads the whole state of a step, each array straight onto its sharding.
+
+        Args:
+          step: one of `steps()`.
+          abstract_state: pytree of jax.ShapeDtypeStruct with shardings, of any mesh and any number of processes.
+
+        Returns:
+          A pytree of jax.Array of the same structure, bitwise what was saved.
+
+        Raises:
+          UserError: no such step; or an array is missing, is left over, or has another shape or dtype.
+        """
+        wanted = leaves_by_path(abstract_state)
+        refuse_mismatches(self.directory / str(step), self._stored(step), wanted)
+        return self._read(step, wanted, abstract_state)
+
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Returns path -> global shape of each array of a step; reads no array.
+
+        Raises:
+          UserError: no such step.
+        """
+        return {path: tuple(leaf.shape) for path, leaf in self._stored(step).items()}
+
+    def restore_params(self, step: int, abstract_params: Any, rounded: Collection[str] = ()) -> Any:
+        """Reads only the weights of a step; the optimizer's arrays are not touched.
+
+        Args:
+          step: one of `steps()`.
+          abstract_params: pytree of jax.ShapeDtypeStruct with shardings, as `params` is in the state.
+          rounded: paths in `abstract_params` of weights that are read in another dtype than they were saved in.
+
+        Returns:
+          A pytree of jax.Array of the same structure.
+
+        Raises:
+          UserError: as `restore`, about the weights only.
+        """
+        self.refuse_other_params(step, abstract_params, rounded)
+        wrapped = {_PARAMS: abstract_params}
+        return self._read(step, leaves_by_path(wrapped), wrapped)[_PARAMS]
+
+    def refuse_other_params(self, step: int, abstract_params: Any, rounded: Collection[str] = ()) -> None:
+        """Compares shapes and dtypes of the weights of a step with `abstract_params`; reads no array.
+
+        Raises:
+          UserError: as `restore`, about the weights only.
+        """
+        stored = {path: leaf for path, leaf in self._stored(step).items() if path.startswith(f"{_PARAMS}/")}
+        wanted, of_state = leaves_by_path({_PARAMS: abstract_params}), {f"{_PARAMS}/{path}" for path in rounded}
+        refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """Returns the JSON object that was saved beside the state of a step.
+
+        Raises:
+          UserError: no such step.
+        """
+        self.refuse_unknown(step)
+        items = ocp.args.Composite(**{EXTRA: ocp.args.JsonRestore()})
+        return dict(self._manager.restore(step, args=items)[EXTRA])
+
+    def wait(self) -> None:
+        """Returns when the save in flight is complete and sealed.
+
+        Raises:
+          SaveFailed: the save failed.
+        """
+        if self._in_flight is None:
+            return
+        save, self._in_flight = self._in_flight, None
+        try:
+            self._manager.wait_until_finished()
+            self._wait_for_seal(save)
+        except Exception as error:
+            save.has_failed.set()  # otherwise the sealing thread would wait forever, and later saves with it
+            futures.wait([save.sealed])
+            raise self._failure(save.step, error) from error
+
+    def close(self) -> None:
+        """Waits for the save in flight and ends the threads. Only `wait` raises if the save failed."""
+        with contextlib.suppress(SaveFailed):
+            self.wait()
+        self._thread.shutdown()
+        self._manager.close()
+
+    def _seal(self, step: int, has_failed: threading.Event) -> None:
+        assert self._options is not None
+        is_sealed = integrity.seal(self.directory / str(step), peers.index(), peers.count(), has_failed.is_set)
+        if is_sealed and peers.is_main_process():
+            retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
+
+    def _wait_for_seal(self, save: "_Save") -> None:
+        directory = self.directory / str(save.step)
+        while not futures.wait([save.sealed], _LOOK_SECONDS).done:
+            # Only process 0 checks: another machine of a shared file system may see the folder later.
+            if peers.is_main_process() and not directory.is_dir():
+                raise FileNotFoundError(f"{directory} has vanished")
+        save.sealed.result()
+
+    def _failure(self, step: int, error: Exception) -> SaveFailed:
+        """Returns the exception for a failed save, and makes a new manager, so that the next save may succeed."""
+        failed = self.newest_failure = save_failed(self.directory / str(step), error)
+        # Orbax's manager would count the failed step as saved: a new one replaces it.
+        self._manager = self._new_manager()
+        return failed
+
+    def _new_manager(self) -> ocp.CheckpointManager:
+        writes = self._options is not None
+        if writes and peers.is_main_process():
+            retention.sweep(self.directory)
+        return manager(self.directory, writes=writes)
+
+    def _stored(self, step: int) -> dict[str, Any]:
+        """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""
+        self.refuse_unknown(step)
+        return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
+
+    def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Any) -> Any:
+        assert all(leaf.sharding is not None for leaf in wanted.values()), "every leaf says where it goes"
+        abstract = nested(wanted)
+        items = ocp.args.PyTreeRestore(
+            item=abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+            partial_restore=True,
+        )
+        found = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{STATE: items}))[STATE])
+        return jax.tree.unflatten(jax.tree.structure(like), [found[path] for path in wanted])
+
+    def refuse_unknown(self, step: int) -> None:
+        """Raises UserError if a step has no completely written checkpoint; the line names those that have one."""
+        steps = self.steps()
+        if step not in steps:
+            near = min(steps, key=lambda one: abs(one - step), default="another --workdir")
+            raise UserError(
+                f"{self.directory}: got step {step}; allowed: {', '.join(map(str, steps)) or 'none, it is empty'}; "
+                f"nearest: {near}"
+            )
+
+
+def _create(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{directory}: got {error.strerror or error}; allowed: a directory that can be written"
+        ) from error
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore quotes the system's error, behind a long path
+_MAX_REASON = 300  # characters of what a library says, which may quote whole stacks
+
+
+def save_failed(directory: Path, error: BaseException) -> SaveFailed:
+    """Returns the exception for a failed save. Call it before deleting the save's files, to report the free space.
+
+    Args:
+      directory: the checkpoint's folder.
+      error: what the library raised.
+    """
+    disk = f" ({free})" if (free := free_space(directory)) else ""
+    return SaveFailed(
+        f"checkpoint {directory}: not written: {reason(error)}{disk}; nearest: free space there, or another --workdir"
+    )
+
+
+def reason(error: BaseException) -> str:
+    """Returns the system's message if the disk is full or TensorStore has its error code, else the library's, cut."""
+    quoted = _CODE.search(str(error))
+    if quoted:
+        return os.strerror(int(quoted[1]))
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return os.strerror(error.errno)
+    return " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
+
+
+def free_space(directory: Path) -> str:
+    """Returns `12.0 MiB free on /mount/point` for the disk of a directory, which need not exist; "" if unknown."""
+    path = directory.absolute()
+    try:
+        while not os.path.ismount(path):
+            path = path.parent
+        return f"{format_bytes(shutil.disk_usage(path).free)} free on {path}"
+    except OSError:
+        return ""

@@ -1,0 +1,150 @@
+"""Checksums of checkpoints: SHA-256 of each file, in a manifest that is written last.
+
+    <step>/manifest.json        {"sha256": of what follows, "files": {name: {"bytes": ..., "sha256": ...}}}
+    <step>/manifest.<i>.part    checksums of the files of process i, until process 0 has merged the parts
+
+Neither the storage nor Orbax notices a flipped byte: it would be read as a weight. A checkpoint without a manifest
+was never completed. This module reads files, not arrays.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtrain.errors import UserError
+from meshtrain.files import read_json, write_whole
+
+MANIFEST = "manifest.json"
+_OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index
+_POLL_SECONDS = 0.05
+
+Files = dict[str, dict[str, Any]]
+
+
+def is_sealed(directory: Path) -> bool:
+    """Returns whether a checkpoint's folder has its manifest."""
+    return (directory / MANIFEST).is_file()
+
+
+def seal(directory: Path, index: int, num_processes: int, is_cancelled: Callable[[], bool]) -> bool:
+    """Waits until a checkpoint is committed, computes checksums, and writes the manifest when all processes have.
+
+    Args:
+      directory: the checkpoint's final folder, which appears, whole, when it is committed.
+      index: of this process. It reads the files that it has written; process 0 also reads the shared ones.
+      num_processes: number of processes; they share the file system.
+      is_cancelled: polled while waiting; true once the save has failed.
+
+    Returns:
+      Whether there is a manifest now.
+
+    Raises:
+      OSError: files cannot be read or written.
+    """
+    if not _waited(directory.is_dir, is_cancelled):
+        return False
+    found = checksums(directory, lambda name: _owner(name, num_processes) == index)
+    if num_processes == 1:
+        _write(directory / MANIFEST, found)
+        return True
+    _write(directory / _part(index), found)
+    if index:
+        return _waited(lambda: is_sealed(directory), is_cancelled)
+    parts = [directory / _part(process) for process in range(num_processes)]
+    if not _waited(lambda: all(part.is_file() for part in parts), is_cancelled):
+        return False
+    _write(directory / MANIFEST, {name: entry for part in parts for name, entry in _read(part).items()})
+    for part in parts:
+        part.unlink()
+    return True
+
+
+def checksums(directory: Path, is_wanted: Callable[[str], bool]) -> Files:
+    """Returns {name: {"bytes", "sha256"}} of the wanted files below a folder, manifests left out.
+
+    Args:
+      directory: the folder.
+      is_wanted: whether to include a file, by its name relative to the folder.
+    """
+    names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return {name: _entry(directory / name) for name in names if not name.startswith("manifest.") and is_wanted(name)}
+
+
+def damage(directory: Path, index: int = 0, num_processes: int = 1) -> list[str]:
+    """Returns one line for each file whose size or checksum differs; an empty list for an undamaged checkpoint.
+
+    Args:
+      directory: the checkpoint's folder.
+      index: of this process, which reads every `num_processes`-th file.
+      num_processes: number of processes that call it together.
+    """
+    try:
+        expected = _read(directory / MANIFEST)
+    except FileNotFoundError:
+        return [f"no {MANIFEST}: it was not finished"]
+    except (OSError, UserError) as error:
+        return [str(error)]
+    names = sorted(expected)[index::num_processes]
+    return [line for name in names if (line := _difference(directory / name, name, expected[name]))]
+
+
+def _difference(path: Path, name: str, expected: Mapping[str, Any]) -> str:
+    try:
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{name}: {size:,} bytes instead of {expected['bytes']:,}"
+        return "" if _sha256(path) == expected["sha256"] else f"{name}: its bytes have changed"
+    except FileNotFoundError:
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: {error.strerror or error}"
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _owner(name: str, num_processes: int) -> int:
+    """Returns the process that computes a file's checksum: the one whose folder holds it, 0 for shared files."""
+    found = [part.removeprefix(_OWN) for part in name.split("/") if part.startswith(_OWN)]
+    index = int(found[0]) if found and found[0].isdecimal() else 0
+    return index if index < num_processes else 0
+
+
+def _part(index: int) -> str:
+    return f"manifest.{index}.part"
+
+
+def _of(files: Files) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _write(path: Path, files: Files) -> None:
+    write_whole(path, json.dumps({"sha256": _of(files), "files": files}))
+
+
+def _read(path: Path) -> Files:
+    try:
+        content = read_json(path.read_text(encoding="utf-8"))
+        files = content["files"]
+        if content["sha256"] == _of(files):
+            return dict(files)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{path.name}: its bytes have changed")
+
+
+def _waited(is_there: Callable[[], bool], is_cancelled: Callable[[], bool]) -> bool:
+    while not is_there():
+        if is_cancelled():
+            return is_there()
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -1,0 +1,88 @@
+"""Orbax's checkpoint manager with our options: it writes and reads checkpoints, and deletes none.
+
+Suppresses what Orbax prints on the terminal besides raising it: needless warnings, and stacks of failed saves.
+
+`CheckpointManager.wait_until_finished` raises the error of a failed save, and we print one line for it. Before that,
+each of Orbax's threads logs the error with a stack. Writes still in flight then find their event loop closed:
+TensorStore prints a traceback for each, and asyncio one for each task whose result is never retrieved.
+"""
+
+import functools
+import logging
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+STATE, EXTRA = "state", "extra"  # the two folders of a save
+_REPLICA_SLICE_BYTES = 8 << 20
+
+
+def manager(directory: Path, *, writes: bool) -> ocp.CheckpointManager:
+    """Returns the manager of a folder of checkpoints; one that only reads creates, cleans up and deletes nothing."""
+    silence()
+    # Orbax deletes nothing. `keeping.prune` runs once a new save is sealed, and `keeping.sweep` deletes half-written
+    # saves, because Orbax fails on one that a thread still writes to.
+    all_stay = {"preservation_policy": ocp.checkpoint_managers.EveryNSteps(1)}
+    options = ocp.CheckpointManagerOptions(create=False, **(all_stay if writes else {}))
+    handlers = {STATE: _state_handler(), EXTRA: ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
+def renamed(directory: Path) -> list[str]:
+    """Returns one line if a whole checkpoint's state is of another step than its folder is named after; else no line.
+
+    A state without a step, such as imported weights, may have any name. All processes call it together.
+    """
+    silence()
+    with ocp.PyTreeCheckpointer() as reader:
+        if "step" not in reader.metadata(directory / STATE).item_metadata.tree:
+            return []
+        as_number = {"step": ocp.RestoreArgs(restore_type=np.ndarray)}
+        wanted = ocp.args.PyTreeRestore({"step": 0}, as_number, partial_restore=True)
+        step = int(reader.restore(directory / STATE, wanted)["step"])
+    return [] if str(step) == directory.name else [f"its state is that of step {step}: renamed, copied or linked"]
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    # Replicas that share the writing of an array slice it on the device: one small compilation for each shape, device
+    # and slice. This delays the first save by seconds, and pays off on several hosts only.
+    arrays = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_REPLICA_SLICE_BYTES
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+@functools.cache
+def silence() -> None:
+    """Suppresses these lines from now on; everything else is printed as before."""
+    logging.getLogger("absl").addFilter(_is_worth_a_line)
+    logging.getLogger("asyncio").addFilter(_is_task_of_others)
+    report = sys.unraisablehook
+
+    def report_others(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not _came_too_late(unraisable):
+            report(unraisable)
+
+    sys.unraisablehook = report_others
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    is_raised = record.exc_info is not None and record.exc_info[0] is not None
+    is_reported = is_raised or "Metadata file: %s" in str(record.msg)  # a damaged file: by its checksum
+    return (record.levelno >= logging.ERROR and not is_reported) or "orbax" not in Path(record.pathname).parts
+
+
+def _is_task_of_others(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return not ("exception was never retrieved" in text and "orbax" in text)
+
+
+def _came_too_late(unraisable: "sys.UnraisableHookArgs") -> bool:
+    """Returns whether C++ called a closed event loop: the outermost frame is asyncio's own."""
+    error, traceback = unraisable.exc_value, unraisable.exc_traceback
+    is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    return is_closed and traceback is not None and traceback.tb_frame.f_code.co_name == "call_soon_threadsafe"

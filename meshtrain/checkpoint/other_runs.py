@@ -1,0 +1,90 @@
+"""Restores another run's weights onto this run's shardings, after a comparison with their checksums."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.checkpoint.manager import STATE
+from meshtrain.errors import UserError, warn
+from meshtrain.files import expanded, what_is_at
+from meshtrain.launch import peers
+
+
+def restore_params(directory: str | Path, abstract_params: Any, rounded: Collection[str] = ()) -> Any:
+    """Reads the weights of another run's newest checkpoint onto this run's shardings; see `restore_params_of`."""
+    return restore_params_of(directory, None, abstract_params, rounded)[0]
+
+
+def restore_params_of(
+    directory: str | Path, step: int | None, abstract_params: Any, rounded: Collection[str] = ()
+) -> tuple[Any, int]:
+    """Reads the weights of one of another run's checkpoints onto this run's shardings.
+
+    Args:
+      directory: a workdir, or the directory `checkpoints` inside one.
+      step: of the checkpoint; None: the newest one that is whole.
+      abstract_params: pytree of jax.ShapeDtypeStruct with shardings.
+      rounded: paths of weights that are read in another dtype than they were saved in.
+
+    Returns:
+      A pytree of jax.Array of the same structure, bitwise the other run's weights but for rounded ones; and the step.
+
+    Raises:
+      UserError: there is no such directory, no complete checkpoint of that step in it, or its weights have other shapes
+        or dtypes.
+    """
+    with find(directory) as checkpoints:
+        if step is not None:
+            checkpoints.refuse_damaged(step)
+        else:
+            step, damaged = checkpoints.newest_whole()
+            assert step is not None, "find returns only directories with a complete step"
+            for line in damaged if peers.is_main_process() else ():
+                warn(line)
+        return checkpoints.restore_params(step, abstract_params, rounded), step
+
+
+def find(directory: str | Path) -> Checkpoints:
+    """Opens another run's checkpoints for reading.
+
+    Args:
+      directory: a workdir, or the directory `checkpoints` inside one.
+
+    Returns:
+      Checkpoints with at least one complete step; the caller closes it.
+
+    Raises:
+      UserError: there is no such directory, or no complete checkpoint in it; the line says what it holds.
+    """
+    given = expanded(directory).absolute()
+    if (what := what_is_at(given)) != "a folder":
+        raise UserError(
+            f"{directory}: got {what}; allowed: a workdir of meshtrain, or its directory '{CHECKPOINTS}'; nearest: "
+            "the --workdir of a run that has saved"
+        )
+    inner = given / CHECKPOINTS if what_is_at(given / CHECKPOINTS) == "a folder" else given
+    try:
+        os.scandir(inner).close()
+    except OSError as error:
+        raise UserError(
+            f"{inner}: got a folder that cannot be read ({error.strerror}); allowed: a workdir of "
+            f"meshtrain; nearest: chmod -R a+rX '{inner}'"
+        ) from error
+    checkpoints = Checkpoints(inner, None)
+    if checkpoints.latest_step() is None:
+        checkpoints.close()
+        names = sorted(entry.name for entry in checkpoints.directory.iterdir())
+        listing = f"only {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "an empty directory"
+        raise UserError(
+            f"{checkpoints.directory}: got {listing}; allowed: a workdir with at least one complete checkpoint"
+            f"{_nearest_workdir(given)}"
+        )
+    return checkpoints
+
+
+def _nearest_workdir(given: Path) -> str:
+    """Returns `; nearest: DIR`: the parent if the directory of a step was given."""
+    is_step = given.name.isdecimal() and (given / STATE).is_dir()
+    return f"; nearest: {given.parent if is_step else 'the --workdir of a run that has saved'}"

@@ -1,0 +1,115 @@
+"""Which checkpoints are kept: the newest few, multiples of a number of steps, and the best. The rest is deleted."""
+
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from meshtrain.checkpoint.integrity import is_sealed
+from meshtrain.files import read_json, write_whole
+from meshtrain.options import AllBut, option
+
+DAMAGED = "damaged"  # folder beside the checkpoints, for those whose checksums do not match
+HALF_WRITTEN = ".orbax-checkpoint-tmp"  # part of the name of a folder that is being written or deleted
+Ratings = Mapping[int, Mapping[str, float]]  # step -> metric of its evaluation -> value
+RATINGS = "ratings.json"  # beside the steps: {step: {metric: value}}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """When the state is saved and which checkpoints are kept."""
+
+    every: int = option(0, "steps between saves; 0: only after the last step, which is always saved", minimum=0)
+    keep_last: int = option(3, "number of newest checkpoints to keep; older ones are deleted", minimum=1)
+    keep_every: int = option(0, "also keep checkpoints at multiples of this many steps; 0: none", minimum=0)
+    keep_best: int = option(0, "also keep this number of best checkpoints, by best_metric", minimum=0)
+    best_metric: str = option(
+        "eval_loss",
+        "metric of an evaluation that keep_best compares; lower is better, except for Task.higher_is_better",
+        only_for={"keep_best": AllBut(0)},
+    )
+
+
+def kept(steps: Iterable[int], options: CheckpointOptions, ratings: Ratings, *, higher_is_better: bool) -> set[int]:
+    """Returns the steps that are kept.
+
+    Args:
+      steps: those with a complete checkpoint.
+      options: which of them to keep.
+      ratings: of steps that were evaluated. One whose `options.best_metric` is missing or not finite is never among the
+        best.
+      higher_is_better: whether a larger value of that metric is a better one.
+    """
+    ordered, name = sorted(steps), options.best_metric
+    stay = set(ordered[-options.keep_last :])
+    if options.keep_every:
+        stay |= {step for step in ordered if step % options.keep_every == 0}
+    found = {step: ratings[step][name] for step in ordered if step in ratings and name in ratings[step]}
+    sign = -1 if higher_is_better else 1
+    rated = sorted((sign * value, -step) for step, value in found.items() if math.isfinite(value))
+    best = {-step for _, step in rated[: options.keep_best]}
+    return stay | best
+
+
+def read_ratings(directory: Path) -> dict[int, dict[str, float]]:
+    """Returns {step: {metric: value}} of the checkpoints in a folder; empty where the file is missing or damaged."""
+    try:
+        content = read_json((directory / RATINGS).read_text(encoding="utf-8"))
+        # A number alone is of a file from before there were several metrics.
+        named = {
+            int(step): values if isinstance(values, dict) else {CheckpointOptions.best_metric: values}
+            for step, values in content.items()
+        }
+        return {step: {name: float(value) for name, value in values.items()} for step, values in named.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def write_ratings(directory: Path, ratings: Ratings) -> None:
+    """Replaces the file of {step: {metric: value}} in a folder of checkpoints.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    content = {str(step): dict(values) for step, values in sorted(ratings.items())}
+    write_whole(directory / RATINGS, json.dumps(content))
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Returns the steps of the checkpoints in a folder, complete or not, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal() and entry.is_dir())
+
+
+def prune(directory: Path, options: CheckpointOptions, *, higher_is_better: bool) -> None:
+    """Deletes the checkpoints that `kept` does not name. Each is renamed first: `sweep` deletes the rest after a kill.
+
+    Raises:
+      OSError: one cannot be deleted.
+    """
+    whole = [step for step in saved_steps(directory) if is_sealed(directory / str(step))]
+    stay = kept(whole, options, read_ratings(directory), higher_is_better=higher_is_better)
+    for step in sorted(set(whole) - stay):
+        going = directory / f"{step}{HALF_WRITTEN}"
+        (directory / str(step)).rename(going)
+        shutil.rmtree(going)
+
+
+def sweep(directory: Path) -> None:
+    """Deletes half-written and half-deleted checkpoints. Files that a thread is still writing may remain."""
+    if directory.is_dir():
+        for entry in directory.iterdir():
+            if HALF_WRITTEN in entry.name:
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Moves a checkpoint into the folder `damaged`, for inspection, and returns its new path."""
+    aside = directory.parent / DAMAGED
+    aside.mkdir(exist_ok=True)
+    names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
+    return (directory / str(step)).rename(next(aside / name for name in names if not (aside / name).exists()))

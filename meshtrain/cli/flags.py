@@ -1,0 +1,342 @@
+"""The command line, and the conversion of values to the types of their fields, with all problems collected.
+
+ml_collections stops at the first wrong flag, so overrides (`--config.group.field=value`) are parsed here. This module
+works on any dataclass of options. It imports nothing that is slow to load, so that `--help` is quick.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+import tempfile
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from meshtrain.errors import MOST_LINES, UserError, is_finite, nearest, unknown
+from meshtrain.files import expanded, is_utf8, url_problems, what_is_at
+from meshtrain.options import MOST
+
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_PATHS = ("FILE", "DIR", "RUN")  # with which the metavar of an argument begins that is a path, and so no URL
+_STATED = ("text", "choices", "names", "minimum", "maximum")  # of a field, in `option`
+_DEEPEST = 20  # nested groups; without a limit a mapping that contains itself would recurse forever
+_USAGE = """\
+Any field of the configuration can be set on the command line: --config.mesh.tensor=4 --config.num_steps=1e3
+`python -m meshtrain config` lists the fields with their types, defaults and meanings.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One field of a configuration: type, default, meaning, legal names, what it names, bounds of a whole number."""
+
+    kind: type
+    default: Any
+    text: str
+    choices: tuple[str, ...]
+    names: str = ""  # see `options.option`
+    bounds: tuple[Any, ...] = (1, MOST[int])
+
+
+def program() -> str:
+    """Returns by which name the program runs: `meshtrain`, which an installation has, or `python -m meshtrain`."""
+    return "meshtrain" if pathlib.Path(sys.argv[0]).stem == "meshtrain" else "python -m meshtrain"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UserError, where argparse would print its usage and exit."""
+
+    def __init__(self, prog: str | None = None, **named: Any) -> None:
+        """Takes what argparse takes; the usage names the program as it was typed."""
+        super().__init__(prog and prog.replace("python -m meshtrain", program()), **named)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError with argparse's message and what is allowed."""
+        words = [word for action in self._actions for word in action.option_strings]
+        named = re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message)
+        action = next((one for one in self._actions if named and named[1] in one.option_strings), None)
+        near = "--help"
+        if action is not None and action.nargs != 0:
+            example = 1 if action.type else action.metavar or action.dest.upper()
+            near = f"{action.option_strings[-1]}={action.default or example}"
+        said = f"{named[1]}: {named[2]}" if named else f"arguments: {message}"
+        raise UserError(said if "allowed: " in said else f"{said}; allowed: {', '.join(words)}; nearest: {near}")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Returns the parsed arguments. Raises UserError for unknown ones, with the closest known one, and for URLs."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        known = [word for action in self._actions for word in action.option_strings]
+        if problems := [*unknown_arguments(rest, known), *self.without_urls(parsed)]:
+            raise UserError(*problems)
+        return parsed
+
+    def without_urls(self, parsed: argparse.Namespace) -> list[str]:
+        """Gives each path that is a URL its default, in place; returns one line for each."""
+        found = []
+        for action in [action for action in self._actions if str(action.metavar).startswith(_PATHS)]:
+            key, given = [action.metavar, *action.option_strings][-1], getattr(parsed, action.dest) or []
+            paths = [given] if isinstance(given, str) else given
+            if lines := [line for path in paths for line in url_problems(str(key), path)]:
+                setattr(parsed, action.dest, action.default)
+                found += lines
+        return found
+
+
+def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """Parses the command line of a command. `--help` prints the usage and exits.
+
+    Args:
+      argv: the words after the command.
+      extra: the command's own arguments, its `prog` and its description; None for none.
+
+    Returns:
+      A namespace with `config` (the file or None), `workdir` (a Path; runs/NAME_OF_THE_CONFIG by default), `overrides`
+      (dotted key -> text; the last one wins), `problems` (a line for each unknown argument, to be reported together
+      with those of the configuration), `command` (the words to type again, without `extra` none), and those of `extra`.
+
+    Raises:
+      UserError: a known argument with a wrong value, or without one.
+    """
+    rest, overrides, problems = _split(argv)
+    parser = Parser(
+        prog=extra.prog if extra else None,
+        description=extra.description if extra else None,
+        epilog=_USAGE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[extra] if extra else [],
+        conflict_handler="resolve",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a Python file with get_config(), such as configs/3d.py")
+    parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/ and the config's name)")
+    parser.add_argument("--config.GROUP.FIELD", dest="_", metavar="VALUE", help="sets one field of the configuration")
+    namespace, unknown_words = parser.parse_known_args(rest)
+    del namespace._
+    allowed = [word for action in parser._actions for word in action.option_strings if "." not in word]
+    problems += [*unknown_arguments(unknown_words, allowed), *parser.without_urls(namespace)]
+    default = default_workdir(namespace.config)
+    if namespace.workdir == "" or not is_utf8(namespace.workdir or ""):
+        problems.append(f"--workdir: got '{namespace.workdir}'; allowed: a folder's path in UTF-8; nearest: {default}")
+    namespace.workdir = expanded(namespace.workdir or default)
+    namespace.overrides, namespace.problems = overrides, problems
+    namespace.command = [sys.orig_argv[0], *extra.prog.split()[1:], *argv] if extra else []
+    return namespace
+
+
+def default_workdir(config: str | None) -> pathlib.Path:
+    """Returns the workdir of a configuration file for which none is given: runs/NAME, runs/default without a file."""
+    return pathlib.Path("runs") / (pathlib.Path(config).stem if config else "default")
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Returns (the words that are no overrides, dotted key -> text, problems)."""
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    problems: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--config."):
+            rest.append(word)
+            continue
+        key, equals, text = word.removeprefix("--config.").partition("=")
+        if not equals and words and not words[0].startswith("--"):
+            equals, text = "=", words.pop(0)
+        if equals:
+            overrides[key] = text
+        else:
+            problems.append(f"{key}: got no value; allowed: --config.{key}=VALUE; nearest: leave it out")
+    return rest, overrides, problems
+
+
+def unknown_arguments(words: Sequence[str], allowed: Sequence[str]) -> list[str]:
+    """Returns one line for each unknown flag, or for each word if none of them is a flag."""
+    flags = [word for word in words if word.startswith("-")]
+    return [_unknown_argument(word, allowed) for word in flags or words]
+
+
+def _unknown_argument(word: str, allowed: Sequence[str]) -> str:
+    name = word.partition("=")[0]
+    if name.startswith("--") and "." in name:
+        return f"arguments: got '{word}'; allowed: {', '.join(allowed)}; did you mean '--config.{word[2:]}'?"
+    line = unknown("arguments", name, allowed)
+    return line if "did you mean" in line else f"{line}; nearest: --help"
+
+
+def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
+    """Returns dotted key -> Entry for a dataclass of options and the dataclasses in it, in order of declaration."""
+    kinds = typing.get_type_hints(type(options))
+    found: dict[str, Entry] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= schema(value, f"{prefix}{field.name}.")
+        else:
+            text, choices, names, *given = (field.metadata[what] for what in _STATED)
+            bounds = tuple(other if one is None else one for one, other in zip(given, Entry.bounds, strict=True))
+            found[prefix + field.name] = Entry(kinds[field.name], value, text, choices, names, bounds)
+    return found
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns dotted key -> value for a nested mapping.
+
+    An empty mapping inside another stays a value, and so does one below 20 levels.
+
+    >>> flatten({"seed": 1, "mesh": {"data": 2, "fsdp": 4}})
+    {'seed': 1, 'mesh.data': 2, 'mesh.fsdp': 4}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        goes_on = isinstance(value, Mapping) and value and name.count(".") < _DEEPEST
+        flat |= flatten(value, f"{name}.") if goes_on else {name: value}
+    return flat
+
+
+def collect(
+    entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Converts values to the types of their fields.
+
+    Args:
+      entries: from `schema`.
+      given: dotted key -> value from Python or JSON.
+      texts: dotted key -> text from the command line; takes precedence over `given`.
+
+    Returns:
+      dotted key -> value for every entry, and one line for each unknown key and each value of a wrong type. A wrong
+      text is replaced by the value of `given`, and a wrong value by the default.
+    """
+    values = {key: entry.default for key, entry in entries.items()}
+    words: dict[str, Any] = {**given, **texts}
+    problems = _unknown_keys({key: words[key] for key in words if key not in entries}, entries)
+    for key, value in words.items():
+        if key not in entries:
+            continue
+        try:
+            values[key] = typed(value, entries[key].kind, is_text=key in texts, bounds=entries[key].bounds)
+        except ValueError as error:
+            near = "" if "nearest: " in str(error) else f"; nearest: {json.dumps(entries[key].default)}, the default"
+            problems.append(f"{key}: {error}{near}")
+            if key in texts and key in given:
+                with contextlib.suppress(ValueError):
+                    values[key] = typed(given[key], entries[key].kind)
+    return values, problems
+
+
+def typed(value: Any, kind: type, *, is_text: bool = False, bounds: tuple[Any, ...] = Entry.bounds) -> Any:
+    """Returns a value as int, float, bool or str.
+
+    >>> typed("1e3", int, is_text=True), typed("yes", bool, is_text=True)
+    (1000, True)
+
+    Args:
+      value: from Python or JSON, or from a command line.
+      kind: the wanted type.
+      is_text: whether the value was written on a command line: 1_000, 1e3, true.
+      bounds: of the whole number that is suggested in place of a fraction.
+
+    Raises:
+      ValueError: `got ...; allowed: ...`: the value is not of that type.
+    """
+    if kind is str and isinstance(value, str):
+        if is_utf8(value) and "\0" not in value:
+            return str(value)
+        raise ValueError(f"got {value!r}; allowed: a text that UTF-8 can write, without zero bytes")
+    if kind is bool and is_text and value.strip().lower() in _BOOLS:
+        return _BOOLS[value.strip().lower()]
+    if kind is bool and isinstance(value, bool):
+        return value
+    near, number = "", typing.cast(Any, _number(value) if is_text else value)
+    if kind in (int, float) and is_finite(number):
+        if kind is float or number == int(number):
+            return kind(number)
+        near = f"; nearest: {min(max(round(number), bounds[0]), bounds[1])}"
+    elif kind in (int, float) and isinstance(number, int) and not isinstance(number, bool):
+        near = f" of at most {sys.float_info.max_10_exp} digits"
+    got = f"'{value}'" if is_text else f"{_shown(value)} ({type(value).__name__})"
+    raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){near}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+        return text if len(text) <= 400 else f"{text[:200]}...{text[-100:]}"
+    except Exception:  # noqa: BLE001  a __repr__ of the user's may raise anything
+        return "something that cannot be shown"
+
+
+def _number(text: str) -> int | float | None:
+    # int first: float would round a large whole number.
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _unknown_keys(given: Mapping[str, Any], entries: Mapping[str, Entry]) -> list[str]:
+    # More than there are fields are no misspelt ones, and the closest field of each would take minutes to find.
+    listed = list(given) if len(given) <= len(entries) else list(given)[:MOST_LINES]
+    more = [f"... and {len(given) - len(listed)} more keys like these"] if len(listed) < len(given) else []
+    return [_unknown_key(key, given[key], entries) for key in listed] + more
+
+
+def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
+    groups = {name.partition(".")[0] for name in entries if "." in name}
+    top, _, last = key.rpartition(".")
+    if key in groups:
+        fields = [name for name in entries if name.startswith(f"{key}.")]
+        return (
+            f"{key}: got {_shown(value)}; allowed: a value for one of its fields: {', '.join(fields)}; "
+            f"nearest: {fields[0]}={entries[fields[0]].default}"
+        )
+    if top in entries:
+        return f"{key}: unknown key; allowed: '{top}', which is a value and has no fields; did you mean '{top}'?"
+    same_name = [name for name in entries if name.rpartition(".")[2] == last]
+    near = f"; did you mean '{same_name[0]}'?" if len(same_name) == 1 else nearest(key, [*entries, *groups])
+    near = near or "; nearest: leave it out"
+    if top in groups:
+        allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
+    else:
+        allowed = "what `python -m meshtrain config` lists"
+    return f"{key}: unknown key; allowed: {allowed}{near}"
+
+
+def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Returns a copy of a dataclass, nested ones included, with each field replaced by `values[dotted key]`."""
+    fields = {}
+    for field in dataclasses.fields(default):
+        inner, name = getattr(default, field.name), prefix + field.name
+        fields[field.name] = construct(inner, values, f"{name}.") if dataclasses.is_dataclass(inner) else values[name]
+    return dataclasses.replace(default, **fields)
+
+
+def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[str]:
+    """Returns one line, with the folder's flag and a legal name, if it cannot be created or written; leaves no file."""
+    existing, near = folder.absolute(), f"nearest: {example}"
+    if folder.parts[:1] and folder.parts[0].startswith("~"):
+        return [f"{flag}: got '{folder}', a home directory that is missing; allowed: a writable folder; {near}"]
+    while (what := what_is_at(existing)) == "nothing there" and existing != existing.parent:
+        existing = existing.parent
+    if what != "a folder":
+        return [
+            f"{flag}: got '{folder}': '{existing}' is not a folder but {what}; allowed: a folder that can be "
+            f"written; {near}"
+        ]
+    try:
+        # A real attempt: permission bits say nothing about root or a read-only file system.
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".meshtrain-"):
+            return []
+    except OSError as error:
+        return [
+            f"{flag}: got '{folder}', which is not writable ({error.strerror}); allowed: a folder that can be "
+            f"written; {near}"
+        ]

@@ -1,0 +1,140 @@
+"""Which options may change when a run resumes: its config.json is read back and compared with the new configuration."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.cli import flags
+from meshtrain.config import data_sources, former, tasks
+from meshtrain.config.config import CONFIG_FILE, Config, built
+from meshtrain.config.effects import without_effect
+from meshtrain.data.sources import DataOptions
+from meshtrain.errors import UserError
+from meshtrain.files import read_json
+from meshtrain.sharding.axes import AXES, DATA
+
+# What may change when a run is started again, and why. The longest name counts: `model.attention` before `model`.
+FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
+    "where arrays live and in what order stages run: the same sums on every mesh": (
+        "mesh", "zero", "offload", "layout", "pipeline",
+    ),
+    "what the backward pass saves or recomputes, and which kernel runs: the same function": (
+        "remat", "model.attention", "model.loss_chunk",
+    ),
+    # Dropout is keyed by a sequence's index in the global batch, and the loss scale is that of its mean loss: neither
+    # depends on the number of parts. Only the order of a sum changes, as with another mesh or number of microbatches.
+    # An auxiliary loss that is not a sum over sequences depends on both.
+    "into how many parts a batch is cut: the gradient is that of the whole batch": ("accumulation_steps",),
+    "where data are read from and how fast: the fingerprint of their ids and their split is compared instead": (
+        "data.source", "data.path", "data.validation_path", "data.text_field", "data.tokenizer", "data.end_token",
+        "data.chat_template", "data.validation_fraction", "data.num_threads", "data.num_prefetch_batches",
+    ),
+    "what is shown, measured and saved": (
+        "log_every", "eval_every", "num_eval_batches", "sample_tokens", "checkpoint", "profile", "observe",
+    ),
+    # These two change the learning rates after the resumed step; `run.start` warns of a jump.
+    "how long the run goes on, and the decay of the learning rate that belongs to it": (
+        "num_steps", "learning_rate.decay_steps",
+    ),
+    # A spike rule decides which later steps are skipped; users change it on resume to skip other ones.
+    "when a run gives up": ("guard", "watchdog_seconds"),
+}  # fmt: skip
+FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
+    "another model, or another shape of its arrays": ("task", "model", "lora"),
+    "other sequences in a step": (
+        "seed",
+        "batch_size",
+        "sequence_length",
+        "data.packing",
+    ),
+    "other gradients": ("precision", "loss_scale", "reduction"),
+    "other updates": ("optimizer", "learning_rate", "local_steps"),
+    "where the weights came from: config.json is the record of it": ("init_from", "init_ignore"),
+}
+
+
+def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
+    """Returns the configuration of another run, types checked. Fields that its file does not have get their defaults.
+
+    The function that it names as `task` is imported, unless `overrides` (dotted key -> text) has another in its place.
+
+    Raises:
+      UserError: the text is not JSON, or has an unknown key or a value of a wrong type.
+    """
+    try:
+        given = read_json(text)
+    except ValueError as error:
+        raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
+    config, found = built(given, overrides or {})
+    if found:
+        raise UserError(*(f"{CONFIG_FILE}: {line}" for line in found))
+    return config
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Returns `key: was X, now Y` for each option that differs although it may not change when a run resumes.
+
+    Options without effect (of an optimizer that is not in use, say) are not compared.
+
+    Args:
+      old: the nested dict of the run to resume, as `json.loads` reads its config.json; its keys may be former ones.
+      new: the nested dict of the new configuration. A key that one of them lacks has its default.
+    """
+    then, after = flags.flatten(old), flags.flatten(new)
+    defaults = _defaults(after)
+    after = defaults | after
+    # A function that the old run alone names is not imported; the two differ anyway.
+    today = dict(then)
+    renamed = former.rename(today, {}, after).items()
+    before = defaults | today
+    alike = {key: before[key] == after[key] for key in ("task", "reduction.name")}
+    idle = _idle(new) | (_idle(then) if all(alike.values()) else set())
+    if not alike["reduction.name"]:  # its name says it: the options of one are not those of the other
+        idle |= {key for key in before | after if key.startswith("reduction.") and key != "reduction.name"}
+    found = [line for key, line in renamed if not is_free(key) and key not in idle]
+    for key in before | after:
+        was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
+        # The table names the decoder's options. A user's option of the same name is another one, and may not change.
+        is_own = key.startswith("model.") and after["task"] not in tasks.names()
+        if was != now and key not in idle and (is_own or not is_free(key)):
+            found.append(f"{key}: was {was}, now {now}")
+    return found
+
+
+def _idle(values: Mapping[str, Any]) -> set[str]:
+    """Returns the dotted keys of the options without effect; an empty set for an illegal configuration."""
+    try:
+        config, problems = built(values, {})
+    except UserError:
+        return set()
+    # The sizes of axes do not matter here: options whose effect depends on them may change on resume anyway, except for
+    # those of a reduction, which have an effect where data is larger than 1.
+    return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1) | {DATA: 2}))
+
+
+def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns dotted key -> default, for the task and the source of data that dotted keys name.
+
+    There is no `model` if the task is a function without options.
+    """
+    task = values["task"] if "task" in values else Config.task
+    source = values["data.source"] if "data.source" in values else DataOptions.source
+    try:
+        options = tasks.find(task).options
+    except UserError:
+        options = None
+    defaults = dataclasses.asdict(Config(task=task, data=data_sources.options_of(source)()))
+    return flags.flatten(defaults | {"model": dataclasses.asdict(options()) if options else {}})
+
+
+def is_free(key: str) -> bool:
+    """Returns whether an option, by its dotted key, may change on resume. An option in neither table may not."""
+    free, fixed = (_longest_match(key, table) for table in (FREE_ON_RESUME, FIXED_ON_RESUME))
+    return free > fixed
+
+
+def _longest_match(key: str, table: Mapping[str, tuple[str, ...]]) -> int:
+    """Returns the length of the longest name in the table that is the key or one of its groups, 0 for none."""
+    names = [name for names in table.values() for name in names if key == name or key.startswith(f"{name}.")]
+    return max(map(len, names), default=0)

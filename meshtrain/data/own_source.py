@@ -1,0 +1,130 @@
+"""Training data from a user's function, checked against the task's batch.
+
+`train(config, directory, make_task, make_data)`, or `config.data.source = "package.module:function"`: a function
+config -> `Data`, in plain Python or Grain.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshtrain.data.loader import Examples, example_problems
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import Problems, UserError, nearest
+
+MakeData = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """A user's examples. Any object with these attributes is accepted.
+
+    Attributes:
+      train: examples by number (`len`, `[i]`), such as a list, a `grain.MapDataset`, or another class; each a dict of
+        NumPy arrays with the entries of `Task.batch` without the batch's dim. Several threads read them at once.
+      validation: likewise; () for none.
+      fingerprint: a text that differs where the data differ: a run is resumed on data of the same fingerprint only.
+      summary: one line for people.
+      text: encodes prompts and decodes what a model generates; None: the data are no text.
+      prompts: those of the sample that a run draws at its end; () for none, or for a task whose texts continue prompts.
+    """
+
+    train: Examples
+    validation: Examples
+    fingerprint: str
+    summary: str = ""
+    text: Tokenizer | None = None
+    prompts: Sequence[str] = ()
+
+
+def opened(given: Any, batch: Mapping[str, Any], limits: Mapping[str, int], num_eval_batches: int) -> Data:
+    """Returns the result of a user's data function. All examples of a list are checked, otherwise the first.
+
+    Args:
+      given: `Data`, or an object with its attributes.
+      batch: the entries of the global batch, each with shape [B, ...] and dtype.
+      limits: name -> the number that the entry's integers have to be below.
+      num_eval_batches: batches of an evaluation, 0 for all.
+
+    Raises:
+      UserError: one line for each attribute that is missing or wrong, for each entry that a checked example
+        lacks or has with another shape, dtype or range, and if an evaluation would count padding as examples.
+    """
+    problems = []
+    for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
+        value = getattr(given, name, None)
+        if value is None or (name == "fingerprint" and not (isinstance(value, str) and value)):
+            near = nearest(name, vars(given) if hasattr(given, "__dict__") else ()) or "; nearest: Data(train, ...)"
+            got = "nothing" if value is None else repr(value)
+            problems.append(f"data: got {got} for '{name}' of {type(given).__name__}; allowed: {wanted}{near}")
+    if problems:
+        raise UserError(*problems)
+    validation, text = getattr(given, "validation", None), getattr(given, "text", None)
+    if text is not None and not isinstance(text, Tokenizer):
+        problems.append(
+            f"data: got {type(text).__name__} for 'text' of {type(given).__name__}; allowed: a Tokenizer or None; "
+            "nearest: data.tokenizer.open_tokenizer(path)"
+        )
+    prompts = getattr(given, "prompts", ())
+    if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        problems.append(
+            f"data: got {prompts!r} for 'prompts' of {type(given).__name__}; allowed: a list of texts that are not "
+            "empty; nearest: []"
+        )
+    validation = () if validation is None else validation
+    data = Data(given.train, validation, given.fingerprint, text=text, prompts=prompts)
+    for split, examples in (("train", data.train), ("validation", data.validation)):
+        problems += _split_problems(split, examples, batch, limits)
+    if not problems:
+        problems = _uneven_evaluation(len(data.validation), batch, num_eval_batches)
+    if problems:
+        raise UserError(*problems)
+    said = getattr(given, "summary", "") or f"{len(data.train):,} + {len(data.validation):,} examples"
+    return dataclasses.replace(data, summary=said)
+
+
+def _split_problems(split: str, examples: Any, batch: Mapping[str, Any], limits: Mapping[str, int]) -> list[str]:
+    if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+        return [
+            f"data.{split}: got {type(examples).__name__}; allowed: examples by number, with len() and [i]; nearest: "
+            "a list, or a grain.MapDataset"
+        ]
+    if not len(examples):
+        problem = f"data.{split}: got no example; allowed: at least one; nearest: one example"
+        return [problem] if split == "train" else []
+    # To read all of a data set may take hours; a list is in memory.
+    number = len(examples) if isinstance(examples, list | tuple) else 1
+    found = Problems()
+    for index in range(number):
+        for line in _example_problems(examples[index], batch, limits, f"data.{split}[{index}]"):
+            found.add(line)
+        if found.is_enough():
+            break
+    return found.lines()
+
+
+def _example_problems(example: Any, batch: Mapping[str, Any], limits: Mapping[str, int], where: str) -> list[str]:
+    if not isinstance(example, Mapping):
+        entries = ", ".join(f"'{name}': array" for name in batch)
+        return [f"{where}: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
+    return example_problems({name: np.asarray(value) for name, value in example.items()}, batch, limits, where)
+
+
+def _uneven_evaluation(num_examples: int, batch: Mapping[str, Any], num_eval_batches: int) -> list[str]:
+    """Returns one line if an evaluation would count the padding of its last batch as examples.
+
+    The last batch is padded with zeros in every entry. With an entry `weights`, padding has weight 0.
+    """
+    batch_size = next(iter(batch.values())).shape[0]
+    wanted = num_eval_batches * batch_size or num_examples
+    rest = min(wanted, num_examples) % batch_size
+    if not rest or "weights" in batch:
+        return []
+    near = num_examples - rest
+    return [
+        f"data.validation: got {num_examples} examples and batches of {batch_size}, so that the last is filled up with "
+        f"zeros; allowed: a multiple of {batch_size}, or an entry 'weights' in Task.batch that is 1 for an example; "
+        f"nearest: {near or batch_size} examples"
+    ]

@@ -1,0 +1,267 @@
+"""Errors and exit codes, and the nearest legal number. A user's mistake is one line for each problem, exit code 2.
+
+Programs start through `run`.
+"""
+
+import difflib
+import errno
+import math
+import numbers
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+EXIT_FINISHED = 0
+EXIT_BUG = 1
+EXIT_USER_ERROR = 2
+EXIT_STOPPED_ITSELF = 3
+EXIT_LOST_PEER = 4
+EXIT_NOT_SAVED = 74  # EX_IOERR of sysexits.h
+EXIT_START_AGAIN = 75  # EX_TEMPFAIL
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141  # as a shell reports SIGPIPE
+EXIT_CODES = {
+    EXIT_FINISHED: "finished",
+    EXIT_BUG: "a bug, with its traceback; `verify`: a checkpoint is damaged; `bench-collectives`: a value is wrong",
+    EXIT_USER_ERROR: "a mistake in the input; `doctor`: a job would fail",
+    EXIT_STOPPED_ITSELF: "training stopped itself: too many steps in a row were skipped, or the last was not finite",
+    EXIT_LOST_PEER: "a hang, or a lost process",
+    EXIT_NOT_SAVED: "the last checkpoint or standard output could not be written: free space, then start it again",
+    EXIT_START_AGAIN: "interrupted after saving: start it again",
+    EXIT_INTERRUPTED: "Ctrl-C without a save: the second one during training, or the first in other commands",
+    EXIT_CLOSED_PIPE: "nobody reads standard output any more, as after `| head`",
+}
+
+_LAST_WORDS_SECONDS = 1.0
+MOST_LINES = 10  # of problems that many inputs share
+_ENOUGH = 1000  # such problems: the rest of the input is not read
+_NUMBERS = re.compile(r"\d+")
+_LONG = re.compile(r"\S{400,}")  # the content of a file rather than a path or a name
+
+
+class UserError(ValueError):
+    """A mistake that the user can fix. Each problem is one line: the value given, what is allowed, the nearest fix."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Problems:
+    """Problems of many inputs, such as the lines of files: the first ten are stored, all of them are counted.
+
+    Attributes:
+      count: number of problems.
+    """
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        """Starts with a line for each of these problems."""
+        self.count = 0
+        self._first: list[str] = []
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: str) -> None:
+        """Counts a problem, and stores its line if it is one of the first ten."""
+        self.count += 1
+        if len(self._first) < MOST_LINES:
+            self._first.append(line)
+
+    def is_enough(self) -> bool:
+        """Returns whether to stop reading: 1,000 problems have been found."""
+        return self.count >= _ENOUGH
+
+    def lines(self) -> list[str]:
+        """Returns a line for each stored problem, and one with the number of the others."""
+        num_more = self.count - len(self._first)
+        if not num_more:
+            return list(self._first)
+        more = f"at least {num_more}" if self.is_enough() else f"{num_more}"
+        return [*self._first, f"... and {more} more like these"]
+
+
+class TrainingStopped(Exception):
+    """Training cannot continue (too many skipped steps): exit code 3."""
+
+
+class Interrupted(Exception):
+    """A signal arrived and everything is saved: exit code 75, start me again."""
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written; where it was the run's last one, exit code 74: free space, start me again."""
+
+
+class LostPeer(Exception):
+    """Another process of the run has ended or hangs: exit code 4."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, in words where it has none or its `__str__` raises."""
+    try:
+        return (str(error).strip() or "no message").splitlines()[0]
+    except Exception:  # noqa: BLE001  a __str__ of the user's may raise anything
+        return "a message that cannot be shown"
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Returns `; did you mean 'x'?` for the closest of `allowed`, or an empty string.
+
+    Of names with numbers, those with the same number come first.
+
+    >>> nearest("fp16", ["float32", "bfloat16", "float16", "fp8"])
+    "; did you mean 'float16'?"
+    """
+    names, numbers = list(allowed), _NUMBERS.findall(name)
+    alike = [one for one in names if numbers and _NUMBERS.findall(one) == numbers]
+    close = [found for some in (alike, names) for found in difflib.get_close_matches(name, some, n=1, cutoff=0.5)]
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def unknown(what: str, got: str, allowed: Sequence[str]) -> str:
+    """Returns the line for an unknown name: the option, the name, all legal names, and the closest of them.
+
+    >>> unknown("mesh", "tensr", ["data", "tensor"])
+    "mesh: got 'tensr'; allowed: data, tensor; did you mean 'tensor'?"
+    """
+    names = ", ".join(name or "''" for name in allowed) or "none"
+    return f"{what}: got '{got}'; allowed: {names}{nearest(got, allowed)}"
+
+
+def one_line(problem: str) -> str:
+    """Returns a problem as one printable line: line breaks become blanks, words above 400 characters are shortened."""
+    words = _LONG.sub(lambda word: f"{word[0][:150]}...{word[0][-50:]}", " ".join(problem.split()))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in words)
+
+
+def run(entry: Callable[[], int | None]) -> NoReturn:
+    """Runs a program and exits with its code; prints one line for each problem of a UserError.
+
+    Lost output ends it too, see `lost_output`. Any other exception is a bug and keeps its traceback.
+
+    Args:
+      entry: the program, without arguments; it returns its exit code or None for 0.
+    """
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # `>&-`: there is none
+    code = EXIT_FINISHED
+    try:
+        code = _code_of(entry)
+        sys.stdout.flush()
+    except Exception as error:
+        lost = lost_output() if isinstance(error, OSError) else EXIT_FINISHED
+        code = code or lost
+        if not code and _others_may_wait():
+            leave_at_once(EXIT_BUG, traceback.format_exc().rstrip())
+        if not code:
+            raise
+    if code not in (EXIT_FINISHED, EXIT_START_AGAIN) and _others_may_wait():
+        sys.stderr.flush()
+        # When process 0 exits, JAX aborts the others. Waiting gives them time to print the same error.
+        time.sleep(_LAST_WORDS_SECONDS)
+        leave_at_once(code)
+    sys.exit(code)
+
+
+def _code_of(entry: Callable[[], int | None]) -> int:
+    """Runs a program and returns its exit code, after the lines that say why it is not 0."""
+    try:
+        return entry() or EXIT_FINISHED
+    except UserError as error:
+        for problem in error.problems:
+            print(f"meshtrain: error: {one_line(problem)}", file=sys.stderr)
+        code = EXIT_USER_ERROR
+    except TrainingStopped as error:
+        print(f"meshtrain: stopped: {error}", file=sys.stderr)
+        code = EXIT_STOPPED_ITSELF
+    except Interrupted as error:
+        print(f"meshtrain: interrupted: {error}", file=sys.stderr)
+        code = EXIT_START_AGAIN
+    except SaveFailed as error:
+        print(f"meshtrain: not saved: {one_line(str(error))}", file=sys.stderr)
+        code = EXIT_NOT_SAVED
+    except LostPeer as error:
+        leave_at_once(EXIT_LOST_PEER, f"meshtrain: lost: {error}")
+    except KeyboardInterrupt:
+        leave_at_once(EXIT_INTERRUPTED)
+    except SystemExit as end:  # argparse ends `--help` so, before what it printed has left the buffer
+        if end.code:
+            raise
+        return EXIT_FINISHED
+    return code
+
+
+def lost_output() -> int:
+    """Returns 0, or the exit code if standard output or error cannot be written, with a line unless a pipe is closed.
+
+    Standard output gets an empty line, because an unbuffered stream forgets that a write has failed.
+    """
+    code = EXIT_FINISHED
+    for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):
+        try:
+            print(end=end, file=stream, flush=True)
+        except OSError as error:
+            # What is still in the buffer goes nowhere: Python's own flush at the end would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            code = code or (EXIT_CLOSED_PIPE if error.errno == errno.EPIPE else EXIT_NOT_SAVED)
+            if error.errno != errno.EPIPE:
+                said = f"{stream.name}: cannot be written ({error.strerror}); allowed: a place with room"
+                print(f"meshtrain: error: {said}; nearest: another file", file=sys.stderr)
+    return code
+
+
+def _others_may_wait() -> bool:
+    """Returns whether this is one of several processes: JAX's shutdown barrier would wait for all of them."""
+    return "jax.distributed" in sys.modules and bool(sys.modules["jax.distributed"].is_initialized())
+
+
+def warn(line: str) -> None:
+    """Prints a warning on standard error."""
+    print(f"meshtrain: WARNING: {line}", file=sys.stderr, flush=True)
+
+
+def leave_at_once(code: int, message: str = "") -> NoReturn:
+    """Ends the process without exit handlers, which would wait for threads and for processes that do not answer."""
+    try:
+        if message:
+            print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = code or lost_output()
+    os._exit(code)
+
+
+def is_finite(value: Any) -> bool:
+    """Returns whether a value is a number that float64 holds: no bool, no infinity, no whole number beyond it."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def divisors(number: int) -> list[int]:
+    """Returns every divisor of a positive number, in no order; the root of a square is listed twice."""
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in small]
+
+
+def nearest_divisor(number: int, size: int) -> int:
+    """Returns the divisor of `number` that is nearest to `size`; of two the larger.
+
+    >>> nearest_divisor(12, 5)
+    6
+    """
+    return min(divisors(number), key=lambda candidate: (abs(candidate - size), -candidate))
+
+
+def nearest_multiple(number: int, divisor: int) -> int:
+    """Returns the multiple of `divisor` (at least `divisor`) that is nearest to `number`; of two the larger.
+
+    >>> nearest_multiple(510, 4)
+    512
+    """
+    return divisor * max(1, (2 * number + divisor) // (2 * divisor))

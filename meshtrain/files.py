@@ -1,0 +1,158 @@
+"""Paths as users write them, JSON that others may have written, and files that are replaced whole.
+
+A reader of a replaced file sees the content before or after, never a part of it. Functions of paths raise no OSError,
+and open no pipe, which would block.
+"""
+
+import contextlib
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a new file beside `path`, which takes its place when the block ends; an error in the block leaves `path`.
+
+    The content is on the disk before the file gets its name, so that a power cut leaves the old file or the new one.
+    A link at `path` is replaced, and the file that it leads to stays as it is.
+
+    Args:
+      path: the file to replace, whose permissions stay, or to make; its folder exists.
+
+    Raises:
+      OSError: the content cannot be written; `path` is as before.
+    """
+    path = Path(path)
+    # Mode x follows and overwrites nothing; files that `tempfile` itself opens are readable by their owner alone.
+    new = Path(tempfile.mktemp(dir=path.parent, prefix=f"{path.name}."))
+    with new.open("xb") as file:
+        try:
+            with contextlib.suppress(OSError):  # nothing is there, or the file system has no permissions
+                new.chmod(path.stat().st_mode & 0o777)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Replaces a file by `content`, a text as UTF-8; see `replacing`.
+
+    Raises:
+      OSError: it cannot be written; `path` is as before.
+    """
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def read_json(text: str | bytes) -> Any:
+    """Returns what a text of JSON holds; a whole number beyond float64, which would overflow later, is infinite.
+
+    Raises:
+      ValueError: it is no JSON, or nested deeper than Python reads.
+    """
+    try:
+        return json.loads(text, parse_int=_whole)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) <= sys.float_info.max_10_exp else float(digits)
+
+
+# The option or argument -> the schemes of the URLs that its place reads; a place without an entry reads none.
+READ: Mapping[str, Sequence[str]] = {}
+
+_SCHEME = re.compile(r"\s*([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Returns the path with `~` and `~name` expanded; unchanged if there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path begins like a URL, which an operating system would take for a folder such as `gs:`."""
+    return _SCHEME.match(path) is not None
+
+
+def url_problems(key: str, path: str) -> list[str]:
+    """Returns one line if one of these paths, commas between them, is a URL that the place `key` does not read.
+
+    >>> url_problems("--workdir", "gs://bucket/run")
+    ["--workdir: got 'gs://bucket/run', a URL; allowed: a path of this machine; nearest: mount or copy it"]
+    """
+    schemes = [found[1].lower() for one in path.split(",") if (found := _SCHEME.match(one))]
+    read = READ[key] if key in READ else ()
+    if all(scheme in read for scheme in schemes):
+        return []
+    allowed = ", ".join(["a path of this machine", *(f"{scheme}://" for scheme in read)])
+    return [f"{key}: got '{path}', a URL; allowed: {allowed}; nearest: mount or copy it"]
+
+
+def what_is_at(path: str | os.PathLike[str]) -> str:
+    """Returns in words what is at a path: `a file`, `a folder`, `nothing there`, or the operating system's error.
+
+    Path.is_file and Path.exists raise for a name that is too long before Python 3.14, and return False for a loop of
+    links.
+
+    >>> what_is_at("/"), what_is_at("/no/such/path")
+    ('a folder', 'nothing there')
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "a link that leads nowhere" if os.path.islink(path) else "nothing there"
+    except OSError as error:
+        return (error.strerror or type(error).__name__).lower()
+    except ValueError:
+        return "a name that no file can have"
+    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    kind = stat.S_IFMT(mode)
+    return kinds[kind] if kind in kinds else "a device"
+
+
+def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[str]:
+    """Returns one line if a file cannot be written, else none; it is asked before the work begins.
+
+    The folder does not exist, the path is no file, this user may not write it, or its name has another ending.
+
+    Args:
+      flag: the argument that names the file, for the error.
+      path: the file; it need not exist.
+      example: a legal name, for the error.
+      endings: of its name, in lower case; none: any.
+    """
+    if not path:
+        return [f"{flag}: got ''; allowed: a file's name; nearest: {example}"]
+    if endings and not path.lower().endswith(tuple(endings)):
+        line = f"{flag}: got '{path}'; allowed endings: {', '.join(endings)}; nearest: {flag}={path}{endings[0]}"
+        return [line, *target_problems(flag, path, example)]
+    folder = Path(path).absolute().parent
+    if what_is_at(folder) != "a folder":
+        allowed = "allowed: a file in one that does"
+        return [f"{flag}: got '{path}', whose folder does not exist; {allowed}; nearest: {example}"]
+    what = what_is_at(path)
+    if what not in ("a file", "nothing there"):
+        return [f"{flag}: got '{path}', {what}; allowed: a file's name; nearest: {example}"]
+    # Of the effective user, whose rights the process has, where the system can tell.
+    effective = os.access in os.supports_effective_ids
+    if not os.access(path if what == "a file" else folder, os.W_OK, effective_ids=effective):
+        allowed = "allowed: a file that can be written"
+        return [f"{flag}: got '{path}', which this user may not write; {allowed}; nearest: {example}"]
+    return []
+
+
+def is_utf8(text: str) -> bool:
+    """Returns whether a text can be encoded as UTF-8. Python decodes other bytes of a file name as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

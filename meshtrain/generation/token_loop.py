@@ -1,0 +1,241 @@
+"""The loop over tokens: prompts are read at once, then up to 16 tokens are drawn in each call of one compiled function.
+
+R: rows of a batch, one for each text, filled up to a multiple of the batch's shards; P: tokens a prompt after padding;
+V: padded vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.generation.sampling import Sampling, choose, row_keys
+from meshtrain.models.decode import Cache, Decode
+from meshtrain.models.task import Params
+from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.stored import activation_sharding, num_parts
+
+CALL_TOKENS = 16  # tokens of a row between two looks of the host
+MOST_ROWS, MOST_CACHE_BYTES = 64, 2 << 30  # of a batch, and of its cache on one device
+SHORTEST = 64
+NOTHING = -1  # in place of a token that was not drawn
+
+# (index of the request, its next tokens, whether they are its last ones) -> whether the request needs no more tokens.
+Take = Callable[[int, list[int], bool], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One text to generate.
+
+    Attributes:
+      ids: the prompt, at least one token.
+      prompt: the prompt's index among all prompts.
+      sample: which of the prompt's samples it is. Random numbers depend on this and on `prompt`.
+    """
+
+    ids: Sequence[int]
+    prompt: int = 0
+    sample: int = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What stays on the devices between two calls.
+
+    Attributes:
+      cache: see `Decode`.
+      tokens: int32 [R], the last token of each row.
+      keys: uint32 [R, words], the data of each row's key.
+      index: int32 scalar, tokens drawn so far.
+    """
+
+    cache: Cache
+    tokens: jax.Array
+    keys: jax.Array
+    index: jax.Array
+
+
+class Generator:
+    """Generates with one set of weights on one mesh. Functions are compiled once for each shape and sampling."""
+
+    def __init__(
+        self,
+        decode: Decode,
+        params: Params,
+        mesh: Mesh,
+        rules: Rules,
+        end_ids: Sequence[int],
+        compiler_options: dict[str, Any] | None = None,
+    ) -> None:
+        """Casts the weights to the dtypes in which they compute.
+
+        Args:
+          decode: how the task generates tokens.
+          params: on `mesh`, with their shardings.
+          mesh: the mesh; its pipeline axis has size 1.
+          rules: logical axis -> mesh axes, for the cache.
+          end_ids: the tokens of which each ends a text; -1: none does.
+          compiler_options: of XLA, by name; None: its defaults.
+        """
+        self.jit = functools.partial(jax.jit, compiler_options=compiler_options)
+        self.decode = decode
+        self.mesh = mesh
+        self.rules = rules
+        self.end_ids = end_ids
+        self.params = _cast(decode, params)
+        self.compiled = functools.cache(self._compiled)
+
+    def draw(self, requests: Sequence[Request], num_tokens: int, sampling: Sampling, seed: int, take: Take) -> None:
+        """Draws tokens for each request until `take` needs no more, the end token comes, or there are `num_tokens`.
+
+        Args:
+          requests: in the order in which they are batched.
+          num_tokens: for each request, at most.
+          sampling: how tokens are chosen.
+          seed: of the random numbers.
+          take: gets the tokens as they come, without the end token.
+        """
+        lengths = rounded(max(len(request.ids) for request in requests)), rounded(num_tokens)
+        num_rows = self._num_rows(len(requests), *lengths)
+        prefill, advance = self.compiled(sampling, num_rows, *lengths)
+        key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+        for start in range(0, len(requests), num_rows):
+            some = requests[start : start + num_rows]
+            state, drawn = prefill(self.params, *_rows(some, num_rows, lengths[0]), key)
+            index, done = 1, [row >= len(some) for row in range(num_rows)]
+            while True:
+                for row, tokens in enumerate(np.asarray(drawn)):
+                    if not done[row]:
+                        done[row] = self._handed(take, start + row, tokens, index == num_tokens)
+                if all(done):
+                    break
+                state, drawn = advance(self.params, state, np.asarray(done), num_tokens)
+                index = min(index + CALL_TOKENS, num_tokens)
+
+    def _num_rows(self, num_requests: int, prompt_length: int, num_steps: int) -> int:
+        """Returns R: the requests rounded up to the batch's shards, as far as a batch and its cache may be large."""
+        shards = num_parts(self.rules.activations["batch"], self.mesh.shape)
+        num_bytes = 0
+        for entry in self.decode.cache(shards, prompt_length, num_steps).values():
+            shape = self._sharding(entry.shape, entry.axes).shard_shape(entry.shape)
+            num_bytes += math.prod(shape) * jnp.dtype(entry.dtype).itemsize
+        most = max(min(MOST_ROWS // shards, MOST_CACHE_BYTES // num_bytes), 1)
+        return shards * min(-(-num_requests // shards), most)
+
+    def _handed(self, take: Take, request: int, drawn: np.ndarray, is_last: bool) -> bool:
+        """Hands a row's new tokens to `take`, and returns whether the row is done."""
+        tokens = [int(token) for token in drawn if token != NOTHING]
+        if tokens and tokens[-1] in self.end_ids:
+            tokens, is_last = tokens[:-1], True
+        return take(request, tokens, is_last) or is_last
+
+    def _compiled(self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int) -> tuple[Any, Any]:
+        """Returns `_prefill` and `_advance`, jitted for these shapes, with a sharding for each result."""
+        entries = self.decode.cache(num_rows, prompt_length, num_steps)
+        row = self._sharding((num_rows,), ("batch",))
+        whole = NamedSharding(self.mesh, PartitionSpec())  # so that each process can read it
+        of_cache = {name: self._sharding(entry.shape, entry.axes) for name, entry in entries.items()}
+        of_state: list[Any] = [of_cache, row, row, whole]
+        results = (State(*of_state), whole)
+
+        def empty() -> Cache:
+            zeros = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}
+            return jax.lax.with_sharding_constraint(zeros, of_cache)
+
+        def next_tokens(logits: jax.Array, keys: jax.Array, index: jax.Array) -> jax.Array:
+            # The vocabulary is whole on each device, where it may have to be sorted.
+            logits = jax.lax.with_sharding_constraint(logits, row)
+            return choose(logits, jax.random.wrap_key_data(keys), index, sampling)
+
+        prefill = functools.partial(_prefill, self.decode, empty, next_tokens)
+        advance = functools.partial(_advance, self.decode, self.end_ids, next_tokens)
+        return self.jit(prefill, out_shardings=results), self.jit(advance, out_shardings=results, donate_argnums=1)
+
+    def _sharding(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:
+        return activation_sharding(shape, axes, self.rules, self.mesh, path="cache")
+
+
+def _prefill(
+    decode: Decode,
+    empty: Callable[[], Cache],
+    next_tokens: Callable[..., jax.Array],
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    prompts: jax.Array,
+    samples: jax.Array,
+    key: jax.Array,
+) -> tuple[State, jax.Array]:
+    """Returns the state after the prompts, int32 [R, P], and the first token of each row, int32 [R, 1]."""
+    logits, cache = decode.prefill(params, tokens, lengths, empty())
+    keys = jax.random.key_data(row_keys(jax.random.wrap_key_data(key), prompts, samples))
+    first = next_tokens(logits, keys, jnp.int32(0))
+    return State(cache, first, keys, jnp.int32(1)), first[:, None]
+
+
+def _advance(
+    decode: Decode,
+    end_ids: Sequence[int],
+    next_tokens: Callable[..., jax.Array],
+    params: Params,
+    state: State,
+    done: jax.Array,
+    num_tokens: jax.Array,
+) -> tuple[State, jax.Array]:
+    """Returns the state after up to 16 more tokens of each row, and these, int32 [R, 16]; NOTHING once a row is done.
+
+    It ends early where all rows are done, bool [R], or have `num_tokens` tokens.
+    """
+
+    def goes_on(carry: Any) -> jax.Array:
+        count, state, done, _ = carry
+        return (count < CALL_TOKENS) & (state.index < num_tokens) & ~jnp.all(done)
+
+    def one(carry: Any) -> Any:
+        count, state, done, drawn = carry
+        logits, cache = decode.step(params, state.tokens, state.cache)
+        tokens = next_tokens(logits, state.keys, state.index)
+        drawn = drawn.at[:, count].set(jnp.where(done, NOTHING, tokens))
+        ended = jnp.isin(tokens, np.asarray(end_ids, np.int32))
+        return count + 1, State(cache, tokens, state.keys, state.index + 1), done | ended, drawn
+
+    nothing = jnp.full((*done.shape, CALL_TOKENS), NOTHING, jnp.int32)
+    _, state, _, drawn = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, done, nothing))
+    return state, drawn
+
+
+def rounded(length: int) -> int:
+    """Returns the smallest power of two from `length` on, at least 64, so that few shapes are compiled.
+
+    >>> rounded(3), rounded(64), rounded(65), rounded(1000)
+    (64, 64, 128, 1024)
+    """
+    return max(SHORTEST, 1 << (length - 1).bit_length())
+
+
+def _rows(requests: Sequence[Request], num_rows: int, length: int) -> tuple[np.ndarray, ...]:
+    """Returns tokens [R, P], lengths, prompts and samples [R], all int32; the last request fills the rows."""
+    filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
+    tokens = np.zeros((num_rows, length), np.int32)
+    for row, request in enumerate(filled):
+        tokens[row, : len(request.ids)] = request.ids
+    columns = zip(*[(len(request.ids), request.prompt, request.sample) for request in filled], strict=True)
+    return tokens, *[np.asarray(column, np.int32) for column in columns]
+
+
+def _cast(decode: Decode, params: Params) -> Params:
+    """Returns the weights in the dtypes in which they compute, with the same shardings."""
+    if decode.cast is None:
+        return params
+    wanted = jax.eval_shape(decode.cast, params)
+    if jax.tree.map(lambda leaf: leaf.dtype, wanted) == jax.tree.map(lambda leaf: leaf.dtype, params):
+        return params
+    return jax.jit(decode.cast, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))(params)

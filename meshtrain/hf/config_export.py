@@ -1,0 +1,160 @@
+"""Options of the decoder as a config.json, in the newer and the older spelling; the inverse of `hf.config_json`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.errors import UserError
+from meshtrain.hf.config_json import in_no_table
+from meshtrain.hf.families import FAMILIES
+from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOWED
+from meshtrain.models.transformer.decoder import DecoderOptions
+
+_GPT2 = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "biases": True}
+_LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "biases": False}
+_GEMMA = {**_LLAMA, "activation": "geglu", "centered_scales": True, "post_norms": True, "scaled_embeddings": True}
+# What Gemma alone has; in other families these options have their defaults.
+_OF_GEMMA = ("centered_scales", "post_norms", "scaled_embeddings", "attention_scalar", "attention_cap", "logit_cap")
+
+
+# What experts of a family have; the others go through one mlp.
+_EXPERTS = {"router": "softmax", "router_scale": 1.0, "shared_experts": 0}
+
+
+def family_of(options: DecoderOptions) -> str:
+    """Returns the `model_type` whose models have these options.
+
+    Raises:
+      UserError: none has all of them.
+    """
+    chosen = {name: getattr(options, name) for name in _GPT2}
+    if options.num_experts:
+        chosen |= {name: getattr(options, name) for name in ("num_experts", *_EXPERTS)}
+    local = ("global_every", "rope_local_base") if options.window else ()
+    of_gemma = {name: getattr(options, name) for name in (*_OF_GEMMA, *local) if getattr(options, name)}
+    own = [name for name in ("window", "qkv_biases", "qk_norm") if getattr(options, name)]
+    if chosen == _GPT2 and not own and not of_gemma:
+        return "gpt2"
+    if _GEMMA.items() <= {**chosen, **of_gemma}.items() and not options.qkv_biases and not options.num_experts:
+        if not options.qk_norm and "rope_local_base" not in of_gemma:
+            return "gemma2"
+        # Its scaling of rotary positions is that of layers without a window.
+        if options.qk_norm and (not local or options.rope_factor == 1.0 or options.rope_local_base):
+            return GEMMA3
+    by_own = {(): "llama", ("window",): "mistral", ("qkv_biases",): "qwen2", ("qk_norm",): "qwen3"}
+    by_own |= {("window", "qkv_biases"): "qwen2", ("window", "qk_norm"): "qwen3"}
+    if chosen == _LLAMA and tuple(own) in by_own and not of_gemma:
+        return by_own[tuple(own)]
+    of_experts = {(): "mixtral", ("window",): "mixtral", ("qk_norm",): "qwen3_moe"}
+    like = {**_LLAMA, "num_experts": options.num_experts, **_EXPERTS}
+    if options.num_experts and chosen == like and tuple(own) in of_experts and not of_gemma:
+        return of_experts[tuple(own)]
+    got = ", ".join(f"model.{name}={getattr(options, name)}" for name in (*chosen, *own, *of_gemma))
+    raise UserError(
+        f"model: got {got}, which no model of Hugging Face has together; allowed: those of Llama, Mistral, Qwen 2, "
+        "Qwen 3, Gemma 2, Gemma 3, GPT-2, Mixtral or Qwen 3 MoE; nearest: "
+        "the options that `python -m meshtrain hf config` prints for one"
+    )
+
+
+def as_json(
+    options: DecoderOptions, family: str, dtype: str, length: int, end_id: int, original: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the object of a config.json.
+
+    Args:
+      options: of the decoder.
+      family: a key of `FAMILIES`.
+      dtype: of the tensors, such as `bfloat16`.
+      length: tokens of the longest text of training.
+      end_id: the token that ends a text; -1: none does.
+      original: of the folder that the model came from, with equal options; its keys keep their values, except for the
+        dtype. Empty: none.
+    """
+    rows = FAMILIES[family]
+    stated: dict[str, Any] = {"architectures": [rows.architecture], "model_type": family}
+    values = {key: getattr(options, name) for key, name in rows.fields.items()}
+    stated |= values | {rows.activation[0]: rows.activation[1][0]}
+    if rows.is_rotary:
+        stated |= {"head_dim": options.width_of_head, "max_position_embeddings": length, **_rope(options)}
+        stated |= _gemma(options, family) if options.post_norms else _window(options, family)
+        stated |= {"attention_bias": False} if family in ("llama", "qwen3", "qwen3_moe") else {}
+        stated |= _experts(options, family) if options.num_experts else {}
+        stated |= {"mlp_bias": False} if family == "llama" else {}
+    else:
+        stated["n_positions"] = options.max_positions or length
+    stated |= {"bos_token_id": None, "eos_token_id": end_id if end_id >= 0 else None}
+    stated |= {"initializer_range": options.init_std, "use_cache": True}
+    if family == GEMMA3:
+        stated |= _ropes_in_turns(options, stated)
+    ignored = {"meshtrain_ignored": in_no_table(original)} if in_no_table(original) else {}
+    return stated | _both_ropes(original, stated) | ignored | {"dtype": dtype, "torch_dtype": dtype}
+
+
+def _rope(options: DecoderOptions) -> dict[str, Any]:
+    """Returns rotary positions in both spellings."""
+    theta, scaling = {"rope_theta": options.rope_base}, None
+    if options.rope_factor != 1.0:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": options.rope_factor,
+            "low_freq_factor": options.rope_low,
+            "high_freq_factor": options.rope_high,
+            "original_max_position_embeddings": options.rope_original_length,
+        }
+    return {"rope_parameters": (scaling or {"rope_type": "default"}) | theta, "rope_scaling": scaling, **theta}
+
+
+def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns rotary positions of layers with a window and of those without, in both spellings."""
+    has_own = options.window > 0 and options.rope_local_base > 0
+    base = options.rope_local_base if has_own else options.rope_base
+    local = {"rope_type": "default", "rope_theta": base}
+    return {"rope_parameters": {FULL: stated["rope_parameters"], WINDOWED: local}, LOCAL_BASE: base}
+
+
+def _gemma(options: DecoderOptions, family: str) -> dict[str, Any]:
+    """Returns what Gemma alone has; a cap of 0 is null, and without a window all layers are full."""
+    every = options.global_every if options.window else 1
+    kinds = [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, options.num_layers + 1)]
+    stated: dict[str, Any] = {
+        "query_pre_attn_scalar": options.attention_scalar or options.width_of_head,
+        "attn_logit_softcapping": options.attention_cap or None,
+        "final_logit_softcapping": options.logit_cap or None,
+        "sliding_window": options.window or None,
+        "layer_types": kinds,
+        "attention_bias": False,
+    }
+    return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
+
+
+def _experts(options: DecoderOptions, family: str) -> dict[str, Any]:
+    """Returns what models of experts alone have; the weight of the loss is that of the run."""
+    stated: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": options.balance_weight}
+    if family == "mixtral":
+        return stated | {"router_jitter_noise": 0.0}
+    return stated | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+
+
+def _window(options: DecoderOptions, family: str) -> dict[str, Any]:
+    if family == "llama":
+        return {}
+    window = options.window or None
+    if family in ("mistral", "mixtral"):
+        return {"sliding_window": window}
+    if family == "qwen3_moe":
+        return {"sliding_window": None, "use_sliding_window": False}
+    kind = "sliding_attention" if window else "full_attention"
+    stated = {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 0 if window else None}
+    if window is None:
+        stated["max_window_layers"] = options.num_layers
+    return {**stated, "layer_types": [kind] * options.num_layers}
+
+
+def _both_ropes(original: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the original keys, but for a spelling of rotary positions that it has with null."""
+    kept = dict(original)
+    if kept.get("rope_parameters") is None:
+        kept.pop("rope_parameters", None)
+    if kept.get("rope_scaling") is None and stated.get("rope_scaling") is not None:
+        kept.pop("rope_scaling", None)
+    return kept

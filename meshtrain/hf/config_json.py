@@ -1,0 +1,247 @@
+"""A Hugging Face config.json as options of the decoder. What may change the numbers and is not understood is an error.
+
+The families and their keys stand in `families.py`, the rules for rotary positions and windows in `positions.py`.
+"""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshtrain import options
+from meshtrain.data.tokenizer import TOKENIZER
+from meshtrain.errors import UserError
+from meshtrain.files import expanded, read_json, what_is_at
+from meshtrain.hf import positions
+from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, ONLY, Family
+from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, typed
+from meshtrain.models.transformer.decoder import DecoderOptions
+
+CONFIG_FILE = "config.json"
+ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
+# Options that the weights do not depend on; a user may choose them.
+_FREE = (
+    "vocab_multiple", "dropout_rate", "init_std", "attention", "within_documents", "loss_chunk", "balance_weight",
+    "z_weight", "expert_room",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What a config.json describes.
+
+    Attributes:
+      family: its `model_type`.
+      options: of the decoder.
+      max_length: tokens of the longest text of training; 0: it does not say.
+      dtype: of the weights, as the file names it; '': it does not say.
+    """
+
+    family: str
+    options: DecoderOptions
+    max_length: int
+    dtype: str
+
+
+def is_described(directory: str | Path) -> bool:
+    """Returns whether a folder is a Hugging Face model rather than a workdir: by its config.json, or its files."""
+    folder = expanded(directory)
+    if what_is_at(folder) != "a folder" or what_is_at(folder / "checkpoints") == "a folder":
+        return False
+    try:
+        given = _loaded(folder / CONFIG_FILE)
+    except UserError:
+        return any(folder.glob("*.safetensors"))
+    return "model_type" in given or "architectures" in given
+
+
+def is_decoder(model: Any) -> bool:
+    """Returns whether the options of a task are the decoder's, which every model of the table is."""
+    return isinstance(model, DecoderOptions)
+
+
+def described(directory: str | Path, ignore: str | None = "") -> Described:
+    """Returns what the config.json of a folder describes.
+
+    Args:
+      directory: the folder.
+      ignore: keys in no table of this program that are read over, comma separated, as in `init_ignore`; None: all of
+        them, for a folder that was read before.
+
+    Raises:
+      UserError: one line for each key that is missing, wrong or not understood.
+    """
+    path = expanded(directory) / CONFIG_FILE
+    given = _loaded(path)
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        # A program writes it, so another spelling than of case and marks is another model.
+        letters = re.sub(r"[\W_]", "", str(kind)).lower()
+        near = next((f"did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), NO_WAY)
+        raise UserError(f"{path}: model_type: got {shown(str(kind))}; allowed: {', '.join(FAMILIES)}; {near}")
+    given, found = _renamed(given, FAMILIES[kind])
+    fields, problems = _fields(given, FAMILIES[kind])
+    found += problems + _refused(given, kind) + ([] if ignore is None else _strange(given, ignore))
+    for part in (positions.rotary(given, kind), positions.windows(given, kind)):
+        fields |= part[0]
+        found += part[1]
+    if not found:
+        shape = DecoderOptions(**fields)
+        keys = positions.KEYS | {name: key for key, name in FAMILIES[kind].fields.items()}
+        for name, _, said in (line.partition(":") for line in options.problems(shape, "")):
+            found.append(f"{keys.get(name) or name}:{said.partition('; nearest: ')[0]}; {PUBLISHED}")
+        found += _contradictions(shape)
+    if found:
+        raise UserError(*(f"{path}: {line}" for line in found))
+    dtype = given.get("dtype") or given.get("torch_dtype")
+    length = given.get(FAMILIES[kind].length)
+    return Described(kind, shape, length if isinstance(length, int) else 0, dtype if isinstance(dtype, str) else "")
+
+
+def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int, directory: str | Path) -> list[str]:
+    """Returns one line for each option with which the weights of a folder would compute something else.
+
+    Args:
+      ours: of the run.
+      theirs: of the folder.
+      sequence_length: of the run, in tokens; `max_positions` of 0 means it.
+      directory: for the lines.
+    """
+    idle = options.idle(ours, "").keys() & options.idle(theirs, "")
+    found = []
+    for field in dataclasses.fields(DecoderOptions):
+        own, wanted = _effective(ours, field.name, sequence_length), _effective(theirs, field.name, sequence_length)
+        if field.name not in _FREE and field.name not in idle and own != wanted:
+            found.append(
+                f"model.{field.name}: got {own}, and the model in {directory} has {wanted}; allowed: {wanted}; "
+                f"nearest: model.{field.name}={wanted}, as `python -m meshtrain hf config {directory}` prints it"
+            )
+    return found
+
+
+def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Any:
+    if name == "head_dim":
+        return shape.width_of_head
+    if name == "attention_scalar":
+        return shape.attention_scalar or shape.width_of_head
+    if name == "rope_local_base" and shape.rope_factor == 1.0:
+        return shape.rope_local_base or shape.rope_base
+    if name == "max_positions":
+        return (shape.max_positions or sequence_length) if shape.positions == "learned" else 0
+    return getattr(shape, name)
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    """Returns the JSON object of a file."""
+    if (what := what_is_at(path)) != "a file":
+        if what_is_at(path.with_name(ADAPTERS_FILE)) == "a file":
+            raise UserError(
+                f"{path.parent}: got adapters of the package peft, without the model beneath them; allowed: a folder "
+                f"with {CONFIG_FILE}; nearest: peft's merge_and_unload(), then save_pretrained(DIR)"
+            )
+        raise UserError(f"{path}: got {what}; allowed: a file; {PUBLISHED}")
+    try:
+        given = read_json(path.read_text(encoding="utf-8"))
+        if isinstance(given, dict):
+            return given
+        raise ValueError(f"it holds {type(given).__name__}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not read ({error}); allowed: a JSON object; {PUBLISHED}") from error
+
+
+def _renamed(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """Returns the object with one name for each key, and one line for each key with two values."""
+    renamed, found = dict(given), list[str]()
+    for key, other in family.same.items():
+        value = renamed.pop(other, None)
+        if value is not None and renamed.setdefault(key, value) != value:
+            found.append(f"{other}: got {shown(value)}, and {key} says {shown(renamed[key])}; allowed: the same; "
+                         f"{PUBLISHED}")  # fmt: skip
+    return renamed, found
+
+
+def _fields(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """Returns options of the decoder, and one line for each key that is missing or has a value of another type."""
+    kinds, fields, found = typing.get_type_hints(DecoderOptions), dict(family.fixed), list[str]()
+    for key, name in family.fields.items():
+        value = given[key] if key in given else None
+        if key in given and value is None and key in family.off:
+            continue
+        if value is None and key in family.absent:
+            value = family.absent[key]
+            if value is None:
+                continue
+        try:
+            fields[name] = typed(value, kinds[name])
+        except ValueError as error:
+            found.append(f"{key}: {error}")
+    if "num_kv_heads" not in fields and "num_heads" in fields:
+        fields["num_kv_heads"] = fields["num_heads"]
+    if "mlp_dim" not in fields and "embed_dim" in fields:
+        fields["mlp_dim"] = 4 * fields["embed_dim"]
+    return fields, found
+
+
+def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
+    """Returns one line for each key that changes numbers, and that the decoder does not have with its value."""
+    family = FAMILIES[kind]
+    understood = {*family.fields, *family.idle, *positions.keys(kind)}
+    only = {**ONLY, **family.only, **dict([family.activation]), "architectures": ([family.architecture],)}
+    found = []
+    unsaid = {key: family.absent[key] for key in family.only if key in family.absent and key not in given}
+    for key, value in {**given, **unsaid}.items():
+        if value is None or key in understood or key not in DIFFERENT:
+            continue
+        legal: Sequence[Any] = only[key] if key in only else ()
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in legal):
+            allowed = ", ".join(map(str, legal)) or f"keys that meshtrain understands in a {kind}"
+            near = UNQUANTIZED if key == "quantization_config" else f"{NO_WAY}: {DIFFERENT[key]} would differ"
+            found.append(refusal(key, value, allowed, near))
+    return found
+
+
+def in_no_table(given: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a config.json of which it is not known whether they change numbers."""
+    known = HARMLESS | DIFFERENT.keys()
+    return [key for key in given if given[key] is not None and not (key in known or key.startswith("unsloth_"))]
+
+
+def _strange(given: Mapping[str, Any], ignore: str) -> list[str]:
+    """Returns one line for each key in no table that is not ignored, and for each ignored one that is none of them."""
+    strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
+    why = "keys that meshtrain understands; nothing that it knows of would differ"
+    near = f"nearest: --config.init_ignore={','.join(strange)}"
+    found = [refusal(key, given[key], why, near) for key in strange if key not in ignored]
+    for key in ignored:
+        if key not in (*strange, TOKENIZER):
+            found.append(f"init_ignore: got '{key}'; allowed: keys in no table of meshtrain, here "
+                         f"{', '.join(strange) or 'none'}, and {TOKENIZER}; nearest: leave it out")  # fmt: skip
+    return found
+
+
+def _contradictions(shape: DecoderOptions) -> list[str]:
+    """Returns one line for each pair of values that no model can have together."""
+    found = []
+    if shape.num_heads % shape.num_kv_heads:
+        found.append(
+            f"num_key_value_heads: got {shape.num_kv_heads}; allowed: a divisor of the {shape.num_heads} heads; "
+            f"{PUBLISHED}"
+        )
+    if not shape.head_dim and shape.embed_dim % shape.num_heads:
+        found.append(f"head_dim: got nothing, and {shape.num_heads} heads do not divide a width of {shape.embed_dim}; "
+                     f"allowed: a whole number; {PUBLISHED}")  # fmt: skip
+    if shape.positions == "rotary" and shape.width_of_head % 2:
+        found.append(f"head_dim: got {shape.width_of_head}; allowed: an even number; {PUBLISHED}")
+    if shape.rope_factor != 1.0 and not shape.rope_high > shape.rope_low:
+        found.append(
+            f"rope_parameters.high_freq_factor: got {shape.rope_high}; allowed: above low_freq_factor="
+            f"{shape.rope_low}; {PUBLISHED}"
+        )
+    if shape.experts_per_token > shape.num_experts > 0:
+        found.append(f"num_experts_per_tok: got {shape.experts_per_token}; allowed: at most the {shape.num_experts} "
+                     f"experts; {PUBLISHED}")  # fmt: skip
+    if shape.vocab_size == 0:
+        found.append(f"vocab_size: got 0; allowed: at least 1; {PUBLISHED}")
+    return found

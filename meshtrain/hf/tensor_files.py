@@ -1,0 +1,164 @@
+"""The safetensors files of a folder: what their headers say, and each tensor as a view of its file.
+
+A file is a length (uint64, little-endian), a JSON object name -> {dtype, shape, data_offsets}, and the bytes of the
+tensors without gaps; https://github.com/huggingface/safetensors describes it. The files come from strangers: its
+library compares headers with files, and all problems of all files are reported together. It copies what it reads;
+views of the mapped file take no memory.
+"""
+
+import collections
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from meshtrain.errors import Problems
+from meshtrain.files import is_utf8, what_is_at
+
+ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+READABLE: Mapping[str, np.dtype] = {
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16),
+}  # fmt: skip
+_BITS = re.compile(r"\d+")
+_PICKLES = re.compile(r".*\.(bin|pth|pt|ckpt)")
+_AGAIN = "nearest: download it again"
+_LENGTH_BYTES = 8
+
+
+class Stored(NamedTuple):
+    """A tensor in a safetensors file.
+
+    Attributes:
+      file: that holds it.
+      dtype: as the format names it; one of `READABLE` can be read.
+      shape: of the tensor.
+      begin: its first byte, from the start of the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    """Returns name -> tensor for all tensors of a folder, and a line for each problem of its files.
+
+    `model.safetensors` is read if it is there, otherwise the files of the index, otherwise all safetensors files.
+
+    Args:
+      folder: that exists.
+    """
+    problems, placed = Problems(), dict[str, str]()
+    if what_is_at(folder / ONE_FILE) != "nothing there":
+        files = [ONE_FILE]
+    elif what_is_at(folder / INDEX_FILE) != "nothing there":
+        placed = _index(folder, problems)
+        files = sorted(set(placed.values()) - {""})
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not files:
+            problems.add(_no_files(folder))
+    found: dict[str, Stored] = {}
+    for file in files:
+        for name, stored in _header(folder / file, problems).items():
+            if name in found and name not in placed:
+                problems.add(
+                    f"{folder / file}: {name}: it is in {found[name].file.name}, too; allowed: each tensor once; "
+                    "nearest: remove one of the files"
+                )
+            if name not in placed or placed[name] == file:
+                found[name] = stored
+    for name in {name for name, file in placed.items() if file} - found.keys():
+        problems.add(f"{folder / INDEX_FILE}: {name}: not in {placed[name]}; allowed: a tensor of that file; {_AGAIN}")
+    for name in found.keys() - placed.keys() if placed else ():
+        problems.add(f"{found[name].file}: {name}: not in {INDEX_FILE}; allowed: the names of the index; {_AGAIN}")
+    return found, problems.lines()
+
+
+def opened(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
+    """Returns name -> tensor as a read-only view of its file, for readable dtypes; bytes are read where it is used."""
+    maps = {file: np.memmap(file, np.uint8, "r") for file in {one.file for one in stored.values()}}
+    found = {}
+    for name, one in stored.items():
+        raw = np.asarray(maps[one.file])[one.begin : one.begin + _num_bytes(one)]
+        found[name] = raw.view(READABLE[one.dtype]).reshape(one.shape)
+    return found
+
+
+def _no_files(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in names if _PICKLES.fullmatch(name)]
+    got = f"{pickles[0]}, a pickle, which may run code" if pickles else "no safetensors file"
+    near = "save_pretrained(DIR) of a newer transformers" if pickles else "download model.safetensors, too"
+    return f"{folder}: got {got}; allowed: safetensors; nearest: {near}"
+
+
+def _index(folder: Path, problems: Problems) -> dict[str, str]:
+    """Returns name -> file of the index; '' where the entry is a problem."""
+    path = folder / INDEX_FILE
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        listed = given["weight_map"]
+        if not isinstance(listed, dict) or not listed:
+            raise TypeError(f"weight_map is {type(listed).__name__} without entries")
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        problems.add(f"{path}: not an index ({error}); allowed: a JSON object with weight_map, name -> file; {_AGAIN}")
+        return {}
+    placed, missing = dict.fromkeys(listed, ""), set[str]()
+    for name, file in listed.items():
+        if not isinstance(file, str) or not _is_plain(file):
+            problems.add(f"{path}: {name}: got {str(file)[:200]!r}; allowed: a file's name in this folder; {_AGAIN}")
+        elif file in missing:
+            continue
+        elif (what := what_is_at(folder / file)) != "a file":
+            missing.add(file)
+            problems.add(f"{path}: {file}: got {what}; allowed: a file; {_AGAIN}")
+        else:
+            placed[name] = file
+    return placed
+
+
+def _is_plain(file: str) -> bool:
+    """Returns whether a name can only be that of a file in the folder itself."""
+    return file not in ("", "..") and Path(file).name == file and not set(file) & {"\\", "\0"} and is_utf8(file)
+
+
+def _header(path: Path, problems: Problems) -> dict[str, Stored]:
+    """Returns name -> tensor of a file; none where the library refuses the header, or the file cannot be read."""
+    found: dict[str, Stored] = {}
+    try:
+        if (what := what_is_at(path)) != "a file":
+            raise SafetensorError(f"got {what}")
+        with safe_open(path, "numpy") as header, path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            json.loads(file.read(length), object_pairs_hook=_refuse_twice)
+            begin = _LENGTH_BYTES + length
+            for name in header.offset_keys():  # tensors lie there without gaps
+                tensor = header.get_slice(name)
+                found[name] = Stored(path, tensor.get_dtype(), tuple(tensor.get_shape()), begin)
+                begin += _num_bytes(found[name])
+    except OSError as error:
+        problems.add(f"{path}: got {error.strerror or error}; allowed: a file that can be read; nearest: chmod a+r")
+    except SafetensorError as error:
+        problems.add(f"{path}: not safetensors ({error}); allowed: a whole file of that format; {_AGAIN}")
+    return found
+
+
+def _refuse_twice(pairs: Sequence[tuple[str, object]]) -> None:
+    """Raises SafetensorError if a name stands twice in an object: the library takes the last one."""
+    counts = collections.Counter(name for name, _ in pairs)
+    if len(counts) < len(pairs):
+        raise SafetensorError(f"'{counts.most_common(1)[0][0]}' stands there twice")
+
+
+def _num_bytes(stored: Stored) -> int:
+    """Returns the bytes of a tensor: names of dtypes hold the number of bits, but for BOOL."""
+    bits = _BITS.search(stored.dtype)
+    return math.prod(stored.shape) * (int(bits[0]) if bits else 8) // 8

@@ -1,0 +1,238 @@
+"""Starts several processes on this machine, forwards signals to them, and ends all when one of them fails.
+
+Each process gets its index and the coordinator's address through the environment (see `distributed`). Its output
+lines are printed with its index in front. The exit code is that of the first process that failed. Needs no JAX.
+"""
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import IO
+
+from meshtrain import errors
+from meshtrain.errors import EXIT_FINISHED, EXIT_LOST_PEER, EXIT_START_AGAIN, EXIT_STOPPED_ITSELF, EXIT_USER_ERROR
+from meshtrain.launch.signals import STOPPING, drop_output, heeded, on_terminal
+
+# EXIT_NOT_SAVED is retried: the disk may have space again when the run has repeated its last steps.
+NEVER_RETRIED = (EXIT_FINISHED, EXIT_USER_ERROR, EXIT_STOPPED_ITSELF)
+MAX_PROCESSES = 256  # each takes a third of a GB and two pipes: more than any machine has GPUs
+MAX_SIMULATED = 8192  # devices of a process: this many take JAX about four seconds and 1 GB
+LOST_SECONDS = "15"  # between two heartbeats: less than on a cluster, since no network can delay them here
+_GRACE_SECONDS = 2.0  # after one process has failed: time for the others to print their own reason
+_SAVING_SECONDS = 60.0  # after one process has saved and ended: time for the others to do the same
+_POLL_SECONDS = 0.05
+_NUM_LAST_WORDS = 5
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is started.
+
+    Attributes:
+      command: the arguments of `python`.
+      num_processes: the number of processes.
+      num_devices: devices that each simulates on CPU; 0 leaves that to the program.
+      gpus: identifiers of the machine's GPUs, of which each process gets one; empty on CPU.
+    """
+
+    command: tuple[str, ...]
+    num_processes: int
+    num_devices: int = 0
+    gpus: tuple[str, ...] = ()
+
+
+class Workers:
+    """The processes of one start."""
+
+    def __init__(self, job: Job) -> None:
+        address = f"127.0.0.1:{_free_port()}"
+        self.processes = [_start(job, index, address) for index in range(job.num_processes)]
+        self.last_words: list[collections.deque[str]] = [
+            collections.deque(maxlen=_NUM_LAST_WORDS) for _ in self.processes
+        ]
+        self._threads = [
+            threading.Thread(target=_copy, args=(stream, target, index, self.last_words[index]), daemon=True)
+            for index, process in enumerate(self.processes)
+            for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to every process that is still running."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def wait(self) -> tuple[int, int]:
+        """Waits until all processes have ended; returns (index, exit code) of the first that failed, or (0, 0)."""
+        first = None
+        while first is None and any(process.poll() is None for process in self.processes):
+            first = self._first_failure()
+            time.sleep(_POLL_SECONDS)
+        first = first or self._first_failure()
+        if first is not None:
+            self._end(_SAVING_SECONDS if first[1] == EXIT_START_AGAIN else _GRACE_SECONDS)
+        for thread in self._threads:
+            thread.join(timeout=_GRACE_SECONDS)
+        return first or (0, EXIT_FINISHED)
+
+    def _first_failure(self) -> tuple[int, int] | None:
+        codes = [(index, process.poll()) for index, process in enumerate(self.processes)]
+        # 128 + the signal's number, as shells report it.
+        failed = [(index, 128 - code if code < 0 else code) for index, code in codes if code]
+        # A process that ends because it lost another one is not the first that failed.
+        return min(failed, key=lambda pair: pair[1] == EXIT_LOST_PEER, default=None)
+
+    def _end(self, patience_seconds: float) -> None:
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+            time.sleep(_POLL_SECONDS)
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def run(job: Job, num_restarts: int = 0) -> int:
+    """Runs a job to its end, starting it again where that may help, and returns its exit code.
+
+    Args:
+      job: what to start.
+      num_restarts: how often it is started again after a failure. It is not started again after a user's mistake, a run
+        that stopped itself, or a signal to this process.
+    """
+    workers: Workers | None = None
+    arrived, descriptors = list[int](), on_terminal()
+    code = EXIT_START_AGAIN  # if a signal arrives before the first process is started
+
+    def pass_on(number: int, frame: object) -> None:
+        arrived.append(number)
+        if number == signal.SIGHUP:
+            drop_output(descriptors)
+        if workers:
+            workers.send(number)
+
+    for passed_on in heeded():
+        signal.signal(passed_on, pass_on)
+    for number in range(num_restarts + 1):
+        with _held_back():
+            if arrived:
+                return code
+            workers = Workers(job)
+        index, code = workers.wait()
+        if code:
+            _say(f"process {index} ended first, with code {code}; its last words:")
+            print(*(f"    {line}" for line in workers.last_words[index]), sep="\n", file=sys.stderr, flush=True)
+        if code in NEVER_RETRIED or arrived or number == num_restarts:
+            return code
+        _say(f"starting again, {num_restarts - number - 1} more times at most")
+    raise AssertionError("the last round returns")
+
+
+def environment(job: Job, index: int, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of one of the processes.
+
+    Args:
+      job: what is started.
+      index: of the process.
+      address: host:port of the coordinator.
+      inherited: this process' own environment.
+    """
+    own = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # else JAX listens on all interfaces
+        "JAX_NUM_PROCESSES": str(job.num_processes),
+        "JAX_PROCESS_ID": str(index),
+        "MESHTRAIN_LOST_SECONDS": inherited.get("MESHTRAIN_LOST_SECONDS") or LOST_SECONDS,
+        "PYTHONUNBUFFERED": "1",
+    }
+    if job.num_devices:
+        own["JAX_NUM_CPU_DEVICES"] = str(job.num_devices)
+    if job.gpus:
+        own["CUDA_VISIBLE_DEVICES"] = job.gpus[index]
+    return {**inherited, **own}
+
+
+def gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the identifiers of the GPUs that may be used; none if JAX_PLATFORMS names other devices.
+
+    Args:
+      environ: this process' own environment.
+    """
+    platforms = environ.get("JAX_PLATFORMS") or "cuda"
+    if not {"cuda", "gpu"} & set(platforms.split(",")):
+        return ()
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return tuple(word for word in environ["CUDA_VISIBLE_DEVICES"].split(",") if word and word != "-1")
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return ()
+    listed = subprocess.run([program, "-L"], capture_output=True, text=True, check=False).stdout
+    return tuple(str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines())))
+
+
+def _start(job: Job, index: int, address: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *job.command],
+        env=environment(job, index, address, os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a Ctrl-C in the terminal reaches this process only, which forwards it once
+        preexec_fn=_prepared,
+    )
+
+
+def _prepared() -> None:
+    """Runs in the child process before it becomes its program."""
+    # If the launcher is killed, the kernel kills the child: nothing else would end it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Blocks signals until all processes are started, so that each of them gets each signal once.
+
+    A process that got the same SIGINT twice would end without a save.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.deque[str]) -> None:
+    """Copies a process' lines, each in one write, so that those of several processes do not mix."""
+    for line in stream:
+        last_words.append(line.rstrip())
+        try:
+            target.write(f"[{index}] {line.rstrip()}\n")
+            target.flush()
+        except OSError:
+            errors.leave_at_once(errors.lost_output())  # the kernel then ends the processes too
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def _say(what: str) -> None:
+    print(f"meshtrain: launch: {what}", file=sys.stderr, flush=True)

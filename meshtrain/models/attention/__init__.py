@@ -1,0 +1,1 @@
+"""Attention: its kernels, which of them computes it, and the exchange where sequences are split over devices."""

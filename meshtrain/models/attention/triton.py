@@ -1,0 +1,165 @@
+"""Attention on GPUs by JAX's own Pallas kernel, compiled through Triton, which takes the documents of packed sequences.
+
+It stores no [T, T] matrix. The module is experimental and marked as deprecated in newer versions of JAX: `is_there`
+says whether it still has the form that this file calls.
+
+b: sequences in a microbatch, T: tokens a sequence, N: query heads, G: key and value heads, H: head dim.
+"""
+
+import functools
+import inspect
+import math
+import warnings
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.errors import UserError
+
+# Sequences are padded to a multiple of the forward kernel's block of queries.
+GRANULE = 128
+LARGEST_HEAD_DIM = 256
+# Parameters of the backward rule of `mha`: the first ten are those that `_static` gives.
+BACKWARD = (
+    "sm_scale", "causal", "block_sizes", "backward_pass_impl", "num_warps", "num_stages", "grid", "interpret", "debug",
+    "return_residuals", "res", "do",
+)  # fmt: skip
+
+
+def takes(head_dim: int) -> bool:
+    """Returns whether `auto` takes this kernel for heads of that dim; the tests compile it for 64, 128 and 256."""
+    return head_dim <= LARGEST_HEAD_DIM and head_dim % 8 == 0
+
+
+@functools.cache
+def is_there() -> bool:
+    """Returns whether this version of JAX has the kernel, with the forward and backward rules that `attend` calls."""
+    try:
+        backward = _module().mha.bwd
+    except (ImportError, AttributeError):
+        return False
+    return tuple(inspect.signature(backward).parameters) == BACKWARD
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    documents: tuple[jax.Array, jax.Array] | None,
+    *,
+    name: str,
+    interpret: bool,
+    causal: bool = True,
+    window: int = 0,
+    scale: float | None = None,
+    cap: float = 0.0,
+) -> jax.Array:
+    """Returns heads [b, T, N, H]; scores, softmax and sums are float32.
+
+    Args:
+      q: [b, T, N, H].
+      k: [b, T, G, H]; G divides N.
+      v: as `k`.
+      documents: int32 [b, T] of the queries, at least 0, and the same of the keys; a query attends to its own document
+        only. None: each sequence is one document.
+      name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
+      interpret: whether to run the kernel as plain JAX, slowly, on a device that is no GPU.
+      causal: whether a query attends to the keys up to its own place only.
+      window: 0, since the kernel has none; the other implementations take one.
+      scale: what products of queries and keys are multiplied by; None: H^-0.5.
+      cap: 0, likewise.
+
+    Raises:
+      UserError: this version of JAX has another kernel, or none.
+    """
+    assert window == cap == 0, "refused with the configuration"
+    if not is_there():
+        raise UserError(
+            "model.attention: got triton, whose kernel this version of JAX does not have; allowed: auto, xla, "
+            "blockwise, cudnn; nearest: model.attention=auto"
+        )
+    length, head_dim = q.shape[1], q.shape[3]
+    ids = None if documents is None else documents[0]
+    if ids is None and not causal and length % GRANULE:
+        ids = jnp.zeros(q.shape[:2], jnp.int32)
+    # A document of its own hides the padding. A causal mask does too, because padding comes after every query.
+    ids = None if ids is None else _longer(ids, -1)
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    static = (float(scale), causal, interpret, name)
+    heads: jax.Array = _attend(static, *(_longer(x, 0) for x in (q, k, v)), ids)
+    return heads[:, :length]
+
+
+def _longer(x: jax.Array, filler: int) -> jax.Array:
+    """Returns `x` with its second dim padded to a multiple of the largest block."""
+    num_tokens = -x.shape[1] % GRANULE
+    widths = [(0, num_tokens if dim == 1 else 0) for dim in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=filler) if num_tokens else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+    return _forward(static, q, k, v, ids)[0]
+
+
+def _forward(static: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[jax.Array, Any]:
+    *_, name = static
+    with jax.named_scope(_scope(static)):
+        _, residuals = _module().mha.fwd(q, *(_for_each_query(x, q) for x in (k, v)), ids, *_static(static, q))
+    # The rule's residuals are its arguments, the heads, and the logarithms of the softmax's sums.
+    heads, log_sums = (checkpoint_name(x, name) for x in residuals[-2:])
+    return heads, (q, k, v, ids, heads, log_sums)
+
+
+def _backward(static: Any, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, ids, heads, log_sums = residuals
+    repeated = (q, _for_each_query(k, q), _for_each_query(v, q), ids, heads, log_sums)
+    with jax.named_scope(_scope(static)):
+        dq, dk, dv, _ = _module().mha.bwd(*_static(static, q), repeated, cotangent)
+    dk, dv = (_sum_of_queries(found, x) for found, x in ((dk, k), (dv, v)))
+    return dq, dk, dv, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _for_each_query(x: jax.Array, q: jax.Array) -> jax.Array:
+    """Returns keys or values [b, T, G, H] as [b, T, N, H]: the kernel has no groups of queries."""
+    return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
+
+
+def _sum_of_queries(found: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the cotangent of `x` [b, T, G, H], added in float32, for that of `_for_each_query(x)`."""
+    num_sequences, length, num_groups, head_dim = x.shape
+    parts = found.reshape(num_sequences, length, num_groups, -1, head_dim)
+    return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(x.dtype)
+
+
+def _scope(static: Any) -> str:
+    """Returns the name of the operations, from which the planner reads whether blocks are skipped."""
+    return "triton_causal" if static[1] else "triton_full"
+
+
+def _static(static: Any, q: jax.Array) -> tuple[Any, ...]:
+    scale, causal, interpret, _ = static
+    # The largest with which heads of this dim fit into an A100's shared memory, 164 KiB.
+    forward, backward = ((128, 64), 64) if q.shape[3] <= 128 else ((64, 64), 32)
+    sizes = _module().BlockSizes(
+        block_q=forward[0],
+        block_k=forward[1],
+        block_q_dkv=backward,
+        block_kv_dkv=backward,
+        block_q_dq=backward,
+        block_kv_dq=backward,
+    )
+    return (scale, causal, sizes, "triton", None, 2, None, interpret, False, False)
+
+
+def _module() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention
+    return attention

@@ -1,0 +1,201 @@
+"""Products with weights of which each row has its own expert's: rows stand in blocks of one expert each.
+
+Nothing is dropped and no shape depends on what was chosen: each expert's rows are padded to whole blocks. Products are
+computed by kernels on GPUs (`grouped_matmul_gpu.py`) and TPUs (`grouped_matmul_tpu.py`), otherwise by a loop over
+blocks. Blocks without rows are skipped.
+
+C: choices (an expert for a token), E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from meshtrain.models.attention.select import GPU
+from meshtrain.models.moe import grouped_matmul_gpu, grouped_matmul_tpu
+
+WITH_ROWS = "blocks_with_rows"  # the scope of all products, see `Cost.shares`
+
+
+class Blocks(NamedTuple):
+    """Which choice stands in which row.
+
+    Attributes:
+      rows: int32 [R], the choice in each row; C: none, the row is padding.
+      owners: int32 [R / m], the expert of each block, ascending; E: the block has no rows.
+    """
+
+    rows: jax.Array
+    owners: jax.Array
+
+
+def arranged(chosen: jax.Array, num_experts: int, block_rows: int) -> Blocks:
+    """Returns the choices sorted by expert, those of one expert in their order, each expert in whole blocks.
+
+    There are ceil(C / m) + E blocks, enough for any choices; those without rows come last.
+
+    Args:
+      chosen: int32 [C], from 0 to E; E is no expert here, and its choices stand in no row.
+      num_experts: E.
+      block_rows: m.
+    """
+    (num_choices,) = chosen.shape
+    num_blocks = -(-num_choices // block_rows) + num_experts
+    ordered, order = jax.lax.sort((chosen, jnp.arange(num_choices, dtype=jnp.int32)), num_keys=1, is_stable=True)
+    bounds = first_of(ordered, num_experts)
+    sizes = bounds[1:] - bounds[:-1]
+    counts = (sizes + block_rows - 1) // block_rows
+    ends = jnp.cumsum(counts)
+    owners = jnp.sum(jnp.arange(num_blocks)[:, None] >= ends, axis=1, dtype=jnp.int32)
+    # The last expert's numbers stand for those of no expert; `is_real` is false there.
+    safe = jnp.minimum(owners, num_experts - 1)
+    place = (jnp.arange(num_blocks) - (ends - counts)[safe])[:, None] * block_rows + jnp.arange(block_rows)
+    is_real = (place < sizes[safe][:, None]) & (owners < num_experts)[:, None]
+    index = jnp.clip(bounds[safe][:, None] + place, 0, num_choices - 1)
+    return Blocks(jnp.where(is_real, order[index], num_choices).reshape(-1), owners)
+
+
+def first_of(ordered: jax.Array, num: int) -> jax.Array:
+    """Returns int32 [num + 1]: of each number from 0 to `num` how many elements are below it.
+
+    Args:
+      ordered: int32 [n], ascending.
+      num: the largest number.
+    """
+    # Comparing all takes one pass; a binary search is a loop, which costs more on accelerators.
+    wanted = jnp.arange(num + 1, dtype=ordered.dtype)
+    return jnp.searchsorted(ordered, wanted, method="compare_all").astype(jnp.int32)
+
+
+class How(NamedTuple):
+    """How products are computed.
+
+    Attributes:
+      kernel: `gpu`, `tpu` or `loop`.
+      interpret: whether a kernel runs as plain JAX, slowly, on a device of another kind.
+    """
+
+    kernel: str
+    interpret: bool = False
+
+
+def kernel_for(
+    platform: str, rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int, dtype: DTypeLike
+) -> str:
+    """Returns what computes products on a platform: `gpu` or `tpu`, kernels; or `loop`.
+
+    Args:
+      platform: as JAX names it, such as `cpu`, `tpu`, `gpu` or `cuda`.
+      rows: (R, D).
+      weights: (E, D, F).
+      block_rows: m.
+      dtype: of both.
+    """
+    if platform in GPU and grouped_matmul_gpu.takes(rows, weights, block_rows):
+        return "gpu"
+    return "tpu" if platform == "tpu" and grouped_matmul_tpu.takes(weights, block_rows, dtype) else "loop"
+
+
+def product(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, platform: str = "cpu") -> jax.Array:
+    """Returns [R, F], each block of rows times the weight of its owner, summed in float32; zeros where it has none.
+
+    Args:
+      rows: [R, D].
+      weights: [E, D, F], of the rows' dtype.
+      owners: int32 [R / m], ascending, see `Blocks`.
+      platform: of the device, as JAX names it.
+    """
+    kernel = kernel_for(platform, rows.shape, weights.shape, rows.shape[0] // owners.size, rows.dtype)
+    return computed(How(kernel), rows, weights, owners)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def computed(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
+    """Returns [R, F]; see `product`."""
+    return _times(how, rows, weights, owners, transposed=False)
+
+
+def _times(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool) -> jax.Array:
+    """Returns each block of rows times the weight of its owner, or its transpose."""
+    if how.kernel == "loop":
+        return _times_in_loop(rows, weights.swapaxes(1, 2) if transposed else weights, owners)
+    with jax.named_scope(WITH_ROWS):
+        if how.kernel == "gpu":
+            return grouped_matmul_gpu.times(rows, weights, owners, transposed=transposed, interpret=how.interpret)
+        sizes = _sizes(rows, owners, weights.shape[0])
+        block_rows = rows.shape[0] // owners.size
+        return grouped_matmul_tpu.times(
+            rows, weights, sizes, block_rows=block_rows, transposed=transposed, interpret=how.interpret
+        )
+
+
+def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
+    """Returns the cotangent of the weights [E, D, F]: each block adds to that of its owner."""
+    if how.kernel == "loop":
+        return _of_weights_in_loop(rows, cotangent, owners, num_experts)
+    block_rows = rows.shape[0] // owners.size
+    with jax.named_scope(WITH_ROWS):
+        if how.kernel == "gpu":
+            bounds = first_of(owners, num_experts)
+            return grouped_matmul_gpu.of_weights(
+                rows, cotangent, bounds, block_rows=block_rows, interpret=how.interpret
+            )
+        sizes = _sizes(rows, owners, num_experts)
+        return grouped_matmul_tpu.of_weights(rows, cotangent, sizes, block_rows=block_rows, interpret=how.interpret)
+
+
+def _sizes(rows: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
+    """Returns how many rows stand in blocks of each expert, int32 [E]."""
+    return jnp.diff(first_of(owners, num_experts)) * (rows.shape[0] // owners.size)
+
+
+def _times_in_loop(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> jax.Array:
+    width, dtype = weights.shape[2], rows.dtype
+
+    def times(block: jax.Array, owner: jax.Array) -> jax.Array:
+        return jnp.dot(block, weights[owner], preferred_element_type=jnp.float32).astype(dtype)
+
+    def of_block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        block, owner = given
+        empty = jnp.zeros((block.shape[0], width), dtype)
+        with jax.named_scope(WITH_ROWS):
+            result: jax.Array = jax.lax.cond(owner < weights.shape[0], times, lambda *_: empty, block, owner)
+        return result
+
+    blocks = rows.reshape(owners.size, -1, rows.shape[1])
+    results: jax.Array = jax.lax.map(of_block, (blocks, owners))
+    return results.reshape(-1, width)
+
+
+def _of_weights_in_loop(rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
+    def add(sums: jax.Array, block: jax.Array, of_result: jax.Array, owner: jax.Array) -> jax.Array:
+        found = jnp.dot(block.T, of_result, preferred_element_type=jnp.float32)
+        return sums.at[owner].add(found)
+
+    def of_block(sums: jax.Array, given: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        with jax.named_scope(WITH_ROWS):
+            return jax.lax.cond(given[2] < num_experts, add, lambda sums, *_: sums, sums, *given), None
+
+    blocks, of_results = (x.reshape(owners.size, -1, x.shape[1]) for x in (rows, cotangent))
+    zeros = jnp.zeros((num_experts, rows.shape[1], cotangent.shape[1]), jnp.float32)
+    sums: jax.Array = jax.lax.scan(of_block, zeros, (blocks, of_results, owners))[0]
+    return sums.astype(rows.dtype)
+
+
+Residuals = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _forward(how: How, rows: jax.Array, weights: jax.Array, owners: jax.Array) -> tuple[jax.Array, Residuals]:
+    return _times(how, rows, weights, owners, transposed=False), (rows, weights, owners)
+
+
+def _backward(how: How, residuals: Residuals, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    rows, weights, owners = residuals
+    of_rows = _times(how, cotangent, weights, owners, transposed=True)
+    return of_rows, _of_weights(how, rows, cotangent, owners, weights.shape[0]), None
+
+
+computed.defvjp(_forward, _backward)

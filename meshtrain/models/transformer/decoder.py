@@ -1,0 +1,307 @@
+"""The modules of a decoder-only transformer: GPT-2, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 by configuration.
+
+b: sequences in a microbatch, T: tokens a sequence, D: embed dim, H: head dim, K: layers in a stack, v: the part of the
+padded vocabulary on one shard of a manual axis (all of it without one).
+"""
+
+import functools
+import math
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from meshtrain.models.attention.multi_head import CACHE, NEW, Attention, Slots
+from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
+from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
+from meshtrain.models.moe.experts import Experts
+from meshtrain.models.moe.routing import Tokens
+from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_policy
+from meshtrain.models.task import Batch, LayerSums
+from meshtrain.models.transformer.cache import latest
+from meshtrain.models.vocabulary import head, losses
+from meshtrain.models.vocabulary.embedding import look_up
+from meshtrain.sharding.placement import Placement
+
+EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
+# Scope of the attention of a layer that selects by its index, see `Cost.shares`.
+LOCAL_OR_GLOBAL = "local_or_global"
+
+
+class ByKind(NamedTuple):
+    """What differs between layers that have the window and those that have none, where a stack has both.
+
+    The layers are scanned, so a layer selects its own by its index.
+    """
+
+    local: Any
+    everywhere: Any
+
+
+class Embedding(nn.Module):
+    """Tokens to activations: int32 [b, T] -> [b, T, D]. The table's rows may be sharded over a manual axis."""
+
+    options: DecoderOptions
+    num_rows: int
+    num_positions: int
+    placement: Placement
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, batch: Batch, keys: jax.Array, train: bool, axis: losses.Axis) -> jax.Array:
+        """Looks up the tokens, adds learned positions, applies dropout.
+
+        Args:
+          batch: `tokens`, and `positions` where positions are learned, int32 [b, T].
+          keys: one key for each sequence, keys [b].
+          train: whether to apply dropout.
+          axis: the manual mesh axis over which the table's rows are sharded, or None.
+        """
+        options, place, init = self.options, self.placement, normal(self.options.init_std)
+        shape = (self.num_rows, options.embed_dim)
+        table = weight(self, "table", shape, ("vocab", "embed"), init, place, self.dtype)
+        row = batch["tokens"] - losses.first_column(self.num_rows, axis)
+        x = losses.sum_over_shards(look_up(table, row, place), axis)
+        if options.scaled_embeddings:
+            x = x * math.sqrt(options.embed_dim)
+        if options.positions == "learned":
+            shape = (self.num_positions, options.embed_dim)
+            positions = weight(self, "positions", shape, ("positions", "embed"), init, place, self.dtype)
+            x = x + jnp.take(positions, batch["positions"], axis=0, mode="clip")
+        x = place.activation(x, ("batch", "residual_sequence", "embed"))
+        return dropout(x, options.dropout_rate if train else 0.0, keys, EMBEDDING_SITE)
+
+
+class Layer(nn.Module):
+    """One pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [b, T, D] -> [b, T, D].
+
+    With `post_norms` it is x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). With `num_experts` the mlp is one
+    of experts.
+    """
+
+    options: DecoderOptions
+    placement: Placement
+    dtype: DTypeLike
+    train: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        layer: jax.Array,
+        keys: jax.Array,
+        angles: jax.Array | ByKind | None,
+        documents: jax.Array | None,
+        slots: Slots | ByKind | None,
+        tokens: Tokens | None = None,
+    ) -> tuple[jax.Array, LayerSums]:
+        """Applies one layer.
+
+        Args:
+          x: [b, T, D].
+          layer: int32 scalar, the layer's index in the whole model, for dropout and for what alternates.
+          keys: one key for each sequence, keys [b].
+          angles: see `Attention`.
+          documents: see `Attention`.
+          slots: see `Attention`.
+          tokens: see `Experts`.
+
+        Returns:
+          The activations, and what the layer adds to the loss and to metrics (`Stages.repeated`); None: nothing.
+        """
+        o, place = self.options, self.placement
+        output_std = o.init_std / math.sqrt(2 * o.num_layers)
+        rate = o.dropout_rate if self.train else 0.0
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, layer + 1)
+        is_global = (layer + 1) % o.global_every == 0 if o.alternates else None
+        own_angles, own_slots = _own(angles, is_global), _own(slots, is_global)
+        norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place, o.centered_scales)
+        attention = Attention(
+            o.num_heads, o.num_kv_heads, o.width_of_head, o.biases, o.attention, o.init_std, output_std, place,
+            self.dtype, qkv_biases=o.qkv_biases, qk_epsilon=o.norm_epsilon if o.qk_norm else None, window=o.window,
+            centered_scales=o.centered_scales, scale=o.score_scale, cap=o.attention_cap, name="attention",
+        )  # fmt: skip
+        x = checkpoint_name(x, RESIDUAL)
+        normed = gather_sequence(norm(name="attention_norm")(x), place)
+        attend = jax.named_scope(LOCAL_OR_GLOBAL)(attention) if o.alternates else attention
+        added = self._residual(attend(normed, own_angles, documents, slots=own_slots, is_global=is_global))
+        added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
+        x = checkpoint_name(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)
+        normed = gather_sequence(norm(name="mlp_norm")(x), place)
+        sums = None
+        if o.num_experts:
+            added, sums = Experts(o, output_std, place, self.dtype, name="experts")(normed, layer, tokens)
+        else:
+            mlp = Mlp(o.mlp_dim, o.activation, o.biases, o.init_std, output_std, place, self.dtype, name="mlp")
+            added = mlp(normed)
+        added = self._residual(added)
+        added = norm(name="mlp_post_norm")(checkpoint_name(added, MIDDLE)) if o.post_norms else added
+        x = x + dropout(added, rate, keys, MLP_SITE)
+        return self._residual(x), sums
+
+    def _residual(self, x: jax.Array) -> jax.Array:
+        return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
+
+
+class Head(nn.Module):
+    """The last norm and the logits: [b, T, D] -> [b, T, v]. The columns may be sharded over a manual axis."""
+
+    options: DecoderOptions
+    num_columns: int
+    placement: Placement
+    dtype: DTypeLike
+    output_dtype: DTypeLike
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, table: jax.Array | None, axis: losses.Axis, loss: head.Loss = head.logits
+    ) -> jax.Array:
+        """Returns the logits, or what `loss` computes of them.
+
+        Args:
+          x: [b, T, D].
+          table: the embedding table [v, D] (tied), or None for the head's own kernel.
+          axis: the manual mesh axis over which the columns are sharded, or None.
+          loss: (product, its activations, its weight) -> the result.
+        """
+        o, place = self.options, self.placement
+        x = Norm(o.norm, o.norm_epsilon, o.biases, place, o.centered_scales, name="norm")(x)
+        # Before the sequence is gathered: cotangents are summed over the manual axis while it is sharded, and the
+        # gather moves the compute dtype, not the norm's float32.
+        x = place.activation(losses.copy_to_shards(x, axis), ("batch", "residual_sequence", "embed"))
+        product = head.Product(place, head.KERNEL if table is None else head.TABLE, self.output_dtype, o.logit_cap)
+        if table is None:
+            shape, init = (o.embed_dim, self.num_columns), normal(o.init_std)
+            stored = weight(self, "kernel", shape, head.KERNEL, init, Placement.nowhere(), self.dtype)
+        else:
+            stored = table.astype(self.dtype)
+        return loss(product, x, stored)
+
+
+def layer_stack(
+    options: Any,
+    num_layers: int,
+    placement: Placement,
+    dtype: DTypeLike,
+    train: bool,
+    remat: str,
+    layer: Any = Layer,
+    num_given: int = 5,
+) -> Any:
+    """Returns a stack of `num_layers` layers as one scanned Linen module.
+
+    Args:
+      options: the model's shape, for `layer`.
+      num_layers: how many.
+      placement: where activations and gathered weights live.
+      dtype: of the activations.
+      train: whether to apply dropout.
+      remat: one of the choices of `RematOptions.policy`.
+      layer: the class of a layer, with the fields and arguments of `Layer`.
+      num_given: how many arguments a layer takes after its index; all layers get the same.
+    """
+    policy = checkpoint_policy(remat, placement)
+    layer = nn.remat(layer, policy=policy, prevent_cse=False) if policy is not None else layer
+    stack = nn.scan(
+        layer,
+        variable_axes={"params": 0, CACHE: 0, NEW: 0},
+        split_rngs={"params": True},
+        in_axes=(0, *(nn.broadcast,) * num_given),
+        length=num_layers,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    return stack(options, placement, dtype, train)
+
+
+def run_layers(
+    options: Any,
+    layers: Any,
+    x: jax.Array,
+    indices: jax.Array,
+    given: tuple[Any, ...],
+    placement: Placement,
+    dtype: DTypeLike,
+    train: bool,
+    remat: RematOptions,
+    layer: Any = Layer,
+) -> tuple[jax.Array, LayerSums]:
+    """Returns the activations after K layers, [b, T, D], and the sums of these layers, see `Stages.repeated`.
+
+    Args:
+      options: the model's shape, for `layer`.
+      layers: parameters, each leaf [K, ...].
+      x: [b, T, D].
+      indices: int32 [K], of the layers in the whole model.
+      given: further arguments of each layer, for the decoder's: keys, angles, documents, slots, tokens.
+      placement: where activations and gathered weights live.
+      dtype: of the activations.
+      train: whether to apply dropout and `remat`.
+      remat: what the backward pass recomputes. `every` has to divide K.
+      layer: the class of a layer, with the fields and arguments of `Layer`.
+    """
+    policy, every = (remat.policy, remat.every) if train else ("none", 1)
+
+    def run(x: jax.Array, some: tuple[Any, jax.Array], policy: str) -> tuple[jax.Array, LayerSums]:
+        layers, indices = some
+        stack = layer_stack(options, indices.shape[0], placement, dtype, train, policy, layer, len(given))
+        y, sums = stack.apply({"params": layers}, x, indices, *given)
+        return y, _total(sums)
+
+    def group(x: jax.Array, some: tuple[Any, jax.Array]) -> tuple[jax.Array, LayerSums]:
+        parts = []
+        # Unrolled: residuals of an inner scan would be copied out of it, which takes memory for another group.
+        for i in range(every):
+            one = jax.tree.map(operator.itemgetter(slice(i, i + 1)), some)
+            x, sums = run(x, one, "none" if i else policy)
+            parts.append(sums)
+        return x, jax.tree.map(lambda *of_layers: sum(of_layers), *parts)
+
+    if every == 1 or policy == "none":
+        return run(x, (layers, indices), policy)
+    in_groups = lambda leaf: leaf.reshape(-1, every, *leaf.shape[1:])  # noqa: E731
+    y, sums = jax.lax.scan(group, x, jax.tree.map(in_groups, (layers, indices)))
+    return y, _total(sums)
+
+
+def _total(sums: LayerSums) -> LayerSums:
+    return jax.tree.map(lambda of_layers: jnp.sum(of_layers, axis=0), sums)
+
+
+def angles_of(options: DecoderOptions, positions: jax.Array) -> jax.Array | ByKind | None:
+    """Returns the rotary angles of int32 positions [b, T], float32 [b, T, H / 2]; None with learned positions."""
+    if options.positions != "rotary":
+        return None
+    scaling = (options.rope_factor, options.rope_low, options.rope_high, options.rope_original_length)
+    angles = rotary_angles(
+        positions, options.width_of_head, options.rope_base, scaling if options.rope_factor != 1.0 else None
+    )
+    if not options.window or not options.rope_local_base:
+        return angles
+    local = rotary_angles(positions, options.width_of_head, options.rope_local_base, None)
+    return ByKind(local, angles) if options.alternates else local
+
+
+def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slots | ByKind:
+    """Returns which slots of a cache the new token of each row attends to.
+
+    Args:
+      options: the model's shape.
+      filled: int32 [b, C], 1 where a slot holds a token of the row, the new one included.
+      own: int32 scalar, the slot of the new token.
+    """
+    if not options.window:
+        return Slots(filled, own)
+    local = Slots(latest(filled, options.window), own)
+    return ByKind(local, Slots(filled, own)) if options.alternates else local
+
+
+def _own(given: Any, is_global: jax.Array | None) -> Any:
+    """Returns `given`, or the part of a `ByKind` that is for this layer."""
+    if not isinstance(given, ByKind):
+        return given
+    assert is_global is not None, "all layers are of one kind"
+    return jax.tree.map(lambda local, everywhere: jnp.where(is_global, everywhere, local), *given)

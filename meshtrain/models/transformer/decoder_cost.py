@@ -1,0 +1,201 @@
+"""What a microbatch of the decoder costs a device: what attention and experts send, keep and leave out, by formula.
+
+n: devices along context or expert, t: along tensor, b: tokens of a microbatch on a device, a: bytes of a number,
+D: width, N: query heads, G: key and value heads, G': the same as they are sent, H: head dim, E: experts, k: experts a
+token.
+
+    context   attention by heads: (n - 1) / n of (2 N + 2 G') / t x H x a b in one pass of a layer: queries, keys and
+              values on the way in, heads on the way out. G' / t is the least common multiple of G / t and n: heads are
+              repeated where n does not divide them. The backward pass sends the same, and repeats that of the forward
+              pass unless `remat.policy` is none. Bytes of an all-to-all as Jacobs et al. 2023 count them
+    expert    tokens: (n - 1) b D a in each gather and each scatter of a layer. Forward: tokens are gathered, results
+              scattered. Backward: the transpose of both. Unless `remat.policy` is none, tokens are gathered once more.
+              Choices: (n - 1) b k of 4 bytes: experts and gates are gathered, and gates' cotangents scattered; again
+              likewise
+    rows      n b min(k, E / n): room for any choice; with `model.expert_room` at most that multiple of b k
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from meshtrain.launch.links import wire_share
+from meshtrain.models.attention.context_parallel import has_heads
+from meshtrain.models.attention.select import Case, chosen
+from meshtrain.models.cost import (
+    ATTENTION,
+    EXPERTS,
+    KEPT_SEEN,
+    LOOP,
+    Cost,
+    Kernel,
+    exchange,
+    of_sequence,
+    of_transformer,
+)
+from meshtrain.models.decoder_options import DecoderOptions
+from meshtrain.models.moe import grouped_matmul
+from meshtrain.models.moe.experts import block_rows, even_load, room
+from meshtrain.models.remat import RematOptions
+from meshtrain.models.transformer.decoder import LOCAL_OR_GLOBAL
+from meshtrain.sharding.axes import CONTEXT, EXPERT, PIPELINE, TENSOR, expert_axes
+from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.stored import num_parts
+
+PASSES = 2  # forward and backward
+OF_TOKENS, OF_CHOICES = 4, 3  # gathers and scatters of a layer, forward and backward
+TOKENS_AGAIN, CHOICES_AGAIN = 1, 2
+CHOICE_BYTES = 4
+_BY = {"gpu": "products by Pallas", "tpu": "products by megablox", "loop": LOOP}
+_WHY = {"gpu": "the program's own kernels for GPUs take them", "tpu": "JAX's kernels for TPUs take them"}
+_WHY_NOT = {
+    "cuda": "the kernels take widths on a device that are multiples of 16, and arrays of less than 2^31 numbers",
+    "tpu": "the kernels take widths on a device that are multiples of 128, in float32 and bfloat16",
+}
+
+
+def cost(
+    options: DecoderOptions,
+    sequence_length: int,
+    dtype: DTypeLike,
+    output_dtype: DTypeLike,
+    remat: RematOptions,
+    placement: Placement,
+    mesh_shape: Mapping[str, int],
+    units: float,
+) -> Cost:
+    """Returns the cost of a decoder, see `Task.cost`; for the arguments see `decoder_task.decoder`."""
+    found = of_transformer(options, options.num_layers, dtype, output_dtype, remat, placement, mesh_shape, units)
+    layers, itemsize = options.num_layers / mesh_shape[PIPELINE], jnp.dtype(dtype).itemsize
+    again = 0.0 if remat.policy == "none" else 1 / remat.every
+    devices = placement.mesh is not None
+    rows, row_bytes = 0.0, dict.fromkeys(("none", remat.policy), 0.0)
+    if options.num_experts:
+        most = units * mesh_shape[EXPERT] * min(options.experts_per_token, options.num_experts / mesh_shape[EXPERT])
+        rows = min(most, options.expert_room * units * options.experts_per_token) if options.expert_room else most
+        wide, inner = options.embed_dim * itemsize, options.expert_dim / mesh_shape[TENSOR] * itemsize
+        # The row, both products that it enters, their product and the result; or all but the row and the product in
+        # the middle.
+        row_bytes |= {"selective": wide + 2 * inner, "none": 2 * wide + 3 * inner}
+    return dataclasses.replace(
+        found,
+        layer_bytes={
+            **found.layer_bytes,
+            CONTEXT: layers * _exchange_bytes(options, itemsize, again, mesh_shape, units),
+            EXPERT: layers * _token_bytes(options, itemsize, again, mesh_shape, units),
+        },
+        kept_bytes=found.kept_bytes + layers * rows * row_bytes[remat.policy],
+        # A layer that computes has all of its rows, and cotangents of some.
+        working_bytes=found.working_bytes + KEPT_SEEN * rows * row_bytes["none"],
+        shares=_shares(options, mesh_shape, units),
+        kernels=kernels(options, sequence_length, dtype, placement.platform, mesh_shape, units) if devices else (),
+    )
+
+
+def _exchange_bytes(
+    options: DecoderOptions, itemsize: int, again: float, mesh_shape: Mapping[str, int], units: float
+) -> float:
+    """Returns what a device sends for attention along `context` in one layer; 0 where sequences are whole."""
+    parts = mesh_shape[CONTEXT]
+    one_head = wire_share("all-to-all", parts) * units * options.width_of_head * itemsize
+    heads, kv_heads = (num // mesh_shape[TENSOR] for num in (options.num_heads, options.num_kv_heads))
+    return 2 * (heads + math.lcm(kv_heads, parts)) * (PASSES + again) * one_head
+
+
+def _token_bytes(
+    options: DecoderOptions, itemsize: int, again: float, mesh_shape: Mapping[str, int], units: float
+) -> float:
+    """Returns what a device sends along `expert` in one layer; 0 without experts."""
+    if not options.num_experts:
+        return 0.0
+    of_tokens = (OF_TOKENS + TOKENS_AGAIN * again) * options.embed_dim * itemsize
+    of_choices = (OF_CHOICES + CHOICES_AGAIN * again) * options.experts_per_token * CHOICE_BYTES
+    return (mesh_shape[EXPERT] - 1) * units * (of_tokens + of_choices)
+
+
+def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> dict[str, float]:
+    """Returns the share of the layers that have no window, and of the blocks that have rows if the load is even."""
+    found = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
+    if options.num_experts:
+        num_here, _, num_blocks, share = _blocks(options, mesh_shape, units)
+        # On average half of an expert's last block is padding.
+        used = round(share * (num_blocks - num_here) + num_here / 2)
+        found[grouped_matmul.WITH_ROWS] = max(1, min(used, num_blocks)) / num_blocks
+    return found
+
+
+def _blocks(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[int, int, int, float]:
+    """Returns the experts of a device, the rows of a block, the blocks, and the share of choices that are for these."""
+    num_here = options.num_experts // num_parts(expert_axes(), mesh_shape)
+    # The devices along the expert axis gather their tokens.
+    given = (max(1, int(units * mesh_shape[EXPERT])), options.experts_per_token, num_here, options)
+    most, even = room(*given), even_load(*given)
+    rows = block_rows(round(even), num_here)
+    return num_here, rows, -(-most // rows) + num_here, min(1.0, even / most)
+
+
+def kernels(
+    options: DecoderOptions,
+    sequence_length: int,
+    dtype: DTypeLike,
+    platform: str,
+    mesh_shape: Mapping[str, int],
+    units: float,
+) -> tuple[Kernel, ...]:
+    """Returns what computes attention in training, and products of experts where there are some.
+
+    Args:
+      options: the model's shape.
+      sequence_length: in tokens.
+      dtype: of activations.
+      platform: of the devices, as JAX names it.
+      mesh_shape: the size of each mesh axis.
+      units: tokens of a microbatch on a device.
+    """
+    case = Case(
+        head_dim=options.width_of_head,
+        lengths=(sequence_length, sequence_length),
+        dtype=dtype,
+        platform=platform,
+        masks_documents=options.within_documents,
+        window=options.window if options.window < sequence_length else 0,
+        caps_scores=options.attention_cap > 0,
+        gathers_keys=mesh_shape[CONTEXT] > 1 and not has_heads(options.num_heads, of_sequence(mesh_shape)),
+    )
+    everywhere = 12.0 * options.num_layers * options.num_heads * options.width_of_head * sequence_length
+    more = 2 * everywhere / attention_flops_per_token(options, sequence_length)
+    exchanged = exchange(options.num_heads, options.num_kv_heads, more, mesh_shape)
+    found = Kernel(ATTENTION, *chosen(options.attention, case), exchanged)
+    return (found, _of_experts(options, dtype, platform, mesh_shape, units)) if options.num_experts else (found,)
+
+
+def _of_experts(
+    options: DecoderOptions, dtype: DTypeLike, platform: str, mesh_shape: Mapping[str, int], units: float
+) -> Kernel:
+    num_here, rows, num_blocks, _ = _blocks(options, mesh_shape, units)
+    sizes = (num_here, options.embed_dim, options.expert_dim // mesh_shape[TENSOR])
+    by = grouped_matmul.kernel_for(platform, (num_blocks * rows, options.embed_dim), sizes, rows, dtype)
+    kind = "cuda" if platform == "gpu" else platform
+    why_not = _WHY_NOT[kind] if kind in _WHY_NOT else f"there is no kernel for {platform}"
+    over = expert_axes()
+    sent = num_parts(over, mesh_shape) > 1
+    exchanged = f"tokens gathered over {'+'.join(over)}, results reduce-scattered" if sent else ""
+    return Kernel(EXPERTS, _BY[by], _WHY[by] if by in _WHY else why_not, exchanged)
+
+
+def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
+    """Returns the FLOPs of attention in a forward and backward pass for one token: 12 L K N_heads H (full attention).
+
+    In each of L layers, each of the two products (scores, and probabilities times values) takes 2 K N_heads H forward
+    and twice that backward. K is T without a window. With a window of W tokens a query has W (2 T - W) / 2 T keys in
+    the mean, and K is twice that, so that the causal part is half of it in both cases.
+    """
+    num_keys: float = sequence_length
+    if 0 < options.window < sequence_length:
+        num_keys = options.window * (2 * sequence_length - options.window) / sequence_length
+    num_global = options.num_global
+    in_all_layers = num_global * sequence_length + (options.num_layers - num_global) * num_keys
+    return 12.0 * in_all_layers * options.num_heads * options.width_of_head

@@ -1,0 +1,316 @@
+"""The task of a decoder: next-token cross-entropy on packed sequences.
+
+B: sequences in the global batch, b: sequences in a microbatch, T: tokens a sequence, D: embed dim,
+V: padded vocabulary, v: the part of it on one shard of a manual axis (V without one), K: layers in a stack,
+R: rows of a cache, P: tokens a prompt after padding.
+
+params = {"embedding": {table [V, D], positions [T, D]}, "layers": {... each leaf [layers, ...]},
+          "head": {"norm": ..., kernel [D, V]}}
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from meshtrain.models import abstract_weights
+from meshtrain.models.attention.multi_head import CACHE, NEW, Slots
+from meshtrain.models.decode import Cache, Decode
+from meshtrain.models.entry import Entry
+from meshtrain.models.moe.experts import BIAS, with_moved_biases
+from meshtrain.models.moe.routing import Tokens
+from meshtrain.models.remat import RematOptions, casts_first
+from meshtrain.models.task import (
+    SEQUENCE_INDEX,
+    Batch,
+    LayerSums,
+    Loss,
+    Params,
+    Stages,
+    Task,
+    sequence_keys,
+    token_batch,
+    with_layer_sums,
+)
+from meshtrain.models.transformer import cache as caches
+from meshtrain.models.transformer.decoder import (
+    ByKind,
+    DecoderOptions,
+    Embedding,
+    Head,
+    angles_of,
+    layer_stack,
+    run_layers,
+    slots_of,
+)
+from meshtrain.models.transformer.decoder_cost import attention_flops_per_token, cost
+from meshtrain.models.vocabulary import head, losses
+from meshtrain.sharding.placement import Placement
+
+NOTHING_AGAIN = RematOptions("none")
+IN_FLOAT32 = ("router", BIAS)
+
+
+def decoder(
+    options: DecoderOptions,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: DTypeLike = jnp.float32,
+    output_dtype: DTypeLike | None = None,
+    remat: RematOptions = NOTHING_AGAIN,
+    placement: Placement | None = None,
+    balance_rate: float = 0.0,
+) -> Task:
+    """Returns the task of a decoder.
+
+    Args:
+      options: the model's shape.
+      batch_size: B, sequences in the global batch.
+      sequence_length: T, tokens.
+      dtype: of activations, and of weights when they are multiplied with them; parameters are float32.
+      output_dtype: of the head's logits; None: `dtype`.
+      remat: what the backward pass recomputes, in a pipeline too.
+      placement: the shardings of activations and of gathered weights; None: one device, without shardings.
+      balance_rate: by which the bias of an expert moves in a step against its load.
+    """
+    assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
+    num_positions = options.max_positions or sequence_length
+    place = placement or Placement.nowhere()
+    model = Decoder(options, num_positions, dtype, output_dtype or dtype, place)
+    num_parameters = count_parameters(options, num_positions)
+    num_active = num_parameters - num_idle_parameters(options)
+    has_biases = options.num_experts > 0 and options.router == "sigmoid"
+    return Task(
+        init=initializer(options, num_positions),
+        loss=functools.partial(model.loss, remat=remat),
+        batch=token_batch(batch_size, sequence_length),
+        logits=model.all_logits,
+        stages=Stages(
+            options.num_layers,
+            model.first,
+            functools.partial(model.repeated, remat=remat),
+            model.last,
+            model.logits,
+            model.cast,
+            num_together=1 if remat.policy == "none" else remat.every,
+        ),
+        decode=model.decode(sequence_length),
+        flops_per_token=flops_per_token(options, num_active, num_positions, sequence_length),
+        attention_flops_per_token=attention_flops_per_token(options, sequence_length),
+        num_parameters=num_parameters,
+        num_active_parameters=num_active if options.num_experts else 0,
+        cost=functools.partial(cost, options, sequence_length, dtype, model.output_dtype, remat, place),
+        attends_within_segments=options.within_documents,
+        after_update=functools.partial(with_moved_biases, balance_rate) if has_biases else None,
+        takes_manual_axes=True,
+        width=options.embed_dim,
+        vocab_size=options.vocab_size,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The functions of a decoder: `loss` and `all_logits` are whole, the others are its pipeline stages (`Stages`)."""
+
+    options: DecoderOptions
+    num_positions: int
+    dtype: DTypeLike
+    output_dtype: DTypeLike
+    placement: Placement
+
+    def first(self, params: Params, batch: Batch, rng: jax.Array, train: bool, axis: losses.Axis = None) -> jax.Array:
+        """Returns the activations that enter the first layer, [b, T, D]."""
+        num_rows = params["embedding"]["table"].shape[0]
+        embedding = Embedding(self.options, num_rows, self.num_positions, self.placement, self.dtype)
+        x: Any = embedding.apply({"params": params["embedding"]}, batch, sequence_keys(rng, batch), train, axis)
+        return x
+
+    def repeated(
+        self,
+        layers: Params,
+        x: jax.Array,
+        batch: Batch,
+        rng: jax.Array,
+        start: Any,
+        train: bool,
+        *,
+        remat: RematOptions,
+    ) -> tuple[jax.Array, LayerSums]:
+        """Returns the activations after K layers, and their sums; the first layer has the index `start`."""
+        indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
+        angles = angles_of(self.options, batch["positions"])
+        documents = batch["segment_ids"] if self.options.within_documents else None
+        tokens = self.tokens(batch) if train and self.options.num_experts else None
+        given = (sequence_keys(rng, batch), angles, documents, None, tokens)
+        return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
+
+    def tokens(self, batch: Batch) -> Tokens:
+        """Returns what the losses and counts of routers need to know about the tokens of a batch."""
+        return Tokens(batch["weights"], (batch["segment_ids"] > 0).astype(jnp.float32))
+
+    def cast(self, layers: Params) -> Params:
+        """Returns the layers in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""
+
+        def cast_one(path: Any, leaf: jax.Array) -> jax.Array:
+            # Some norms stand inside of attention.
+            is_norm = any(part.key.endswith("norm") for part in path)
+            return leaf if is_norm or path[-1].key in IN_FLOAT32 else leaf.astype(self.dtype)
+
+        return jax.tree.map_with_path(cast_one, layers)
+
+    def columns(
+        self, params: Params, x: jax.Array, axis: losses.Axis = None, loss: head.Loss = head.logits
+    ) -> jax.Array:
+        """Returns logits [b, T, v] in the output dtype, padding included, or what `loss` computes of them."""
+        table = params["embedding"]["table"] if self.options.tied_embeddings else None
+        num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
+        module = Head(self.options, num_columns, self.placement, self.dtype, self.output_dtype)
+        result: Any = module.apply({"params": params["head"]}, x, table, axis, loss)
+        return result
+
+    def logits(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
+        """Returns float32 logits [b, T, v], padding at minus infinity."""
+        return losses.without_padding(self.columns(params, x, axis), self.options.vocab_size, axis)
+
+    def last(self, params: Params, x: jax.Array, batch: Batch, axis: losses.Axis = None) -> Loss:
+        """Returns the loss of the activations after the last layer."""
+        cross_entropy = head.CrossEntropy(self.options.vocab_size, self.options.loss_chunk, axis)
+        loss = functools.partial(cross_entropy, targets=batch["targets"], weights=batch["weights"])
+        return self.columns(params, x, axis, loss), jnp.sum(batch["weights"]), {}
+
+    def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
+        """Returns (sum of cross-entropies over targets, number of targets, no metrics), with the layers' sums added."""
+        x = self.first(params, batch, rng, train)
+        layers = self.cast(params["layers"]) if train and casts_first(remat, self.placement) else params["layers"]
+        y, sums = self.repeated(layers, x, batch, rng, 0, train, remat=remat)
+        return with_layer_sums(self.last(params, y, batch), sums)
+
+    def all_logits(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""
+        rng = jax.random.key(0)
+        x = self.first(params, batch, rng, False)
+        y, _ = self.repeated(params["layers"], x, batch, rng, 0, False, remat=NOTHING_AGAIN)
+        return self.logits(params, y)
+
+    def decode(self, sequence_length: int) -> Decode:
+        """Returns how tokens are generated one after the other; training has sequences of `sequence_length` tokens."""
+        # One token cannot be split over an axis that splits the sequences of training.
+        whole = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
+        return Decode(
+            whole.prefill,
+            whole.step,
+            self.cache,
+            self.cast_all,
+            max_positions=self.num_positions if self.options.positions == "learned" else 0,
+            trained_positions=sequence_length,
+        )
+
+    def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
+        """Returns the entries of an empty cache; see `Decode.cache`."""
+        o, num_slots = self.options, prompt_length + num_steps
+        stack = caches.stack_entries(o.num_layers, num_rows, num_slots, o.num_kv_heads, o.width_of_head, self.dtype)
+        return {**stack, **caches.row_entries(num_rows, num_slots)}
+
+    def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Returns the logits [R, V] that follow each prompt, tokens int32 [R, P], and the cache; see `Decode`."""
+        # Padding is not masked: it stands after all tokens of its row, and its slots are never filled.
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        y, new = self._cached(params, tokens, positions, None, None)
+        last = jnp.take_along_axis(y, (lengths - 1)[:, None, None], axis=1)
+        filled = caches.first_slots(lengths, cache["filled"].shape[1])
+        slot = jnp.int32(tokens.shape[1])
+        after = {**caches.write(cache, new, 0), "filled": filled, "positions": lengths, "slot": slot}
+        return self.logits(params, last)[:, 0], after
+
+    def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Returns the logits [R, V] that follow one more token of each row, int32 [R], and the cache; see `Decode`."""
+        slot, positions = cache["slot"], cache["positions"]
+        filled = caches.next_slot(cache["filled"], slot)
+        slots = slots_of(self.options, filled, slot)
+        y, new = self._cached(params, tokens[:, None], positions[:, None], cache, slots)
+        after = {**caches.write(cache, new, slot), "filled": filled, "positions": positions + 1, "slot": slot + 1}
+        return self.logits(params, y)[:, 0], after
+
+    def _cached(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | ByKind | None
+    ) -> tuple[jax.Array, Any]:
+        """Returns the activations [R, T, D] of tokens int32 [R, T], and their keys and values [K, R, T, G, H]."""
+        o, index = self.options, jnp.arange(tokens.shape[0])
+        batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}
+        rng = jax.random.key(0)  # of dropout, which is off
+        x = self.first(params, batch, rng, False)
+        variables = {"params": params["layers"]}
+        if slots is not None:
+            variables[CACHE] = {"attention": {name: cache[name] for name in ("keys", "values")}}
+        stack = layer_stack(o, o.num_layers, self.placement, self.dtype, False, "none")
+        given = (jnp.arange(o.num_layers), sequence_keys(rng, batch), angles_of(o, positions), None, slots, None)
+        (y, _), new = stack.apply(variables, x, *given, mutable=[NEW])
+        return y, new[NEW]["attention"]
+
+    def cast_all(self, params: Params) -> Params:
+        """Returns all parameters in the dtypes in which they compute; see `cast`."""
+        outer = {name: self.cast(part) for name, part in params.items() if name != "layers"}
+        return {**outer, "layers": self.cast(params["layers"])}
+
+
+def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
+    """Returns initial float32 parameters, each boxed with its logical axes. The values depend on `rng` alone."""
+    nowhere = Placement.nowhere()
+    keys = jax.random.split(rng, 3)
+    ints = jnp.zeros((1, 1), jnp.int32)
+    batch = {"tokens": ints, "positions": ints}
+    sequence = jax.random.split(rng, 1)
+    rows = options.padded_vocab_size
+    x = jnp.zeros((1, 1, options.embed_dim))
+    embedding = Embedding(options, rows, num_positions, nowhere, jnp.float32)
+    layers = layer_stack(options, options.num_layers, nowhere, jnp.float32, False, "none")
+    head_module = Head(options, rows, nowhere, jnp.float32, jnp.float32)
+    table = jnp.zeros((rows, options.embed_dim)) if options.tied_embeddings else None
+    arguments = (jnp.arange(options.num_layers), sequence, angles_of(options, ints), None, None, None)
+    return {
+        "embedding": embedding.init(keys[0], batch, sequence, False, None)["params"],
+        "layers": layers.init(keys[1], x, *arguments)["params"],
+        "head": head_module.init(keys[2], x, table, None)["params"],
+    }
+
+
+@functools.cache
+def initializer(options: DecoderOptions, num_positions: int) -> Callable[[jax.Array], Params]:
+    """Returns `Task.init`, the same function for equal arguments: JAX caches what it traces by the function."""
+    return functools.partial(init, options, num_positions)
+
+
+def count_parameters(options: DecoderOptions, num_positions: int) -> int:
+    """Returns the number of parameters from shapes alone, without the padding of the vocabulary; touches no device."""
+    return abstract_weights.num_parameters(initializer(options, num_positions), {"vocab": options.vocab_size})
+
+
+def num_idle_parameters(options: DecoderOptions) -> int:
+    """Returns the parameters of the experts that a token does not go through: three matrices each, in every layer."""
+    if not options.num_experts:
+        return 0
+    num_idle = options.num_experts - options.experts_per_token
+    return options.num_layers * num_idle * 3 * options.embed_dim * options.expert_dim
+
+
+def flops_per_token(options: DecoderOptions, num_parameters: int, num_positions: int, sequence_length: int) -> float:
+    """Returns model FLOPs of a forward and backward pass for one token: 6 N and `attention_flops_per_token`.
+
+    N counts the weights that are multiplied in a matmul for one token: of experts those that it goes through, the
+    embedding table only where it is also the head, learned positions never (PaLM, Chowdhery et al. 2022, appendix B).
+
+    Args:
+      options: the model's shape.
+      num_parameters: active ones.
+      num_positions: rows of learned positions.
+      sequence_length: in tokens.
+    """
+    lookups = 0 if options.tied_embeddings else options.vocab_size * options.embed_dim
+    if options.positions == "learned":
+        lookups += num_positions * options.embed_dim
+    return 6.0 * (num_parameters - lookups) + attention_flops_per_token(options, sequence_length)

@@ -1,0 +1,1 @@
+"""Tables of a row for each token: the embedding, the head and its losses."""

@@ -1,0 +1,277 @@
+"""Times of steps under asynchronous dispatch, throughput and MFU, and the log line.
+
+A step ends when its result is ready, not when it is dispatched. Waiting for each step at once would leave the device
+idle while the host prepares the next one. So the clock waits for the step *before the last*:
+
+    host     dispatch 3 | wait for 2 ......| log 2, data 4, dispatch 4 | wait for 3 ...
+    device   ... step 2 ................... | step 3 .......................... | step 4 ...
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain.observe.run_files import OF_EACH
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletedStep:
+    """A step whose result is ready.
+
+    Attributes:
+      step: its number.
+      result: what the step returned; reading it does not wait.
+      step_seconds: from the completion before it (or the clock's start) to its own.
+      data_seconds: the part of step_seconds in which the loop waited for data.
+      is_first: it includes tracing and compilation, and no average counts it.
+    """
+
+    step: int
+    result: Any
+    step_seconds: float
+    data_seconds: float
+    is_first: bool
+
+
+class StepClock:
+    """Times the steps of a loop without stalling it.
+
+        clock = StepClock()
+        for step in ...:
+            with clock.waiting_for_data():
+                batch = next(batches)
+            state, result = train_step(state, batch)
+            for done in clock.dispatched(step, result):
+                ...  # done.result can be read; log `clock.averages(...)` every so many steps
+        for done in clock.drain():
+            ...
+
+    One step stays in flight. Only the first step is awaited at once: its time is reported separately, and the first log
+    line appears early. The clock reads the time when the loop calls it: if data is the bottleneck, some of one step's
+    time may be counted for its neighbour. Sums and means are exact.
+    """
+
+    def __init__(
+        self, *, now: Callable[[], float] = time.perf_counter, wait: Callable[[Any], Any] = jax.block_until_ready
+    ) -> None:
+        """Starts the clock.
+
+        Args:
+          now: a monotonic time in seconds.
+          wait: blocks until a step's result is ready.
+        """
+        self._now = now
+        self._wait = wait
+        self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
+        self._last_completion_seconds = now()
+        self._waited_seconds = 0.0
+        self._host_seconds = self._device_wait_seconds = 0.0  # since the last averages
+        self._free_since_seconds = self._last_completion_seconds
+        self._unaveraged: list[CompletedStep] = []
+        self._is_first = True
+        self.first_step_seconds: float | None = None
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the time of its block as waiting for data."""
+        start_seconds = self._now()
+        try:
+            yield
+        finally:
+            seconds = self._now() - start_seconds
+            self._waited_seconds += seconds
+            self._free_since_seconds += seconds
+
+    def dispatching(self) -> None:
+        """Counts the time since the clock last waited for a step, without data, as the host's own work.
+
+        Call it before each step is dispatched.
+        """
+        self._host_seconds += self._now() - self._free_since_seconds
+
+    def dispatched(self, step: int, result: Any) -> list[CompletedStep]:
+        """Records that a step was dispatched, and waits for the one before it.
+
+        Args:
+          step: the step's number.
+          result: what it returned: arrays that no later step is given to overwrite (not the donated state).
+
+        Returns:
+          The steps newly known to be complete, oldest first: the one before, or the very first.
+        """
+        self._in_flight.append((step, result))
+        start_seconds, is_first = self._now(), self._is_first
+        completed = self._complete(0 if is_first else 1)
+        if not is_first:
+            self._device_wait_seconds += self._now() - start_seconds
+        return completed
+
+    def drain(self) -> list[CompletedStep]:
+        """Waits for every step in flight, and returns them: before an evaluation or a `pause`, and at the end."""
+        return self._complete(0)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Excludes the time of its block (an evaluation, a save) from every step's. Call `drain` before it.
+
+        A step in flight would run during the block, and its time could not be measured.
+        """
+        assert not self._in_flight, "drain the clock before pausing it"
+        start_seconds, waited_seconds = self._now(), self._waited_seconds
+        free_since_seconds = self._free_since_seconds
+        try:
+            yield
+        finally:
+            paused_seconds = self._now() - start_seconds
+            self._last_completion_seconds += paused_seconds
+            self._free_since_seconds = free_since_seconds + paused_seconds
+            self._waited_seconds = waited_seconds
+
+    def averages(self, units_per_step: int, unit: str = "tokens") -> dict[str, float]:
+        """Returns the means over the steps completed since the last call, without the first step.
+
+        Args:
+          units_per_step: units in a global batch.
+          unit: what they are; it names the rate.
+
+        Returns:
+          If a step other than the first completed: step_seconds, data_seconds, host_seconds (the host's own work before
+          a step), device_wait_seconds (how long the host then waited for the step before), data_share (of the time, 0
+          to 1) and tokens_per_second (with another unit: UNIT_per_second). In the call after the first step:
+          first_step_seconds.
+        """
+        steps, self._unaveraged = self._unaveraged, []
+        host_seconds, device_wait_seconds = self._host_seconds, self._device_wait_seconds
+        self._host_seconds = self._device_wait_seconds = 0.0
+        first = [step for step in steps if step.is_first]
+        later = [step for step in steps if not step.is_first]
+        values = {"first_step_seconds": first[0].step_seconds} if first else {}
+        step_seconds = sum(step.step_seconds for step in later)
+        data_seconds = sum(step.data_seconds for step in later)
+        if step_seconds > 0:
+            values |= {
+                "step_seconds": step_seconds / len(later),
+                "data_seconds": data_seconds / len(later),
+                "host_seconds": host_seconds / len(later),
+                "device_wait_seconds": device_wait_seconds / len(later),
+                "data_share": data_seconds / step_seconds,
+                f"{unit}_per_second": units_per_step * len(later) / step_seconds,
+            }
+        return values
+
+    def _complete(self, num_left: int) -> list[CompletedStep]:
+        completed = []
+        while len(self._in_flight) > num_left:
+            step, result = self._in_flight.popleft()
+            self._wait(result)
+            now_seconds = self._now()
+            step_seconds = now_seconds - self._last_completion_seconds
+            done = CompletedStep(step, result, step_seconds, self._waited_seconds, self._is_first)
+            self._last_completion_seconds, self._waited_seconds = now_seconds, 0.0
+            if done.is_first:
+                self._is_first, self.first_step_seconds = False, step_seconds
+            completed.append(done)
+        self._free_since_seconds = self._now()
+        # Averages need the times only; keeping the results would hold device memory until the next log line.
+        self._unaveraged += [dataclasses.replace(done, result=None) for done in completed]
+        return completed
+
+
+def scalars(result: Mapping[str, Any]) -> dict[str, float]:
+    """Fetches the scalars of a completed step's result: {name: array []} to {name: float}, one transfer for all.
+
+    An array [E] becomes E scalars, named after it: `NAME/0`, `NAME/1` and so on. Arrays that span several processes
+    must be fully replicated.
+    """
+    found = dict[str, float]()
+    for name, value in jax.device_get(dict(result)).items():
+        if np.ndim(value):
+            found |= {f"{name}/{number}": float(one) for number, one in enumerate(value)}
+        else:
+            found[name] = float(value)
+    return found
+
+
+def model_flops_per_second(flops_per_token: float, tokens_per_second: float) -> float:
+    """Returns the rate of useful work of all devices together, in FLOP/s.
+
+    Args:
+      flops_per_token: the task's own count for one unit (a token, an image).
+      tokens_per_second: units a second over all devices.
+    """
+    return flops_per_token * tokens_per_second
+
+
+def mfu(flops_per_second: float, num_devices: int, peak_flops_per_second: float | None) -> float | None:
+    """Returns the model FLOP/s utilization, 0 to 1: useful work over the peak of all devices.
+
+    Chowdhery et al. 2022 (PaLM), appendix B, defines it as observed tokens per second over those at peak FLOP/s: the
+    same ratio.
+
+    Args:
+      flops_per_second: from `model_flops_per_second`, over all devices.
+      num_devices: devices of the mesh.
+      peak_flops_per_second: of one device; None where it is not known, and then so is the result.
+    """
+    return None if peak_flops_per_second is None else flops_per_second / (num_devices * peak_flops_per_second)
+
+
+def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:
+    """Returns one readable line of a row of metrics.
+
+    Known names come first, in a fixed order and with their units; others (a model's own metrics) follow under their
+    name. None values are left out, and so are values that another entry implies, and the loads of single experts.
+
+    Args:
+      values: a row as written to metrics.jsonl.
+      num_steps: steps of the whole run; 0 leaves them out.
+    """
+    width = len(str(num_steps)) if num_steps else 1
+    known: dict[str, Callable[[float], str]] = {
+        "step": lambda value: f"step {value:{width}.0f}" + (f"/{num_steps}" if num_steps else ""),
+        "loss": lambda value: f"loss {value:.4f}",
+        "eval_loss": lambda value: f"eval loss {value:.4f}",
+        "learning_rate": lambda value: f"learning rate {value:.3g}",
+        "grad_norm": lambda value: f"grad norm {value:.3g}",
+        "loss_scale": lambda value: f"loss scale {value:g}",
+        "skipped_steps": lambda value: f"{value:.0f} skipped" if value else "",
+        "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+        "step_seconds": lambda value: f"{value:.3g} s/step",
+        "data_share": lambda value: f"data wait {value:.1%}",
+        "first_step_seconds": lambda value: f"first step {value:.2f} s",
+        "model_flops_per_second": _flops_text,
+        "mfu": lambda value: f"MFU {value:.1%}",
+    }
+    said_already = {
+        "tokens",
+        "data_seconds",
+        "host_seconds",
+        "device_wait_seconds",
+        "weight",
+        "useful_seconds",
+        "timed_steps",
+        "goodput",
+    }
+    for name in values:
+        if name.endswith("_per_second") and name not in known:  # throughput in another unit than tokens
+            unit = name.removesuffix("_per_second")
+            known[name] = functools.partial("{:,.0f} {unit}/s".format, unit=unit)
+            said_already.add(unit)
+    parts = [text(value) for name, text in known.items() if (value := values.get(name)) is not None]
+    for name, value in values.items():
+        if value is not None and name not in known and name not in said_already and not OF_EACH.fullmatch(name):
+            parts.append(f"{name.replace('_', ' ')} {value:.4g}")
+    return "  ".join(part for part in parts if part)
+
+
+def _flops_text(flops_per_second: float) -> str:
+    scales = [(1e15, "P"), (1e12, "T"), (1e9, "G")]
+    scale, prefix = next((pair for pair in scales if flops_per_second >= pair[0]), (1e6, "M"))
+    return f"{flops_per_second / scale:.3g} {prefix}FLOP/s"

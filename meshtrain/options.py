@@ -1,0 +1,384 @@
+"""Options: fields of frozen dataclasses with one line of text and their bounds, and what is imported by name.
+
+Imported are functions that a configuration names as `package.module:function`, and our modules at the start.
+"""
+
+import dataclasses
+import functools
+import gc
+import importlib
+import inspect
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from meshtrain.errors import UserError, first_line, nearest, unknown
+from meshtrain.files import url_problems
+
+# Options end up in int32 and float32 arrays: larger values would overflow there.
+MOST = {int: 2**31 - 1, float: 3.4e38}
+
+WITH_OPTIONS = "function with options"  # of what `option` takes as `names`
+
+Conditions = Mapping[str, Container[object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class AllBut:
+    """All values but one, as `only_for` takes them.
+
+    Attributes:
+      value: the one.
+    """
+
+    value: object
+
+    def __contains__(self, value: object) -> bool:
+        """Returns whether a value is another one."""
+        return value != self.value
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    choices: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    only_for: Conditions | None = None,
+    dim: str = "",
+    names: str = "",
+) -> Any:
+    """Returns a dataclass field with its default, one line of text, and its bounds.
+
+    Args:
+      default: the value used when none is given.
+      text: one line for `python -m meshtrain config`, with the unit where there is one.
+      choices: the legal names, for an option that is one of a list, or a function (see `names`).
+      minimum: the smallest legal number.
+      maximum: the largest legal number; None for the largest int32 or float32.
+      only_for: field -> its values with which this one is read; None: this one is always read. A field of another
+        class has its dotted key, an axis is `mesh.NAME`; `config/effects.py` adds facts in words. The last one that
+        has another value is the reason that users see.
+      dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
+        this option. Empty: none.
+      names: what a text names: `path` (which is no URL), `function` (imported from `package.module:function`),
+        WITH_OPTIONS (one whose attribute `options` stands beside this option, see `with_own`), or ''.
+    """
+    if maximum is None and type(default) in MOST:
+        maximum = MOST[type(default)]
+    metadata = {
+        "text": text,
+        "choices": tuple(choices),
+        "minimum": minimum,
+        "maximum": maximum,
+        "only_for": dict(only_for or {}),
+        "dim": dim,
+        "names": names,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def idle(
+    options: Any, path: str, known: Mapping[str, Any] | None = None, inherited: Conditions | None = None
+) -> dict[str, str]:
+    """Returns dotted key -> the reason for each field that is not read: `key=value`, or a fact in words.
+
+    Args:
+      options: a frozen dataclass; nested dataclasses are included.
+      path: its dotted key in the configuration; '' for a whole configuration.
+      known: what `only_for` names outside of the class -> value; a condition on anything else holds.
+      inherited: the conditions of all fields: `only_for` of the field that holds these options.
+    """
+    prefix, known, found = f"{path}." if path else "", known or {}, dict[str, str]()
+    for field in dataclasses.fields(options):
+        conditions = {**(inherited or {}), **(field.metadata.get("only_for") or {})}
+        if dataclasses.is_dataclass(inner := getattr(options, field.name)):
+            found |= idle(inner, f"{prefix}{field.name}", known, conditions)
+            continue
+        for other, values in conditions.items():
+            is_beside = hasattr(options, other)
+            if not is_beside and other not in known:
+                continue
+            key, value = (f"{prefix}{other}", getattr(options, other)) if is_beside else (other, known[other])
+            if value not in values:
+                # A fact speaks for itself, and a text that has to be empty may be long.
+                found[f"{prefix}{field.name}"] = key if " " in key or values == ("",) else f"{key}={value}"
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """The options of a user's function that states none."""
+
+
+def naming(options: Any) -> str:
+    """Returns which option of a class names a function whose own options stand beside it; '' for none."""
+    fields = [one.name for one in dataclasses.fields(options) if one.metadata.get("names") == WITH_OPTIONS]
+    return fields[0] if fields else ""
+
+
+def with_own(options: Any, path: str, name: Any) -> Any:
+    """Returns default options and, beside them, those of the user's function that `naming` names.
+
+    The class of the result has both classes as bases, so that the function gets an object of its own class.
+
+    Args:
+      options: defaults of the class with the option that names the function.
+      path: their dotted key in the configuration.
+      name: the value of that option; for any but `package.module:function` the result is `options`.
+
+    Raises:
+      UserError: one line: there is no such function, or its options are none.
+    """
+    if not (isinstance(name, str) and ":" in name):
+        return options
+    field = next(one for one in dataclasses.fields(options) if one.name == naming(options))
+    key = f"{path}.{field.name}"
+    function = imported_function(key, name, field.metadata["choices"], str(field.default))
+    own = function.options if hasattr(function, "options") else NoOptions
+    if line := options_problem(key, name, own) or _shared_problem(path, own, options):
+        raise UserError(line)
+    group: Any = type(options)
+    return _joined(own, group)()
+
+
+@functools.cache
+def _joined(own: Any, group: Any) -> Any:
+    return dataclasses.dataclass(frozen=True)(type(group.__name__, (own, group), {"__doc__": group.__doc__}))
+
+
+def own_values(options: Any) -> dict[str, Any]:
+    """Returns field -> value for the options of the user's function beside which `with_own` has put others."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(type(options).__bases__[0])}
+
+
+def options_problem(key: str, name: str, options: Any) -> str:
+    """Returns one line where the options of a user's function are no frozen dataclass of `option`s; '' where they are.
+
+    Args:
+      key: the option that names the function.
+      name: `package.module:function`.
+      options: its attribute of that name.
+    """
+    wanted = "allowed: a frozen dataclass whose fields are option(default, text)"
+    is_class = isinstance(options, type) and dataclasses.is_dataclass(options)
+    if not is_class or not options.__dataclass_params__.frozen:
+        return f"{key}: got '{name}', whose options are {options!r}; {wanted}; nearest: @dataclass(frozen=True)"
+    kinds = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        if kinds[field.name] not in (int, float, bool, str) or "text" not in field.metadata:
+            return (
+                f"{key}: got '{name}', whose option '{field.name}' is no option(default, text) of type int, float, "
+                f"bool or str; {wanted}; nearest: {field.name}: int = option(1, 'what it means')"
+            )
+    return ""
+
+
+def _shared_problem(path: str, own: type, group: Any) -> str:
+    """Returns one line where a user's option has the name of one beside it and another default; '' where none has.
+
+    A configuration that begins with all defaults holds the other one, and does not say whether it was chosen.
+    """
+    for field in dataclasses.fields(own):
+        default = getattr(group, field.name, field.default)
+        if repr(default) != repr(field.default):
+            return (
+                f"{path}.{field.name}: got {field.default!r} as its default in {function_name(own)}; allowed: "
+                f"{default!r}, its default without it, or another name; nearest: own_{field.name}"
+            )
+    return ""
+
+
+def problems(options: Any, path: str) -> list[str]:
+    """Returns one line for each field of a frozen dataclass outside its choices or bounds, or that is a URL.
+
+    A function that stands in place of a choice is imported.
+    """
+    found = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        name = f"{path}.{field.name}" if path else field.name
+        if dataclasses.is_dataclass(value):
+            found += problems(value, name)
+            continue
+        choices, minimum, maximum = (field.metadata.get(what) for what in ("choices", "minimum", "maximum"))
+        if field.metadata.get("names") == "path":
+            found += url_problems(name, value)
+        if choices and field.metadata["names"].startswith("function"):
+            found += function_problems(name, value, choices, str(field.default))
+        elif choices and value not in choices:
+            line = unknown(name, value, choices)
+            found.append(line if "did you mean" in line else f"{line}; nearest: '{field.default}', the default")
+        if minimum is not None and value is not None and value < minimum:
+            found.append(f"{name}: got {value}; allowed: at least {minimum}; nearest: {minimum}")
+        if maximum is not None and value is not None and value > maximum:
+            found.append(f"{name}: got {value:.12g}; allowed: at most {maximum}; nearest: {maximum}")
+    return found
+
+
+FORM = "package.module:function"
+_PACKAGE = str(Path(__file__).parent)
+
+
+def imported_function(key: str, name: str, names: Sequence[str], near: str = "") -> Any:
+    """Imports a module and returns its function of that name.
+
+    Modules in the current folder are found too: it is searched last.
+
+    Args:
+      key: the option that holds the name, for errors.
+      name: `package.module:function`; dots after the colon go into classes.
+      names: the other legal values of the option, for errors.
+      near: the one that is suggested; '': the first.
+
+    Raises:
+      UserError: one line: the name has another form, its module cannot be imported or lacks it, or it is not callable.
+    """
+    allowed, near = f"{', '.join(names)}, or {FORM}", near or names[0]
+    module_name, colon, path = name.partition(":")
+    if not (colon and module_name and path):
+        raise UserError(f"{key}: got '{name}'; allowed: {allowed}{nearest(name, names) or f'; nearest: {near}'}")
+    module = _imported(key, name, module_name, allowed, near)
+    found: Any = module
+    for part in path.split("."):
+        if not hasattr(found, part):
+            here = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+            fix = nearest(part, here) or f"; nearest: {key}={near}"
+            raise UserError(f"{key}: got '{name}', and {module_name} has no '{path}'; allowed: {allowed}{fix}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(
+            f"{key}: got '{name}', which is no function but {type(found).__name__}; allowed: {allowed}; "
+            f"nearest: def {path}(...)"
+        )
+    return found
+
+
+def function_problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[str]:
+    """Returns the line of `function`'s error; none for one of `names`, or a function that can be imported."""
+    try:
+        if name not in names:
+            imported_function(key, name, names, near)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def called(
+    key: str, name: str, function: Callable[..., Any], given: Mapping[str, Any], *, takes: str, gives: str
+) -> Any:
+    """Calls a user's function and returns its result.
+
+    Args:
+      key: the option that names it.
+      name: `package.module:function`.
+      function: it.
+      given: name -> value of what it gets, in order; it may call them otherwise.
+      takes: the same in words.
+      gives: the end of the line where it raises, from the words after the exception on.
+
+    Raises:
+      UserError: its own, or one line: it takes something else, or raises.
+    """
+    try:
+        inspect.signature(function).bind(*given.values())
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{key}: got '{name}', which does not take {takes} ({error}); allowed: a function that does; "
+            f"nearest: def {name.partition(':')[2]}({', '.join(given)})"
+        ) from error
+    try:
+        return function(*given.values())
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise UserError(f"{key}: got '{name}', which raises {raised(error)}{gives}") from error
+
+
+def raised(error: Exception) -> str:
+    """Returns the type and first line of what a user's code has raised, and the place in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1])
+    return f"{type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
+
+
+def _imported(key: str, name: str, module_name: str, allowed: str, near: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's module raises
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
+            raise UserError(
+                f"{key}: got '{name}', and there is no module '{missing}' in {here} or on Python's path; allowed: "
+                f"{allowed}; nearest: {near}"
+            ) from error
+        raise UserError(
+            f"{key}: got '{name}', and {module_name} cannot be imported: {raised(error)}; allowed: a module that "
+            f"Python can import; nearest: python -c 'import {module_name}'"
+        ) from error
+
+
+def function_name(given: Any) -> str:
+    """Returns `package.module:function`, the name by which `function` imports it."""
+    kind = given if hasattr(given, "__qualname__") else type(given)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def imported_modules(*names: str) -> list[ModuleType]:
+    """Imports modules, collects no garbage meanwhile, and returns them.
+
+    They live until the program ends, but each collection would walk all their objects: with JAX and Orbax a tenth of
+    the seconds of a start. So later ones leave them out (`gc.freeze`). Nothing is frozen where all were imported
+    before: in a notebook it would also keep the user's garbage.
+
+    Args:
+      names: dotted names, imported in this order.
+
+    Raises:
+      UserError: JAX refuses a variable, or a package that is found first is broken or another one.
+    """
+    if all(name in sys.modules for name in names):
+        return [sys.modules[name] for name in names]
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        found = [importlib.import_module(name) for name in names]
+        gc.freeze()
+    except Exception as error:
+        if line := _refusal(error):
+            raise UserError(line) from error
+        raise
+    finally:
+        if was_enabled:
+            gc.enable()
+    return found
+
+
+def _refusal(error: Exception) -> str:
+    """Returns the line about a variable or a package that keeps modules from being imported; empty for our own bugs."""
+    named = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
+    if named:
+        name = max(named, key=len)
+        return f"{name}: got {os.environ[name]}; allowed: what JAX takes ({error}); nearest: leave {name} out"
+    loading = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    # A name that a package lacks is looked for by another file.
+    missing = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else getattr(error, "name", None)
+    package = str(missing).partition(".")[0]
+    file = getattr(sys.modules[package], "__file__", None) if package in sys.modules else None
+    file = file or getattr(error, "filename", None) or [_PACKAGE, *loading][-1]
+    if file.startswith(_PACKAGE):
+        return ""
+    what = f"packages: got {type(error).__name__}: {error}, from {file}; allowed: the packages that pip has installed"
+    return f"{what}; nearest: take that folder off PYTHONPATH, or install the package again"

@@ -1,0 +1,72 @@
+"""Where it is worth trying to split sequences over devices: sizes for a search, and the change that saves memory.
+
+T: tokens a sequence, n: devices along context.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshtrain.config.config import Config
+from meshtrain.errors import divisors
+from meshtrain.plan.cost.memory import Memory
+from meshtrain.sharding.axes import CONTEXT, EXPERT, PIPELINE, batch_axes
+
+LONG_TOKENS = 32_768  # shorter sequences fit a device, or half of a batch's does
+FEWEST_TOKENS, MOST_TOKENS = 8_192, 131_072  # of a sequence on one device: fewer leave kernels little, more do not fit
+DOMINATES = 0.5  # the share of the capacity from which on activations are what decides
+
+
+def sizes_to_try(config: Config, num_devices: int) -> list[int]:
+    """Returns the sizes of the context axis that a search considers: 1, and for long sequences powers of 2.
+
+    Args:
+      config: to run.
+      num_devices: of the cluster.
+    """
+    tokens = config.sequence_length
+    if tokens < LONG_TOKENS:
+        return [1]
+    powers = [size for size in sorted(set(divisors(num_devices))) if size > 1 and not size & (size - 1)]
+    return [1, *(size for size in powers if tokens % size == 0 and FEWEST_TOKENS <= tokens // size <= MOST_TOKENS)]
+
+
+def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the change that halves the tokens of a microbatch on a device; empty where there is none.
+
+    Sequences get twice as many parts, and an axis that splits the batch half its size. A device then has twice as many
+    sequences, in twice as many microbatches.
+
+    Args:
+      config: of the step.
+      shape: its mesh.
+    """
+    halved = next((axis for axis in reversed(batch_axes()) if axis != EXPERT and shape[axis] % 2 == 0), None)
+    if config.sequence_length < LONG_TOKENS or halved is None:
+        return {}
+    change = {f"mesh.{halved}": shape[halved] // 2, f"mesh.{CONTEXT}": 2 * shape[CONTEXT]}
+    if shape[PIPELINE] > 1:
+        return change | {"pipeline.num_microbatches": 2 * config.pipeline.num_microbatches}
+    return change | {"accumulation_steps": 2 * config.accumulation_steps}
+
+
+def activations_dominate(held: Memory | None) -> bool:
+    """Returns whether activations take most of what a device has for a step; true where the compiler gave up."""
+    if held is None or held.capacity_bytes is None:
+        return False
+    return held.activations_bytes is None or held.activations_bytes > DOMINATES * held.capacity_bytes
+
+
+def longest(config: Config, held: Memory) -> int | None:
+    """Returns about how many tokens of a sequence fit the mesh of a step: a lower bound, if temporaries grow as T does.
+
+    Temporaries that do not grow, such as the head's gradient, are counted as if they did.
+
+    Args:
+      config: of the step, with long sequences; None is returned for others.
+      held: its memory; None is returned where the peak or the capacity is unknown.
+    """
+    if config.sequence_length < LONG_TOKENS or held.compiler is None or held.capacity_bytes is None:
+        return None
+    growing = held.compiler.temporary_bytes + held.uncertainty_bytes - held.gradients_bytes
+    room = held.capacity_bytes - held.compiler.arguments_bytes - held.gradients_bytes
+    return int(max(0, room) / growing * config.sequence_length)

@@ -1,0 +1,143 @@
+"""The memory of one device: by arithmetic from shardings, by the compiler's account, and whether it fits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from meshtrain.assemble import Assembly
+from meshtrain.launch.hardware import usable_bytes
+from meshtrain.plan.hlo.parse import FUSIONS, Program
+from meshtrain.plan.hlo.shapes import num_bytes, parts
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.target.compile import Compiled
+from meshtrain.step.device_memory import Statistics, bytes_of_device, held
+
+# A GPU chooses kernels of matrix products at run time; their workspaces and layouts make temporaries larger or smaller.
+# A TPU program's memory is final.
+TEMPORARY_UNCERTAINTY = {"cuda": 0.10, "tpu": 0.0, "cpu": 0.0}
+# Operations that allocate no array: views, bookkeeping, and updates in place.
+NO_ARRAYS = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant", "call", "conditional",
+             "dynamic-update-slice", "opt-barrier", "iota")  # fmt: skip
+NUM_BUFFERS_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A large array that the program makes: its shape as written, bytes, and the source line that made it."""
+
+    name: str
+    shape: str
+    num_bytes: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device; None means unknown.
+
+    Attributes:
+      parameters_bytes: by arithmetic, from shardings, as are the next four.
+      gradients_bytes: the float32 sums to which gradients of microbatches are added.
+      optimizer_bytes: the optimizer's state, in device memory.
+      residual_bytes: what the reduction over data keeps from step to step, see `TrainState`.
+      batch_bytes: the step's batch.
+      compiler: the compiler's own account; gradients are among its temporaries. None where it gave up.
+      arguments_expected_bytes: the arguments by arithmetic, without those that the program does not read.
+      activations_bytes: temporaries without gradients.
+      device_bytes: the device's memory.
+      capacity_bytes: the part of it that a program can use.
+      uncertainty_bytes: the possible error of the peak.
+      unread: names of arguments that the program does not read.
+      buffers: the largest arrays.
+      fits: true, false, or None if the peak is too close to the capacity, or the device is unknown.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    residual_bytes: int
+    batch_bytes: int
+    compiler: Statistics | None
+    arguments_expected_bytes: int
+    activations_bytes: int | None
+    device_bytes: int | None
+    capacity_bytes: int | None
+    uncertainty_bytes: int
+    unread: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+    fits: bool | None
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """Capacity less peak; negative where the step does not fit."""
+        if self.compiler is None or self.capacity_bytes is None:
+            return None
+        return self.capacity_bytes - self.compiler.peak_bytes
+
+
+def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Memory:
+    """Returns the memory of one device.
+
+    Args:
+      compiled: the step.
+      cluster: the target.
+      program: its parsed text; None if the compiler gave up.
+    """
+    assembly, stats = compiled.assembly, compiled.statistics
+    state, batch = held(assembly.state, assembly.replicas), bytes_of_device(assembly.batch)
+    unread = unread_arguments(assembly, program)
+    accelerator = cluster.accelerator
+    capacity = usable_bytes(accelerator) if accelerator else None
+    uncertainty = int(TEMPORARY_UNCERTAINTY[cluster.platform] * (stats.temporary_bytes if stats else 0))
+    return Memory(
+        parameters_bytes=state.parameters,
+        gradients_bytes=state.gradients,
+        optimizer_bytes=state.moments,
+        residual_bytes=state.residual,
+        batch_bytes=batch,
+        compiler=stats,
+        arguments_expected_bytes=bytes_of_device(assembly.state) + batch - sum(size for _, size in unread),
+        activations_bytes=max(0, stats.temporary_bytes - state.gradients) if stats else None,
+        device_bytes=accelerator.memory_bytes if accelerator else None,
+        capacity_bytes=capacity,
+        uncertainty_bytes=uncertainty,
+        unread=tuple(name for name, _ in unread),
+        buffers=largest(program) if program else (),
+        fits=fits(stats.peak_bytes if stats else None, capacity, uncertainty, refused=bool(compiled.refusal)),
+    )
+
+
+def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: int, *, refused: bool) -> bool | None:
+    """Returns whether a peak fits a capacity; None if they are nearer than the uncertainty, or one is unknown."""
+    if refused:
+        return False
+    if peak_bytes is None or capacity_bytes is None:
+        return None
+    if peak_bytes + uncertainty_bytes <= capacity_bytes:
+        return True
+    return False if peak_bytes - uncertainty_bytes > capacity_bytes else None
+
+
+def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[str, int]]:
+    """Returns (name, bytes on a device) of each entry of the batch that the compiled program does not take."""
+    if program is None:
+        return []
+    named = (line.rest for line, _, _ in program.instructions("parameter") if "op_name=" in line.rest)
+    text = " ".join(named).replace("\\'", "'")
+    return [(name, bytes_of_device(leaf)) for name, leaf in assembly.batch.items() if f"batch['{name}']" not in text]
+
+
+def largest(program: Program) -> tuple[Buffer, ...]:
+    """Returns the largest arrays that the program makes outside of fusions, one for each source line and shape."""
+    fused = {name for line, _, _ in program.instructions(*FUSIONS) for name in (line.attribute("calls"),)}
+    found: dict[tuple[str, str], Buffer] = {}
+    for computation, body in program.computations.items():
+        if computation in fused or not program.num_runs[computation]:
+            continue
+        for line in body:
+            if line.opcode in NO_ARRAYS or line.opcode.endswith(("-start", "-done")) or "S(5)" in line.shape:
+                continue
+            for part in parts(line.shape):
+                shape, source = part.partition("{")[0], program.source(line)
+                found[shape, source] = Buffer(line.name, shape, num_bytes(part), source)
+    ranked: Sequence[Buffer] = sorted(found.values(), key=lambda buffer: -buffer.num_bytes)
+    return tuple(ranked[:NUM_BUFFERS_SHOWN])

@@ -1,0 +1,1 @@
+"""A compiled program, read: instructions, shapes, collectives, FLOPs and bytes. No JAX."""

@@ -1,0 +1,276 @@
+"""The collectives of a compiled program: bytes, mesh axes, and whether matrix products overlap them. No JAX.
+
+Wire bytes are what one device sends in a ring of n: (n - 1) / n of the whole for a gather, a scatter or an all-to-all,
+twice that for an all-reduce (Patarasu and Yuan 2009), all of it for a permute.
+
+A collective is counted once, however it is written. A start and its done are one collective, and so are the pieces of
+a TPU chain, which carries a gather through several fusions. A TPU's all-reduce of which each device keeps only a slice
+counts as a reduce-scatter.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshtrain.launch.links import wire_share
+from meshtrain.plan.hlo.flops import is_product
+from meshtrain.plan.hlo.parse import CALLED, Instruction, Program
+from meshtrain.plan.hlo.replica_groups import axes_of, axes_of_pairs, replica_groups
+from meshtrain.plan.hlo.shapes import num_bytes, parts
+from meshtrain.sharding.axes import CONTEXT, EXPERT, TENSOR
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
+CHAIN = re.compile(r'chain_id="(\d+)"')
+CHANNEL = re.compile(r"channel_id=(\d+)")
+SCATTER = re.compile(r"^all-reduce-scatter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      name: of the instruction.
+      kind: one of `KINDS`.
+      axes: the mesh axes it runs along, joined by `+`, or `irregular`.
+      group_size: devices in one group.
+      count: how often it runs in a step.
+      logical_bytes: of the whole array, each time.
+      wire_bytes: what one device sends, each time.
+      is_asynchronous: other work may run between its start and its end.
+      is_overlapped: matrix products run between its start and its end.
+      source: `file:line`.
+    """
+
+    name: str
+    kind: str
+    axes: str
+    group_size: int
+    count: int
+    logical_bytes: float
+    wire_bytes: float
+    is_asynchronous: bool
+    is_overlapped: bool
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind along the same axes, in one step on one device."""
+
+    axis: str
+    kind: str
+    count: int
+    logical_bytes: float
+    wire_bytes: float
+    asynchronous_fraction: float
+    overlapped_fraction: float
+    sources: tuple[str, ...]
+
+
+def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """Returns the collectives of a program between more than one device.
+
+    Args:
+      program: scheduled.
+      mesh_shape: the size of each axis in mesh order; device i of the program is place i of the mesh, row by row.
+
+    Raises:
+      ValueError: replica groups in an unknown syntax.
+    """
+    products, called_by_start = _with_products(program), _asynchronous_bodies(program)
+    found: list[Collective] = []
+    chains: dict[tuple[str, str], int] = {}
+    for name, body in program.computations.items():
+        if not program.num_runs[name]:
+            continue
+        for at, line in enumerate(body):
+            if (kind := line.opcode.removesuffix("-start")) not in KINDS:
+                continue
+            one = _collective(program, mesh_shape, name, body, at, kind, products)
+            if one.group_size == 1 or not one.axes:
+                continue
+            if chain := CHAIN.search(line.rest):
+                channel = CHANNEL.search(line.rest)
+                key = chain[1], channel[1] if channel else ""
+                hides = name in products
+                if key in chains:
+                    hides = hides or found[chains[key]].is_overlapped
+                    found[chains[key]] = dataclasses.replace(found[chains[key]], is_overlapped=hides)
+                    continue
+                chains[key] = len(found)
+                one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=hides)
+            elif name in called_by_start:
+                one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=called_by_start[name])
+            found.append(one)
+    return found
+
+
+def _collective(
+    program: Program,
+    mesh_shape: Mapping[str, int],
+    computation: str,
+    body: Sequence[Instruction],
+    at: int,
+    kind: str,
+    products: set[str],
+) -> Collective:
+    line = body[at]
+    groups = replica_groups(line.attributes, math.prod(mesh_shape.values()))
+    permutes = kind == "collective-permute"
+    axes = axes_of_pairs(groups, mesh_shape) if permutes else axes_of(groups, mesh_shape)
+    whole = _whole_bytes(line, kind, {other.name: other.shape for other in body})
+    if kind == "all-reduce" and SCATTER.search(computation):
+        kind = "reduce-scatter"
+    is_asynchronous = line.opcode.endswith("-start") and '"is_sync":true' not in line.rest
+    between = _between(body, at) if is_asynchronous else []
+    return Collective(
+        name=line.name,
+        kind=kind,
+        axes=axes,
+        group_size=groups.shape[1],
+        count=program.num_runs[computation],
+        logical_bytes=whole,
+        wire_bytes=whole * wire_share(kind, groups.shape[1]),
+        is_asynchronous=is_asynchronous,
+        is_overlapped=any(_multiplies(other, products) for other in between),
+        source=program.source(line),
+    )
+
+
+def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> float:
+    """Returns the bytes of the whole arrays: results of a gather, else operands."""
+    if kind == "all-gather":
+        shape = parts(line.shape)[1] if line.opcode.endswith("-start") else line.shape
+        return num_bytes(shape)
+    return sum(num_bytes(shapes[name]) for name in line.operands if name in shapes)
+
+
+def _between(body: Sequence[Instruction], start: int) -> Sequence[Instruction]:
+    """Returns the lines between a start and its done; all that follow where the done is not in the same computation."""
+    name = body[start].name
+    for end in range(start + 1, len(body)):
+        line = body[end]
+        if (line.opcode.endswith("-done") or line.opcode == "async-done") and name in line.operands:
+            return body[start + 1 : end]
+    return body[start + 1 :]
+
+
+def _asynchronous_bodies(program: Program) -> dict[str, bool]:
+    """Returns, for each computation that an `async-start` runs, whether matrix products overlap it."""
+    products = _with_products(program)
+    found: dict[str, bool] = {}
+    for body in program.computations.values():
+        for at, line in enumerate(body):
+            if line.opcode != "async-start":
+                continue
+            hides = any(_multiplies(other, products) for other in _between(body, at))
+            is_asynchronous = '"is_sync":true' not in line.rest
+            found |= {called: hides for called in _called(line) if is_asynchronous}
+    return found
+
+
+def _with_products(program: Program) -> set[str]:
+    """Returns the computations in which matrices are multiplied, directly or in what they call."""
+    found: set[str] = set()
+    # A computation is written before those that call it.
+    for name, body in program.computations.items():
+        if any(_multiplies(line, found) for line in body):
+            found.add(name)
+    return found
+
+
+def _multiplies(line: Instruction, products: set[str]) -> bool:
+    return is_product(line) or any(called in products for called in _called(line))
+
+
+def _called(line: Instruction) -> Iterable[str]:
+    return (name.strip(" %") for group in CALLED.findall(line.rest) for name in group.split(","))
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGradients:
+    """The gradients of stacked layers on the wire of the data axis, in one step on one device.
+
+    Attributes:
+      wire_bytes: of all of them.
+      overlapped_fraction: the share whose collective stands in a backward loop with matrix products beside it.
+    """
+
+    wire_bytes: float
+    overlapped_fraction: float
+
+
+def layer_gradients(
+    found: Iterable[Collective], axis: str, wire_bytes: float, least_count: int = 2
+) -> LayerGradients | None:
+    """Returns how much of the gradients of stacked layers is overlapped, or None where there are none to reduce.
+
+    XLA joins collectives and drops the names of what they were made of. So those of layers are counted as the
+    all-reduces and reduce-scatters along the axis that run several times a step: the loop over layers has no others.
+
+    Args:
+      found: all collectives of a program.
+      axis: the data axis.
+      wire_bytes: of the gradients of all stacked layers, from their shapes.
+      least_count: how often in a step a collective of layers runs at least; 1 where those of a pipeline's chunks run.
+    """
+    if not wire_bytes:
+        return None
+    kinds = ("all-reduce", "reduce-scatter")
+    along = [one for one in found if one.axes == axis and one.kind in kinds and one.count >= least_count]
+    hidden = sum(one.count * one.wire_bytes for one in along if one.is_overlapped)
+    return LayerGradients(wire_bytes, min(1.0, hidden / wire_bytes))
+
+
+def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
+    """Returns the traffic along one axis alone, or along axes joined by `+` and each of them.
+
+    What runs along `context` or `expert` alone is an exchange of activations, and belongs to that axis only: weights
+    are gathered over all axes that store them together. Those of experts are not gathered over `expert`. What crosses
+    `tensor` at once with an axis is a gradient or a weight of that axis: the activations of `tensor` cross it alone.
+    """
+    joined = set(axes.split("+"))
+
+    def is_part(row: Traffic) -> bool:
+        along = set(row.axis.split("+"))
+        is_of_experts = EXPERT in joined and EXPERT not in along
+        return along <= {*joined, TENSOR} and row.axis not in (CONTEXT, EXPERT, TENSOR) and not is_of_experts
+
+    return [row for row in rows if row.axis == axes or is_part(row)]
+
+
+def sent_along(rows: Iterable[Traffic], axes: str) -> float:
+    """Returns the bytes on the wire of `along`."""
+    return sum(row.wire_bytes for row in along(rows, axes))
+
+
+def traffic(found: Iterable[Collective]) -> list[Traffic]:
+    """Sums collectives up by axes and kind; the most bytes on the wire come first."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for one in found:
+        groups.setdefault((one.axes, one.kind), []).append(one)
+    rows = [_sum(axis, kind, members) for (axis, kind), members in groups.items()]
+    return sorted(rows, key=lambda row: -row.wire_bytes)
+
+
+def _sum(axis: str, kind: str, members: Sequence[Collective]) -> Traffic:
+    wire = sum(one.count * one.wire_bytes for one in members)
+
+    def share(chosen: Iterable[Collective]) -> float:
+        return sum(one.count * one.wire_bytes for one in chosen) / wire if wire else 0.0
+
+    by_source: dict[str, float] = {}
+    for one in members:
+        by_source[one.source] = (by_source[one.source] if one.source in by_source else 0.0) + one.count * one.wire_bytes
+    return Traffic(
+        axis=axis,
+        kind=kind,
+        count=sum(one.count for one in members),
+        logical_bytes=sum(one.count * one.logical_bytes for one in members),
+        wire_bytes=wire,
+        asynchronous_fraction=share(one for one in members if one.is_asynchronous),
+        overlapped_fraction=share(one for one in members if one.is_overlapped),
+        sources=tuple(source for source in sorted(by_source, key=lambda name: -by_source[name]) if source)[:3],
+    )

@@ -1,0 +1,61 @@
+"""The bytes that one operation of a compiled program reads and writes. No JAX."""
+
+from collections.abc import Iterator, Mapping
+
+from meshtrain.plan.hlo.parse import Instruction
+from meshtrain.plan.hlo.shapes import num_bytes
+
+SLICES = ("dynamic-slice", "slice", "gather")
+
+
+def moved_bytes(line: Instruction, body: list[Instruction], shapes: Mapping[str, str]) -> float:
+    """Returns the bytes that an operation reads and writes; of arrays that it slices or updates in place, the slice.
+
+    Args:
+      line: the operation.
+      body: the lines of the fusion, or the operation itself.
+      shapes: of the operands.
+    """
+    inside = {one.name: one for one in body}
+    root = next((one for one in body if one.is_root), body[-1])
+    if len(body) == 1:
+        if line.opcode == "dynamic-update-slice":
+            return 2 * num_bytes(shapes[line.operands[1]])
+        reads = 0.0 if line.opcode in SLICES else sum(num_bytes(shapes[o]) for o in line.operands if o in shapes)
+        return reads + num_bytes(line.shape) * (2 if line.opcode in SLICES else 1)
+    users: dict[str, list[Instruction]] = {}
+    for one in body:
+        for operand in one.operands:
+            users.setdefault(operand, []).append(one)
+    reads = 0.0
+    for one in body:
+        if one.opcode == "parameter" and one.name in users:
+            found = list(_users(one, users))
+            # Not as the index of a slice, which is a few bytes.
+            slices = [user for value, user in found if user.opcode in SLICES and user.operands[0] == value.name]
+            narrow = len(slices) + sum(_updates(user, value) for value, user in found) == len(found)
+            sliced = sum(num_bytes(user.shape) for user in slices)
+            reads += sliced if narrow else num_bytes(one.shape)
+    results = [inside[name] for name in root.operands if name in inside] if root.opcode == "tuple" else [root]
+    return reads + sum(_written(one, inside) for one in results)
+
+
+def _users(line: Instruction, users: Mapping[str, list[Instruction]]) -> Iterator[tuple[Instruction, Instruction]]:
+    """Yields (value, its user) for an array: of itself, and of what a bitcast, which moves nothing, makes of it."""
+    for user in users[line.name]:
+        if user.opcode == "bitcast" and user.name in users:
+            yield from _users(user, users)
+        else:
+            yield line, user
+
+
+def _updates(user: Instruction, line: Instruction) -> bool:
+    return user.opcode == "dynamic-update-slice" and user.operands[0] == line.name
+
+
+def _written(line: Instruction, inside: Mapping[str, Instruction]) -> float:
+    while line.opcode in ("bitcast", "copy", "convert") and line.operands and line.operands[0] in inside:
+        line = inside[line.operands[0]]
+    if line.opcode == "dynamic-update-slice" and line.operands[1] in inside:
+        return 2 * num_bytes(inside[line.operands[1]].shape)
+    return num_bytes(line.shape)

@@ -1,0 +1,95 @@
+"""A plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
+
+from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars, scatter
+from meshtrain.observe.line_charts import Line, Panel, line_chart
+from meshtrain.observe.page import as_it_stands, escaped, heading, page
+from meshtrain.plan import text_report
+from meshtrain.plan.planner import Plan
+from meshtrain.plan.scaling import scaling_report
+from meshtrain.plan.scaling.scaling import Scaling
+from meshtrain.plan.scaling.strategies import STRONG
+from meshtrain.plan.search import ranking
+
+NOTE = "every point is a plan: the program is compiled, its time is modelled"
+CLASSES = {True: "fits", False: "not", None: "unclear"}
+
+
+def plan_page(plan: Plan) -> str:
+    """Returns the page of a plan."""
+    memory, stats = plan.memory, plan.memory.compiler
+    held = [
+        ("parameters", memory.parameters_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("batch", memory.batch_bytes),
+        *([(RESIDUAL, memory.residual_bytes)] if memory.residual_bytes else []),
+        (ACTIVATIONS, memory.activations_bytes or 0),
+    ]
+    charts = [f'<p class="{CLASSES[memory.fits]}"><b>{escaped(text_report.verdict(plan))}</b></p>']
+    limit = ("capacity", memory.capacity_bytes) if memory.capacity_bytes else None
+    if stats:
+        held.append((PEAK, stats.peak_bytes))
+    charts += [heading("Memory of a device"), bars([(name, float(size)) for name, size in held], limit)]
+    if plan.traffic:
+        rows = [(f"{row.axis}, {row.kind}", row.wire_bytes) for row in plan.traffic]
+        charts += [heading("On the wire, a step and device"), bars(rows, None)]
+        least = [
+            pair
+            for axis, size in plan.minimum.items()
+            for pair in ((f"{axis}, sent", text_report.sent_along(plan, axis)), (f"{axis}, least", size))
+        ]
+        charts += [heading("Beside the least that each axis has to send"), bars(least, None, step=2)]
+    charts += [heading("The whole report"), as_it_stands(text_report.text(plan))]
+    return page(f"Plan for {plan.cluster.text}", charts)
+
+
+def search_page(found: ranking.Found) -> str:
+    """Returns the page of a search: memory against modelled time, and the table."""
+    points = [
+        (plan.timing.step_seconds, plan.memory.compiler.peak_bytes, ranking.describe(one), plan.memory.fits)
+        for one, plan in found.ranked
+        if plan.timing and plan.memory.compiler
+    ]
+    capacity = found.ranked[0][1].memory.capacity_bytes if found.ranked else None
+    parts = []
+    if points:
+        parts += [heading("Memory against modelled time"), scatter(points, capacity)]
+    parts += [heading("The table"), as_it_stands(ranking.text(found))]
+    return page(f"Search on {found.cluster.text}", parts)
+
+
+def scaling_panels(found: Scaling) -> list[Panel]:
+    """Returns the panels of a scaling's chart: speedup of a batch that stays, efficiency of one that grows.
+
+    The speedup is against the smallest number of devices on which any way may fit, in devices: so that ways compare.
+    """
+    strong, weak = (
+        [curve for curve in found.curves if (curve.kind == STRONG) is is_strong] for is_strong in (True, False)
+    )
+    bases = [curve.base for curve in strong if curve.base]
+    panels = []
+    if bases:
+        first = min(bases, key=lambda row: (row.point.num_devices, row.seconds))
+        devices, rate = first.point.num_devices, first.rate
+        ideal = Line("in proportion", [(size, float(size)) for size in found.sizes if size >= devices])
+        lines = [
+            Line(one.name, [(row.point.num_devices, devices * row.rate / rate) for row in one.rows if row.is_usable])
+            for one in strong
+        ]
+        panels.append(Panel("strong: devices' worth of speed", [line for line in lines if line.points], True, ideal))
+    lines = [
+        Line(one.name, [(row.point.num_devices, one.efficiency(row) or 0.0) for row in one.rows if row.is_usable])
+        for one in weak
+    ]
+    if any(line.points for line in lines):
+        panels.append(Panel("weak: efficiency against each way's base", [line for line in lines if line.points]))
+    return panels
+
+
+def scaling_page(found: Scaling) -> str:
+    """Returns the page of a scaling: its chart and its tables."""
+    parts = []
+    if panels := scaling_panels(found):
+        parts += [heading("Speedup and efficiency"), line_chart(panels, NOTE)]
+    parts += [heading("The tables"), as_it_stands(scaling_report.text(found))]
+    return page(f"Scaling on {found.cluster.text.partition(':')[0]}", parts)

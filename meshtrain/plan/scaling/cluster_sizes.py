@@ -1,0 +1,87 @@
+"""The numbers of devices of `--scaling`, and clusters of those sizes."""
+
+import itertools
+import math
+import re
+
+from meshtrain.errors import UserError
+from meshtrain.plan.target.clusters import GPUS, parse
+
+ALLOWED = "2 to 16 numbers of devices, each larger than the one before, or a progression such as 8,16,...,4096"
+EXAMPLE = "--scaling=8,16,...,4096"
+MOST_SIZES = 16
+DOTS = "..."
+PRIME_FACTORS_OF_TORUS = (2, 3, 5, 7)
+
+
+def read_sizes(text: str) -> list[int]:
+    """Returns the numbers of devices. `a,b,...,z` goes on by the factor b / a up to z.
+
+    >>> read_sizes("8,16,...,128")
+    [8, 16, 32, 64, 128]
+
+    Raises:
+      UserError: it is no such list.
+    """
+    words = [word.strip() for word in text.split(",")]
+    sizes: list[int] = []
+    for at, word in enumerate(words):
+        if word == DOTS and at >= 2 and at + 2 == len(words) and re.fullmatch(r"\d{1,9}", words[-1]):
+            sizes += _between(sizes, int(words[-1]))
+        elif re.fullmatch(r"\d{1,9}", word):
+            sizes.append(int(word))
+        else:
+            raise _refused(text)
+    is_ascending = all(one < other for one, other in itertools.pairwise(sizes))
+    if not (2 <= len(sizes) <= MOST_SIZES and sizes[0] >= 1 and is_ascending):
+        raise _refused(text)
+    return sizes
+
+
+def _between(sizes: list[int], last: int) -> list[int]:
+    """Returns what the dots stand for, or a 0, which no list may hold, where they lead from no number to the last."""
+    first, second = sizes[-2:]
+    if not 0 < first < second or second % first:
+        return [0]
+    found, at = list[int](), second * second // first
+    while at < last and len(found) <= MOST_SIZES:
+        found.append(at)
+        at = at * second // first
+    return found if at == last else [0]
+
+
+def _refused(text: str) -> UserError:
+    return UserError(f"--scaling: got '{text}'; allowed: {ALLOWED}; nearest: {EXAMPLE}")
+
+
+def resized(cluster: str, num_devices: int) -> str:
+    """Returns the name of a cluster with the same kind of hosts and another number of devices.
+
+    >>> [resized("h100:8x8", 32), resized("h100:8x8", 4), resized("v5e:16x16", 32), resized("v5p:2x2x2", 128)]
+    ['h100:4x8', 'h100:1x4', 'v5e:4x8', 'v5p:4x4x8']
+
+    Raises:
+      UserError: hosts are not full, or a torus has no such size.
+    """
+    name, sizes = parse(cluster)
+    if name in GPUS:
+        each = sizes[1]
+        if num_devices > each and num_devices % each:
+            near = num_devices // each * each
+            raise UserError(
+                f"--scaling: got {num_devices} on hosts of {each}; allowed: whole hosts, or less than one; "
+                f"nearest: {near} or {near + each}"
+            )
+        return f"{name}:{max(1, num_devices // each)}x{min(each, num_devices)}"
+    dims = [1] * len(sizes)
+    left = num_devices
+    for factor in reversed(PRIME_FACTORS_OF_TORUS):
+        while left % factor == 0:
+            left //= factor
+            dims[dims.index(min(dims))] *= factor
+    if math.prod(dims) != num_devices:
+        raise UserError(
+            f"--scaling: got {num_devices} on a torus; allowed: products of 2, 3, 5 and 7; "
+            f"nearest: {2 ** round(math.log2(num_devices))}"
+        )
+    return f"{name}:{'x'.join(map(str, sorted(dims)))}"

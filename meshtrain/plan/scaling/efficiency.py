@@ -1,0 +1,199 @@
+"""How one way scales: a row for each number of devices, where its time goes, and its speedup. MODELLED.
+
+Throughput r, devices n; those of the base, the smallest number of devices on which the step may fit, have a 0:
+
+    speedup       r / r0, which at a batch that stays the same is t0 / t
+    efficiency    speedup n0 / n
+    serial share  s of Amdahl's law (1967), t / t0 = s + (1 - s) n0 / n. Of one measurement it is
+                  (1 / speedup - n0 / n) / (1 - n0 / n), as Karp and Flatt (1990) define it; of several the least
+                  squares of t / t0. It is negative where the speedup is more than n / n0.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.sharding import Mesh
+
+from meshtrain.plan.hlo.collectives import collectives
+from meshtrain.plan.hlo.parse import Program
+from meshtrain.plan.scaling.strategies import BEST, KINDS, STRONG, Point
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.timing.streams import Assumptions, Streams, Timing, transfer_seconds
+from meshtrain.sharding.axes import AXES
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """Where the seconds of a step go; they add up to the step.
+
+    Attributes:
+      computing: with links that take no time.
+      idle: the part of a step without transfers in which a stage of a pipeline idles.
+      waiting: axis, or axes joined by `+` -> seconds by which its transfers lengthen the step: the axis with the
+        slowest network first, each on top of those after it.
+      latency: the part of `waiting` that is left if links have no limit but their latency; it is no further summand.
+    """
+
+    computing: float
+    idle: float
+    waiting: Mapping[str, float]
+    latency: float
+
+
+def spent(program: Program, mesh: Mesh, cluster: Cluster, assumptions: Assumptions, idle_share: float) -> Spent:
+    """Returns where the time of a step goes.
+
+    Args:
+      program: scheduled.
+      mesh: on which it runs.
+      cluster: of accelerators whose peaks are known.
+      assumptions: of the model.
+      idle_share: share of a pipeline's rows in which a stage idles; 0 without a pipeline.
+    """
+    assert cluster.accelerator is not None
+    accelerator = cluster.accelerator
+    found = collectives(program, dict(mesh.shape))
+    each = transfer_seconds(found, mesh, cluster, assumptions)
+
+    def step(axes: Iterable[str], *, has_bytes: bool = True) -> float:
+        """Returns the seconds of a step in which only transfers along these axes take time."""
+        chosen = set(axes)
+        alone = {
+            one.name: (each[one.name][0] + (each[one.name][1] if has_bytes else 0.0)) if one.axes in chosen else 0.0
+            for one in found
+        }
+        return Streams(program, accelerator, alone, assumptions).step()[0]
+
+    order = sorted({one.axes for one in found}, key=_place)
+    seconds = [step(order[number:]) for number in range(len(order) + 1)]
+    free = seconds[-1]
+    waiting = {axes: seconds[number] - seconds[number + 1] for number, axes in enumerate(order)}
+    latency = step(order, has_bytes=False) - free if order else 0.0
+    return Spent(free * (1 - idle_share), free * idle_share, waiting, latency)
+
+
+def _place(axes: str) -> tuple[int, str]:
+    """Returns what sorts axes, alone or joined, by the first of them in mesh order; unknown ones come last."""
+    first = axes.partition("+")[0]
+    return (AXES.index(first) if first in AXES else len(AXES), axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way on one number of devices, with what it takes.
+
+    Attributes:
+      point: the way, the number of devices, and what runs.
+      problem: why there is no time.
+      timing: that of its plan; None where there is no time.
+      spent: where the seconds of a step go; None where there is no time.
+      peak_bytes: of a device; None if unknown.
+      fits: true, false, or None where the peak is too close to the capacity.
+    """
+
+    point: Point
+    problem: str = ""
+    timing: Timing | None = None
+    spent: Spent | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; the row has one."""
+        assert self.timing is not None
+        return self.timing.step_seconds
+
+    @property
+    def rate(self) -> float:
+        """Sequences a second."""
+        return self.point.batch_size / self.seconds
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it has a time, and may fit."""
+        return self.timing is not None and self.fits is not False
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One way at every number of devices, strong or weak.
+
+    Attributes:
+      name: of the way.
+      kind: `strong` or `weak`.
+      rows: one for each number of devices.
+    """
+
+    name: str
+    kind: str
+    rows: tuple[Row, ...]
+
+    @property
+    def base(self) -> Row | None:
+        """The smallest number of devices on which the step may fit; None if it fits nowhere."""
+        return next((row for row in self.rows if row.is_usable), None)
+
+    def speedup(self, row: Row) -> float | None:
+        """Returns the speedup of a row against the base."""
+        if self.base is None or not row.is_usable:
+            return None
+        return row.rate / self.base.rate
+
+    def efficiency(self, row: Row) -> float | None:
+        """Returns the efficiency of a row against the base."""
+        gained = self.speedup(row)
+        if self.base is None or gained is None:
+            return None
+        return gained * self.base.point.num_devices / row.point.num_devices
+
+    def serial_share(self, row: Row) -> float | None:
+        """Returns the serial share that explains a row's speedup; None for the base, and in weak scaling."""
+        if self.base is None or not row.is_usable or self.kind != STRONG:
+            return None
+        return fitted_serial_share([(one.point.num_devices, one.seconds) for one in (self.base, row)])
+
+    @property
+    def fitted_serial_share(self) -> float | None:
+        """Returns the serial share that explains all speedups best; None in weak scaling, or of a single row."""
+        if self.kind != STRONG:
+            return None
+        return fitted_serial_share([(row.point.num_devices, row.seconds) for row in self.rows if row.is_usable])
+
+
+def fitted_serial_share(steps: Sequence[tuple[int, float]]) -> float | None:
+    """Returns the serial share that explains several speedups best.
+
+    >>> round(fitted_serial_share([(8, 1.0), (16, 0.55), (32, 0.325)]), 6)
+    0.1
+
+    Args:
+      steps: (devices, seconds of a step of the same batch), the base first.
+
+    Returns:
+      The share; None if there is nothing but the base.
+    """
+    above = below = 0.0
+    for num_devices, seconds in steps[1:]:
+        ideal = steps[0][0] / num_devices
+        above += (seconds / steps[0][1] - ideal) * (1 - ideal)
+        below += (1 - ideal) ** 2
+    return above / below if below else None
+
+
+def curves(rows: Sequence[Row], names: Sequence[str]) -> list[Curve]:
+    """Returns the rows as curves, strong ones first. The best way is the fastest of all at each number of devices."""
+    made = []
+    for kind in KINDS:
+        of_kind = [row for row in rows if row.point.kind == kind]
+        for name in names:
+            own = [row for row in of_kind if row.point.way.name == name]
+            if name == BEST:
+                own = [_fastest(row, of_kind) for row in own]
+            made.append(Curve(name, kind, tuple(own)))
+    return made
+
+
+def _fastest(row: Row, rows: Sequence[Row]) -> Row:
+    same = [other for other in rows if other.point.num_devices == row.point.num_devices and other.is_usable]
+    return max(same, key=lambda one: one.rate, default=row)

@@ -1,0 +1,190 @@
+"""A scaling as tables for people, and as JSON for programs. All of its seconds are modelled."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.plan.scaling.efficiency import Curve, Row
+from meshtrain.plan.scaling.scaling import Scaling
+from meshtrain.plan.scaling.strategies import STRONG, Point
+from meshtrain.plan.search.changes import arguments
+from meshtrain.plan.text_report import VERDICTS
+
+HEADER = ("way", "devices", "mesh", "microbatches", "step", "speedup", "efficiency", "serial", "computing", "idle",
+          "waiting for links", "latency", "peak", "memory")  # fmt: skip
+ALIGN = "<><>>>>>>><>><"
+SHOWN = 0.0005  # of a step; less is 0.0% in the table
+SHORT = {True: "fits", None: "close", False: "too much"}
+WHAT = {
+    STRONG: "strong scaling: the batch stays {batch:,} examples a step",
+    "weak": "weak scaling: the batch grows with the devices, {each:.4g} examples each (at least one for each part)",
+}
+
+
+def text(found: Scaling) -> str:
+    """Returns the whole report."""
+    parts = [_title(found)]
+    for kind, what in WHAT.items():
+        curves = [curve for curve in found.curves if curve.kind == kind]
+        batch, basis = found.basis.config.batch_size, found.basis
+        rows = [_cells(curve, row) for curve in curves for row in curve.rows if row.spent]
+        if rows:
+            parts += [what.format(batch=batch, each=batch / basis.num_devices), aligned(rows, HEADER, ALIGN)]
+        if lines := [line for curve in curves for line in _without_time(curve)]:
+            parts.append("\n".join(lines))
+    return "\n\n".join([*parts, _amdahl(found.curves), _assumed(found)])
+
+
+def _title(found: Scaling) -> str:
+    task, sizes = found.basis.weights.task, found.sizes
+    at = ", ".join(f"{size:,}" for size in found.searched) or "no number of devices"
+    return "\n".join(
+        [
+            f"scaling      {found.cluster.devices[0].device_kind}, {sizes[0]:,} to {sizes[-1]:,} devices, "
+            f"hosts of {found.basis.devices_each}",
+            f"model        {task.num_parameters or found.basis.weights.num_parameters:,} parameters",
+            f"compiled     {found.num_compiled} programs; the search ran and found something that may fit on {at}",
+        ]
+    )
+
+
+def mesh_of(point: Point) -> str:
+    """Returns the axes larger than 1, such as `data 8 x fsdp 8`, and what the search changed besides."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in point.shape.items() if size > 1) or "one device"
+    options = dict(point.way.options)
+    rest = [str(options[key]) for key in ("remat.policy", "pipeline.schedule") if key in options]
+    rest += [f"zero {options['zero.level']}"] if "zero.level" in options else []
+    return ", ".join([mesh, *rest])
+
+
+def _cells(curve: Curve, row: Row) -> tuple[str, ...]:
+    spent, point = row.spent, row.point
+    assert spent is not None
+    speedup, efficiency, serial = curve.speedup(row), curve.efficiency(row), curve.serial_share(row)
+    waits = [
+        f"{axes} {_share(seconds, row)}" for axes, seconds in spent.waiting.items() if seconds > SHOWN * row.seconds
+    ]
+    return (
+        curve.name,
+        f"{point.num_devices:,}",
+        mesh_of(point),
+        f"{point.num_microbatches:,} of {point.microbatch}",
+        f"{row.seconds:.3g} s",
+        "-" if speedup is None else f"{speedup:.3g}",
+        "-" if efficiency is None else f"{efficiency:.1%}",
+        "-" if serial is None else f"{serial:.3%}",
+        _share(spent.computing, row),
+        _share(spent.idle, row) if spent.idle else "-",
+        ", ".join(waits) or "-",
+        _share(spent.latency, row),
+        format_bytes(row.peak_bytes or 0),
+        SHORT[row.fits],
+    )
+
+
+def _share(seconds: float, row: Row) -> str:
+    return f"{seconds / row.seconds:.1%}"
+
+
+def _without_time(curve: Curve) -> list[str]:
+    """Returns a line for each run of devices that have no time for one reason."""
+    lines: list[tuple[list[int], str]] = []
+    for row in curve.rows:
+        if row.spent is None:
+            if lines and _alike(lines[-1][1]) == _alike(row.problem):
+                lines[-1][0].append(row.point.num_devices)
+            else:
+                lines.append(([row.point.num_devices], row.problem))
+    return [f"{curve.name} on {_range(sizes)} devices: {problem}" for sizes, problem in lines]
+
+
+def _alike(problem: str) -> str:
+    return "".join(letter for letter in problem if not letter.isdigit())[:24]
+
+
+def _range(sizes: Sequence[int]) -> str:
+    return f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+
+
+def _amdahl(curves: Sequence[Curve]) -> str:
+    rows = []
+    for curve in curves:
+        share, base = curve.fitted_serial_share, curve.base
+        if share is None or base is None:
+            continue
+        limit = f"{base.point.num_devices / share:,.0f} devices' worth" if share > 0 else "none seen"
+        rows.append((curve.name, f"{base.point.num_devices:,}", f"{share:.4%}", limit))
+    if not rows:
+        return "Amdahl's law: no way fits on two numbers of devices"
+    table = aligned(rows, ("way", "base", "serial share", "limit of the speedup"), "<>>>")
+    return f"Amdahl's law, fitted to strong scaling (devices of the base, share of its step)\n\n{table}"
+
+
+def _assumed(found: Scaling) -> str:
+    lines = []
+    for (axes, kind), link in found.links.items():
+        measured = "as measured" if link else "as assumed, which nothing measured is like"
+        lines.append(f"links of {kind} along {axes}: {measured}")
+    lines.append("no step was measured; of congestion in the network and of slow devices the model knows nothing")
+    return "\n".join(f"  assumed: {line}" for line in [*_of_model(found), *lines])
+
+
+def _of_model(found: Scaling) -> list[str]:
+    accelerator = found.cluster.accelerator
+    assert accelerator is not None
+    return found.assumptions.lines(accelerator)
+
+
+def to_json(found: Scaling) -> dict[str, Any]:
+    """Returns the scaling for programs: seconds, bytes and shares; null means unknown."""
+    return {
+        "cluster": found.cluster.text,
+        "device_kind": found.cluster.devices[0].device_kind,
+        "sizes": list(found.sizes),
+        "batch_size": found.basis.config.batch_size,
+        "configured_devices": found.basis.num_devices,
+        "searched": list(found.searched),
+        "num_compiled": found.num_compiled,
+        "assumptions": _of_model(found),
+        "links": [
+            {"axis": axes, "kind": kind, "is_measured": link is not None} for (axes, kind), link in found.links.items()
+        ],
+        "curves": [
+            {
+                "way": curve.name,
+                "kind": curve.kind,
+                "base_devices": curve.base and curve.base.point.num_devices,
+                "serial_share": curve.fitted_serial_share,
+                "rows": [_row_json(curve, row) for row in curve.rows],
+            }
+            for curve in found.curves
+        ],
+    }
+
+
+def _row_json(curve: Curve, row: Row) -> dict[str, Any]:
+    point, spent = row.point, row.spent
+    run: dict[str, Any] = {"mesh": None, "arguments": None}
+    if point.config is not None:
+        mesh = {f"mesh.{axis}": size for axis, size in point.shape.items()}
+        run = {"mesh": point.shape, "arguments": arguments({**mesh, **dict(point.way.options)})}
+    return {
+        "num_devices": point.num_devices,
+        "batch_size": point.batch_size,
+        "microbatch": point.microbatch,
+        "num_microbatches": point.num_microbatches,
+        **run,
+        "problem": row.problem or None,
+        "step_seconds": row.seconds if spent else None,
+        "examples_per_second": row.rate if spent else None,
+        "speedup": curve.speedup(row),
+        "efficiency": curve.efficiency(row),
+        "serial_share": curve.serial_share(row),
+        "computing_seconds": spent and spent.computing,
+        "idle_seconds": spent and spent.idle,
+        "waiting_seconds": spent and dict(spent.waiting),
+        "latency_seconds": spent and spent.latency,
+        "peak_bytes": row.peak_bytes,
+        "fits": row.fits,
+        "verdict": VERDICTS[row.fits] if spent else None,
+    }

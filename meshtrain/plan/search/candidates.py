@@ -1,0 +1,162 @@
+"""The meshes, microbatches, schedules, remat policies and ZeRO levels to consider, the fastest guess first."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from meshtrain.config.config import Config, check, num_microbatches
+from meshtrain.errors import UserError, divisors, nearest_divisor
+from meshtrain.launch.hardware import usable_bytes
+from meshtrain.pipeline.schedules import SEARCHED
+from meshtrain.plan.cost.context_sizes import sizes_to_try
+from meshtrain.plan.search.changes import SPLITS_SUMS, Change, with_change, with_level
+from meshtrain.plan.search.estimate import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.sharding.axes import AXES, CONTEXT, DATA, EXPERT, model_axes, partitioned_axes
+from meshtrain.sharding.rules import default_rules
+from meshtrain.sharding.stored import MAX_LEVEL, num_parts
+
+MODEST = 1.15  # a guess may be too high by this factor: it is dropped only above this multiple of the capacity
+MICROBATCHES_A_STAGE = (2, 4, 8)
+LESS_KEPT = ("selective", "full")  # remat policies, the fastest first
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to run a configuration on a cluster, with guesses.
+
+    Attributes:
+      change: dotted key -> value, to be changed in the configuration.
+      shape: its mesh.
+      guessed_bytes: of one device.
+      guessed_seconds: of a step.
+    """
+
+    change: Change
+    shape: dict[str, int]
+    guessed_bytes: float
+    guessed_seconds: float
+
+
+def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Candidate]:
+    """Returns the legal candidates that may fit, the fastest guess first.
+
+    Args:
+      config: to run.
+      cluster: the target.
+      only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as they are.
+    """
+    weights, accelerator = weights_of(config), cluster.accelerator
+    capacity = usable_bytes(accelerator) if accelerator else math.inf
+    devices_each = len(cluster.devices) // cluster.num_hosts
+    found = []
+    shares = expert_sizes(weights, len(cluster.devices), devices_each)
+    for shape in meshes(len(cluster.devices), sizes_to_try(config, len(cluster.devices)), shares):
+        if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > devices_each:
+            continue  # every layer would communicate over the network
+        if placement_problems(config, shape, weights):
+            continue
+        for change in ways(config, shape, only_mesh=only_mesh):
+            levels = [{}] if only_mesh else _levels(with_change(config, change), shape, weights)
+            guesses = [_candidate(config, {**change, **level}, shape, weights, cluster) for level in levels]
+            one = _first_that_fits(guesses, capacity)
+            # The check comes last because it costs the most.
+            if one is not None and not _is_refused(with_change(config, one.change), shape):
+                found.append(one)
+    return sorted(found, key=lambda one: one.guessed_seconds)
+
+
+def expert_sizes(weights: Weights, num_devices: int, devices_each: int) -> list[int]:
+    """Returns the sizes of the expert axis that a search considers: 1, and powers of 2 that divide the experts.
+
+    Tokens go to all devices of the axis in each layer, so it stays inside a host.
+
+    Args:
+      weights: of the task.
+      num_devices: of the cluster.
+      devices_each: of a host.
+    """
+    most = math.gcd(weights.num_experts, num_devices) if weights.num_experts else 1
+    return [size for size in sorted(set(divisors(most))) if size <= devices_each and not size & (size - 1)]
+
+
+def _inside_layers() -> tuple[str, ...]:
+    """Returns the axes that communicate within every layer."""
+    return tuple(axis for axis in model_axes() if axis in partitioned_axes())
+
+
+def _first_that_fits(guesses: list[Candidate], capacity: float) -> Candidate | None:
+    """Returns the first guess within the capacity, else the first that is near it: a higher level only sends more."""
+    limits = (capacity, MODEST * capacity)
+    return next((one for limit in limits for one in guesses if one.guessed_bytes <= limit), None)
+
+
+def _candidate(config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster) -> Candidate:
+    """Returns a change with its guesses."""
+    changed, devices_each = with_change(config, change), len(cluster.devices) // cluster.num_hosts
+    seconds = guessed_seconds(changed, shape, weights, cluster.accelerator, devices_each)
+    return Candidate(change, shape, guessed_bytes(changed, shape, weights), seconds)
+
+
+def _is_refused(config: Config, shape: dict[str, int]) -> bool:
+    try:
+        return bool(check(config, shape))
+    except UserError:
+        return True
+
+
+def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:
+    """Yields every way to write a number of devices as a product of the axes.
+
+    Args:
+      num_devices: the product.
+      parts: the sizes of the axis that splits sequences.
+      shares: those of the axis that splits experts.
+    """
+    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    outer, *others = AXES
+    choices = dict.fromkeys(others, divisors) | {CONTEXT: parts, EXPERT: shares}
+    for inner in itertools.product(*choices.values()):
+        product = math.prod(inner)
+        if num_devices % product == 0:
+            yield {outer: num_devices // product} | dict(zip(choices, inner, strict=True))
+
+
+def ways(config: Config, shape: dict[str, int], *, only_mesh: bool) -> Iterator[Change]:
+    """Yields the changes to try on one mesh: each sets the mesh, and unless `only_mesh` microbatches and more."""
+    mesh: Change = {f"mesh.{axis}": size for axis, size in shape.items()}
+    if only_mesh:
+        yield mesh
+        return
+    sequences = config.batch_size // num_parts(default_rules(config.layout).activations["batch"], shape)
+    if not sequences:
+        return
+    if shape["tensor"] > 1:
+        mesh["layout.sequence_parallel"] = True
+    if shape["pipeline"] == 1:
+        counts = dict.fromkeys(nearest_divisor(sequences, sequences // each or 1) for each in (1, 2, 4))
+        for parts, policy in itertools.product(counts, ("none", *LESS_KEPT)):
+            yield {**mesh, "accumulation_steps": parts, "remat.policy": policy}
+        return
+    most = (min(sequences, a_stage * shape["pipeline"]) for a_stage in MICROBATCHES_A_STAGE)
+    counts = dict.fromkeys(nearest_divisor(sequences, number) for number in most)
+    for parts, (schedule, chunks), policy in itertools.product(counts, SEARCHED.items(), LESS_KEPT):
+        yield {
+            **mesh,
+            "accumulation_steps": 1,
+            "remat.policy": policy,
+            "pipeline.schedule": schedule,
+            "pipeline.num_microbatches": parts,
+            "pipeline.num_chunks": chunks,
+        }
+
+
+def _levels(config: Config, shape: dict[str, int], weights: Weights) -> list[Change]:
+    """Returns the ZeRO levels to try on one mesh: the configured one, then those that split more over data."""
+    if shape[DATA] == 1:
+        return [{}]
+    higher = range(config.zero.effective_level + 1, MAX_LEVEL + 1)
+    is_manual = weights.task.takes_manual_axes or num_parts(partitioned_axes(), shape) == 1
+    splits_sums = is_manual and num_microbatches(config, shape) > 1
+    return [{}, *(with_level(config, level) for level in higher if level != SPLITS_SUMS or splits_sums)]

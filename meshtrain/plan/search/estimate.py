@@ -1,0 +1,254 @@
+"""First guesses of a device's bytes and of a step's seconds, which decide what a search compiles.
+
+Bytes of the training state are those of the placement, exactly. Activations, and what they send, are the task's `Cost`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.config import reductions
+from meshtrain.config.config import Config, num_microbatches, units_on_device
+from meshtrain.config.tasks import abstract_task
+from meshtrain.launch.hardware import Accelerator, peak_flops_per_second
+from meshtrain.models.cost import Cost
+from meshtrain.models.task import Task
+from meshtrain.optim.optimizers import optimizer
+from meshtrain.optim.states import state_axes
+from meshtrain.optim.trainable import trained_mask
+from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.plan.cost.lower_bound import FLOAT32_BYTES, GATHERS, SCATTERS, SCATTERS_EACH
+from meshtrain.sharding.axes import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, storage_axes
+from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.rules import default_rules
+from meshtrain.sharding.stored import axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
+from meshtrain.sharding.trees import leaves_with_paths, select
+from meshtrain.step.precision import as_stored, cast, compute_dtype, product_name
+from meshtrain.step.shardings import abstract_params
+
+EFFICIENCY = 0.6
+EXPERTS = "experts"  # the logical axis of their dim
+STORED = "stored"  # what is sent along all axes that store weights, together
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The abstract training state of a task, in layer order and without shardings.
+
+    Attributes:
+      task: without a mesh; only its sizes are used.
+      params: abstract parameters, and `axes` their logical axes.
+      trained: path -> whether a weight has gradients.
+      moments: (array, logical axes) for each array of the optimizer's state.
+    """
+
+    task: Task
+    params: Any
+    axes: Any
+    trained: Mapping[str, bool]
+    moments: tuple[tuple[Any, tuple[str | None, ...]], ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters as they are stored."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def share_of_experts(self) -> float:
+        """The share of the parameters that the expert axis splits and does not gather."""
+        axes = dict(leaves_with_paths(self.axes, is_leaf=is_names))
+        leaves = leaves_with_paths(self.params)
+        return sum(math.prod(leaf.shape) for path, leaf in leaves if EXPERTS in axes[path]) / self.num_parameters
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts, which the expert axis divides; 0: there are none."""
+        axes = dict(leaves_with_paths(self.axes, is_leaf=is_names))
+        found = (
+            leaf.shape[axes[path].index(EXPERTS)]
+            for path, leaf in leaves_with_paths(self.params)
+            if EXPERTS in axes[path]
+        )
+        return math.gcd(*found)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that have gradients."""
+        return sum(math.prod(leaf.shape) for path, leaf in leaves_with_paths(self.params) if self.trained[path])
+
+
+def weights_of(config: Config) -> Weights:
+    """Returns the abstract training state of a configuration's task; no device is touched.
+
+    Raises:
+      UserError: see `tasks.find`, and `optimizer.trainable` that matches nothing.
+    """
+    task = abstract_task(config)
+    params, axes = abstract_params(task, 1, 2)
+    mask = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
+    params = jax.eval_shape(lambda: as_stored(_zeros(params), axes, mask, config.precision))
+    chosen, chosen_axes = select(params, mask)[0], select(axes, mask)[0]
+    transformation = optimizer(config.optimizer, lambda step: jnp.zeros(()), chosen_axes)
+    in_float32 = jax.eval_shape(lambda: cast(_zeros(chosen), jnp.float32))
+    arrays = jax.tree.leaves(jax.eval_shape(transformation.init, in_float32))
+    moments = tuple(zip(arrays, state_axes(transformation, in_float32, chosen_axes), strict=True))
+    return Weights(task, params, axes, dict(leaves_with_paths(mask)), moments)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def placement_problems(config: Config, shape: Mapping[str, int], weights: Weights) -> list[str]:
+    """Returns one line for each weight that the rules cannot place on a mesh."""
+    return tree_problems(weights.params, weights.axes, default_rules(config.layout), shape, level=0)
+
+
+def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> int:
+    """Returns the bytes of parameters, gradient sums, moments and residuals of one device: `Held.total`, unassembled.
+
+    Args:
+      config: its layout, ZeRO level and offload of moments are used.
+      shape: the size of each mesh axis.
+      weights: of the task, see `weights_of`; they can be placed on this mesh.
+    """
+    level = config.zero.effective_level
+    rules = rules_of_level(default_rules(config.layout), level)
+    axes = dict(leaves_with_paths(weights.axes, is_leaf=is_names))
+    total, options = 0, config.local_steps
+    # Of groups that train apart a device has weights, gradients and moments of each of its own, and the anchor.
+    num_groups = options.groups // shape[DATA] if options.period else 1
+    reduction = reductions.of(config)
+    has_residual = reduction is not None and bool(jax.tree.leaves(reduction.residual(weights.params)))
+    for path, leaf in leaves_with_paths(weights.params):
+        specs, size = stored(leaf.shape, axes[path], rules, shape, level, path), math.prod(leaf.shape)
+        bytes_here = size // num_parts(axes_in(specs.parameter), shape) * leaf.dtype.itemsize
+        total += bytes_here
+        if weights.trained[path]:
+            total += num_groups * (size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES)
+            total += num_groups * bytes_here if options.period else 0
+            if options.period and options.outer_momentum:
+                total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
+            if has_residual:
+                total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
+    if config.offload.moments:
+        return total
+    for leaf, names in weights.moments:
+        spec = stored(leaf.shape, names, rules, shape, level).moment
+        total += num_groups * (math.prod(leaf.shape) // num_parts(axes_in(spec), shape) * leaf.dtype.itemsize)
+    return total
+
+
+def guessed_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> float:
+    """Returns a guess of the bytes of one device: state, saved activations, logits."""
+    cost = _cost(config, shape)
+    kept = _microbatches_kept(config, shape) * cost.kept_bytes + cost.working_bytes
+    return state_bytes(config, shape, weights) + kept
+
+
+def _cost(config: Config, shape: Mapping[str, int]) -> Cost:
+    """Returns the cost of a microbatch; a search changes more than the mesh, and with that the task."""
+    # How a step is cut changes no task; leaving it out makes the cache effective.
+    task = _task(dataclasses.replace(config, mesh=MeshOptions(), pipeline=PipelineOptions(), accumulation_steps=1))
+    units = units_on_device(config, task, default_rules(config.layout), shape)
+    return task.cost(shape, units / num_microbatches(config, shape))
+
+
+@functools.lru_cache(maxsize=16)
+def _task(config: Config) -> Task:
+    return abstract_task(config)
+
+
+def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
+    """Returns how many microbatches of all its layers the busiest stage of a pipeline keeps for their backward pass.
+
+    With rows of one kind, and V chunks, the first of S stages keeps up to V S + S - 1 chunks (`program.py`), V of which
+    are a microbatch's. `gpipe` keeps all M. A schedule of one's own is taken for the former.
+    """
+    stages, chunks, parts = shape[PIPELINE], config.pipeline.num_chunks, config.pipeline.num_microbatches
+    if stages == 1:
+        return 1
+    return parts if config.pipeline.schedule == "gpipe" else min(parts, (chunks * stages + stages - 1) / chunks)
+
+
+def guessed_seconds(
+    config: Config,
+    shape: Mapping[str, int],
+    weights: Weights,
+    accelerator: Accelerator | None,
+    devices_each: int,
+) -> float:
+    """Returns a guess of the seconds of a step: products with the pipeline's idle rows, and half of the transfers.
+
+    Args:
+      config: to run.
+      shape: the size of each mesh axis.
+      weights: of its task.
+      accelerator: None if unknown; every mesh then has the same guess.
+      devices_each: devices of one host.
+    """
+    if accelerator is None:
+        return float(math.prod(shape.values()))
+    peak = peak_flops_per_second(accelerator.device_kinds[0], product_name(config.precision))
+    parts, task = num_microbatches(config, shape), weights.task
+    recomputes = config.remat.policy == "full"
+    flops = task.flops_per_token or 6.0 * weights.num_parameters
+    work = task.num_units * flops / math.prod(shape.values()) * (4 / 3 if recomputes else 1)
+    chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
+    bubble = 1 + (shape[PIPELINE] - 1) / (parts * chunks)
+    sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())
+    return work * bubble / (EFFICIENCY * (peak or accelerator.bfloat16_flops_per_second)) + sent / 2
+
+
+def _sending_seconds(
+    config: Config, shape: Mapping[str, int], weights: Weights, accelerator: Accelerator, devices_each: int
+) -> dict[str, float]:
+    """Returns axis -> seconds of what a device sends along it, for axes larger than 1, and `STORED` for weights."""
+    link = accelerator.link_bytes_per_second
+    network = accelerator.network_bytes_per_second or link
+    # Devices of one host that gather together share their network adapters.
+    storing = num_parts(storage_axes(), shape)
+    neighbours = max(1, min(storing, devices_each // shape[TENSOR]))
+    storing_speed = link if neighbours == storing else min(link, network * neighbours)
+    inside = shape[CONTEXT] * shape[TENSOR] <= devices_each
+    itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
+    parts, task = num_microbatches(config, shape), weights.task
+    of_stage = weights.num_parameters / (shape[TENSOR] * shape[PIPELINE])
+    # Below level 3 gradients alone cross data.
+    is_gathered = config.zero.effective_level > SCATTERS_EACH
+    over_data = of_stage if is_gathered else of_stage * weights.num_trained / weights.num_parameters
+    activation = itemsize * units_on_device(config, task, default_rules(config.layout), shape) * task.width
+    cost = _cost(config, shape)
+    by_axis = {
+        axis: parts * sum(each[axis] for each in (cost.layer_bytes, cost.other_bytes) if axis in each)
+        for axis in (EXPERT, CONTEXT, TENSOR)
+    }
+    chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
+    split = shape[EXPERT]
+    gathered = of_stage * (1 - weights.share_of_experts * (1 - 1 / split))
+    seconds = {
+        STORED: (GATHERS + SCATTERS) * itemsize * gathered * parts / storing_speed if storing > 1 else 0.0,
+        EXPERT: by_axis[EXPERT] / (link if split * shape[TENSOR] <= devices_each else network),
+        CONTEXT: by_axis[CONTEXT] / (link if inside else network),
+        TENSOR: by_axis[TENSOR] / link,
+        DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / storing / network,
+        PIPELINE: 2 * activation * chunks / network,
+    }
+    return {axis: seconds[axis] for axis in seconds if axis == STORED or shape[axis] > 1}
+
+
+def _bytes_over_data(config: Config, num_replicas: int, parts: int, itemsize: int) -> float:
+    """Returns the bytes that cross data in a step of M microbatches for each parameter (table in `stored.py`)."""
+    level = config.zero.effective_level
+    if config.local_steps.period:
+        return 2 * FLOAT32_BYTES / config.local_steps.period
+    if (reduction := reductions.of(config)) is not None:
+        return reduction.sent_bytes(1, num_replicas, bool(level)) + (FLOAT32_BYTES if level else 0)
+    if level > SCATTERS_EACH:
+        return (GATHERS + SCATTERS) * itemsize * parts
+    return FLOAT32_BYTES * (1 + (parts if level == SCATTERS_EACH else 1))

@@ -1,0 +1,170 @@
+"""Ranks the ways to run a configuration on a cluster. Guesses prune them, and the best guesses are compiled."""
+
+import dataclasses
+import time
+from typing import Any
+
+from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.config.config import Config
+from meshtrain.errors import UserError
+from meshtrain.launch.hardware import usable_bytes
+from meshtrain.plan import planner
+from meshtrain.plan.planner import Plan
+from meshtrain.plan.search.candidates import Candidate, candidates
+from meshtrain.plan.search.changes import arguments, with_change
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.target.compile_thread import waiting_for
+from meshtrain.plan.text_report import UNKNOWN, VERDICTS, interval, step_interval
+from meshtrain.plan.text_report import to_json as plan_json
+from meshtrain.plan.timing.streams import Assumptions
+
+MAX_COMPILED = 12
+MAX_SECONDS = 240.0
+SURE = 0.75  # a guess below this share of the capacity is taken to fit: guesses may be too low
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+      cluster: the target.
+      ranked: (candidate, plan), those that fit first, then by modelled time.
+      num_candidates: legal candidates that may fit, of which the best guesses were compiled.
+      refused: (candidate, why) of those that could not be assembled.
+    """
+
+    cluster: Cluster
+    ranked: tuple[tuple[Candidate, Plan], ...]
+    num_candidates: int
+    refused: tuple[tuple[Candidate, str], ...]
+
+
+def search(
+    config: Config, cluster: Cluster, assumptions: Assumptions, *, only_mesh: bool, most: int = MAX_COMPILED
+) -> Found:
+    """Compiles the best guesses and ranks them.
+
+    Args:
+      config: to run; its mesh is ignored.
+      cluster: the target.
+      assumptions: of the model of time.
+      only_mesh: whether microbatches, schedules, remat policies and the ZeRO level stay as configured.
+      most: at most so many guesses are compiled.
+
+    Raises:
+      UserError: no mesh is legal on this cluster and may fit it.
+    """
+    found = candidates(config, cluster, only_mesh=only_mesh)
+    if not found:
+        raise UserError(
+            f"--search: got {cluster.text}; allowed: a cluster on which some mesh is legal and may fit; "
+            f"nearest: more devices, or another batch_size or accumulation_steps"
+        )
+    start, plans = time.perf_counter(), list[tuple[Candidate, Plan]]()
+    refused = list[tuple[Candidate, str]]()
+    chosen = chosen_of(found, most, cluster)
+    for number, one in enumerate(chosen, 1):
+        elapsed = time.perf_counter() - start
+        if plans and elapsed * number / (number - 1) > MAX_SECONDS:  # the next would exceed the time limit
+            break
+        what = f"{number} of {len(chosen)}: {describe(one)}"
+        try:
+            plans.append((one, waiting_for(what, lambda one=one: _planned(config, one, cluster, assumptions))))  # type: ignore[misc]
+        except UserError as error:
+            refused.append((one, str(error)))
+    ranked = sorted(plans, key=lambda pair: _rank(pair[1]))
+    return Found(cluster, tuple(ranked), len(found), tuple(refused))
+
+
+def _planned(config: Config, one: Candidate, cluster: Cluster, assumptions: Assumptions) -> Plan:
+    return planner.plan(with_change(config, one.change), one.shape, cluster, assumptions)
+
+
+def diverse(found: list[Candidate]) -> list[Candidate]:
+    """Returns the candidates to compile: the fastest guesses, at most two of each mesh and twelve in all."""
+    chosen, per_mesh = list[Candidate](), dict[tuple[int, ...], int]()
+    for one in found:
+        key = tuple(one.shape.values())
+        if per_mesh.setdefault(key, 0) < 2 and len(chosen) < MAX_COMPILED:
+            per_mesh[key] += 1
+            chosen.append(one)
+    return chosen
+
+
+def chosen_of(found: list[Candidate], most: int, cluster: Cluster) -> list[Candidate]:
+    """Returns the candidates to compile: `diverse`, or of less than those as many that surely fit as may just fit.
+
+    Args:
+      found: the candidates, the fastest guess first.
+      most: at most so many are compiled.
+      cluster: the target.
+    """
+    chosen = diverse(found)
+    if most >= len(chosen) or cluster.accelerator is None:
+        return chosen
+    room = SURE * usable_bytes(cluster.accelerator)
+    sure = diverse([one for one in found if one.guessed_bytes <= room])[: (most + 1) // 2]
+    return [*sure, *(one for one in chosen if one not in sure)][:most]
+
+
+def _rank(plan: Plan) -> tuple[int, float]:
+    order = {True: 0, None: 1, False: 2}
+    seconds = plan.timing.step_seconds if plan.timing else float("inf")
+    return order[plan.memory.fits], seconds
+
+
+def describe(one: Candidate) -> str:
+    """Returns a candidate as a few words."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in one.shape.items() if size > 1) or "one device"
+    short = {"accumulation_steps": "accumulation", "pipeline.num_microbatches": "microbatches"}
+    rest = [
+        f"{short[key]} {value}" if key in short else str(value)
+        for key, value in one.change.items()
+        if key in short or key in ("remat.policy", "pipeline.schedule")
+    ]
+    return ", ".join([mesh, *rest])
+
+
+def _memory(plan: Plan) -> str:
+    return VERDICTS[plan.memory.fits] if plan.memory.capacity_bytes is not None else UNKNOWN
+
+
+def text(found: Found) -> str:
+    """Returns the table, and the winner's arguments to copy."""
+    rows = []
+    for one, plan in found.ranked:
+        stats, timing = plan.memory.compiler, plan.timing
+        rows.append(
+            (
+                describe(one),
+                _memory(plan),
+                format_bytes(stats.peak_bytes) if stats else "-",
+                step_interval(timing) if timing else "-",
+                interval(plan.mfu, ".0%") if plan.mfu else "-",
+            )
+        )
+    header = ("way", "memory", "peak", "step, modelled", "MFU, modelled")
+    lines = [
+        f"search       {found.cluster.text}: {found.num_candidates} legal ways may fit, "
+        f"the {len(found.ranked)} best guesses compiled",
+        "",
+        aligned(rows, header, "<<>>>"),
+    ]
+    lines += [f"refused      {describe(one)}: {why}" for one, why in found.refused]
+    if not found.ranked or found.ranked[0][1].memory.fits is False:
+        lines += ["", "none of them fits"]
+    else:
+        best, plan = found.ranked[0]
+        lines += ["", f"the first, memory {_memory(plan)}:", f"  {arguments(best.change)}"]
+    return "\n".join(lines)
+
+
+def to_json(found: Found) -> dict[str, Any]:
+    """Returns the ranking for programs; each entry is what a plan writes, and the arguments that make it."""
+    return {
+        "cluster": found.cluster.text,
+        "num_candidates": found.num_candidates,
+        "ranked": [{"arguments": arguments(one.change), **plan_json(plan)} for one, plan in found.ranked],
+        "refused": [{"arguments": arguments(one.change), "why": why} for one, why in found.refused],
+    }

@@ -1,0 +1,66 @@
+"""Traces attention as the target computes it: JAX's own kernel on TPUs, cuDNN's on GPUs.
+
+JAX has no public way to trace cuDNN's kernel without a GPU: it queries the version of the installed library and the
+compute capability of the first device. While a step is traced, those private functions are replaced by functions that
+return the target's values. Only this module does so; a test fails if JAX moves them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from jax._src.cudnn import fused_attention_stablehlo as private
+
+from meshtrain.plan.target.clusters import Cluster
+
+CUDNN_VERSION = 91000  # 9.10, as the files in targets/ say
+
+
+@contextlib.contextmanager
+def as_on_target(cluster: Cluster) -> Iterator[None]:
+    """Makes cuDNN's kernel traceable for a GPU that this machine does not have; no effect for other devices.
+
+    Args:
+      cluster: the target.
+    """
+    if cluster.compute_capability is None:
+        yield
+        return
+    target = cluster.compute_capability
+
+    def at_least(capability: str) -> bool:
+        return target >= _pair(capability)
+
+    def equal(capability: str) -> bool:
+        return target == _pair(capability)
+
+    with replaced(
+        private,
+        check_cudnn_version=lambda: CUDNN_VERSION,
+        check_compute_capability=at_least,
+        is_cuda_compute_capability_equal=equal,
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(module: ModuleType, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Replaces functions of a module, and puts the original ones back afterwards.
+
+    Raises:
+      AttributeError: the module has no such function; nothing is replaced.
+    """
+    originals = {name: getattr(module, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(module, name, function)
+
+
+def _pair(capability: str) -> tuple[int, int]:
+    major, _, minor = capability.partition(".")
+    return int(major), int(minor or 0)

@@ -1,0 +1,164 @@
+"""The devices of a cluster named `h100:8x8`, `v5e:16x16` or `cpu:8`, to compile for; none of them has to exist.
+
+GPUs are described to the compiler by a file each in `targets/`; TPUs are known to libtpu by name; CPUs are simulated.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import math
+import os
+import pkgutil
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from meshtrain.errors import UserError, nearest
+from meshtrain.launch import distributed
+from meshtrain.launch.compiler import captured
+from meshtrain.launch.hardware import Accelerator, find
+
+GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+TARGETS = Path(__file__).parents[1] / "targets"
+GPUS = ("a100", "h100", "h200", "b200")
+TPUS = ("v4", "v5e", "v5p", "v6e")
+CLUSTER = re.compile(r"(?P<name>[a-z]\w*):(?P<sizes>\d{1,9}(?:x\d{1,9})*)$")
+ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}; cpu:N"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Devices to compile for.
+
+    Attributes:
+      text: as the user wrote it.
+      platform: `cuda`, `tpu` or `cpu`, as `jax.jit(...).lower` takes it.
+      devices: in the order in which the cluster lists them.
+      num_hosts: number of their hosts.
+      accelerator: the peaks of one, None for CPUs.
+      compute_capability: of a GPU, such as (9, 0).
+    """
+
+    text: str
+    platform: str
+    devices: Sequence[Any]
+    num_hosts: int
+    accelerator: Accelerator | None
+    compute_capability: tuple[int, int] | None = None
+
+
+def parse(text: str) -> tuple[str, tuple[int, ...]]:
+    """Returns the kind of device and the sizes that a cluster's name gives: hosts and GPUs of each, or a torus.
+
+    Raises:
+      UserError: the name has another form or an unknown device.
+    """
+    found = CLUSTER.match(text.strip().lower())
+    kinds = (*GPUS, *TPUS, "cpu")
+    name = found["name"] if found else text.partition(":")[0]
+    if not found or name not in kinds:
+        near = nearest(name, kinds).replace("did you mean", "did you mean the device") if name not in kinds else ""
+        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: h100:8x8{near}")
+    sizes = tuple(int(size) for size in found["sizes"].split("x"))
+    num_allowed = {"cpu": (1,), "v5e": (2,), "v6e": (2,), "v4": (3,), "v5p": (3,)}
+    wanted = num_allowed[name] if name in num_allowed else (1, 2)
+    if 0 in sizes or len(sizes) not in wanted:
+        example = {"cpu": "cpu:8", "v5e": "v5e:4x4", "v6e": "v6e:4x4", "v4": "v4:2x2x2", "v5p": "v5p:2x2x2"}
+        near = example[name] if name in example else f"{name}:8x8"
+        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {near}")
+    return name, (1, *sizes) if name in GPUS and len(sizes) == 1 else sizes
+
+
+def open_cluster(text: str) -> Cluster:
+    """Returns the devices of a cluster, with JAX on the CPU of this machine.
+
+    Raises:
+      UserError: an unknown name, a compiler that is not installed, a torus that no TPU has.
+    """
+    name, sizes = parse(text)
+    # Planning needs no accelerator; a run may be using the one of this machine.
+    if jax.config.values["jax_platforms"] != "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    if name == "cpu":
+        with captured():  # see `_described`
+            devices, _ = distributed.start(sizes[0])
+        return Cluster(text, "cpu", devices, 1, None)
+    if name in GPUS:
+        _require_gpu_compiler(text)
+        # Slices x hosts x GPUs of each.
+        target = (TARGETS / f"{name}.txtpb").read_text()
+        topology = f"1x{sizes[0]}x{sizes[1]}"
+        gpus = _described(text, platform="cuda", target_config=target, topology=topology)
+        return Cluster(text, "cuda", gpus, sizes[0], find(gpus[0].device_kind), _capability(target))
+    _require(text, "libtpu", "plan-tpu")
+    # The compiler opens no chip, so it may share the library with a training run or another plan.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # A v4 has two cores. Training sees one device; the compiler sees two unless it is given this name.
+    kind = {"chip_config_name": "megacore"} if name == "v4" else {}
+    chips = _described(text, platform="tpu", topology_name=f"{name}:{'x'.join(map(str, sizes))}", **kind)
+    num_hosts = len({chip.process_index for chip in chips})
+    return Cluster(text, "tpu", chips, num_hosts, find(chips[0].device_kind))
+
+
+def _described(text: str, **description: str) -> Sequence[Any]:
+    try:
+        with captured():  # without an accelerator each compiler prints long warnings
+            jax.devices()  # loads the plugins here, so that their warnings are captured
+            try:
+                devices: Sequence[Any] = topologies.get_topology_desc(**description).devices
+            except RuntimeError as error:
+                if "topology not implemented" not in str(error):
+                    raise
+                _start_gpu_plugins()
+                devices = topologies.get_topology_desc(**description).devices
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"--cluster: got '{text}', which the compiler refuses: {first}; allowed: {ALLOWED}") from error
+    assert math.prod(parse(text)[1]) == len(devices)
+    return devices
+
+
+def _start_gpu_plugins() -> None:
+    """Starts the compilers of GPUs once more, with JAX on the CPU.
+
+    If this process used JAX on any platform before, JAX started them as for a GPU of this machine, and they gave up:
+    without `jax_platforms=cpu` they check the versions of CUDA libraries, which compiling does not need.
+    """
+    for name in GPU_PLUGINS:
+        if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name):
+            pkgutil.resolve_name(f"{name}:initialize")()
+
+
+def _capability(target: str) -> tuple[int, int]:
+    major = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", target)
+    assert major, target
+    return int(major[1]), int(major[2] or 0)
+
+
+def _require_gpu_compiler(text: str) -> None:
+    for number in (12, 13):
+        package = f"jax-cuda{number}-pjrt"
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version == jax.__version__:
+            return
+        raise UserError(
+            f"--cluster: got '{text}' with {package} {version}; allowed: the version of this jax; "
+            f"nearest: pip install {package}=={jax.__version__}"
+        )
+    _require(text, "jax_plugins.xla_cuda12", "plan-gpu")
+
+
+def _require(text: str, module: str, extra: str) -> None:
+    parent = module.partition(".")[0]
+    if importlib.util.find_spec(parent) is None or importlib.util.find_spec(module) is None:
+        raise UserError(
+            f"--cluster: got '{text}', and its compiler is not installed; allowed without it: cpu:N; "
+            f"nearest: pip install 'meshtrain[{extra}]', or scripts/plan, which does that"
+        )

@@ -1,0 +1,157 @@
+"""Compiles the train step for a cluster: program text, the compiler's account of memory, and its warnings."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.errors import JaxRuntimeError
+
+from meshtrain.assemble import Assembly, assemble
+from meshtrain.config.config import Config
+from meshtrain.launch.compiler import captured, compiler_options
+from meshtrain.models import fp8, layers
+from meshtrain.plan.hlo.parse import Program, read
+from meshtrain.plan.target.attention_tracing import as_on_target
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.target.traced_flops import attention_kernel, traced_flops
+from meshtrain.sharding import jaxprs, placement
+from meshtrain.step.device_memory import Statistics, statistics
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+# Without a GPU nothing tunes the tiles of Triton's products, and for some products XLA then finds none at all.
+NO_TILES = "Couldn't find output tile sizes"
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+# `jax.stages.Lowered` -> (`jax.stages.Compiled` or what stands for it, options that a second compilation added).
+Compiler = Callable[[Any], tuple[Any, dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One step, compiled.
+
+    Attributes:
+      assembly: the assembly whose step was compiled.
+      text: the scheduled program; None if the compiler gave up for lack of memory.
+      outer_text: the program that joins groups that train apart; None without groups, or if there is no `text`.
+      statistics: the compiler's account of memory; None if it gave up. The peak is the larger of the two programs'.
+      options: the compiler options it was compiled with, `added_options` among them.
+      added_options: those of a second compilation, after the first found no tiles; empty where the first succeeded.
+      attention: what was traced to compute attention, a choice of `model.attention`.
+      traced_flops: of matrix products on one device before any compiler, attention kernels in full.
+      messages: lines that the compiler wrote to standard error.
+      refusal: the compiler's message if there is no program; otherwise an empty text.
+      seconds: time taken to trace, lower and compile.
+    """
+
+    assembly: Assembly
+    text: str | None
+    outer_text: str | None
+    statistics: Statistics | None
+    options: Mapping[str, Any]
+    added_options: Mapping[str, Any]
+    attention: str
+    traced_flops: float
+    messages: tuple[str, ...]
+    refusal: str
+    seconds: float
+
+
+def compile_step(
+    config: Config,
+    shape: Mapping[str, int],
+    cluster: Cluster,
+    by: Compiler | None = None,
+) -> Compiled:
+    """Compiles the step of a configuration: assembled, traced, lowered and compiled as `train` does it.
+
+    Args:
+      config: from `resolve`.
+      shape: the size of each mesh axis.
+      cluster: the target, with at least as many devices.
+      by: what compiles; None: `with_tiles`.
+
+    Raises:
+      UserError: what `assemble` refuses.
+    """
+    start = time.perf_counter()
+    with as_on_target(cluster):
+        assembly = assemble(config, shape, cluster.devices)
+        with captured() as messages:
+            traced = assembly.train_step.trace(assembly.state, assembly.batch)
+            lowered = traced.lower(lowering_platforms=(cluster.platform,))
+            compiled, outer, refusal, added = None, None, "", dict[str, Any]()
+            try:
+                compiled, added = (by or with_tiles)(lowered)
+                if assembly.outer_step is not None:
+                    joining = assembly.outer_step.trace(assembly.state)
+                    outer = joining.lower(lowering_platforms=(cluster.platform,)).compile()
+            except JaxRuntimeError as error:
+                if OUT_OF_MEMORY not in str(error):
+                    raise
+                compiled, refusal = None, str(error)
+            text, outer_text = (one.as_text() if one else None for one in (compiled, outer))
+    return Compiled(
+        assembly=assembly,
+        text=text,
+        outer_text=outer_text,
+        statistics=_of_both(compiled, outer) if compiled else None,
+        options=compiler_options(
+            cluster.devices[0].device_kind,
+            assembly.layer_bytes,
+            is_late=assembly.replicas.is_late,
+            by_chunk=assembly.reduces_chunks,
+            gathers_early=assembly.gathers_early,
+        )
+        | added,
+        added_options=added,
+        attention=attention_kernel(traced.jaxpr.jaxpr),
+        traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape), assembly.cost.shares),
+        messages=tuple(messages),
+        refusal=refusal,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def with_tiles(lowered: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns (the compiled program, the options that a second compilation added, if it took one).
+
+    Training does not need the second: on a GPU the compiler tunes its tiles.
+
+    Args:
+      lowered: a `jax.stages.Lowered`.
+
+    Raises:
+      JaxRuntimeError: what the compiler refuses for another reason, or twice.
+    """
+    try:
+        return lowered.compile(), {}
+    except JaxRuntimeError as error:
+        if NO_TILES not in str(error):
+            raise
+    return lowered.compile(compiler_options=WITHOUT_TRITON), dict(WITHOUT_TRITON)
+
+
+def _of_both(step: Any, outer: Any) -> Statistics:
+    """Returns the compiler's account of a step, with the peak of the outer step where that is larger."""
+    found = statistics(step.memory_analysis())
+    peak = statistics(outer.memory_analysis()).peak_bytes if outer else 0
+    return dataclasses.replace(found, peak_bytes=max(found.peak_bytes, peak))
+
+
+def program_of(compiled: Compiled) -> Program | None:
+    """Returns the parsed program; None if the compiler gave up."""
+    return read(compiled.text, _places_for_others, compiled.assembly.cost.shares) if compiled.text else None
+
+
+def outer_program_of(compiled: Compiled) -> Program | None:
+    """Returns the parsed program that joins groups; None without groups, or if the compiler gave up."""
+    return read(compiled.outer_text, _places_for_others) if compiled.outer_text else None
+
+
+def _places_for_others(file: str, function: str) -> bool:
+    """Returns whether a function adds constraints, runs loops or multiplies for its caller, which is the source."""
+    of_layers = (layers.weight.__qualname__, layers.gather_sequence.__qualname__)
+    return file in (placement.__file__, jaxprs.__file__, fp8.__file__) or (
+        file == layers.__file__ and function in of_layers
+    )

@@ -1,0 +1,48 @@
+"""Compiles in a thread: the terminal shows the seconds meanwhile, and Ctrl-C ends the program at once."""
+
+import concurrent.futures
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from meshtrain.errors import EXIT_INTERRUPTED
+
+Result = TypeVar("Result")
+TICK_SECONDS = 0.5
+
+
+def waiting_for(what: str, work: Callable[[], Result]) -> Result:
+    """Returns the result of `work`, or raises its exception; shows the seconds so far if stderr is a terminal.
+
+    The work runs in a thread because the compiler does not react to signals. An interrupt ends the program
+    without waiting for the thread, which loses no output: the main thread writes all files afterwards.
+    """
+    # A copy of stderr: while the compiler works, stderr itself is captured.
+    terminal = os.dup(2) if sys.stderr.isatty() else None
+    start = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        try:
+            while not future.done():
+                concurrent.futures.wait([future], TICK_SECONDS)
+                if terminal is not None:
+                    os.write(terminal, f"\r{what}: {time.perf_counter() - start:.0f} s ".encode())
+            return future.result()
+        except KeyboardInterrupt:
+            leave(terminal)
+        finally:
+            if terminal is not None:
+                os.write(terminal, b"\r\x1b[K")
+                os.close(terminal)
+
+
+def leave(terminal: int | None) -> NoReturn:
+    """Ends the process at once, with the exit code of an interrupt."""
+    if terminal is not None:
+        os.write(terminal, b"\n")
+    sys.stdout.flush()
+    assert threading.current_thread() is threading.main_thread()
+    os._exit(EXIT_INTERRUPTED)

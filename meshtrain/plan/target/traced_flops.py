@@ -1,0 +1,172 @@
+"""FLOPs of matrix products in the traced step, to be compared with those of the compiled program.
+
+FLOPs of one device: the traced shapes are global along the axes left to the partitioner, so FLOPs are divided by the
+sizes of these axes. Inside `jax.shard_map` shapes are already a device's own along the manual axes.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from meshtrain.models.attention import blockwise
+from meshtrain.plan.hlo import grouped_products
+from meshtrain.plan.hlo.flops import (
+    BACKWARD_PRODUCTS,
+    FORWARD_PRODUCTS,
+    SPLASH,
+    TRITON,
+    Window,
+    places_on_data,
+    splash_flops,
+    triton_flops,
+)
+from meshtrain.plan.hlo.parse import share_in
+from meshtrain.sharding.jaxprs import inner_jaxprs
+
+FLOATS = (jnp.bfloat16, jnp.float32)
+ATTENTION = {
+    "dot_product_attention_fwd_wrapper": FORWARD_PRODUCTS,
+    "dot_product_attention_bwd_wrapper": BACKWARD_PRODUCTS,
+}
+
+
+def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], shares: Mapping[str, float] | None = None) -> float:
+    """Returns the FLOPs of one device, as if the partitioner split all work evenly; attention kernels count in full.
+
+    Args:
+      jaxpr: of the step.
+      mesh_shape: the size of each axis.
+      shares: see `hlo.read`.
+    """
+    return _flops(jaxpr, mesh_shape, frozenset(mesh_shape), shares or {})
+
+
+def _flops(
+    jaxpr: core.Jaxpr,
+    mesh_shape: dict[str, int],
+    automatic: frozenset[str],
+    shares: Mapping[str, float],
+    above: str = "",
+) -> float:
+    """Returns the FLOPs of one device in a traced function; `above` has the scopes of the calls that it is inside."""
+    total = 0.0
+    share = math.prod(mesh_shape[axis] for axis in automatic)
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if not equation.outvars:
+            # JAX 0.10 leaves a kernel without results in the trace if its results were saved; compilers remove it.
+            continue
+        if name == "dot_general":
+            total += _product(equation) / share
+        elif name == "conv_general_dilated":
+            total += _convolution(equation) / share
+        elif name in ATTENTION:
+            total += ATTENTION[name] * _attention(equation) / share
+        elif kernel := SPLASH.match(_kernel(equation)):
+            total += splash_flops(kernel[1], *_query_and_key(equation)) / share
+        elif kernel := TRITON.match(_kernel(equation)):
+            total += triton_flops(kernel[1], *_first_two(equation)) / share
+        elif name == "pallas_call" and (kernel := grouped_products.KERNEL.search(_scopes(equation, above))):
+            total += (
+                _of_blocks(kernel[1], equation, grouped_products.used_share(_scopes(equation, above), shares)) / share
+            )
+        else:
+            inside = automatic
+            if name == "shard_map":
+                inside = automatic - frozenset(equation.params["newly_manual_axes"])
+            times = equation.params["length"] if name == "scan" else _turns(equation) if name == "while" else 1
+            scopes = _scopes(equation, above)
+            flops = [_flops(inner, mesh_shape, inside, shares, scopes) for inner in inner_jaxprs(equation)]
+            taken = share_in(str(equation.source_info.name_stack), shares) if name == "cond" else None
+            if taken is not None:
+                flops = [(1 - taken) * flops[0], taken * flops[1]]
+            total += times * sum(flops)
+    return total
+
+
+def _kernel(equation: Any) -> str:
+    """Returns the name of a Pallas kernel; '' of one without a name, and of any other operation."""
+    return (equation.params["name"] or "") if equation.primitive.name == "pallas_call" else ""
+
+
+def _scopes(equation: Any, above: str) -> str:
+    """Returns the scopes of an operation, from the outermost, and the name of a kernel."""
+    return f"{above}/{equation.source_info.name_stack}/{_kernel(equation)}"
+
+
+def _of_blocks(part: str, equation: Any, used_share: float) -> float:
+    """Returns the FLOPs of a kernel in `models/moe/grouped_matmul.py`, of blocks that have rows."""
+    arrays = [variable.aval for variable in equation.invars]
+    first, second = (array.shape for array in arrays if array.ndim >= 2)
+    result = equation.outvars[0].aval.shape
+    size = math.prod(result) * first[1] if part == "times" else second[0] * math.prod(result[1:])
+    return 2.0 * size * used_share
+
+
+def attention_kernel(jaxpr: core.Jaxpr) -> str:
+    """Returns what computes attention in a traced step: one of `model.attention`, `xla` without any other."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ATTENTION:
+            return "cudnn"
+        if SPLASH.match(_kernel(equation)):
+            return "splash"
+        if TRITON.match(_kernel(equation)):
+            return "triton"
+        if name in ("jit", "pjit") and equation.params["name"] == blockwise.TRACED_NAME:
+            return "blockwise"
+        if inside := next((kernel for kernel in map(attention_kernel, inner_jaxprs(equation)) if kernel != "xla"), ""):
+            return inside
+    return "xla"
+
+
+def _turns(equation: Any) -> int:
+    """Returns how often a loop that counts from 0 to a constant runs; 1 for any other `while`."""
+    closed = equation.params["cond_jaxpr"]
+    tests, bound = closed.jaxpr.eqns, None
+    if len(tests) == 1 and tests[0].primitive.name == "lt" and isinstance(tests[0].invars[1], core.Literal):
+        bound = int(tests[0].invars[1].val)
+    return bound or 1
+
+
+def _product(equation: Any) -> float:
+    ((contracted, _), _) = equation.params["dimension_numbers"]
+    left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return 2.0 * math.prod(result) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution(equation: Any) -> float:
+    """Returns 2 x result x input features x the window's positions that hold data, as `flops.convolution_flops`."""
+    given, numbers = equation.params, equation.params["dimension_numbers"]
+    left, right = (variable.aval.shape for variable in equation.invars)
+    result = equation.outvars[0].aval.shape
+    places = 1
+    for dim, stride in enumerate(given["window_strides"]):
+        # A spec is (batch or output features, features or input features, the dims of the window).
+        of_left, of_window, of_result = (
+            spec[2 + dim] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+        )
+        low, dilations = given["padding"][dim][0], (given["lhs_dilation"][dim], given["rhs_dilation"][dim])
+        window = Window(right[of_window], stride, low, *dilations)
+        places *= places_on_data(left[of_left], result[of_result], window)
+    outer = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
+    return 2.0 * outer * right[numbers.rhs_spec[1]] * places / given["batch_group_count"]
+
+
+def _first_two(equation: Any) -> list[tuple[int, ...]]:
+    """Returns the dims of an operation's first two arrays."""
+    return [variable.aval.shape for variable in equation.invars[:2]]
+
+
+def _attention(equation: Any) -> float:
+    query, key = _first_two(equation)
+    return 2.0 * math.prod(query) * key[1]
+
+
+def _query_and_key(equation: Any) -> list[tuple[int, ...]]:
+    """Returns the dims of query and key: the kernel's first arrays that are neither mask nor segment ids."""
+    arrays = [variable.aval for variable in equation.invars]
+    return [array.shape for array in arrays if array.ndim >= 3 and array.dtype in FLOATS][:2]

@@ -1,0 +1,352 @@
+"""A plan as aligned text for people, and as JSON for programs. All numbers are of one device and one step."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.launch.compiler import options_of
+from meshtrain.plan.cost.context_sizes import longest
+from meshtrain.plan.cost.lower_bound import idle_share
+from meshtrain.plan.hlo import collectives
+from meshtrain.plan.planner import Plan
+from meshtrain.plan.timing.streams import Timing, link_lines
+from meshtrain.sharding.axes import CONTEXT, DATA, PIPELINE, TENSOR
+from meshtrain.sharding.mesh import describe
+
+VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to say"}
+UNKNOWN = "not known"
+
+
+def text(plan: Plan) -> str:
+    """Returns the whole report."""
+    parts = [
+        _title(plan),
+        _memory(plan),
+        _communication(plan),
+        _outer(plan),
+        _compute(plan),
+        _time(plan),
+        _options(plan),
+    ]
+    parts.append(_findings(plan))
+    return "\n\n".join(part for part in parts if part)
+
+
+def verdict(plan: Plan) -> str:
+    """Returns whether the step fits its device, with the margin."""
+    memory = plan.memory
+    if memory.capacity_bytes is None:
+        return "whether it fits is not known: nothing is known about this device's memory"
+    if memory.margin_bytes is None:
+        return f"{VERDICTS[memory.fits]}: the compiler gave up for lack of memory"
+    side = "to spare" if memory.margin_bytes >= 0 else "too much"
+    doubt = f", give or take {_bytes(memory.uncertainty_bytes)}" if memory.uncertainty_bytes else ""
+    return f"{VERDICTS[memory.fits]}: {_bytes(abs(memory.margin_bytes))} {side}{doubt}"
+
+
+def _title(plan: Plan) -> str:
+    assembly, config = plan.compiled.assembly, plan.compiled.assembly.config
+    task, program = assembly.task, assembly.program
+    entry: Any = next(iter(task.batch.values()))
+    examples = f"{config.batch_size:,} examples"
+    if task.unit == "tokens" and len(entry.shape) == 2:
+        examples = f"{config.batch_size:,} sequences of {entry.shape[1]:,} tokens"
+    lines = [
+        f"plan         {plan.cluster.text}: {describe(assembly.mesh)}",
+        f"model        {task.parameters_text}; {examples} a step, {task.num_units:,} {task.unit}",
+        f"compiled     in {plan.compiled.seconds:.1f} s, attention {plan.compiled.attention}, "
+        f"remat {config.remat.policy}, {config.precision.policy}",
+        *([f"schedule     {program.schedule.text}"] if program else []),
+        f"memory       {verdict(plan)}",
+    ]
+    return "\n".join(lines)
+
+
+def _bytes(number: float | None) -> str:
+    return UNKNOWN if number is None else format_bytes(int(number))
+
+
+def _memory(plan: Plan) -> str:
+    memory, stats = plan.memory, plan.memory.compiler
+    rows = [
+        ("parameters", _bytes(memory.parameters_bytes), "from shardings"),
+        ("gradients", _bytes(memory.gradients_bytes), "from shardings, float32"),
+        ("optimizer", _bytes(memory.optimizer_bytes), "from shardings"),
+        *(
+            [("residual", _bytes(memory.residual_bytes), "of gradients, which reduction.name keeps")]
+            if memory.residual_bytes
+            else []
+        ),
+        ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries less gradients"),
+        ("batch", _bytes(memory.batch_bytes), "from shardings"),
+    ]
+    if stats:
+        unread = f"; the program does not read {', '.join(memory.unread)}" if memory.unread else ""
+        rows += [
+            ("arguments", _bytes(stats.arguments_bytes),
+             f"by the compiler; {_bytes(memory.arguments_expected_bytes)} from shardings{unread}"),
+            ("temporaries", _bytes(stats.temporary_bytes), "by the compiler"),
+            ("outputs", _bytes(stats.output_bytes), f"by the compiler; {_bytes(stats.alias_bytes)} in place"),
+            ("peak", _bytes(stats.peak_bytes), "by the compiler"),
+        ]  # fmt: skip
+        if stats.host_bytes:
+            rows.append(("on the host", _bytes(stats.host_bytes), "by the compiler"))
+    kept = f"of {_bytes(memory.device_bytes)}; the rest is left to runtime and allocator" if memory.device_bytes else ""
+    rows.append(("capacity", _bytes(memory.capacity_bytes), kept))
+    if (tokens := longest(plan.compiled.assembly.config, memory)) and plan.compiled.attention != "xla":
+        rows.append(
+            ("longest sequence", f"{_two_digits(tokens):,}", "tokens that would fit, if temporaries grow as they do")
+        )
+    shown = aligned(rows, ("memory", "a device", ""), "<>")
+    if not memory.buffers:
+        return shown
+    buffers = [(_bytes(buffer.num_bytes), buffer.shape, buffer.source or "-") for buffer in memory.buffers]
+    return f"{shown}\n\n" + aligned(buffers, ("largest", "array", "made in"), ">")
+
+
+def _two_digits(number: int) -> int:
+    """Returns a number with its first two digits and zeros."""
+    unit = 10 ** max(0, len(str(number)) - 2)
+    return number // unit * unit
+
+
+def _communication(plan: Plan) -> str:
+    if not plan.traffic:
+        return ""
+    table = _collectives(plan.traffic, "a step")
+    bounds = []
+    for axis, least in plan.minimum.items():
+        sent = sent_along(plan, axis)
+        formula = f"; the executor's formula: {_bytes(plan.executor_bytes)}" if axis == "pipeline" else ""
+        bounds.append((axis, _bytes(sent), _bytes(least), f"{sent / least:.3f}{formula}" if least else "-"))
+    shape = plan.compiled.assembly.mesh.shape
+    bounds += [
+        (axis, _bytes(sent_along(plan, axis)), UNKNOWN, "-")
+        for axis in (PIPELINE, CONTEXT, TENSOR)
+        if shape[axis] > 1 and axis not in plan.minimum
+    ]
+    parts = [table, aligned(bounds, ("axis", "on the wire", "least", "ratio"), "<>>")]
+    if working := working_ratios(plan):
+        parts.append(
+            "sent on rows that work / least: "
+            + ", ".join(f"{axis} {ratio:.3f}" for axis, ratio in working.items())
+            + "\nidle rows send "
+            + ", ".join(f"{idle / sent_along(plan, axis):.1%} of {axis}" for axis, idle in plan.idle_bytes.items())
+        )
+    if layers := plan.layer_gradients:
+        by = "the backward loop" if plan.compiled.assembly.program is None else "later rows"
+        hidden = f"{layers.overlapped_fraction:.0%} hidden by {by}"
+        parts.append(f"gradients of stacked layers: {_bytes(layers.wire_bytes)} over data, {hidden}")
+    return "\n\n".join(parts)
+
+
+def _collectives(traffic: Sequence[collectives.Traffic], when: str) -> str:
+    rows = [
+        (
+            row.axis,
+            row.kind,
+            f"{row.count:,}",
+            _bytes(row.logical_bytes),
+            _bytes(row.wire_bytes),
+            f"{row.asynchronous_fraction:.0%}",
+            f"{row.overlapped_fraction:.0%}",
+            row.sources[0] if row.sources else "-",
+        )
+        for row in traffic
+    ]
+    header = ("axis", "collective", when, "whole", "on the wire", "async", "hidden", "mostly from")
+    return aligned(rows, header, "<<>>>>>")
+
+
+def _outer(plan: Plan) -> str:
+    """Returns what the program sends that joins groups, and how long it takes; an empty text without groups."""
+    if plan.outer is None:
+        return ""
+    outer, when = plan.outer, f"every {plan.outer.period} steps"
+    sent = collectives.sent_along(outer.traffic, DATA)
+    rows = [
+        (when, _bytes(sent), _bytes(outer.minimum_bytes)),
+        ("a step", _bytes(sent / outer.period), _bytes(outer.minimum_bytes / outer.period)),
+    ]
+    parts = [_collectives(outer.traffic, when)] if outer.traffic else []
+    parts.append(aligned(rows, ("groups are joined", "on the wire of data", "least"), "<>>"))
+    if outer.timing:
+        seconds = f"{step_interval(outer.timing)} {when}, which is not in the step below"
+        parts.append(aligned([("outer step", seconds, "modelled")], ("time", "an outer step", "")))
+    return "\n\n".join(parts)
+
+
+def interval(numbers: tuple[float, float, float], form: str, unit: str = "") -> str:
+    """Returns (low, middle, high) as text; `form` is how each number is written, `unit` stands after each."""
+    low, middle, high = (f"{number:{form}}" for number in numbers)
+    return f"{low} to {high}{unit}, middle {middle}{unit}"
+
+
+def step_interval(timing: Timing) -> str:
+    """Returns the modelled seconds of a step."""
+    return interval((timing.low_seconds, timing.step_seconds, timing.high_seconds), ".3g", " s")
+
+
+def working_ratios(plan: Plan) -> dict[str, float]:
+    """Returns axis -> what a pipeline's rows that work send, over the least; no entry where idle rows send nothing."""
+    return {
+        axis: (sent_along(plan, axis) - idle) / plan.minimum[axis]
+        for axis, idle in plan.idle_bytes.items()
+        if plan.minimum[axis] and sent_along(plan, axis)
+    }
+
+
+def sent_along(plan: Plan, axis: str) -> float:
+    """Returns the bytes on the wire along `axis`, an entry of `Plan.minimum`."""
+    return collectives.sent_along(plan.traffic, axis)
+
+
+def _compute(plan: Plan) -> str:
+    if plan.work is None:
+        return ""
+    rows = [
+        ("compiled", f"{plan.work.total:.4g}", "matrix products; of causal attention kernels what they do not skip")
+    ]
+    rows.append(("traced", f"{plan.compiled.traced_flops:.4g}", "before the compiler, attention kernels in full"))
+    if plan.model_flops:
+        causal, full = plan.model_flops
+        if causal == full:
+            rows.append(("model", f"{full:.4g}", "as the task states them"))
+        else:
+            rows.append(("model, causal", f"{causal:.4g}", "6 N and causal attention"))
+            rows.append(("model, full", f"{full:.4g}", "6 N and full attention"))
+    if plan.recomputed_share is not None:
+        what = "computed again or on idle rows" if plan.compiled.assembly.program else "computed again"
+        rows.append(("more than the model", f"{max(0.0, plan.recomputed_share):.1%}", f"of the compiled work: {what}"))
+    return aligned(rows, ("FLOPs", "a device", ""), "<>")
+
+
+def _time(plan: Plan) -> str:
+    timing, accelerator, task = plan.timing, plan.cluster.accelerator, plan.compiled.assembly.task
+    if timing is None or accelerator is None:
+        return ""
+    units = task.num_units
+    rates = units / timing.high_seconds, units / timing.step_seconds, units / timing.low_seconds
+    rows = [("step", step_interval(timing)), (f"{task.unit}/s", interval(rates, ",.0f"))]
+    if plan.mfu:
+        rows.append(("MFU", f"{interval(plan.mfu, '.0%')}, full attention counted"))
+    rows += [
+        ("computing alone", f"{timing.compute_seconds * timing.factor:.3g} s"),
+        ("sending alone", f"{timing.wire_seconds * timing.factor:.3g} s"),
+    ]
+    if plan.compiled.assembly.program is not None:
+        idle = idle_share(plan.compiled.assembly)
+        rows.append(("bubble", f"{idle:.1%} of the rows idle on a stage; it is in the step"))
+    how = f"calibrated: measured is {timing.factor:.2f} of the bare model" if timing.factor != 1 else "no step measured"
+    marked = [(name, value, "modelled") for name, value in rows]
+    ends = timing.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
+    lines = [f"assumed: {line}" for line in [*timing.assumptions.lines(accelerator), ends, how]] + link_lines(
+        timing.links
+    )
+    return "\n".join([aligned(marked, ("time", "a step", "")), *(f"  {line}" for line in lines)])
+
+
+def _options(plan: Plan) -> str:
+    assembly = plan.compiled.assembly
+    options = options_of(
+        plan.cluster.devices[0].device_kind,
+        assembly.layer_bytes,
+        is_late=assembly.replicas.is_late,
+        by_chunk=assembly.reduces_chunks,
+        gathers_early=assembly.gathers_early,
+    )
+    rows = [(option.name, str(option.value), option.reason) for option in options]
+    why = "compiled a second time: with nothing to tune on, the compiler found no tiles for a product of Triton's"
+    rows += [(name, str(value), why) for name, value in plan.compiled.added_options.items()]
+    if not rows:
+        return ""
+    return aligned(rows, ("compiler option", "value", "reason"))
+
+
+def _findings(plan: Plan) -> str:
+    if not plan.findings:
+        return "findings     none"
+    return "\n".join(["findings", *(f"  - {finding.line()}" for finding in plan.findings)])
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Returns the plan for programs: numbers in bytes, seconds and FLOPs; null means unknown."""
+    memory, stats, timing = plan.memory, plan.memory.compiler, plan.timing
+    assembly = plan.compiled.assembly
+    return {
+        "cluster": plan.cluster.text,
+        "num_devices": assembly.mesh.size,
+        "mesh": dict(assembly.mesh.shape),
+        "fits": memory.fits,
+        "memory": {
+            "arguments_bytes": stats and stats.arguments_bytes,
+            "arguments_expected_bytes": memory.arguments_expected_bytes,
+            "temporary_bytes": stats and stats.temporary_bytes,
+            "output_bytes": stats and stats.output_bytes,
+            "alias_bytes": stats and stats.alias_bytes,
+            "peak_bytes": stats and stats.peak_bytes,
+            "host_bytes": stats and stats.host_bytes,
+            "device_bytes": memory.device_bytes,
+            "capacity_bytes": memory.capacity_bytes,
+            "margin_bytes": memory.margin_bytes,
+            "uncertainty_bytes": memory.uncertainty_bytes,
+            "parameters_bytes": memory.parameters_bytes,
+            "gradients_bytes": memory.gradients_bytes,
+            "optimizer_bytes": memory.optimizer_bytes,
+            "residual_bytes": memory.residual_bytes,
+            "activations_bytes": memory.activations_bytes,
+            "batch_bytes": memory.batch_bytes,
+            "unread": list(memory.unread),
+            "longest_tokens": longest(assembly.config, memory),
+            "largest": [dataclasses.asdict(buffer) for buffer in memory.buffers],
+        },
+        "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.traffic],
+        "outer": _outer_json(plan),
+        "wire_bytes_minimum": dict(plan.minimum),
+        "wire_bytes_idle_rows": dict(plan.idle_bytes),
+        "wire_bytes_executor": plan.executor_bytes,
+        "layer_gradients": plan.layer_gradients and dataclasses.asdict(plan.layer_gradients),
+        "flops": {
+            "compiled": plan.work and plan.work.total,
+            "compiled_full_attention": plan.work and plan.work.products + plan.work.attention_full,
+            "traced": plan.compiled.traced_flops,
+            "model_causal": plan.model_flops and plan.model_flops[0],
+            "model_full": plan.model_flops and plan.model_flops[1],
+        },
+        "modelled": {
+            "step_seconds_low": timing and timing.low_seconds,
+            "step_seconds": timing and timing.step_seconds,
+            "step_seconds_high": timing and timing.high_seconds,
+            **dict(zip(("mfu_low", "mfu", "mfu_high"), plan.mfu or (None,) * 3, strict=True)),
+            "calibration_factor": timing and timing.factor,
+            "assumptions": timing and dataclasses.asdict(timing.assumptions),
+            "links": timing and _links_json(timing),
+        },
+        "compiler_options": dict(plan.compiled.options),
+        "compiler_options_added": dict(plan.compiled.added_options),
+        "attention": plan.compiled.attention,
+        "compile_seconds": plan.compiled.seconds,
+        "findings": [dataclasses.asdict(finding) for finding in plan.findings],
+    }
+
+
+def _links_json(timing: Timing) -> list[dict[str, Any]]:
+    return [
+        {"axis": axes, "kind": kind, "link": link and dataclasses.asdict(link)}
+        for (axes, kind), link in timing.links.items()
+    ]
+
+
+def _outer_json(plan: Plan) -> dict[str, Any] | None:
+    outer = plan.outer
+    if outer is None:
+        return None
+    return {
+        "period": outer.period,
+        "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in outer.traffic],
+        "wire_bytes_minimum": outer.minimum_bytes,
+        "seconds_low": outer.timing and outer.timing.low_seconds,
+        "seconds": outer.timing and outer.timing.step_seconds,
+        "seconds_high": outer.timing and outer.timing.high_seconds,
+    }

@@ -1,0 +1,432 @@
+"""How long a step takes, MODELLED: two streams walk through the scheduled program, one computes and one communicates.
+
+Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak that
+the card and their shape decide (`tile_efficiency.py`), everything else at the speed of memory, transfers at the speed
+of the slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A transfer
+overlaps the operations after its start, and its done waits for it. The program computes on a pipeline's idle rows too,
+so the bubble is in the time. The interval is two more walks: one with faster products and every asynchronous transfer
+hidden, one with slower products and no transfer hidden.
+
+The seconds of a measured step, for calibration: from a run's metrics.jsonl, or given as a number.
+"""
+
+import dataclasses
+import enum
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+
+from meshtrain.assemble import Assembly
+from meshtrain.errors import UserError
+from meshtrain.files import expanded, read_json, what_is_at
+from meshtrain.launch.hardware import Accelerator
+from meshtrain.launch.links import Link, Links, link_for
+from meshtrain.plan.hlo import grouped_products
+from meshtrain.plan.hlo.collectives import Collective, collectives
+from meshtrain.plan.hlo.flops import (
+    attention_flops,
+    convolution_flops,
+    dot_flops,
+    is_attention,
+    is_triton,
+    library_flops,
+)
+from meshtrain.plan.hlo.memory_traffic import moved_bytes
+from meshtrain.plan.hlo.parse import FUSIONS, Instruction, Program, branch_shares, trip_count
+from meshtrain.plan.hlo.shapes import dtypes
+from meshtrain.plan.target.clusters import Cluster
+from meshtrain.plan.timing.tile_efficiency import product_of, shape_share
+
+FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
+        "after-all")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumptions:
+    """The assumptions of the model, which every report prints.
+
+    Attributes:
+      product_faster, product_slower: added to and taken from the card's share of the peak, at the ends of the interval.
+      attention_efficiency: the same for attention kernels.
+      triton_efficiency: the same for JAX's kernel for GPUs, which has the instructions of FlashAttention-2; that one
+        reaches 35 % on H100s (Shah et al. 2024).
+      memory_efficiency: share of the memory's speed that everything else reaches.
+      link_efficiency: share of a link's speed that transfers reach.
+      latency_seconds: of a collective, for each doubling of its group.
+      calibrated_margin: share of the time by which the interval reaches beyond a measured step.
+      links: measured on the cluster's platform; they replace the two above for the collectives like those measured.
+    """
+
+    product_faster: float = 0.05
+    product_slower: float = 0.1
+    attention_efficiency: float = 0.6
+    triton_efficiency: float = 0.3
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.8
+    latency_seconds: float = 5e-6
+    calibrated_margin: float = 0.07
+    links: Links | None = None
+
+    def lines(self, accelerator: Accelerator) -> list[str]:
+        """Returns one line of text for each assumption but the interval's ends, without the links."""
+        shapes = ", less where tiles do not fill its units" if accelerator.num_units else ""
+        return [
+            f"large matrix products at {accelerator.product_share:.0%} of the peak{shapes}",
+            f"that share of {accelerator.name}: {accelerator.product_source}",
+            f"attention kernels at {self.attention_efficiency:.0%}, JAX's own for GPUs (triton) at "
+            f"{self.triton_efficiency:.0%}",
+            f"everything else at {self.memory_efficiency:.0%} of the memory's speed, each array read and written once",
+            f"transfers at {self.link_efficiency:.0%} of the slowest link of a ring (all-to-all: of each device's own "
+            f"links), and {self.latency_seconds * 1e6:.0f} us for each doubling of the group",
+        ]
+
+    def interval_line(self, accelerator: Accelerator, *, is_calibrated: bool) -> str:
+        """Returns one line of text that says what the ends of the interval are."""
+        if is_calibrated:
+            return f"the interval reaches {self.calibrated_margin:.0%} to both sides of the measured step"
+        fast, slow = accelerator.product_share + self.product_faster, accelerator.product_share - self.product_slower
+        return f"the interval: products at {fast:.0%}, asynchronous transfers all hidden, to {slow:.0%} and none hidden"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Modelled seconds of a step.
+
+    Attributes:
+      step_seconds: of the two streams together, times `factor`.
+      low_seconds, high_seconds: the interval around it: products faster and all transfers hidden, or slower and none.
+      compute_seconds: of the computing stream alone, without `factor`.
+      wire_seconds: of the communicating stream alone, without `factor`.
+      factor: measured over modelled seconds, 1 if nothing was measured.
+      assumptions: of the model.
+      links: (axes, kind of collective) -> its measured link, or None where nothing like it was measured; empty if no
+        links were given.
+    """
+
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    compute_seconds: float
+    wire_seconds: float
+    factor: float
+    assumptions: Assumptions
+    links: Mapping[tuple[str, str], Link | None] = dataclasses.field(default_factory=dict)
+
+
+def bandwidths(mesh: Mesh, cluster: Cluster, axes: Iterable[str]) -> dict[str, float]:
+    """Returns the bytes a second that each device can send in a ring along each of these (joined) axes.
+
+    Where a ring leaves a host, the devices of a host that are in the same group share their network adapters; on a
+    torus one axis has two of the links.
+    """
+    accelerator = cluster.accelerator
+    assert accelerator is not None
+    return {axis: _bandwidth(mesh, cluster, accelerator, axis) for axis in axes}
+
+
+def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
+    """Returns the bytes a second that each device can send in an all-to-all along an axis, or axes joined by `+`.
+
+    GPUs send what leaves their host through their own network adapters, and the rest over the links inside. On a torus
+    a piece travels n / 4 hops on average around a ring of n chips; in a ring collective each byte travels one.
+    """
+    accelerator = cluster.accelerator
+    assert accelerator is not None
+    hosts = devices_by_host(mesh, axis)
+    size = sum(hosts.values())
+    if cluster.platform == "tpu":
+        return _bandwidth(mesh, cluster, accelerator, axis) * min(1.0, 4 * (size - 1) / size**2)
+    link, network = accelerator.link_bytes_per_second, accelerator.network_bytes_per_second
+    if len(hosts) <= 1:
+        return link
+    assert network is not None
+    leaving = (size - min(hosts.values())) / (size - 1)
+    return min(network / leaving, link / (1 - leaving) if leaving < 1 else math.inf)
+
+
+def _bandwidth(mesh: Mesh, cluster: Cluster, accelerator: Accelerator, axis: str) -> float:
+    if cluster.platform == "tpu":
+        return accelerator.link_bytes_per_second * 2 / accelerator.num_links
+    hosts = devices_by_host(mesh, axis)
+    if len(hosts) <= 1:
+        return accelerator.link_bytes_per_second
+    network = accelerator.network_bytes_per_second
+    assert network is not None
+    return min(accelerator.link_bytes_per_second, network * min(hosts.values()))
+
+
+def devices_by_host(mesh: Mesh, axis: str) -> dict[int, int]:
+    """Returns host -> how many devices of the first group along an axis, or along axes joined by `+`, are on it."""
+    names = mesh.axis_names
+    chosen = [names.index(name) for name in axis.split("+") if name in names]
+    lead = np.moveaxis(mesh.devices, chosen, range(len(chosen)))
+    group = lead.reshape(-1, math.prod(lead.shape[len(chosen) :]) if chosen else 1)[:, 0]
+    hosts: dict[int, int] = {}
+    for device in group:
+        hosts[device.process_index] = hosts.setdefault(device.process_index, 0) + 1
+    return hosts
+
+
+def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) -> dict[tuple[str, str], Link | None]:
+    """Returns (axes, kind) of the collectives -> the measured link to model them with, None where there is none.
+
+    Nothing is measured along joined axes. Empty if the assumptions have no measured links.
+
+    Args:
+      found: the collectives of a program.
+      mesh: on which the program runs.
+      assumptions: of the model.
+    """
+    if assumptions.links is None:
+        return {}
+    used: dict[tuple[str, str], Link | None] = {}
+    for axes, kind in sorted({(one.axes, one.kind) for one in found}):
+        used[axes, kind] = None
+        if axes in mesh.axis_names:
+            num_hosts = len(devices_by_host(mesh, axes))
+            used[axes, kind] = link_for(assumptions.links, axes, kind, mesh.shape[axes], num_hosts)
+    return used
+
+
+def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
+    """Returns a line for each entry of `links_of`: the measured link, or that there is none."""
+    lines = []
+    for (axes, kind), link in used.items():
+        if link is None:
+            lines.append(f"assumed: {kind} along {axes}, which was not measured like this, as above")
+            continue
+        hosts = f"{link.num_hosts} hosts" if link.num_hosts > 1 else "a host"
+        speed = f"{link.latency_seconds * 1e6:.1f} us and its bytes at {link.bytes_per_second / 1e9:.3g} GB/s"
+        lines.append(f"measured: {kind} along {axes}, {link.group_size} devices on {hosts}, takes {speed}")
+    return lines
+
+
+def transfer_seconds(
+    found: Sequence[Collective], mesh: Mesh, cluster: Cluster, assumptions: Assumptions
+) -> dict[str, tuple[float, float]]:
+    """Returns the seconds of each collective, run once and alone: name -> (of its latency, of its bytes).
+
+    Args:
+      found: the collectives of a program.
+      mesh: on which the program runs.
+      cluster: of accelerators whose peaks are known.
+      assumptions: of the model.
+    """
+    speeds = bandwidths(mesh, cluster, {one.axes for one in found})
+    measured = {key: link for key, link in links_of(found, mesh, assumptions).items() if link}
+
+    def of(one: Collective) -> tuple[float, float]:
+        if (one.axes, one.kind) in measured:
+            link = measured[one.axes, one.kind]
+            return link.latency_seconds, one.wire_bytes / link.bytes_per_second
+        hops = math.log2(max(2, one.group_size))
+        exchanges = one.kind == "all-to-all"
+        speed = exchange_bandwidth(mesh, cluster, one.axes) if exchanges else speeds[one.axes]
+        return hops * assumptions.latency_seconds, one.wire_bytes / (speed * assumptions.link_efficiency)
+
+    return {one.name: of(one) for one in found}
+
+
+class Hidden(enum.Enum):
+    """Which asynchronous transfers run beside computations: those the schedule lets, all, or none."""
+
+    SCHEDULED = "scheduled"
+    ALL = "all"
+    NONE = "none"
+
+
+class Streams:
+    """Simulates the two streams of a program. The seconds of a computation are computed once and reused."""
+
+    def __init__(
+        self,
+        program: Program,
+        accelerator: Accelerator,
+        transfers: Mapping[str, float],
+        assumptions: Assumptions,
+        hidden: Hidden = Hidden.SCHEDULED,
+    ) -> None:
+        """Stores the inputs of the model; `transfers` has the seconds of each collective, by its name."""
+        self.program, self.accelerator, self.assumptions = program, accelerator, assumptions
+        self.transfers, self.hidden = transfers, hidden
+        self.seconds: dict[str, tuple[float, float, float]] = {}
+
+    def step(self) -> tuple[float, float, float]:
+        """Returns (seconds from start to end, of the computing stream, of the communicating one) of a whole step."""
+        entry = [name for name in self.program.computations if self.program.num_runs[name]][-1]
+        return self.computation(entry)
+
+    def computation(self, name: str) -> tuple[float, float, float]:
+        """Returns (seconds from start to end, of the computing stream, of the communicating one)."""
+        if name not in self.seconds:
+            self.seconds[name] = self._walk(name)
+        return self.seconds[name]
+
+    def _walk(self, name: str) -> tuple[float, float, float]:
+        body = self.program.computations[name]
+        shapes = {line.name: line.shape for line in body}
+        now = wire_free = computed = sent = 0.0
+        ends: dict[str, float] = {}
+        for line in body:
+            if line.name in self.transfers:
+                seconds = self.transfers[line.name]
+                sent += seconds
+                wire_free = max(now, wire_free) + seconds
+                is_asynchronous = line.opcode.endswith("-start") and '"is_sync":true' not in line.rest
+                if is_asynchronous and self.hidden is not Hidden.NONE:
+                    # One that is hidden wherever it stands is waited for at the end of its computation only.
+                    ends[line.name] = wire_free if self.hidden is Hidden.SCHEDULED else now
+                else:
+                    now = wire_free
+            elif line.opcode.endswith("-done"):
+                now = max([now, *(ends[operand] for operand in line.operands if operand in ends)])
+            elif line.opcode in ("while", "call", "conditional", "async-start"):
+                total, inner_computed, inner_sent = self._called(name, line)
+                now, computed, sent = now + total, computed + inner_computed, sent + inner_sent
+            elif line.opcode not in FREE:
+                seconds, inner_sent = self._work(line, shapes)
+                together = seconds + inner_sent if self.hidden is Hidden.NONE else max(seconds, inner_sent)
+                now, computed, sent = now + together, computed + seconds, sent + inner_sent
+        return max(now, wire_free), computed, sent
+
+    def _called(self, caller: str, line: Instruction) -> tuple[float, float, float]:
+        times = trip_count(self.program.computations, caller, line) if line.opcode == "while" else 1
+        shares = branch_shares(line, self.program.shares) or {
+            name: 1.0 for key in ("body", "to_apply", "calls") if (name := line.attribute(key))
+        }
+        total, computed, sent = (0.0, 0.0, 0.0)
+        for name, share in shares.items():
+            if name in self.program.computations:
+                inner = self.computation(name)
+                total, computed, sent = total + share * inner[0], computed + share * inner[1], sent + share * inner[2]
+        return times * total, times * computed, times * sent
+
+    def _work(self, line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
+        """Returns the seconds of one operation: computing, and sending where a TPU's fusion carries a transfer."""
+        body = [line]
+        inside = shapes
+        if line.opcode in FUSIONS and (called := line.attribute("calls")):
+            body = self.program.computations[called]
+            inside = {one.name: one.shape for one in body}
+        sent = sum(self.transfers[one.name] for one in body if one.name in self.transfers)
+        seconds = sum(self._product_seconds(one, inside) for one in body)
+        moved = moved_bytes(line, body, shapes) if body else 0.0
+        speed = self.accelerator.memory_bytes_per_second * self.assumptions.memory_efficiency
+        return max(seconds, moved / speed), sent
+
+    def _product_seconds(self, line: Instruction, shapes: Mapping[str, str]) -> float:
+        peak = self.accelerator.bfloat16_flops_per_second
+        if line.opcode == "custom-call" and is_attention(line):
+            assumed = self.assumptions
+            share = assumed.triton_efficiency if is_triton(line) else assumed.attention_efficiency
+            return attention_flops(line, shapes)[0] / (peak * share)
+        counts = {"dot": dot_flops, "convolution": convolution_flops}
+        if line.opcode in counts:
+            flops = counts[line.opcode](line, shapes)
+        elif line.opcode == "custom-call" and '"dot_dimension_numbers"' in line.rest:
+            flops = library_flops(line, shapes)
+        elif line.opcode == "custom-call" and grouped_products.kernel(line):
+            flops = 2.0 * math.prod(grouped_products.product(line, shapes, self.program.shares))
+        else:
+            return 0.0
+        inputs = [shapes[name] for name in line.operands if name in shapes]
+        # The owners of blocks stand before what is multiplied.
+        inputs = [shape for shape in inputs if grouped_products.kernel(line) is None or dtypes(shape)[0][0] in "bf"][:2]
+        if all("f32" in dtypes(shape) for shape in inputs) and self.accelerator.float32_flops_per_second:
+            peak = self.accelerator.float32_flops_per_second
+        if all(dtype.startswith("f8") for shape in inputs for dtype in dtypes(shape)):
+            peak = self.accelerator.float8_flops_per_second or peak
+        product = product_of(line, shapes, self.program.shares)
+        share = shape_share(product, self.accelerator.num_units) if product else 1.0
+        return flops / (peak * self.accelerator.product_share * share)
+
+
+def timing(
+    assembly: Assembly,
+    cluster: Cluster,
+    program: Program,
+    assumptions: Assumptions,
+    measured_seconds: float | None = None,
+) -> Timing:
+    """Returns the modelled time of a step.
+
+    Args:
+      assembly: the assembly that was compiled.
+      cluster: of accelerators whose peaks are known.
+      program: its scheduled program.
+      assumptions: of the model.
+      measured_seconds: of this step on such a cluster; it calibrates one factor, and narrows the interval.
+    """
+    assert cluster.accelerator is not None
+    found = collectives(program, dict(assembly.mesh.shape))
+    each = transfer_seconds(found, assembly.mesh, cluster, assumptions)
+    alone = {name: latency + bandwidth for name, (latency, bandwidth) in each.items()}
+    total, computed, sent = Streams(program, cluster.accelerator, alone, assumptions).step()
+    factor = measured_seconds / total if measured_seconds else 1.0
+    step, used = total * factor, links_of(found, assembly.mesh, assumptions)
+    margin = assumptions.calibrated_margin
+    low, high = (1 - margin) * step, (1 + margin) * step
+    if not measured_seconds:
+        low, high = _ends(program, cluster.accelerator, alone, assumptions)
+    return Timing(step, low, high, computed, sent, factor, assumptions, used)
+
+
+def _ends(
+    program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
+) -> tuple[float, float]:
+    """Returns the seconds of a step with faster products and all transfers hidden, and with slower ones and none.
+
+    Args:
+      program: scheduled.
+      accelerator: that it runs on.
+      transfers: the seconds of each collective, by its name.
+      assumptions: of the model.
+    """
+    fast, slow = (
+        dataclasses.replace(accelerator, product_share=accelerator.product_share + change)
+        for change in (assumptions.product_faster, -assumptions.product_slower)
+    )
+    return (
+        Streams(program, fast, transfers, assumptions, Hidden.ALL).step()[0],
+        Streams(program, slow, transfers, assumptions, Hidden.NONE).step()[0],
+    )
+
+
+ALLOWED = "metrics.jsonl of a run, or seconds a step such as 1.25; nearest: --calibrate=1.25"
+
+
+def measured_seconds(given: str) -> float | None:
+    """Returns the seconds of a measured step, the median over a run's log; None for an empty text.
+
+    Args:
+      given: the path of a metrics.jsonl, or a number.
+
+    Raises:
+      UserError: neither, or a log without step times.
+    """
+    if not given:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = _from_log(expanded(given))
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--calibrate: got {given}; allowed: {ALLOWED}")
+    return seconds
+
+
+def _from_log(path: Path) -> float:
+    if (what := what_is_at(path)) != "a file":
+        raise UserError(f"--calibrate: '{path}' is not a file but {what}; allowed: {ALLOWED}")
+    try:
+        rows = [read_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        times = [float(row["step_seconds"]) for row in rows if isinstance(row, dict) and row.keys() >= {"step_seconds"}]
+    except (ValueError, TypeError, OSError) as error:
+        raise UserError(f"--calibrate: '{path}' is no log of a run ({error}); allowed: {ALLOWED}") from error
+    if not times:
+        raise UserError(f"--calibrate: '{path}' has no step_seconds; allowed: {ALLOWED}")
+    return statistics.median(times)

@@ -1,0 +1,70 @@
+"""The part of `bench-collectives` that needs JAX: the mesh, the measurements, and what is printed and written."""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+import tqdm
+
+from meshtrain.cli.tables import format_bytes
+from meshtrain.errors import UserError
+from meshtrain.files import write_whole
+from meshtrain.launch import distributed, peers
+from meshtrain.launch.links import OPERATIONS
+from meshtrain.probe import job_mesh
+from meshtrain.probe.bench import bandwidth_chart, measurements
+from meshtrain.probe.bench.sweep import Sweep, room_bytes, sizes, sweep
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import describe, make_mesh, mesh_shape, num_needed
+
+
+def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: float) -> bool:
+    """Measures all collectives of a mesh, prints and writes what was found, and returns whether all values were right.
+
+    Args:
+      given: the arguments of the command line, checked.
+      ends: the smallest and the largest size in bytes.
+      limit_seconds: see `sweep`.
+
+    Raises:
+      UserError: problems of the mesh, or processes with other arguments.
+      LostPeer: another process does not answer.
+    """
+    options = job_mesh.typed(given).mesh
+    is_open = -1 in dataclasses.astuple(options)
+    devices, notes = distributed.start(num_needed(options), is_open=is_open)
+    is_main = peers.is_main_process()
+    facts = {"mesh": dataclasses.asdict(options), "sizes": list(ends), "limit": limit_seconds}
+    peers.refuse_differences("arguments", facts)
+    simulated = devices[0].platform == "cpu"
+    mesh = make_mesh(mesh_shape(options, len(devices), simulated=simulated, num_processes=peers.count()), devices)
+    along = [axis for axis in AXES if mesh.shape[axis] > 1]
+    if not along:
+        raise UserError(
+            "mesh: got one device, which has nobody to send to; allowed: an axis of at least 2; nearest: "
+            f"--config.mesh.{AXES[0]}=-1 on several devices"
+        )
+    all_bytes = sizes(ends[0], max(ends[0], min(ends[1], room_bytes(mesh))))
+    num_machines = peers.num_machines()
+    if is_main:
+        room = "" if all_bytes == sizes(*ends) else "; a device has no room for larger ones"
+        lines = [f"mesh         {describe(mesh, num_machines)}", *(f"note         {note}" for note in notes)]
+        lines.append(f"sizes        {format_bytes(all_bytes[0])} to {format_bytes(all_bytes[-1])}{room}")
+        print("\n".join(lines), flush=True)
+    total = len(along) * len(OPERATIONS) * len(all_bytes)
+    with tqdm.tqdm(total=total, disable=None if is_main else True, unit="size", file=sys.stderr) as bar:
+        found = sweep(mesh, all_bytes, limit_seconds, tell=lambda _: bar.update())
+    if is_main:
+        print(f"\n{measurements.text(found)}")
+        _write(found, given)
+    return not any(row.wrong for row in found.rows)
+
+
+def _write(found: Sweep, given: argparse.Namespace) -> None:
+    if given.json:
+        write_whole(given.json, json.dumps(measurements.json_of(found), indent=2) + "\n")
+        print(f"written      {given.json}")
+    if given.out:
+        bandwidth_chart.draw(found, given.out)
+        print(f"written      {given.out}")

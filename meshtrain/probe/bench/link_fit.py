@@ -1,0 +1,74 @@
+"""Latency and bandwidth of a link, fitted to the times of collectives of several sizes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshtrain.cli.tables import format_bytes
+from meshtrain.launch.links import Link
+from meshtrain.probe.bench.timed import BUSY_SPREAD, Timed
+
+LEAST_SIZES = 3
+MOST_ERROR = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """The line through the times of one operation along one axis, or why there is none.
+
+    Attributes:
+      axis: of the mesh.
+      operation: one of `links.OPERATIONS`.
+      link: the fitted latency and bandwidth; None where the times allow none.
+      error: the median of |fitted - measured| / measured; None without a line.
+      why_not: the reason why there is no link; empty otherwise.
+    """
+
+    axis: str
+    operation: str
+    link: Link | None
+    error: float | None
+    why_not: str
+
+
+def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
+    """Fits seconds = latency + wire bytes / bandwidth by least squares of the relative errors.
+
+    Absolute errors would let the largest size decide alone. There is no fit where a value was wrong, where the spread
+    of a size says that the machine was busy, or where the times do not lie near a line that rises.
+
+    Args:
+      rows: of one operation along one axis, a size each; at least one.
+      num_hosts: over which the devices of a group are spread.
+    """
+    axis, operation = rows[0].axis, rows[0].operation
+    if why_not := _unusable(rows):
+        return Fit(axis, operation, None, None, why_not)
+    seconds = np.array([row.fastest_seconds for row in rows])
+    wire_bytes = np.array([row.wire_bytes for row in rows])
+    scale = wire_bytes.max()  # without it one column is 1e9 times the other
+    matrix = np.stack([1 / seconds, wire_bytes / scale / seconds], axis=1)
+    (latency, rise), *_ = np.linalg.lstsq(matrix, np.ones(len(rows)))
+    error = float(np.median(np.abs((latency + rise * wire_bytes / scale) / seconds - 1)))
+    if latency < 0 or rise <= 0 or error > MOST_ERROR:
+        nearest = f"the nearest has a latency of {latency * 1e6:.1f} us, and a GB takes {rise / scale * 1e9:.3g} s"
+        return Fit(axis, operation, None, error, f"the times do not rise with the bytes along a line; {nearest}")
+    link = Link(axis, operation, rows[0].group_size, num_hosts, float(latency), float(scale / rise))
+    return Fit(axis, operation, link, error, "")
+
+
+def _unusable(rows: Sequence[Timed]) -> str:
+    """Returns why the times of these sizes are not to be fitted, or an empty string."""
+    if any(row.wrong for row in rows):
+        return "its values are wrong"
+    busy = [row for row in rows if row.is_busy]
+    if busy:
+        worst = max(busy, key=lambda row: row.spread)
+        return (
+            f"the machine was busy: at {len(busy)} of {len(rows)} sizes the median round took more than {BUSY_SPREAD} "
+            f"times the fastest, {worst.spread:.2f} times at {format_bytes(worst.num_bytes)}"
+        )
+    if len(rows) < LEAST_SIZES:
+        return f"a line takes {LEAST_SIZES} sizes, and {len(rows)} were measured"
+    return ""

@@ -1,0 +1,137 @@
+"""All collectives along all axes of a mesh, for sizes from small to as large as fits."""
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from meshtrain.launch import peers
+from meshtrain.launch.links import OPERATIONS
+from meshtrain.probe.bench.link_fit import Fit, fit
+from meshtrain.probe.bench.timed import NUM_ROUNDS, Timed, repeats, timed
+
+GROWTH = 4  # from one size to the next
+# Of the largest array on a device: input, first and last result, the loop's own, a gather's or an exchange's.
+_COPIES = 8
+_UNKNOWN_BYTES = 2**32
+Measure = Callable[[Mesh, str, str, int], Timed]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """All measurements of one mesh.
+
+    Attributes:
+      platform: `jax.Device.device_kind`.
+      shape: the size of each axis.
+      num_processes: of the mesh.
+      num_hosts: on which these run.
+      sizes: that were asked for, in bytes; the largest ones of an operation may have been left out.
+      rows: an entry for each axis, operation and size.
+      fits: an entry for each axis and operation.
+    """
+
+    platform: str
+    shape: dict[str, int]
+    num_processes: int
+    num_hosts: int
+    sizes: tuple[int, ...]
+    rows: tuple[Timed, ...]
+    fits: tuple[Fit, ...]
+
+
+def sizes(smallest_bytes: int, largest_bytes: int) -> list[int]:
+    """Returns the sizes to measure, each four times the one before.
+
+    >>> sizes(1024, 70000)
+    [1024, 4096, 16384, 65536]
+    """
+    found = [smallest_bytes]
+    while found[-1] * GROWTH <= largest_bytes:
+        found.append(found[-1] * GROWTH)
+    return found
+
+
+def room_bytes(mesh: Mesh) -> int:
+    """Returns the largest array that each device can be given, by the free memory of the fullest one.
+
+    Simulated devices share half of their host's memory. All processes call it, and get the same number.
+    """
+    own = [device for device in mesh.devices.flat if device.process_index == peers.index()]
+    if own[0].platform == "cpu":
+        num_neighbours = peers.gathered("host", socket.gethostname()).count(socket.gethostname())
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (num_neighbours * len(own))
+    else:
+        free = min(_free_bytes(device) for device in own)
+    return int(min(peers.gathered("room", free)) // _COPIES)
+
+
+def _free_bytes(device: jax.Device) -> int:
+    used = device.memory_stats()
+    if used is None:  # some allocators say nothing
+        return _UNKNOWN_BYTES
+    return int(used["bytes_limit"] - used["bytes_in_use"])
+
+
+def sweep(
+    mesh: Mesh,
+    all_bytes: Sequence[int],
+    limit_seconds: float,
+    *,
+    measure: Measure = timed,
+    tell: Callable[[Timed], object] = lambda _: None,
+) -> Sweep:
+    """Measures every operation along every axis with at least two devices; all processes of the mesh call it.
+
+    Args:
+      mesh: of the devices.
+      all_bytes: the sizes of a device's array, rising.
+      limit_seconds: an operation's larger sizes are left out if the next one would take longer; see
+        `expected_seconds`.
+      measure: measures one collective.
+      tell: called with each measurement.
+
+    Raises:
+      LostPeer: another process does not answer.
+    """
+    hosts = peers.gathered("hosts", socket.gethostname())
+    rows, fits = list[Timed](), list[Fit]()
+    for axis in (name for name, size in mesh.shape.items() if size > 1):
+        num_hosts = hosts_along(mesh, axis, hosts)
+        for operation in OPERATIONS:
+            found = list[Timed]()
+            for num_bytes in all_bytes:
+                if found and expected_seconds(found, num_bytes) > limit_seconds:
+                    break
+                found.append(measure(mesh, axis, operation, num_bytes))
+                tell(found[-1])
+            rows += found
+            fits.append(fit(found, num_hosts))
+    platform = mesh.devices.flat[0].device_kind
+    shape = {axis: int(size) for axis, size in mesh.shape.items()}
+    return Sweep(platform, shape, peers.count(), len(set(hosts)), tuple(all_bytes), tuple(rows), tuple(fits))
+
+
+def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:
+    """Returns how long all rounds of a larger size would take, by the line through the last two sizes.
+
+    It depends on what all processes know, so that all of them leave the same sizes out.
+
+    Args:
+      found: the sizes measured so far, at least one; by a single one, time does not grow.
+      num_bytes: of the next size.
+    """
+    last, before = found[-1], found[max(0, len(found) - 2)]
+    grown = max(0.0, last.fastest_seconds - before.fastest_seconds) / max(1, last.num_bytes - before.num_bytes)
+    each = last.fastest_seconds + grown * (num_bytes - last.num_bytes)
+    return each * repeats(num_bytes) * (1 + NUM_ROUNDS)
+
+
+def hosts_along(mesh: Mesh, axis: str, hosts: Sequence[str]) -> int:
+    """Returns over how many hosts the devices of a group along an axis are spread; of several groups the most."""
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    return max(len({hosts[device.process_index] for device in group}) for group in groups)

@@ -1,0 +1,186 @@
+"""The time and the value of one collective along one axis of a mesh.
+
+A collective runs several times inside one compiled program, each time on the result of the one before, so that XLA can
+neither leave one out nor merge two. The first result is compared with numpy: it comes from the program that is timed.
+A round is one run of that program; the fastest round counts, because everything else that a machine does adds to it.
+Nothing is subtracted: a round's dispatch is in the time, divided by the repeats.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.launch import peers
+from meshtrain.launch.links import wire_share
+from meshtrain.probe.bench.operations import base, expected, operation, shift
+
+NUM_ROUNDS = 7
+BUSY_SPREAD = 1.5  # of the median round over the fastest
+_MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # all odd: a first one, and then pairs
+# These have a result in another buffer than their input. Two of them in the body of a loop end in the first buffer;
+# with one of them each round would copy the array. The others compute in place.
+_IN_PAIRS = ("all-to-all", "collective-permute")
+_ITEM_BYTES = 4  # float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """The measurements of one collective of one size.
+
+    Attributes:
+      axis: of the mesh.
+      operation: one of `links.OPERATIONS`.
+      group_size: devices along the axis.
+      num_bytes: S of nccl-tests: of the larger of a device's input and output.
+      seconds: of one collective, for each round; of the slowest process.
+      wrong: a line for each process that has a wrong value; none where all are right.
+    """
+
+    axis: str
+    operation: str
+    group_size: int
+    num_bytes: int
+    seconds: tuple[float, ...]
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def fastest_seconds(self) -> float:
+        """The fastest round."""
+        return min(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """The median round over the fastest: 1 on an idle machine."""
+        return statistics.median(self.seconds) / self.fastest_seconds
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the spread says that the machine did something else, so that the time means little."""
+        return self.spread > BUSY_SPREAD
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one device sends in a ring; see `links.wire_share`."""
+        return self.num_bytes * wire_share(self.operation, self.group_size)
+
+    @property
+    def algorithm_bytes_per_second(self) -> float:
+        """S over seconds: algbw of nccl-tests."""
+        return self.num_bytes / self.fastest_seconds
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """Wire bytes over seconds: busbw of nccl-tests, comparable with a link's speed whatever the group's size."""
+        return self.wire_bytes / self.fastest_seconds
+
+
+def timed(
+    mesh: Mesh,
+    axis: str,
+    name: str,
+    num_bytes: int,
+    *,
+    num_rounds: int = NUM_ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timed:
+    """Measures one collective in all groups along one axis at once; all processes of the mesh call it.
+
+    Args:
+      mesh: of these devices; the groups along the axis work at the same time, as they do in a step.
+      axis: one with at least two devices.
+      name: one of `links.OPERATIONS`.
+      num_bytes: of a device's array; rounded up until it divides among the devices of the axis.
+      num_rounds: how often the program runs after its first time, which compiles it.
+      clock: in seconds; asked before and after each round.
+
+    Raises:
+      LostPeer: another process does not answer.
+    """
+    size = mesh.shape[axis]
+    num_elements = -(-num_bytes // (_ITEM_BYTES * size)) * size
+    num_repeats = repeats(num_elements * _ITEM_BYTES)
+    x = inputs(mesh, num_elements)
+    run = program(mesh, axis, name, num_repeats)
+    wrong = difference(mesh, axis, name, jax.block_until_ready(run(x))[0])
+    own = []
+    for _ in range(num_rounds):
+        start = clock()
+        jax.block_until_ready(run(x))
+        own.append((clock() - start) / num_repeats)
+    said = peers.gathered("probe", {"seconds": own, "wrong": wrong})
+    slowest = tuple(max(each) for each in zip(*(one["seconds"] for one in said), strict=True))
+    lines = tuple(f"process {index}: {one['wrong']}" for index, one in enumerate(said) if one["wrong"])
+    return Timed(axis, name, size, num_elements * _ITEM_BYTES, slowest, lines)
+
+
+def repeats(num_bytes: int) -> int:
+    """Returns how often a collective runs in one program: often if it is small, so that the dispatch hardly counts."""
+    return max(_LEAST_REPEATS, min(_MOST_REPEATS, _REPEATED_BYTES // num_bytes | 1))
+
+
+def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
+    """Returns float32 [mesh.size, E], a row on each device, in the order of the mesh: `base` and the row's `shift`."""
+    common = base(num_elements)
+
+    def row(index: Any) -> np.ndarray:
+        return (common + np.float32(shift(_row(index))))[None]
+
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_callback((mesh.size, num_elements), sharding, row)
+
+
+def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> Any:
+    """Returns the compiled function [mesh.size, E] -> (after the first collective, after the last of an odd number).
+
+    Sums grow with each repeat, to infinity at last, which takes no longer than other numbers.
+    """
+    function = operation(name, axis, mesh.shape[axis], mesh.devices.flat[0].platform)
+
+    in_pairs = name in _IN_PAIRS
+
+    def several(_: jax.Array, x: jax.Array) -> jax.Array:
+        return function(function(x)) if in_pairs else function(x)
+
+    def many(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first = function(rows[0])
+        last = lax.fori_loop(0, (num_repeats - 1) // (1 + in_pairs), several, first)
+        return first[None], last[None]
+
+    spec = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(many, mesh=mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False))
+
+
+def difference(mesh: Mesh, axis: str, name: str, result: jax.Array) -> str:
+    """Returns one line about the first wrong element on this process' devices, or an empty string.
+
+    Args:
+      mesh: of the devices.
+      axis: along which the collective ran.
+      name: one of `links.OPERATIONS`.
+      result: float32 [mesh.size, E], after one collective on `inputs`.
+    """
+    common, places = base(result.shape[1]), np.arange(mesh.size).reshape(mesh.devices.shape)
+    along = mesh.axis_names.index(axis)
+    for part in result.addressable_shards:
+        where: list[Any] = [int(at) for at in np.unravel_index(_row(part.index), places.shape)]
+        mine = where[along]
+        where[along] = slice(None)
+        group = places[tuple(where)]
+        wanted, got = expected(name, common, [int(row) for row in group], mine), np.asarray(part.data)[0]
+        if wrong := np.flatnonzero(wanted != got).tolist():
+            return (
+                f"{name} on {axis}: device {part.device.id}, {mine} of its group, has {len(wrong)} of {got.size} "
+                f"elements wrong; element {wrong[0]} is {got[wrong[0]]}, and {wanted[wrong[0]]} is right"
+            )
+    return ""
+
+
+def _row(index: Any) -> int:
+    return int(index[0].start or 0)

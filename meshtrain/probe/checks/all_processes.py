@@ -1,0 +1,244 @@
+"""Checks of the processes together. Each is a function of what every process has said; none imports JAX.
+
+A test plants a fault by calling a check with other facts or other times.
+"""
+
+import collections
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.rendezvous import Occupied, Refused, Unreachable
+from meshtrain.probe.checks.verdicts import Finding, error, named, ok, warning
+
+_CLOCK_SECONDS = 1.0
+_SLOW = 2.0  # times the median: hosts of one kind differ by less
+_VISIBLE_SECONDS = 1.0
+# What JAX, XLA and NCCL read, and what of that belongs to one process or changes nothing.
+_COMPARED = ("NCCL_", "XLA_FLAGS", "JAX_", "LIBTPU_INIT_ARGS", "CUDA_DEVICE_ORDER")
+_OWN = (
+    "JAX_PROCESS_ID",
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_COORDINATOR_BIND_ADDRESS",
+    "JAX_LOCAL_DEVICE_IDS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_DEBUG",
+    "NCCL_DEBUG_FILE",
+    "NCCL_HOSTID",
+)
+
+
+NOT_RUN = warning("collectives", "not run", "mend the errors, and start the doctor again")
+_START_ONCE = "start each process once, with its own number"
+
+
+def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str], seconds: float) -> list[Finding]:
+    """Checks who has come.
+
+    Args:
+      meeting: where the processes meet.
+      hosts: process -> its machine, of those that have registered.
+      refused: a line for each process that was refused.
+      seconds: how long process 0 has waited.
+    """
+    found = [error("registered", line, _START_ONCE) for line in refused]
+    missing = sorted(set(range(meeting.num_processes)) - set(hosts))
+    if missing:
+        names = {process: meeting.names[process] for process in missing} if meeting.names else {}
+        seen = f"{named(missing, names)} of {meeting.num_processes} did not register in {seconds:.0f} s"
+        fix = f"see what it has printed on its machine; can that one reach {meeting.address}?"
+        return [*found, error("registered", seen, fix)]
+    machines = len(set(hosts.values()))
+    return found or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
+
+
+def cut_off(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
+    """Returns what a process says that cannot register at process 0, or cannot be it."""
+    if isinstance(reason, Refused):
+        return error("registered", str(reason), _START_ONCE)
+    if isinstance(reason, Occupied):
+        fix = "end the program that has it (ss -ltnp shows it), or another port in JAX_COORDINATOR_ADDRESS"
+        fix = f"{fix}; or its own number in JAX_PROCESS_ID, if another process 0 has it"
+        return error("port", f"{meeting.port}: {reason}", fix)
+    if is_this_machine:
+        seen = f"{reason}, and this address is this machine itself"
+        return error("port", seen, "the address of process 0's machine in the network")
+    fix = f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and those that NCCL takes"
+    return error("port", str(reason), fix)
+
+
+def same(
+    check: str,
+    facts: Mapping[int, Mapping[str, str]],
+    fix: str,
+    made: Callable[[str, str, str, int], Finding] = error,
+) -> list[Finding]:
+    """Checks that values are the same in every process. Those that differ from most are named; without any, nothing is.
+
+    Args:
+      check: its name.
+      facts: process -> name -> value.
+      fix: what to do about a difference.
+      made: `error` or `warning`.
+    """
+    found = []
+    names = sorted({name for own in facts.values() for name in own})
+    for name in names:
+        values = {process: own[name] if name in own else "not set" for process, own in facts.items()}
+        most, _ = collections.Counter(values.values()).most_common(1)[0]
+        other = next(process for process, value in values.items() if value == most)
+        for process, value in values.items():
+            if value != most:
+                seen = f"{name} is {value}, and {most} in process {other}"
+                found.append(made(check, seen, fix, process))
+    return found or [ok(check, f"the same {len(names)} values in all")] * (len(facts) > 1 and bool(names))
+
+
+def compared(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that have to be the same in every process."""
+    return {name: value for name, value in environ.items() if name.startswith(_COMPARED) and name not in _OWN}
+
+
+def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[Finding]:
+    """Checks that clocks agree to a second.
+
+    A process reads its clock between the answers to the round before and to its own. The fastest round says most
+    (Cristian 1989).
+
+    Args:
+      times: of process 0, in seconds: before the first round and after each.
+      said: of each round, process -> what its clock says, in seconds.
+    """
+    rounds = list(zip(times, said[1:], times[2:], strict=False))
+    if not rounds:
+        return []
+    begun, last, ended = min(rounds, key=lambda one: one[2] - one[0])
+    middle, uncertain = (begun + ended) / 2, (ended - begun) / 2
+    offsets = {process: theirs - middle for process, theirs in last.items() if process}
+    found = []
+    for process, offset in offsets.items():
+        if abs(offset) - uncertain > _CLOCK_SECONDS:
+            where = "ahead of" if offset > 0 else "behind"
+            seen = f"its clock is {abs(offset):.1f} s {where} process 0's"
+            found.append(warning("clock", seen, "start chrony or ntpd there", process))
+    if found or not offsets:
+        return found
+    most = max(map(abs, offsets.values())) + uncertain
+    return [ok("clock", f"at most {1e3 * most:.1f} ms apart")]
+
+
+def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: int) -> list[Finding]:
+    """Checks that every process sees what every other one has written into the workdir.
+
+    Args:
+      seen: process -> (its workdir, the processes whose file it has not read there, the seconds that it has looked).
+      num_processes: that have registered.
+    """
+    found = []
+    for process, (folder, missing, _) in seen.items():
+        if others := [other for other in missing if other != process and other in seen]:
+            what = f"{folder} has no file of {named(others, {})}: it is not the same folder"
+            fix = "a workdir on a file system that all machines mount"
+            found.append(error("shared", what, fix, process))
+    slowest = max((seconds for _, _, seconds in seen.values()), default=0.0)
+    if found or num_processes == 1 or not seen:
+        return found
+    folder = seen[min(seen)][0]
+    if slowest > _VISIBLE_SECONDS:
+        what = f"files of others are visible in {folder} after {slowest:.1f} s only"
+        return [warning("shared", what, "mount it with less caching of attributes (NFS: actimeo=1)")]
+    return [ok("shared", f"{folder}: each of {num_processes} sees the files of all")]
+
+
+def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without: Sequence[int]) -> list[Finding]:
+    """Checks that JAX sees the same devices in every process.
+
+    Args:
+      counts: process -> (how many devices of its own JAX has there, their kind).
+      num_gpus: that each is to have; None: as many as most have.
+      without: processes that have GPUs, and where JAX computes on the CPU.
+    """
+    found = []
+    for process in without:
+        fix = "pip install 'meshtrain[cuda12]', and a driver that is new enough for it"
+        found.append(error("devices", "JAX computes on the CPU, though there are GPUs", fix, process))
+    (most, kind), _ = collections.Counter(counts.values()).most_common(1)[0]
+    wanted = most if num_gpus is None else num_gpus
+    for process, (count, own) in counts.items():
+        if (count, own) != (wanted, kind) and process not in without:
+            seen = f"JAX sees {count} x {own}, and {wanted} x {kind} are expected"
+            fix = "look at nvidia-smi, CUDA_VISIBLE_DEVICES and JAX_LOCAL_DEVICE_IDS there"
+            found.append(error("devices", seen, fix, process))
+    return found or [ok("devices", f"{most} x {kind} in each process")]
+
+
+def held_up(said: Mapping[int, Mapping[str, Any]], num_processes: int, limit: float) -> list[Finding]:
+    """Names the processes that hold up the others: those that refuse, fail or have ended, else those furthest behind.
+
+    Args:
+      said: process -> `refused` or `failed` (its lines), `stuck` (the number of what it waits for, what that is), or
+        what it has found.
+      num_processes: of the job; those that have said nothing have ended, or are stopped.
+      limit: seconds that each of these may take.
+    """
+    fix = "try the same on that machine alone"
+    found = [error("job", line, "", process) for process, one in said.items() if "refused" in one
+             for line in one["refused"]]  # fmt: skip
+    found += [error("collectives", line, fix, process) for process, one in said.items() if "failed" in one
+              for line in one["failed"]]  # fmt: skip
+    gone, see = "it ended, or says nothing more", "see its output, and dmesg on its machine"
+    found += [error("collectives", gone, see, process) for process in range(num_processes) if process not in said]
+    waiting = {process: one["stuck"] for process, one in said.items() if "stuck" in one}
+    if found or not waiting:
+        return found
+    first = min(number for number, _ in waiting.values())
+    for process, (number, what) in waiting.items():
+        if number == first:
+            others = "; others wait for it" if any(other > first for other, _ in waiting.values()) else ""
+            fix = "NCCL_DEBUG=INFO shows whom it cannot reach; open the ports between all machines"
+            found.append(error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix, process))
+    return found
+
+
+def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) -> list[Finding]:
+    """Checks the values of the collectives, and says their times.
+
+    Args:
+      times: axis -> (devices along it, seconds of an all-reduce of 1 MiB).
+      wrong: a line for each process with a wrong value, which names it.
+    """
+    fix = "take that machine out of the job: a link or a device changes data"
+    found = [error("values", line, fix) for line in wrong]
+    said = [f"{axis} of {size} in {1e3 * seconds:.2f} ms" for axis, (size, seconds) in times.items()]
+    return found or [ok("values", f"all-reduces of 1 MiB are right: {', '.join(said) or 'one device, none'}")]
+
+
+def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
+    """Names processes whose exchange with every partner is slow.
+
+    A ring only shows its slowest link. In pairs, a process that is well is fast with at least one partner, and a slow
+    one with none, so the fastest pair of each process counts. It is slow beyond twice the median of all, if that is
+    also more than its own times spread: a machine that was busy for a moment is not slow.
+
+    Args:
+      pairs: (process, process) -> the seconds of each round; a single pair tells nobody from the other.
+    """
+    best: dict[int, Sequence[float]] = {}
+    for pair, seconds in pairs.items():
+        for process in pair:
+            if process not in best or min(seconds) < min(best[process]):
+                best[process] = seconds
+    if not best:
+        return []
+    median = statistics.median(min(seconds) for seconds in best.values())
+    found = []
+    for process, seconds in sorted(best.items()):
+        fastest, spread = min(seconds), statistics.median(seconds) - min(seconds)
+        if fastest > _SLOW * median and fastest - median > spread:
+            seen = f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other, and {1e3 * median:.2f} ms is the median"
+            fix = "look at its network adapter and cable (ibstat, ethtool), or take the machine out of the job"
+            found.append(warning("slow", seen, fix, process))
+    only = "; one pair tells nobody from the other" if len(pairs) == 1 else ""
+    return found or [ok("slow", f"none: {1e3 * median:.2f} ms to exchange 1 MiB in pairs{only}")]

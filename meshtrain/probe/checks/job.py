@@ -1,0 +1,87 @@
+"""The part of the doctor that needs JAX: the job's configuration, what it refuses, collectives on axes and in pairs."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from meshtrain.config.config import Config, check_filled, configure
+from meshtrain.errors import UserError
+from meshtrain.launch import distributed, peers
+from meshtrain.probe import job_mesh
+from meshtrain.probe.bench.timed import timed
+from meshtrain.probe.checks.pairwise_times import timed_pairs
+from meshtrain.run import start
+from meshtrain.sharding.axes import AXES, batch_axes, storage_axes
+from meshtrain.sharding.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
+
+_NUM_BYTES = 2**20  # a device's array
+_NUM_ROUNDS = 3
+
+
+def compared(given: argparse.Namespace) -> dict[str, str]:
+    """Returns what a run compares between its processes, as text: the workdir and all fields of the configuration.
+
+    Raises:
+      UserError: what a run would refuse before JAX starts; without a file the doctor asks for less than a run.
+    """
+    facts = start.compared(_configuration(given), given.workdir.absolute())
+    return {name: repr(value) for name, value in facts.items()}
+
+
+def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> dict[str, Any]:
+    """Returns what this process has seen, as JSON holds it.
+
+    `devices` (number and kind of its own), `without_gpus` (whether JAX cannot use those that are there), `times` (axis
+    -> devices along it, seconds of an all-reduce), `wrong` (a line for each process with wrong values), `pairs`
+    (partner -> seconds of each round).
+
+    Args:
+      given: what `flags.arguments` returns. Without sizes of the mesh its first axis is across processes, and the last
+        one that splits the batch inside of each.
+      begin: told what this process begins to wait for.
+
+    Raises:
+      UserError: JAX cannot start, the mesh does not fit the devices, or a run would be refused.
+    """
+    config = _configuration(given)
+    options = config.mesh if job_mesh.names_mesh(given) else None
+    is_open = options is not None and -1 in (getattr(options, axis) for axis in AXES)
+    devices, _ = distributed.start(None if options is None else num_needed(options), is_open=is_open)
+    own = [device for device in devices if device.process_index == peers.index()]
+    shape = _shape(options, devices)
+    if given.config is not None:
+        run = given.workdir.absolute()
+        problems = check_filled(config, shape) + start.check(config, run, start.saved_step(run))
+        if problems := peers.share_problems("job", problems):
+            raise UserError(*problems)
+    mesh = make_mesh(shape, devices)
+    times, wrong = {}, list[str]()
+    for axis in [axis for axis in AXES if mesh.shape[axis] > 1]:
+        begin(f"an all-reduce on {axis}")
+        one = timed(mesh, axis, "all-reduce", _NUM_BYTES, num_rounds=_NUM_ROUNDS)
+        times[axis] = (mesh.shape[axis], one.fastest_seconds)
+        wrong += one.wrong
+    pairs: dict[int, list[float]] = {}
+    counts = [sum(device.process_index == process for device in devices) for process in range(peers.count())]
+    if peers.count() > 1 and len(set(counts)) == 1:
+        begin("an exchange in pairs")
+        pairs = timed_pairs(devices, peers.index())
+    seen = {"devices": (len(own), devices[0].device_kind), "without_gpus": distributed.leaves_gpus(devices)}
+    return {**seen, "times": times, "wrong": wrong, "pairs": pairs}
+
+
+def _configuration(given: argparse.Namespace) -> Config:
+    return job_mesh.typed(given) if given.config is None else configure(given)
+
+
+def _shape(options: MeshOptions | None, devices: list[jax.Device]) -> Mapping[str, int]:
+    if options is not None:
+        simulated = devices[0].platform == "cpu"
+        return mesh_shape(options, len(devices), simulated=simulated, num_processes=peers.count())
+    across, inside = batch_axes()[0], storage_axes()[0]
+    each, left = divmod(len(devices), peers.count())
+    if left:
+        raise UserError(f"devices: got {len(devices)} in {peers.count()} processes; allowed: as many in each")
+    return dict.fromkeys(AXES, 1) | {inside: each} | {across: peers.count()}

@@ -1,0 +1,273 @@
+"""Reads the facts about this machine that the doctor's checks judge. Imports no JAX; each read has a time limit."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from meshtrain.cli import flags
+from meshtrain.files import expanded, is_url
+from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.rendezvous import tried
+from meshtrain.probe.checks import one_machine
+from meshtrain.probe.checks.verdicts import Finding, error
+
+_PACKAGE = Path(__file__).parents[2]
+_WRITTEN_BYTES = 2**24
+_LOOK_SECONDS, _POLL_SECONDS = 5.0, 0.05
+_CACHE = "~/.cache/meshtrain/jax"
+_NET = Path("/sys/class/net")
+_UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
+_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+_ALSO_INSTALLED = ("jax-cuda", "libtpu", "nvidia-nccl", "nvidia-cudnn")  # beginnings of distributions' names
+_T = TypeVar("_T")
+
+
+def installed() -> dict[str, str | None]:
+    """Returns distribution -> version; None for one that meshtrain needs and that is missing."""
+    found = {name: _version(name) for name in ("meshtrain", *_requirements("meshtrain"), "jaxlib")}
+    others = ((each.name, each.version) for each in importlib.metadata.distributions())
+    return found | {name: version for name, version in others if name.startswith(_ALSO_INSTALLED)}
+
+
+def software() -> dict[str, str]:
+    """Returns name -> version of all that has to be the same in every process, meshtrain's own source included."""
+    own = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        own.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return {
+        "python": platform.python_version(),
+        "meshtrain's source": own.hexdigest()[:12],
+        **{name: version for name, version in installed().items() if version},
+    }
+
+
+def libraries(environ: Mapping[str, str], version: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:
+    """Returns name -> value of what may differ between processes, and rarely does on purpose."""
+    driver = re.search(r"Kernel Module\D*([\d.]+)", _text(version))
+    paths = {name: environ[name] for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if environ.get(name)}
+    return {**({"NVIDIA driver": driver[1]} if driver else {}), **paths}
+
+
+def findings(
+    meeting: Meeting | None, workdir: Path, num_gpus: int | None, environ: Mapping[str, str], limit: float
+) -> list[Finding]:
+    """Returns what all checks of this machine by itself say.
+
+    Args:
+      meeting: where the processes meet; None: this one is alone.
+      workdir: of the job.
+      num_gpus: that this process is to have; None: what the scheduler says, or as many as there are.
+      environ: of this process.
+      limit: seconds that reading a fact may take.
+    """
+    versions = installed()
+    found = [one_machine.software(versions, platform.python_version())]
+    num_hosts = 1
+    if meeting:
+        silent = (list[str](), f"no answer in {limit:.0f} s")
+        addresses, failure = within(limit, lambda: resolved(meeting, limit / 2), silent)
+        found += [one_machine.coordinator(meeting, addresses, failure), one_machine.proxy(meeting, environ)]
+        num_hosts = meeting.num_hosts or (1 if one_machine.is_loopback(addresses) else meeting.num_processes)
+    listed, failure = gpus(environ, limit)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    expected = _expected_gpus(environ) if num_gpus is None else num_gpus
+    if {"cuda", "gpu", ""} & set((environ.get("JAX_PLATFORMS") or "").split(",")) or num_gpus is not None:
+        found.append(one_machine.gpus(listed, failure, visible, expected, versions))
+    found.append(one_machine.interface(environ.get("NCCL_SOCKET_IFNAME") or "", interfaces(), num_hosts))
+    found += _folder("workdir", workdir, limit)
+    if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
+        found += _folder("cache", expanded(cache), limit)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found += [
+        one_machine.memory(*memory()),
+        one_machine.shared_memory(_size_of(Path("/dev/shm")), len(listed)),
+        one_machine.locked_memory(
+            None if locked == resource.RLIM_INFINITY else locked, any(Path("/sys/class/infiniband").glob("*"))
+        ),
+    ]
+    return found
+
+
+def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
+    """Returns what `read` returns, or `otherwise` if it fails or takes longer: a dead disk or name server blocks.
+
+    `read` goes on in its thread, which does not keep the program from ending.
+    """
+    found: list[_T] = []
+
+    def act() -> None:
+        with contextlib.suppress(OSError):
+            found.append(read())
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else otherwise
+
+
+def resolved(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
+    """Returns (the addresses of process 0's machine, "") or ([], why there are none, after so many seconds).
+
+    The name of a pod that has just started may not be known yet.
+    """
+    try:
+        found = tried(lambda: socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP), seconds)
+        return sorted({str(each[4][0]) for each in found}), ""
+    except OSError as failure:
+        return [], str(failure.strerror)
+
+
+def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
+    """Returns (the identifier of each GPU, "") or ([], why `nvidia-smi -L` does not say them); ([], "") without it."""
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return [], ""
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return [], f"no answer in {limit:.0f} s"
+    except OSError as failure:
+        return [], str(failure)
+    if done.returncode and "No devices" not in done.stdout + done.stderr:
+        return [], (done.stdout + done.stderr).strip() or f"exit code {done.returncode}"
+    return re.findall(r"^GPU \d+: .*\(UUID: ([^)]+)\)", done.stdout, re.MULTILINE), ""
+
+
+def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
+    """Returns network interface -> (it is up, it is loopback)."""
+    found = {}
+    for path in sorted(net.iterdir()) if net.is_dir() else ():
+        if text := _text(path / "flags").strip():  # bonding has a file here that is no interface
+            flags = int(text, 16)
+            is_down = _text(path / "operstate").strip() in ("down", "lowerlayerdown")
+            found[path.name] = (bool(flags & _UP) and not is_down, bool(flags & _LOOPBACK))
+    return found
+
+
+def existing(path: Path) -> Path:
+    """Returns the folder, or the nearest one above it that is there: the doctor makes none."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
+
+
+@contextlib.contextmanager
+def marked(workdir: Path, files: Mapping[int, str], process: int, limit: float) -> Iterator[Path]:
+    """Yields the folder, or the nearest one above it; there this process has its file, if any, until the block ends."""
+    folder = within(limit, lambda: existing(workdir), workdir)
+    if process in files:
+        within(limit, lambda: (folder / files[process]).touch(), None)
+    try:
+        yield folder
+    finally:
+        if process in files:
+            within(limit, lambda: (folder / files[process]).unlink(missing_ok=True), None)
+
+
+def looked(folder: Path, files: Mapping[int, str]) -> tuple[str, list[int], float]:
+    """Returns (the folder, the processes whose file is not there after 5 s, the seconds until all of them were)."""
+    start, seen = time.monotonic(), set[int]()
+
+    def look() -> None:
+        seen.update(process for process, file in files.items() if (folder / file).exists())
+
+    while len(seen) < len(files) and time.monotonic() < start + _LOOK_SECONDS:
+        within(_LOOK_SECONDS, look, None)
+        time.sleep(_POLL_SECONDS)
+    return str(folder), sorted(files.keys() - seen), time.monotonic() - start
+
+
+def write(path: Path) -> tuple[float, str]:
+    """Returns (the seconds that 16 MiB took to be on the disk of a folder, "") or (0, why they are not)."""
+    try:
+        start = time.perf_counter()
+        with tempfile.NamedTemporaryFile(dir=existing(path), prefix=".meshtrain-doctor-") as file:
+            file.write(b"\1" * _WRITTEN_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+        return time.perf_counter() - start, ""
+    except OSError as failure:
+        return 0.0, failure.strerror or str(failure)
+
+
+def memory(proc: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Returns the available and all bytes of main memory, within the limit of the container."""
+    kilobytes = {key: int(number) for key, number in re.findall(r"^(\w+):\s+(\d+) kB", _text(proc), re.MULTILINE)}
+    available, total = kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024
+    for limit_file, used_file in _CGROUPS:
+        limit, used = _text(cgroups / limit_file).strip(), _text(cgroups / used_file).strip()
+        if limit.isdecimal() and used.isdecimal() and int(limit) < total:
+            total = int(limit)
+            available = min(available, max(0, total - int(used)))
+    return available, total
+
+
+def _folder(what: str, path: Path, limit: float) -> list[Finding]:
+    dead = error(what, f"{path}: no answer in {limit:.0f} s", "a file system that answers: is its server up?")
+    refused = within(limit, lambda: flags.unwritable(path), None)  # as the job asks
+    if refused is None:
+        return [dead]
+    if what == "workdir" and refused:
+        return [error(what, line, "") for line in refused]
+    seconds, failure = within(limit, lambda: write(path), (-1.0, ""))
+    if seconds < 0:
+        return [dead]
+    folder = existing(path)
+    found = [one_machine.folder(what, str(folder), seconds, failure)]
+    if what == "workdir" and not failure:
+        free = within(limit, lambda: os.statvfs(folder), None)
+        if free is None:
+            return [dead]
+        # Some network file systems say 0 for both: they have no inodes.
+        found.append(
+            one_machine.disk(str(folder), free.f_bavail * free.f_frsize, free.f_favail if free.f_files else -1)
+        )
+    return found
+
+
+def _requirements(distribution: str) -> Sequence[str]:
+    try:
+        listed = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [re.split(r"[^\w.-]", line)[0] for line in listed if "extra ==" not in line]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _expected_gpus(environ: Mapping[str, str]) -> int | None:
+    """Returns how many GPUs Slurm gives this process, where it is the only one on its machine."""
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
+    count = environ.get("SLURM_GPUS_ON_NODE") or ""
+    return int(count) if re.fullmatch(r"1(\(x\d+\))?", tasks) and count.isdecimal() else None
+
+
+def _size_of(path: Path) -> int:
+    try:
+        free = os.statvfs(path)
+    except OSError:
+        return 0
+    return free.f_blocks * free.f_frsize
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

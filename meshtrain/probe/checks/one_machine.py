@@ -1,0 +1,209 @@
+"""Checks of one machine by itself, before any process meets another. Each is a function of facts; none imports JAX.
+
+`machine` reads the facts. A test plants a fault by calling a check with other facts.
+"""
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+
+from meshtrain.cli.tables import format_bytes
+from meshtrain.launch.cluster import Meeting
+from meshtrain.probe.checks.verdicts import Finding, error, ok, warning
+
+LEAST_BYTES = 2**30  # of disk and of memory: less cannot hold one small checkpoint, or the program
+_LEAST_SHARED_BYTES = 2**28
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+# Read by gRPC, over which JAX's processes meet.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXIES = ("no_grpc_proxy", "no_proxy")
+
+
+def software(installed: Mapping[str, str | None], python: str) -> Finding:
+    """Checks that what meshtrain needs is installed, and that JAX's parts fit each other; None: a missing one."""
+    missing = [name for name, version in installed.items() if version is None and name not in _PLUGINS]
+    if missing:
+        return error("software", f"{', '.join(missing)} is not installed", "pip install meshtrain, on this machine too")
+    jax, jaxlib = installed["jax"] or "", installed["jaxlib"] or ""
+    if _numbers(jaxlib) > _numbers(jax):
+        return error("software", f"jaxlib {jaxlib} is newer than jax {jax}", f"pip install jax=={jaxlib}")
+    for name in _PLUGINS:
+        if (version := installed.get(name)) and version != jaxlib:
+            seen = f"{name} {version} does not fit jaxlib {jaxlib}: JAX would run without GPUs"
+            return error("software", seen, f"pip install {name}=={jaxlib}")
+    return ok("software", f"Python {python}, jax {jax}, meshtrain {installed['meshtrain']}")
+
+
+def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -> Finding:
+    """Checks that the name of process 0's machine leads there, and not to this machine.
+
+    Args:
+      meeting: where the processes meet.
+      addresses: what the name resolves to on this machine.
+      failure: why it does not resolve; empty if it does.
+    """
+    if failure:
+        return error("coordinator", f"{meeting.host}: {failure}", "an IP address instead of the name, or repair DNS")
+    seen = f"{meeting.address} is {', '.join(addresses)}"
+    if not is_loopback(addresses) or not meeting.num_hosts or meeting.num_hosts == 1:
+        return ok("coordinator", seen)
+    fix = "name its address in the network; /etc/hosts may have the name as 127.0.1.1, as on Debian"
+    if meeting.index == 0:
+        return warning("coordinator", f"{seen}, this machine only, though {meeting.num_hosts} machines meet there", fix)
+    return error("coordinator", f"{seen}: this machine, and process 0 is on another one", fix)
+
+
+def is_loopback(addresses: Sequence[str]) -> bool:
+    """Returns whether all of the addresses lead to the machine itself; False without any."""
+    return bool(addresses) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
+
+
+def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
+    """Checks that the connection to process 0 does not go through a proxy, in which it would hang."""
+    used = [name for name in _PROXIES if environ.get(name)]
+    excepted = [word.strip().lstrip(".") for name in _NO_PROXIES for word in (environ.get(name) or "").split(",")]
+    if not used or any(word and (word == "*" or f".{meeting.host}".endswith(f".{word}")) for word in excepted):
+        return ok("proxy", "none")
+    return warning("proxy", f"{used[0]} is set, and gRPC uses it to reach {meeting.host}", f"no_proxy={meeting.host}")
+
+
+def gpus(
+    listed: Sequence[str], failure: str, visible: str | None, expected: int | None, installed: Mapping[str, str | None]
+) -> Finding:
+    """Checks the GPUs that JAX will see.
+
+    Args:
+      listed: the identifiers of all GPUs, by number, as `nvidia-smi -L` says them.
+      failure: why it says nothing; empty if it does, or if there is no such program.
+      visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+      expected: how many this process is to have; None: as many as there are.
+      installed: distribution -> its version, None if it is missing.
+    """
+    if failure:
+        return error(
+            "GPUs", f"nvidia-smi -L: {failure}", "restart the driver or the machine, or take it out of the job"
+        )
+    words = list(range(len(listed))) if visible is None else _until_invalid(visible)
+    for word in words:
+        if isinstance(word, int) and word >= len(listed):
+            seen = f"CUDA_VISIBLE_DEVICES={visible}, and this process has {len(listed)} GPUs, counted from 0"
+            return error("GPUs", seen, "leave CUDA_VISIBLE_DEVICES to the scheduler")
+        if isinstance(word, str) and not word.startswith("MIG-") and not any(each.startswith(word) for each in listed):
+            return error("GPUs", f"no GPU is {word} of CUDA_VISIBLE_DEVICES", "the identifiers of nvidia-smi -L")
+    if expected is not None and len(words) != expected:
+        shown = "" if visible is None else f" by CUDA_VISIBLE_DEVICES={visible}"
+        fix = "take the machine out of the job, or ask the scheduler for all of its GPUs (dmesg names one that is lost)"
+        return error("GPUs", f"{len(words)} of {len(listed)} visible{shown}, {expected} expected", fix)
+    if words and not any(installed.get(name) for name in _PLUGINS):
+        return error("GPUs", f"{len(words)} visible, but this JAX cannot use them", "pip install 'meshtrain[cuda12]'")
+    return ok("GPUs", f"{len(words)} visible")
+
+
+def _until_invalid(visible: str) -> list[int | str]:
+    """Returns the identifiers of CUDA_VISIBLE_DEVICES up to the first -1, as CUDA reads them."""
+    words = [word.strip() for word in visible.split(",")]
+    words = words[: words.index("-1")] if "-1" in words else words
+    return [int(word) if word.isdecimal() else word for word in words if word]
+
+
+def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_hosts: int) -> Finding:
+    """Checks the network interface that NCCL will take to reach other machines.
+
+    NCCL_SOCKET_IFNAME lists beginnings of names; after `^` those that it
+    leaves out, after `=` whole names (NCCL's user guide).
+
+    Args:
+      wanted: NCCL_SOCKET_IFNAME; empty if it is not set.
+      interfaces: name -> (it is up, it is loopback).
+      num_hosts: how many machines the job has.
+    """
+    others = sorted(name for name, (is_up, is_loop) in interfaces.items() if is_up and not is_loop)
+    fix = f"NCCL_SOCKET_IFNAME={others[0]}" if others else "a network interface that is up"
+    if not wanted:
+        # Without the variable NCCL takes loopback only if there is nothing else.
+        if others or num_hosts == 1:
+            return ok("interface", f"{', '.join(others) or 'loopback only'}; NCCL_SOCKET_IFNAME is not set")
+        return error("interface", f"only loopback is up, for {num_hosts} machines", fix)
+    taken = _matching(wanted, interfaces)
+    if not taken:
+        seen = f"NCCL_SOCKET_IFNAME={wanted} matches none of {', '.join(sorted(interfaces))}"
+        return error("interface", seen, fix)
+    up = [name for name in taken if interfaces[name][0]]
+    if not up:
+        return error("interface", f"NCCL_SOCKET_IFNAME={wanted}: {', '.join(taken)} is down", fix)
+    loops = [name for name in up if interfaces[name][1]]
+    if loops and num_hosts > 1:
+        fix = f"NCCL_SOCKET_IFNAME={wanted},{loops[0]}" if wanted.startswith("^") else fix
+        return error("interface", f"NCCL_SOCKET_IFNAME={wanted} takes {loops[0]}, which leaves no machine", fix)
+    return ok("interface", f"NCCL_SOCKET_IFNAME={wanted} takes {', '.join(up)}")
+
+
+def _matching(wanted: str, names: Mapping[str, object]) -> list[str]:
+    is_not = wanted.startswith("^")
+    rest = wanted.removeprefix("^")
+    is_whole = rest.startswith("=")
+    words = [word.partition(":")[0].strip() for word in rest.removeprefix("=").split(",")]
+
+    def matches(name: str) -> bool:
+        return any(name == word if is_whole else name.startswith(word) for word in words if word)
+
+    return sorted(name for name in names if matches(name) != is_not)
+
+
+def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
+    """Checks that a folder can be written; without that of compiled programs a job only starts slowly.
+
+    Args:
+      what: `workdir` or `cache`.
+      seconds: that 16 MiB took to be on its disk.
+      failure: why it cannot be written; empty if it can.
+    """
+    if not failure:
+        return ok(what, f"{path}: 16 MiB in {seconds:.2f} s")
+    if what == "cache":
+        return warning(what, f"{path}: {failure}: each start compiles again", "JAX_COMPILATION_CACHE_DIR=DIR")
+    return error(what, f"{path}: {failure}", "a folder that every process may write, or more space in it")
+
+
+def disk(path: str, free_bytes: int, free_files: int) -> Finding:
+    """Checks that a folder has space.
+
+    Args:
+      path: of the folder.
+      free_bytes: that this user may still write.
+      free_files: files that may still be made; negative where the file system has no such limit.
+    """
+    if free_bytes < LEAST_BYTES:
+        return error("disk", f"{path} has {format_bytes(free_bytes)} left", "free space, or another workdir")
+    if free_files == 0:
+        return error("disk", f"{path} has space, but no file can be made in it", "delete files: its inodes are used up")
+    return ok("disk", f"{path} has {format_bytes(free_bytes)} left")
+
+
+def memory(available_bytes: int, total_bytes: int) -> Finding:
+    """Checks that the machine, or the container, has memory left."""
+    seen = f"{format_bytes(available_bytes)} of {format_bytes(total_bytes)} available"
+    if available_bytes < LEAST_BYTES:
+        return error("memory", seen, "end other programs on this machine, or ask for more memory")
+    return ok("memory", seen)
+
+
+def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
+    """Checks /dev/shm, through which NCCL connects GPUs of one machine."""
+    seen = f"/dev/shm has {format_bytes(total_bytes)}"
+    if num_gpus > 1 and total_bytes < _LEAST_SHARED_BYTES:
+        return warning(
+            "shared memory", f"{seen}, for {num_gpus} GPUs", "docker run --shm-size=1g, or a volume at /dev/shm"
+        )
+    return ok("shared memory", seen)
+
+
+def locked_memory(limit_bytes: int | None, has_infiniband: bool) -> Finding:
+    """Checks the limit of locked memory, which InfiniBand needs for its buffers; None is no limit."""
+    if limit_bytes is None or not has_infiniband:
+        return ok("locked memory", "no limit" if limit_bytes is None else "not needed without InfiniBand")
+    return warning("locked memory", f"at most {format_bytes(limit_bytes)}, with InfiniBand", "ulimit -l unlimited")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -1,0 +1,31 @@
+"""The configuration and the mesh that a command line asks for, in the words of `train`."""
+
+import argparse
+import dataclasses
+
+from meshtrain.cli import flags
+from meshtrain.cli.config_file import load
+from meshtrain.config.config import Config, built
+from meshtrain.errors import UserError
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import MeshOptions, check
+
+
+def names_mesh(given: argparse.Namespace) -> bool:
+    """Returns whether a command line names sizes of the mesh, by itself or in a file."""
+    return given.config is not None or any(key.startswith("mesh.") for key in given.overrides)
+
+
+def typed(given: argparse.Namespace) -> Config:
+    """Returns the configuration of a command line that need not name a file, and whose rest need not fit the mesh.
+
+    A batch that does not divide is no matter here. Where no size is named, all devices are on the first axis.
+
+    Raises:
+      UserError: all problems of the file, of the overrides and of the sizes.
+    """
+    content = {} if given.config is None else load(given.config, list(flags.schema(Config())))
+    made, found = built(content, given.overrides)
+    if found := [*found, *check(made.mesh)]:
+        raise UserError(*found)
+    return made if names_mesh(given) else dataclasses.replace(made, mesh=MeshOptions(**{AXES[0]: -1}))

@@ -1,0 +1,67 @@
+"""Sums and means over examples that are evaluated."""
+
+import itertools
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshtrain.assemble import Assembly
+from meshtrain.config.config import Config
+from meshtrain.data.corpus import Corpus
+from meshtrain.data.loader import Examples, batches, sample_order
+from meshtrain.data.own_source import Data
+from meshtrain.models.metrics import logged
+from meshtrain.models.task import Params, limits
+from meshtrain.observe.run_files import EVALUATED
+from meshtrain.step.state import TrainState
+
+
+def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> dict[str, float]:
+    """Returns mean loss and metrics over the same validation sequences each time, each of them counted once."""
+    sums = summed(assembly, state.params, corpus.validation, assembly.config.num_eval_batches)
+    return {EVALUATED + name: value for name, value in means(sums).items()}
+
+
+def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> dict[str, Any]:
+    """Returns the sums of `Assembly.eval_step` over examples, each of them counted once; empty without any example.
+
+    Args:
+      assembly: the compiled functions. All calls with one assembly share one compiled step.
+      params: with the shapes and shardings of `assembly.state.params`.
+      examples: by number, in the order of `first_examples`. The last batch is padded with examples of weight 0.
+      num_batches: how many batches are counted; 0: all.
+    """
+    config = assembly.config
+    stream = batches(
+        examples,
+        batch=assembly.batch,
+        limits=limits(assembly.task),
+        seed=config.seed,
+        num_epochs=1,
+        num_threads=config.data.num_threads,
+    )
+    total = dict[str, Any]()
+    for batch in itertools.islice(stream, num_batches or None):
+        # Added up in float64: an evaluation may have millions of batches.
+        new = jax.tree.map(np.float64, jax.device_get(dict(assembly.eval_step(params, batch))))
+        total = jax.tree.map(operator.add, total, new) if total else new
+    return total
+
+
+def means(sums: dict[str, Any]) -> dict[str, float]:
+    """Returns loss and metrics of `summed`, each divided by its weight; empty where the sums are."""
+    return {name: float(logged(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
+
+
+def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:
+    """Returns which validation examples `evaluate` counts, so that a baseline can be scored on the same."""
+    return first_examples(config, len(corpus.validation), config.num_eval_batches)
+
+
+def first_examples(config: Config, num_examples: int, num_batches: int) -> list[int]:
+    """Returns which of `num_examples` examples `summed` counts in so many batches, 0 for all, in its order."""
+    order = sample_order(num_examples, seed=config.seed, num_epochs=1)
+    wanted = num_batches * config.batch_size or num_examples
+    return [order[index] for index in range(min(wanted, num_examples))]

@@ -1,0 +1,246 @@
+"""Hugging Face folders: prints a configuration file for one, imports one into a workdir, exports a run as one.
+
+python -m meshtrain hf config DIR > configs/mine.py
+python -m meshtrain hf import DIR --to=runs/mine
+python -m meshtrain hf export --workdir=runs/mine --to=DIR [--dtype=bfloat16] [--adapters]
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
+from meshtrain.cli import flags
+from meshtrain.config.config import CONFIG_FILE, Config, to_json
+from meshtrain.config.from_hugging_face import as_file
+from meshtrain.data.sources import DOCUMENTS
+from meshtrain.data.tokenizer import NUM_BYTES, file_tokenizer
+from meshtrain.errors import UserError, run
+from meshtrain.files import expanded, what_is_at, write_whole
+from meshtrain.hf import adapters, export
+from meshtrain.hf.config_export import as_json, family_of
+from meshtrain.hf.config_json import described, differences, is_decoder, is_described
+from meshtrain.launch import peers
+from meshtrain.models.moe.experts import MATRICES
+from meshtrain.run import weights
+from meshtrain.run.stored_config import configuration
+from meshtrain.run.weights import assembled
+
+ACTIONS = ("config", "import", "export")
+ORIGINAL = "hugging_face"  # the folder in an imported workdir with the files that came beside the weights
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m meshtrain hf", description="Reads and writes Hugging Face folders.", add_help=False
+    )
+    parser.add_argument(
+        "action", nargs="?", help="config prints a configuration file, import writes a workdir, export a folder"
+    )
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="for config and import: the folder")
+    parser.add_argument("--to", metavar="DIR", help="for import: the workdir; for export: the folder; new or empty")
+    parser.add_argument("--step", type=int, help="for export: of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--dtype", help="for export: float32, bfloat16 or float16 (default: the folder's own, or float32)"
+    )
+    parser.add_argument("--ignore", action="append", metavar="KEY", help="a key of config.json that is read over")
+    parser.add_argument(
+        "--adapters", action="store_true", help="for export: the adapters alone, for the package peft; otherwise merged"
+    )
+    return parser
+
+
+def _problems(arguments: argparse.Namespace) -> list[str]:
+    """Returns one line for each wrong argument."""
+    found, action, given = list[str](), arguments.action, arguments.directory
+    if action not in ACTIONS:
+        got = "nothing" if action is None else f"'{action}'"
+        found.append(f"hf: got {got}; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
+    if action == "export" and given is not None:
+        near = f"--workdir={given}" if arguments.to else f"--to={given}"
+        found.append(f"hf export: got '{given}'; allowed: --workdir=W --to=DIR; nearest: {near}")
+    if action not in ("export", None) and (given is None or not is_described(given)):
+        what = "nothing" if given is None else what_is_at(expanded(given))
+        got = "a folder without config.json of a model" if what == "a folder" else what
+        is_run = given is not None and what_is_at(expanded(given) / CHECKPOINTS) == "a folder"
+        near = f"`hf export --workdir={given} --to=DIR` makes one" if is_run else "download one"
+        found.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: {near}")
+    if action == "config" and arguments.to is not None:
+        found.append(
+            f"--to: got '{arguments.to}' with config, which prints; allowed: none; nearest: hf import DIR --to=W"
+        )
+    if action in ("import", "export"):
+        found += _target_problems(arguments.to, action, "runs/imported" if action == "import" else "models/exported")
+    if arguments.dtype is not None and (action != "export" or arguments.dtype not in export.DTYPES):
+        allowed = f"{', '.join(export.DTYPES)}, with export"
+        found.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
+    if arguments.adapters and action != "export":
+        found.append(f"--adapters: got hf {action}; allowed: with export; nearest: leave it out")
+    return found
+
+
+def _target_problems(to: str | None, action: str, near: str) -> list[str]:
+    if not to:
+        return [f"--to: got nothing; allowed: a new folder; nearest: --to={near}"]
+    target = expanded(to).absolute()
+    what = what_is_at(target)
+    if what == "a folder" and any(target.iterdir()):
+        near = f"{to.rstrip('/')}-{action}ed"
+        return [f"--to: got '{to}', which is not empty; allowed: a new folder; nearest: --to={near}"]
+    return flags.unwritable(target, "--to", near)
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    """Writes a workdir with the configuration of a folder, and its weights as the checkpoint of step 0."""
+    arguments.workdir = expanded(arguments.directory)
+    config = configuration(arguments, [], reads_data=False)
+    assembly = assembled(config, arguments.workdir, None)
+    like = assembly.kept_state.params
+    weights.refuse_other_params(arguments.workdir, like)
+    params, _ = weights.restore_params(arguments.workdir, None, like)
+    target = expanded(arguments.to).absolute()
+    extra = {"config": json.loads(to_json(config)), "versions": {"jax": jax.__version__}}
+    with Checkpoints(target / CHECKPOINTS, config.checkpoint) as checkpoints:
+        checkpoints.save(0, {"params": params}, extra)
+        checkpoints.wait()
+    if peers.is_main_process():
+        beside = target / ORIGINAL
+        beside.mkdir()
+        for name in (CONFIG_FILE, *export.COPIED):
+            if (arguments.workdir / name).is_file():
+                shutil.copyfile(arguments.workdir / name, beside / name)
+        write_whole(target / CONFIG_FILE, to_json(config))
+        print(f"{assembly.task.num_parameters:,} parameters in {Path(arguments.to)}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    """Writes a run's weights as a Hugging Face folder, or its adapters as one of the package peft."""
+    config = configuration(arguments, [], reads_data=False)
+    if found := _unlike_export(config, is_of_adapters=arguments.adapters):
+        raise UserError(*found)
+    options = config.model
+    if options.positions == "learned":
+        options = dataclasses.replace(options, max_positions=options.max_positions or config.sequence_length)
+    original = _original(config, arguments.workdir)
+    came = described(original, ignore=None) if original is not None else None
+    family = came.family if came is not None else family_of(options)
+    given = json.loads((original / CONFIG_FILE).read_text(encoding="utf-8")) if original is not None else {}
+    assembly = assembled(config, arguments.workdir, arguments.step, folds_pipeline=True)
+    if peers.count() > 1:
+        raise UserError(f"hf export: got {peers.count()} processes; allowed: 1; nearest: start one of them")
+    params, _ = weights.restore_params(arguments.workdir, arguments.step, assembly.kept_state.params)
+    target = expanded(arguments.to).absolute()
+    target.mkdir(parents=True, exist_ok=True)
+    if arguments.adapters:
+        dtype, base = arguments.dtype or "float32", _base(original)
+        num_bytes = adapters.write(target, family, options, config.lora, params, dtype, base)
+        beneath = base or f"the model of {config.init_from or 'initial weights'}"
+        print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, adapters of a {family}; beneath: {beneath}")
+        return
+    dtype = arguments.dtype or (came.dtype if came is not None and came.dtype in export.DTYPES else "float32")
+    of_text, written, end_id = _text_files(config, original)
+    num_bytes = export.write_weights(target, family, options, params, dtype, config.lora)
+    stated = as_json(options, family, dtype, config.sequence_length, end_id, given)
+    export.write_rest(target, stated, original, of_text, written)
+    print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, a {family}")
+
+
+def _unlike_export(config: Config, *, is_of_adapters: bool) -> list[str]:
+    """Returns one line for each reason why a run cannot be exported."""
+    if not is_decoder(config.model):
+        return [f"task: got {config.task}; allowed for export: decoder; nearest: the workdir of a decoder"]
+    if not is_of_adapters:
+        return []
+    if not config.lora.rank:
+        return ["--adapters: got a run without adapters, lora.rank=0; allowed: one with; nearest: leave it out"]
+    if config.optimizer.trainable:
+        return [
+            f"--adapters: got a run with optimizer.trainable={config.optimizer.trainable}, whose weights stand in no "
+            "adapter; allowed: adapters alone; nearest: leave it out"
+        ]
+    of_experts = [f"layers/experts/{name}" for name in MATRICES]
+    if config.model.num_experts and any(re.search(config.lora.targets, path) for path in of_experts):
+        return [
+            f"--adapters: got a run with adapters of experts, lora.targets='{config.lora.targets}', for which the "
+            "package peft has no modules; allowed: adapters of attention; nearest: leave it out, and they are merged"
+        ]
+    return []
+
+
+def _original(config: Config, workdir: Path) -> Path | None:
+    """Returns the folder that a run's model came from, if it is there and its config.json describes this model."""
+    came_from = expanded(config.init_from) if config.init_from else workdir
+    for folder in (workdir, workdir / ORIGINAL, came_from, came_from / ORIGINAL):
+        if is_described(folder):
+            theirs = described(folder, ignore=None).options
+            if not differences(config.model, theirs, config.sequence_length, folder):
+                return folder
+    return None
+
+
+def _base(original: Path | None) -> str | None:
+    """Returns the path of the folder beneath a run's adapters; a copy that `hf import` made has no weights."""
+    has_weights = original is not None and any(original.glob("*.safetensors"))
+    return str(original.absolute()) if original is not None and has_weights else None
+
+
+def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dict[str, str], int]:
+    """Returns the files of a run's tokenizer and chat template.
+
+    Args:
+      config: of the run.
+      original: the folder that its model came from, which is taken where the data have no tokenizer, or it is not here.
+
+    Returns:
+      The folder from which they are copied, name -> content of those that are written besides, and the id that ends a
+      document: -1 without.
+    """
+    data, size = config.data, config.model.vocab_size
+    written, what = dict[str, str](), what_is_at(data.tokenizer)
+    if what_is_at(data.chat_template) == "a file":
+        written[export.TEMPLATE_FILE] = Path(data.chat_template).read_text(encoding="utf-8")
+    if data.source not in DOCUMENTS["source"]:
+        return original, written, -1
+    if data.tokenizer == "bytes":
+        return (None, export.byte_files() | written, NUM_BYTES) if size > NUM_BYTES else (None, written, -1)
+    if what not in ("a file", "a folder"):
+        return original, written, -1
+    end_id = file_tokenizer(data.tokenizer, data.end_token).end_id
+    end_id = end_id if end_id < size else -1
+    if what == "a folder":
+        return Path(data.tokenizer), written, end_id
+    content = Path(data.tokenizer).read_text(encoding="utf-8")
+    beside = Path(data.tokenizer).parent
+    return beside if beside == original else None, {export.TOKENIZER_FILE: content, **written}, end_id
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `hf config`, `hf import` or `hf export`; returns the exit code.
+
+    Raises:
+      UserError: a wrong argument, or a folder with problems; one line for each.
+    """
+    arguments = flags.arguments(argv, _parser())
+    has_urls = any(", a URL;" in line for line in arguments.problems)  # in their places nothing is left to check
+    if problems := [*arguments.problems, *([] if has_urls else _problems(arguments))]:
+        raise UserError(*problems)
+    if arguments.ignore:
+        arguments.overrides["init_ignore"] = ",".join(arguments.ignore)
+    if arguments.action == "config":
+        print(as_file(arguments.directory, arguments.overrides.get("init_ignore") or ""), end="")
+    elif arguments.action == "import":
+        _import(arguments)
+    else:
+        _export(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    run(lambda: main(sys.argv[1:]))

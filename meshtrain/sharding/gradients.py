@@ -1,0 +1,383 @@
+"""Gradients over the data axis: each replica sums those of its own microbatches, and the sums are reduced once a step.
+
+The axis is manual while gradients are computed (`jax.shard_map`). The partitioner would instead reduce the gradients of
+each of M microbatches, which is M times the traffic.
+
+Gradients of layers that a loop computes one after the other are reduced inside the backward loop of the last
+microbatch (`reducing_layers`), so that the products of the next layer run beside the collective. All others are reduced
+when the last microbatch is over.
+
+M: microbatches.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from meshtrain.errors import UserError
+from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.jaxprs import Hook
+from meshtrain.sharding.placement import on_shards
+from meshtrain.sharding.reduction import Reduction
+from meshtrain.sharding.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, axes_of_dims, spec_of_dims
+from meshtrain.sharding.trees import leaves_with_paths, select
+
+Compute = Callable[..., tuple[Any, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """A gradient sum that is reduced over data already, in place of the sum of one replica.
+
+    Attributes:
+      value: float32; at level 1 the shard of this replica.
+    """
+
+    value: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """How gradients are added up over microbatches and reduced over the replicas of the data axis.
+
+    Attributes:
+      mesh: the mesh.
+      stored: a tree of `Stored` like the parameters.
+      level: of ZeRO (`stored.py`). At level 3 weights are sharded over data, which is then left to the partitioner.
+      is_manual: whether data is manual at levels 0 to 2; otherwise it is left to the partitioner.
+      wire_dtype: the dtype in which gradients are reduced over data. The sums over microbatches are float32.
+      trained: a tree of bool like the parameters, true for each with a gradient; None: all of them.
+      reduction: what reduces gradients over data in place of the sums of this module, once the mean gradient is known;
+        None: nothing else.
+    """
+
+    mesh: Mesh
+    stored: Any
+    level: int = 0
+    is_manual: bool = True
+    wire_dtype: DTypeLike = jnp.float32
+    trained: Any = None
+    reduction: Reduction | None = None
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that are manual while gradients are computed: data, or none."""
+        is_manual = self.is_manual and self.mesh.shape[DATA] > 1 and self.level < MAX_LEVEL
+        return frozenset({DATA}) if is_manual else frozenset()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether gradients are applied by another step than their own."""
+        return self.reduction is not None and self.reduction.update is not None
+
+    @property
+    def specs(self) -> Any:
+        """The specs of the parameters."""
+        return jax.tree.map(lambda weight: weight.parameter, self.stored)
+
+    @property
+    def trained_stored(self) -> Any:
+        """`Stored` of the parameters that have gradients, None for the others."""
+        return select(self.stored, self.trained)[0]
+
+    def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
+        """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
+
+        With a `reduction` gradients are not reduced: each leaf is [replicas, ...], for `reduce`.
+
+        Args:
+          compute: (parameters, batch, further arrays that are replicated) -> (sums, gradients): any tree of scalars,
+            and the tree that `zeros` and `part` make for `trained_stored`, with `Reduced` in place of an array where
+            `compute` has reduced it. Its arrays are local along the manual axes.
+          manual: axes that are manual besides data.
+        """
+        axes = self.axes | manual
+        if not axes and self.reduction is None:
+            return compute
+        parameters, replicated = self.specs, PartitionSpec()
+        batch_spec = PartitionSpec(DATA) if self.axes else replicated
+        of_gradients = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
+
+        def on_replica(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+            sums, gradients = compute(params, batch, *others)
+            if self.axes:
+                # Gradients leave the region as [replicas, ...] and are reduced outside, where all axes are manual.
+                return jax.lax.psum(sums, DATA), jax.tree.map(lambda leaf: leaf[None], gradients)
+            return sums, gradients
+
+        def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+            in_specs = (parameters, batch_spec, *(replicated for _ in others))
+            out_specs = (replicated, self._with_replicas(of_gradients) if self.axes else of_gradients)
+            each = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes) if axes else on_replica
+            sums, gradients = each(params, batch, *others)
+            if self.reduction is None:
+                return sums, self._reduced(gradients) if self.axes else gradients
+            return sums, gradients if self.axes else jax.tree.map(lambda leaf: leaf[None], gradients)
+
+        return run
+
+    def reduce(self, gradients: Any, residual: Any) -> tuple[Any, Any]:
+        """Returns the gradients reduced over data by `reduction`, and the residual of the next step.
+
+        A residual is in the units of its gradient. So gradients are those of the mean loss, without the loss scale: the
+        number of targets and the scale may change from step to step.
+
+        Args:
+          gradients: float32 [replicas, ...], from `data_parallel`.
+          residual: a tree of float32 [replicas, ...] like them, or ().
+
+        Raises:
+          UserError: the reduction returns other trees, shapes or dtypes than it has to.
+        """
+        stored = self.trained_stored
+        dims = jax.tree.map(lambda weight: weight.data_dim if _is_scattered(weight) else 0, stored)
+
+        def on_device(gradients: Any, residual: Any) -> tuple[Any, Any]:
+            own, kept = jax.tree.map(lambda leaf: leaf[0], (gradients, residual))
+            sums, left = self.reduced_here(own, kept, dims)
+            return sums, jax.tree.map(lambda leaf: leaf[None], left)
+
+        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, stored))
+        after = jax.tree.map(lambda weight: weight.moment, stored)
+        of_residual = before if jax.tree.leaves(residual) else residual
+        in_specs, out_specs, axes = (before, of_residual), (after, of_residual), frozenset(self.mesh.axis_names)
+        return on_shards(self.mesh, on_device, in_specs, out_specs, axes=axes)(gradients, residual)
+
+    def reduced_here(self, gradients: Any, residual: Any, dims: Any) -> tuple[Any, Any]:
+        """Returns what `reduction` makes of local arrays where all axes are manual, and the next residual.
+
+        Args:
+          gradients: a tree of float32.
+          residual: like them, or ().
+          dims: a tree of int like them, see `Reduction.reduce`.
+
+        Raises:
+          UserError: see `reduce`.
+        """
+        assert self.reduction is not None, "the sum needs no residual"
+
+        def summed(leaf: jax.Array, dim: int) -> jax.ShapeDtypeStruct:
+            shape = list(leaf.shape)
+            if dim:
+                shape[dim] //= self.mesh.shape[DATA]
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        wanted = (jax.tree.map(summed, gradients, dims), residual)
+        given = self.reduction.reduce(gradients, residual, DATA, dims)
+        arrays = [
+            [f"{path} {leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves_with_paths(tree)]
+            for tree in (jax.tree.map(jnp.asarray, given), wanted)
+        ]
+        for got, allowed in itertools.zip_longest(*arrays, fillvalue="nothing"):
+            if got != allowed:
+                raise UserError(
+                    f"reduction.name: got '{self.reduction.name}', whose reduce returns {got}; allowed: {allowed}, in "
+                    "(gradients, residual); nearest: trees like those that it gets"
+                )
+        return given
+
+    def residual(self, trained: Any) -> Any:
+        """Returns zeros [replicas, ...] for what each replica keeps of its gradients, or ().
+
+        Args:
+          trained: parameters that have gradients, global shapes.
+
+        Raises:
+          UserError: the reduction wants to keep other shapes than those of gradients.
+        """
+        if self.reduction is None:
+            return ()
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
+        kept = self.reduction.residual(shapes)
+        if kept not in ((), shapes):
+            raise UserError(
+                f"reduction.name: got '{self.reduction.name}', whose residual returns {kept}; allowed: the shapes that "
+                "it gets, or (); nearest: lambda shapes: shapes"
+            )
+        return jax.tree.map(lambda leaf: jnp.zeros((self.mesh.shape[DATA], *leaf.shape), leaf.dtype), kept)
+
+    def zeros(self, params: Any, stored: Any) -> Any:
+        """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
+
+        At level 2 a dim that divides over data has the size of one shard.
+        """
+
+        def empty(leaf: jax.Array, weight: Stored) -> jax.Array:
+            return self._zeros(leaf, weight, is_scattered=self._scatters_each(weight))
+
+        return jax.tree.map(empty, params, stored)
+
+    def _zeros(self, leaf: jax.Array, weight: Stored, *, is_scattered: bool) -> jax.Array:
+        shape = list(leaf.shape)
+        if is_scattered:
+            shape[weight.data_dim] //= self.mesh.shape[DATA]
+        return jnp.zeros(shape, jnp.float32)
+
+    def accumulators(self, params: Any) -> Any:
+        """Returns the abstract float32 sums that `zeros` allocates for trained parameters, each with its sharding.
+
+        Shapes are global: at level 2, where `zeros` returns one shard, this is the whole array with that sharding. At
+        other levels a sum has the shape and the sharding of its parameter.
+
+        Args:
+          params: arrays or `jax.ShapeDtypeStruct`s, global shapes; all of them, trained or not.
+        """
+
+        def accumulator(leaf: Any, weight: Stored) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(self.mesh, weight.gradient))
+
+        return jax.tree.map(accumulator, select(params, self.trained)[0], self.trained_stored)
+
+    def part(self, gradients: Any, stored: Any) -> Any:
+        """Returns what a microbatch adds to this replica's sums, float32; at level 2 reduce-scattered over data.
+
+        Args:
+          gradients: like the parameters, in any float dtype; a leaf may lack leading dims (one layer of a stack).
+          stored: `Stored` of these parameters.
+        """
+        gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
+        if not any(self._scatters_each(weight) for weight in jax.tree.leaves(stored)):
+            return gradients
+
+        # A weight that data does not divide is reduced once, after the last microbatch (`_reduced`).
+        def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
+            return self._scattered(leaf, weight) if self._scatters_each(weight) else leaf
+
+        return self._on_each(scatter, gradients, stored)
+
+    @property
+    def reduces_in_loops(self) -> bool:
+        """Whether gradients of layers in a loop are reduced inside the backward loop of the last microbatch.
+
+        At level 2 those of every microbatch are scattered when its loops are over. A `reduction` of its own gets them
+        when the mean gradient is known.
+        """
+        return bool(self.axes) and self.level < GRADIENTS_LEVEL and self.reduction is None
+
+    def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
+        """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
+        return self._zeros(leaf, weight, is_scattered=_is_scattered(weight))
+
+    def reduced_layers(self, gradients: Any, stored: Any) -> Any:
+        """Returns the gradients of layers reduced over data, in `wire_dtype`; at level 1 the shards of this replica.
+
+        Args:
+          gradients: float32 sums of one replica, local along the manual axes.
+          stored: `Stored` of these parameters.
+        """
+
+        def reduce(leaf: jax.Array, weight: Stored) -> jax.Array:
+            return self._sent(leaf, weight, weight.data_dim if _is_scattered(weight) else 0)
+
+        return self._on_each(reduce, gradients, stored)
+
+    def as_sent(self, gradients: Any) -> Any:
+        """Returns gradients in the dtype in which they cross data."""
+        return jax.tree.map(lambda leaf: leaf.astype(self.wire_dtype), gradients)
+
+    def are_scattered(self, stored: Any) -> Any:
+        """Returns a tree of bool: whether `reduced_layers` returns a shard of a gradient."""
+        return jax.tree.map(_is_scattered, stored)
+
+    def reducing_layers(self, stored: Mapping[int, Stored]) -> Hook:
+        """Returns the hook that reduces the gradients of one layer in its backward pass.
+
+        What goes with the slices of a weight is (the local sum of the earlier microbatches or None, zeros from
+        `reduced_zeros`). Forward it is the identity on the weights. Backward the gradient of the zeros is the reduced
+        sum of all microbatches; the weights themselves have to be constants of the differentiation. So sums are float32
+        and may be scattered, whatever dtype and shape the weights have.
+
+        Args:
+          stored: index of a weight -> its `Stored`.
+        """
+
+        @jax.custom_vjp
+        def layer(weights: Any, sums: Any, zeros: Any) -> Any:
+            return weights
+
+        def forward(weights: Any, sums: Any, zeros: Any) -> tuple[Any, Any]:
+            return weights, sums
+
+        def backward(sums: Any, gradients: Any) -> tuple[None, None, Any]:
+            parts = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
+            totals = {index: part if sums[index] is None else sums[index] + part for index, part in parts.items()}
+            return None, None, self._on_each(self._reduce, totals, {index: stored[index] for index in totals})
+
+        layer.defvjp(forward, backward)
+
+        def hook(weights: dict[int, jax.Array], given: dict[int, Any]) -> dict[int, jax.Array]:
+            sums = {index: pair[0] for index, pair in given.items()}
+            result: dict[int, jax.Array] = layer(weights, sums, {index: pair[1] for index, pair in given.items()})
+            return result
+
+        return hook
+
+    def _on_each(self, function: Callable[[jax.Array, Stored], jax.Array], gradients: Any, stored: Any) -> Any:
+        """Returns the function of each gradient, run where all axes are manual; a leaf may lack leading dims."""
+
+        def trailing(leaf: jax.Array, weight: Stored) -> PartitionSpec:
+            return spec_of_dims(axes_of_dims(weight.parameter, weight.num_dims)[-leaf.ndim :])
+
+        def on_all(gradients: Any) -> Any:
+            return jax.tree.map(function, gradients, stored)
+
+        specs = jax.tree.map(trailing, gradients, stored)
+        # XLA's CPU compiler aborts on a 16-bit all-reduce where an axis, be it of size 1, is not manual.
+        is_narrow = jnp.dtype(self.wire_dtype).itemsize < 4
+        return on_shards(self.mesh, on_all, (specs,), specs, is_opaque=is_narrow)(gradients)
+
+    def _scatters_each(self, weight: Stored) -> bool:
+        return bool(self.axes) and weight.gradient != weight.parameter
+
+    def _reduce(self, x: jax.Array, weight: Stored) -> jax.Array:
+        return self._sent(x, weight, weight.data_dim if _is_scattered(weight) else 0).astype(jnp.float32)
+
+    def _scattered(self, x: jax.Array, weight: Stored) -> jax.Array:
+        return self._sent(x, weight, weight.data_dim).astype(jnp.float32)
+
+    def _sent(self, x: jax.Array, weight: Stored, dim: int) -> jax.Array:
+        """Reduce-scatters over data along `dim`, which is counted from the end; all-reduces where it is 0."""
+        sent = x.astype(self.wire_dtype)
+        if dim == 0:
+            return jax.lax.psum(sent, DATA)
+        return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True)
+
+    def _with_replicas(self, specs: Any) -> Any:
+        replicas = DATA if self.mesh.shape[DATA] > 1 else None
+        return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs, is_leaf=_is_spec)
+
+    def _reduced(self, gradients: Any) -> Any:
+        """Reduces the gradients [replicas, ...] over data: an all-reduce at level 0, else a reduce-scatter.
+
+        At level 2 `part` has scattered them already, except for weights in which no dim divides over data. Those of
+        layers in a loop may be `Reduced`.
+        """
+        stored = self.trained_stored
+
+        def reduce(leaf: jax.Array | Reduced, weight: Stored) -> jax.Array:
+            if isinstance(leaf, Reduced):
+                return leaf.value[0]
+            return leaf[0] if self._scatters_each(weight) else self._reduce(leaf[0], weight)
+
+        def reduce_all(gradients: Any) -> Any:
+            return jax.tree.map(reduce, gradients, stored, is_leaf=lambda leaf: isinstance(leaf, Reduced))
+
+        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, stored))
+        after = jax.tree.map(lambda weight: weight.moment, stored)
+        return on_shards(self.mesh, reduce_all, (before,), after)(gradients)
+
+
+def _is_scattered(weight: Stored) -> bool:
+    """Returns whether a replica gets one shard of a weight's gradient: from level 1 on, where data divides a dim."""
+    return weight.moment != weight.parameter
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)

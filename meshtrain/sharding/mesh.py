@@ -1,0 +1,215 @@
+"""The mesh: axis sizes from options and devices, and an order of devices that puts the inner axes on fast links."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from meshtrain.errors import UserError
+from meshtrain.options import option
+from meshtrain.sharding.axes import AXES, TABLE
+
+SIMULATED_DEVICES = 8
+
+
+# Annotated as Any because the type checker cannot know the fields of a class made from a table.
+_Sizes: Any = dataclasses.make_dataclass(
+    "_Sizes", [(axis.name, int, option(1, f"{axis.text}; -1: what is left")) for axis in TABLE], frozen=True
+)
+
+
+class MeshOptions(_Sizes):
+    """The size of each axis of the mesh, in mesh order; 1 by default."""
+
+
+def check(options: MeshOptions) -> list[str]:
+    """Returns one line for each problem that does not depend on the devices: two axes of -1, or a size below 1."""
+    sizes = dataclasses.asdict(options)
+    lines = [
+        f"mesh.{axis}: got {size}; allowed: at least 1, or -1 for what is left; nearest: {-1 if size < 0 else 1}"
+        for axis, size in sizes.items()
+        if size < 1 and size != -1
+    ]
+    open_axes = [axis for axis in AXES if sizes[axis] == -1]
+    if len(open_axes) > 1:
+        fix = ", ".join(f"mesh.{axis}=1" for axis in open_axes[1:])
+        names = ", ".join(f"mesh.{axis}" for axis in open_axes)
+        lines.append(f"{names}: got -1 for {len(open_axes)} axes; allowed: -1 for one; nearest: {fix}")
+    return lines
+
+
+def mesh_shape(options: MeshOptions, num_devices: int, *, simulated: bool, num_processes: int = 1) -> dict[str, int]:
+    """Returns the size of each axis, in mesh order, with -1 filled in.
+
+    Args:
+      options: the sizes in the configuration.
+      num_devices: devices of all processes. It has no effect where they are simulated.
+      simulated: whether the devices are simulated on CPU, where their number is `num_needed(options)`.
+      num_processes: one process may leave devices unused; several have to use all of them.
+
+    Raises:
+      UserError: the problems of `check`, or sizes that do not fit the devices.
+    """
+    lines = check(options)
+    if lines:
+        raise UserError(*lines)
+    sizes = {axis: int(getattr(options, axis)) for axis in AXES}
+    closed = math.prod(size for size in sizes.values() if size != -1)
+    open_axis = next((axis for axis in AXES if sizes[axis] == -1), None)
+    asked = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "data 1"
+    if simulated:
+        num_devices = num_needed(options)
+    if open_axis is not None:
+        if num_devices % closed or not num_devices:
+            raise UserError(_uneven(open_axis, asked, closed, num_devices))
+        sizes[open_axis] = num_devices // closed
+    num_used = math.prod(sizes.values())
+    if num_used > num_devices:
+        raise UserError(
+            f"mesh: got {asked}, {num_used} devices; allowed: at most the {num_devices} there are; "
+            f"nearest: {_smaller(sizes, num_devices)}"
+        )
+    if num_processes > 1 and num_used != num_devices:
+        raise UserError(
+            f"mesh: got {asked}, {num_used} devices; allowed: exactly the {num_devices} of {num_processes} processes; "
+            f"nearest: {_filled(sizes, num_devices)}"
+        )
+    return sizes
+
+
+def num_needed(options: MeshOptions) -> int:
+    """Returns how many devices to simulate: the product of the sizes, where a -1 is filled up to 8 devices at most.
+
+    Args:
+      options: sizes without problems, see `check`.
+    """
+    sizes: list[int] = [getattr(options, axis) for axis in AXES]
+    closed = math.prod(size for size in sizes if size != -1)
+    return closed * max(1, SIMULATED_DEVICES // closed) if -1 in sizes else closed
+
+
+def _uneven(open_axis: str, asked: str, closed: int, num_devices: int) -> str:
+    below = num_devices // closed
+    unused = num_devices - below * closed
+    nearest = f"mesh.{open_axis}={below}, which leaves {unused} unused" if below else "smaller axes"
+    return (
+        f"mesh.{open_axis}: got -1 (what is left) in {asked}: {num_devices} devices do not divide by the other axes' "
+        f"{closed}; allowed: other axes whose product divides {num_devices}; nearest: {nearest}"
+    )
+
+
+def _smaller(sizes: Mapping[str, int], num_devices: int) -> str:
+    """Returns overrides that reduce the axes, outermost first, until the mesh fits the devices."""
+    fitted = dict(sizes)
+    for axis in AXES:
+        others = math.prod(size for name, size in fitted.items() if name != axis)
+        fitted[axis] = max(1, min(fitted[axis], num_devices // others))
+    return " ".join(f"mesh.{axis}={fitted[axis]}" for axis in AXES if fitted[axis] != sizes[axis])
+
+
+def _filled(sizes: Mapping[str, int], num_devices: int) -> str:
+    """Returns an override of the outermost axis that makes the mesh use all devices."""
+    for axis in AXES:
+        others = math.prod(size for name, size in sizes.items() if name != axis)
+        if num_devices % others == 0:
+            return f"mesh.{axis}={num_devices // others}"
+    return f"sizes whose product is {num_devices}"
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """Returns the mesh, with axes in mesh order, all of type Auto: the partitioner inserts the collectives.
+
+    The outermost axes cross the slow network between slices, or between hosts of GPUs. The inner ones use the fast
+    links inside a slice or a host, as far as they fit. `describe` reports the result.
+
+    Args:
+      shape: the size of each axis.
+      devices: as many as the product, or more (the first are used); devices of an ahead-of-time topology are allowed.
+
+    Raises:
+      UserError: fewer devices than the product.
+    """
+    sizes = tuple(shape[axis] for axis in AXES)
+    num_used = math.prod(sizes)
+    if num_used > len(devices):
+        asked = " x ".join(f"{axis} {shape[axis]}" for axis in AXES)
+        raise UserError(
+            f"mesh: got {asked}, {num_used} devices; allowed: at most the {len(devices)} there are; "
+            f"nearest: {_smaller(shape, len(devices))}"
+        )
+    return Mesh(_ordered(sizes, list(devices[:num_used])), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    how = _arrangement(devices)
+    if how in ("slices", "hosts"):
+        key = "slice_index" if how == "slices" else "process_index"
+        outer = _outer_sizes(sizes, len({getattr(device, key) for device in devices}))
+        inner = tuple(size // out for size, out in zip(sizes, outer, strict=True))
+        return mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices, process_is_granule=how == "hosts", allow_split_physical_axes=True
+        )
+    if how == "torus":
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return np.asarray(devices).reshape(sizes)
+
+
+def _arrangement(devices: Sequence[Any]) -> str:
+    """Returns how to order devices: by `slices`, by `hosts`, along the `torus`, or as they are `listed`."""
+    if devices[0].platform == "cpu":
+        return "listed"
+    tpu = devices[0].platform == "tpu"
+    for how, key in (("slices", "slice_index"), ("hosts", "process_index")):
+        if how == "hosts" and tpu:
+            continue  # A slice is one torus over all its hosts: links between its hosts are as fast as others.
+        sizes = collections.Counter(getattr(device, key, None) for device in devices)
+        if len(sizes) > 1:
+            # mesh_utils requires groups of one size; a mesh on a part of the machine may have several sizes.
+            return how if len(set(sizes.values())) == 1 else "listed"
+    return "torus" if tpu and getattr(devices[0], "coords", None) is not None else "listed"
+
+
+def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
+    """Returns the part of each axis that crosses groups; the outermost axes cross as many of them as they can."""
+    outer = []
+    for size in sizes:
+        outer.append(math.gcd(size, num_groups))
+        num_groups //= outer[-1]
+    assert num_groups == 1, "groups of one size always divide the mesh"
+    return tuple(outer)
+
+
+def describe(mesh: Mesh, num_machines: int = 0) -> str:
+    """Returns one line: sizes, devices, their order, and which axes cross processes or slices.
+
+    Args:
+      mesh: of real or ahead-of-time devices.
+      num_machines: the number of machines on which its processes run; 0: one for each process.
+    """
+    devices = list(mesh.devices.flat)
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    order = {
+        "slices": "slices outermost",
+        "hosts": "hosts outermost",
+        "torus": "along the torus",
+        "listed": "in the order listed",
+    }[_arrangement(devices)]
+    num_processes = len({getattr(device, "process_index", None) or 0 for device in devices})
+    processes = "hosts"
+    if 0 < num_machines < num_processes:
+        order = order.replace("hosts", "processes")
+        processes = f"processes on {'one machine' if num_machines == 1 else f'{num_machines} machines'}"
+    parts = [f"{sizes}: {len(devices)} x {devices[0].device_kind}, {order}"]
+    for key, what in (("slice_index", "slices"), ("process_index", processes)):
+        groups = np.vectorize(lambda device, key=key: getattr(device, key, None) or 0, otypes=[int])(mesh.devices)
+        num_groups = len(set(groups.flat))
+        if num_groups > 1:
+            crossing = [axis for i, axis in enumerate(AXES) if (groups != groups.take([0], axis=i)).any()]
+            parts.append(f"{num_groups} {what}, left by {', '.join(crossing)}")
+    return "; ".join(parts)

@@ -1,0 +1,238 @@
+"""Pictures of the mesh, as text and as an image: which device has which shard of batch, layers and weights.
+
+There is a block (a panel) for each index of the axes that only split the batch, such as data. In a block, the stages of
+the pipeline are rows, and the axes that split weights (fsdp, context, tensor) are columns.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtrain.sharding import axes
+from meshtrain.sharding.axes import AXES, PIPELINE
+from meshtrain.sharding.stored import num_parts
+
+if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+    from matplotlib.figure import Figure
+
+MAX_DEVICES_SHOWN = 32
+# A stage's colours: its cards' background, and the slices it holds. After eight stages they start over.
+STAGE_COLOURS = ("#dbe9f6", "#fdebd0", "#dff0d8", "#f4dcea", "#e6e0f3", "#f9ddd8", "#d9f0ef", "#f3efd2")
+SLICE_COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#c0392b", "#17807a", "#8a7a12")
+
+
+def _weight_axes() -> tuple[str, ...]:
+    """Returns the axes that split the weights of one stage, in mesh order."""
+    return tuple(axis for axis in AXES if axis in (*axes.storage_axes(), *axes.model_axes()) and axis != PIPELINE)
+
+
+def _block_axes() -> tuple[str, ...]:
+    """Returns the axes over which whole stages are replicated, in mesh order."""
+    return tuple(axis for axis in AXES if axis not in (PIPELINE, *_weight_axes()))
+
+
+def _shown(shape: Mapping[str, int]) -> dict[str, list[int]]:
+    """Returns the indices to draw of each axis: all of a small mesh, the ends of the longest axes of a large one."""
+    room = {axis: min(shape[axis], MAX_DEVICES_SHOWN + 1) for axis in AXES}
+    while math.prod(room.values()) > MAX_DEVICES_SHOWN:
+        room[max(room, key=lambda axis: room[axis])] -= 1
+    return {axis: [*range(num - 1), shape[axis] - 1] for axis, num in room.items()}
+
+
+def _positions(indices: Mapping[str, Sequence[int]], names: Sequence[str]) -> list[dict[str, int]]:
+    """Returns {axis: index} for each position along some axes, the last axis fastest."""
+    return [dict(zip(names, at, strict=True)) for at in itertools.product(*(indices[axis] for axis in names))]
+
+
+def _index(shape: Mapping[str, int], at: Mapping[str, int], names: Sequence[str] = AXES) -> int:
+    """Returns the row-major index of a position among all devices, or along some axes."""
+    index = 0
+    for axis in names:
+        index = index * shape[axis] + at[axis]
+    return index
+
+
+def _gap(shape: Mapping[str, int], positions: Sequence[Mapping[str, int]], i: int, names: Sequence[str]) -> bool:
+    """Returns whether positions are left out before the i-th one that is shown."""
+    return i > 0 and _index(shape, positions[i], names) != _index(shape, positions[i - 1], names) + 1
+
+
+def _title(shape: Mapping[str, int]) -> str:
+    num_devices = math.prod(shape[axis] for axis in AXES)
+    sizes = " x ".join(f"{axis} {shape[axis]}" for axis in AXES if shape[axis] > 1)
+    return f"{num_devices} devices = {sizes}" if sizes else "1 device"
+
+
+def _heading(shape: Mapping[str, int], at: Mapping[str, int], always: str = "") -> str:
+    """Returns the indices along axes larger than 1 and along `always`, such as `data 0, fsdp 1`."""
+    return ", ".join(f"{axis} {index}" for axis, index in at.items() if shape[axis] > 1 or axis == always)
+
+
+def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
+    """Returns which shards of the batch the devices of one block compute, as text."""
+    names = axes.batch_axes()
+    inside = {axis: range(shape[axis]) for axis in names if axis not in block}
+    held = sorted(_index(shape, {**block, **at}, names) + 1 for at in _positions(inside, list(inside)))
+    if len(held) == 1:
+        return f"share {held[0]}"
+    if held[-1] - held[0] == len(held) - 1:
+        return f"shares {held[0]} to {held[-1]}"
+    return f"shares {', '.join(map(str, held))}"
+
+
+def _parts_of_sequences(shape: Mapping[str, int]) -> str:
+    """Returns into how many parts sequences are split, as text; empty where they are whole."""
+    num = num_parts(axes.sequence_axes(), shape)
+    return f", each sequence in {num} parts" if num > 1 else ""
+
+
+def mesh_text(shape: Mapping[str, int]) -> str:
+    """Returns a picture of a mesh in letters: a block for each index of data, stages downwards, the other axes across.
+
+    Args:
+      shape: the size of each axis. The middle of a large mesh is left out.
+    """
+    shown = _shown(shape)
+    blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
+    num_shares = num_parts(axes.batch_axes(), shape)
+    width = len(str(math.prod(shape[axis] for axis in AXES) - 1)) + 3
+    lines = [_title(shape)]
+    for i, block in enumerate(blocks):
+        lines.append("  ...\n" if _gap(shape, blocks, i, _block_axes()) else "")
+        heading = _heading(shape, block, always=_block_axes()[0])
+        lines.append(f"{heading}: {_shares(shape, block)} of {num_shares} of the batch{_parts_of_sequences(shape)}")
+        for axis in _weight_axes():
+            if shape[axis] > 1:
+                lines.append(f"  {axis:>12}  " + "".join(f"{at[axis]:>{width}}" for at in across))
+        for j, p in enumerate(shown[PIPELINE]):
+            if j > 0 and p != shown[PIPELINE][j - 1] + 1:
+                lines.append(f"  {'...':>12}")
+            cells = "".join(f"{f'[{_index(shape, {**block, PIPELINE: p, **at})}]':>{width}}" for at in across)
+            lines.append(f"  {f'{PIPELINE} {p}':>12}  {cells}   layers {p + 1}/{shape[PIPELINE]}")
+    return "\n".join(lines) + "\n"
+
+
+def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
+    """Writes a picture of a mesh, see `mesh_figure`; the ending of the file's name chooses the format."""
+    mesh_figure(shape).savefig(path_png)
+
+
+def mesh_figure(shape: Mapping[str, int]) -> "Figure":
+    """Returns a picture of a mesh: a card for each device with its slice of the batch, the layers and the weights.
+
+    Panels are the indices of data, rows the stages of the pipeline, columns fsdp, context and tensor.
+
+    Args:
+      shape: the size of each axis. The middle of a large mesh is left out.
+    """
+    from matplotlib.figure import Figure
+
+    shown = _shown(shape)
+    blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
+    panels_across = max(1, min(len(blocks), 8 // len(across)))
+    panels_down = -(-len(blocks) // panels_across)
+    panel_width, panel_height = len(across) * 1.12 + 0.3, len(shown[PIPELINE]) * 1.5 + 0.72
+    width, height = max(4.6, panels_across * (panel_width + 0.2) + 1.2), panels_down * (panel_height + 0.2) + 1.35
+    figure = Figure(figsize=(width, height), dpi=150, facecolor="white")
+    canvas = figure.add_axes((0, 0, 1, 1))
+    canvas.set(xlim=(0, width), ylim=(height, 0))
+    canvas.set_axis_off()
+    canvas.text(0.25, 0.4, _title(shape), fontsize=13, weight="bold", va="center")
+    for i, block in enumerate(blocks):
+        x = 1.1 + (i % panels_across) * (panel_width + 0.2)
+        y = 0.75 + (i // panels_across) * (panel_height + 0.2)
+        _box(canvas, x, y, panel_width, panel_height, "#f6f7f9", "#b8bfc9", rounding=0.12)
+        heading = _heading(shape, block, always=_block_axes()[0])
+        heading = f"…   {heading}" if _gap(shape, blocks, i, _block_axes()) else heading
+        canvas.text(x + 0.18, y + 0.22, heading, fontsize=9.5, weight="bold", va="center", color="#333a44")
+        if i % panels_across == 0 and shape[PIPELINE] > 1:
+            _stages(canvas, y, shown[PIPELINE])
+        _cards(canvas, x, y, shape, block, shown[PIPELINE], across)
+    canvas.text(0.25, height - 0.3, _note(shape), fontsize=8, va="center", color="#4a525e")
+    return figure
+
+
+def _note(shape: Mapping[str, int]) -> str:
+    """Returns the caption: what the slices of the cards mean."""
+    into = [f"{axis} into {'rows' if axis in axes.storage_axes() else 'columns'}" for axis in _weight_axes()
+            if shape[axis] > 1]  # fmt: skip
+    split = f" Weights are split by {' and by '.join(into)}." if into else ""
+    sequences = [axis for axis in axes.sequence_axes() if shape[axis] > 1]
+    down = f" The batch is split by {' and '.join(sequences)} into rows: parts of each sequence." if sequences else ""
+    return f"Filled: what a device holds.{split}{down}"
+
+
+def _stages(canvas: Any, y: float, stages: Sequence[int]) -> None:
+    """Draws the labels of the stages, left of a row of panels."""
+    for j, p in enumerate(stages):
+        before = "…\n" if j > 0 and p != stages[j - 1] + 1 else ""
+        canvas.text(0.98, y + 0.62 + j * 1.5 + 0.65, f"{before}{PIPELINE} {p}", fontsize=9, ha="right", va="center")
+
+
+def _cards(
+    canvas: Any,
+    x: float,
+    y: float,
+    shape: Mapping[str, int],
+    block: Mapping[str, int],
+    stages: Sequence[int],
+    across: Sequence[Mapping[str, int]],
+) -> None:
+    """Draws the cards of one panel, and the headings of its columns."""
+    for k, at in enumerate(across):
+        left = x + 0.2 + k * 1.12
+        canvas.text(left + 0.5, y + 0.46, _heading(shape, at), fontsize=8, ha="center", va="center")
+        for j, p in enumerate(stages):
+            _card(canvas, left, y + 0.62 + j * 1.5, shape, {**block, PIPELINE: p, **at})
+
+
+def _box(
+    canvas: Any, x: float, y: float, width: float, height: float, face: str, edge: str, rounding: float = 0.0
+) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    style = f"round,pad=0,rounding_size={rounding}" if rounding else "square,pad=0"
+    canvas.add_patch(
+        FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=face, edgecolor=edge, linewidth=0.8)
+    )
+
+
+def _card(canvas: Any, x: float, y: float, shape: Mapping[str, int], at: Mapping[str, int]) -> None:
+    """Draws one device: its shard of the batch on top, its layers on the left, its shard of weights on the right."""
+    stage = at[PIPELINE]
+    paper, ink = STAGE_COLOURS[stage % len(STAGE_COLOURS)], SLICE_COLOURS[stage % len(SLICE_COLOURS)]
+    _box(canvas, x + 0.05, y + 0.05, 1.0, 1.36, "#c9ced6", "#c9ced6", rounding=0.08)
+    _box(canvas, x, y, 1.0, 1.36, paper, ink, rounding=0.08)
+    canvas.text(x + 0.5, y + 0.17, f"device {_index(shape, at)}", fontsize=8.5, ha="center", va="center", color="#222")
+    for left, below, word in ((0.5, 0.56, "batch"), (0.22, 1.28, "layers"), (0.66, 1.28, "weights")):
+        canvas.text(x + left, y + below, word, fontsize=7.5, ha="center", va="center", color="#4a525e")
+    rows = axes.storage_axes()
+    columns = tuple(axis for axis in _weight_axes() if axis not in rows)
+    batch, tokens, stages, down, across = (
+        (num_parts(names, shape), _index(shape, at, names))
+        for names in (axes.batch_axes(), axes.sequence_axes(), (PIPELINE,), rows, columns)
+    )
+    for frame, (num_rows, row), (num_columns, column) in (
+        ((x + 0.12, y + 0.32, 0.76, 0.16), tokens, batch),
+        ((x + 0.12, y + 0.66, 0.2, 0.54), stages, (1, 0)),
+        ((x + 0.44, y + 0.66, 0.44, 0.54), down, across),
+    ):
+        _slices(canvas, frame, (num_rows, num_columns), (row, column), ink)
+
+
+def _slices(
+    canvas: Any, frame: tuple[float, float, float, float], grid: tuple[int, int], own: tuple[int, int], ink: str
+) -> None:
+    """Draws a rectangle that is cut into rows and columns, with one piece filled."""
+    x, y, width, height = frame
+    (num_rows, num_columns), (row, column) = grid, own
+    _box(canvas, x, y, width, height, "white", "#8c95a3")
+    piece_width, piece_height = width / num_columns, height / num_rows
+    _box(canvas, x + column * piece_width, y + row * piece_height, piece_width, piece_height, ink, ink)
+    # Past 16 pieces the lines would cover what they divide.
+    if num_columns <= 16:
+        canvas.vlines([x + i * piece_width for i in range(1, num_columns)], y, y + height, "#8c95a3", linewidth=0.6)
+    if num_rows <= 16:
+        canvas.hlines([y + i * piece_height for i in range(1, num_rows)], x, x + width, "#8c95a3", linewidth=0.6)

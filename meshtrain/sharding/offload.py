@@ -1,0 +1,72 @@
+"""Offload: with `offload.moments` the optimizer's moments are in host memory (`pinned_host`) between updates.
+
+The step copies the shards to the devices before the update and back after it. The memory kind is part of each sharding,
+so layout.txt, checkpoints and the compiler read it from there.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from meshtrain.options import option
+
+HOST, DEVICE = "pinned_host", "device"
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadOptions:
+    """What is stored in host memory."""
+
+    moments: bool = option(False, "keep the optimizer's moments in host memory between steps")
+
+
+def problems(what: str, devices: Sequence[Any]) -> list[str]:
+    """Returns one line if these devices cannot address host memory, else none.
+
+    Args:
+      what: the option that requires it and its value, such as `offload.moments=True`.
+      devices: the devices of the mesh. Ahead-of-time devices that report no memory kinds are accepted.
+    """
+    try:
+        kinds = [memory.kind for memory in devices[0].addressable_memories()]
+    except (AttributeError, RuntimeError):
+        return []
+    if HOST in kinds:
+        return []
+    name, _, value = what.partition("=")
+    # The GPU compiler without a GPU ignores memory kinds silently.
+    known = f"only {', '.join(kinds)}" if kinds else "none that a compiler without the device knows"
+    there = f"{devices[0].platform} devices have no memory of kind {HOST} ({known})"
+    return [f"{name}: got {value}, and {there}; allowed: what stays on the device; nearest: leave it out"]
+
+
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """Returns the same sharding in host memory."""
+    return sharding.with_memory_kind(HOST)
+
+
+def is_on_host(sharding: Any) -> bool:
+    """Returns whether a sharding is in host memory."""
+    return sharding.memory_kind == HOST
+
+
+def fetched(tree: Any, shardings: Any, after: jax.Array | None = None) -> Any:
+    """Returns a tree with the arrays in host memory copied to the devices, inside a jitted function.
+
+    Args:
+      tree: arrays.
+      shardings: the same structure; the sharding of each.
+      after: copies start after this array is computed; None: the compiler decides when.
+    """
+
+    def fetch(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if not is_on_host(sharding):
+            return x
+        if after is not None:
+            x, _ = jax.lax.optimization_barrier((x, after))
+        return jax.device_put(x, sharding.with_memory_kind(DEVICE))
+
+    return jax.tree.map(fetch, tree, shardings)

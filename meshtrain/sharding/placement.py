@@ -1,0 +1,274 @@
+"""Sharding constraints and manual regions for models, which see the mesh through a `Placement` only.
+
+Inside a `jax.shard_map` shapes are local along its manual axes, and constraints for the partitioner must not name them.
+Each function here drops the axes that are manual where it is called.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.jaxprs import called_once
+from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.stored import MAX_LEVEL, Names, axes_in, axes_of_dims, num_parts, spec, spec_of_dims, stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The shardings of activations and of gathered weights, and manual regions.
+
+    Attributes:
+      rules: the table; None means one device without shardings.
+      mesh: the mesh; None exactly where `rules` is None.
+      keeps_gathered: whether a weight gathered in the forward pass is a residual of the backward pass. Otherwise the
+        backward pass gathers it again, whatever `remat.policy` is.
+      in_fp8: whether the operands of products with the weights of layers are 8-bit floats (`models/fp8.py`).
+    """
+
+    rules: Rules | None
+    mesh: Mesh | None
+    keeps_gathered: bool = False
+    in_fp8: bool = False
+
+    @classmethod
+    def nowhere(cls) -> "Placement":
+        """Returns the placement of one device: each function is the identity."""
+        return cls(None, None)
+
+    def of_tokens(self, names: Sequence[str]) -> "Placement":
+        """Returns this placement with these logical axes of activations kept whole, and products in 16 bits.
+
+        It is that of single tokens. Their products wait for weights, which 8-bit operands would make no shorter.
+        """
+        if self.rules is None:
+            return dataclasses.replace(self, in_fp8=False)
+        entries = tuple(
+            dataclasses.replace(rule, activations=()) if rule.name in names else rule for rule in self.rules.entries
+        )
+        return dataclasses.replace(self, rules=dataclasses.replace(self.rules, entries=entries), in_fp8=False)
+
+    def activation(self, x: jax.Array, names: Names) -> jax.Array:
+        """Returns `x` constrained to its sharding by the rules; `names` has a logical axis or None for each dim.
+
+        Raises:
+          UserError: see `stored.array_problems`.
+        """
+        return self._constrained(x, self.activation_spec(x.shape, names))
+
+    def weight(self, w: jax.Array, names: Names) -> jax.Array:
+        """Returns `w`, a weight in its compute dtype, gathered over the axes that split it for storage only.
+
+        Without this constraint the partitioner may leave the weight sharded and move activations instead, which are
+        more bytes. Returns `w` itself where no axis splits weights for storage only. `names` has a logical axis or None
+        for each dim.
+
+        Raises:
+          UserError: see `stored.array_problems`.
+        """
+        spec_of_weight = self.weight_spec(w.shape, names)
+        return self._constrained(w, spec_of_weight) if self.gathers_weights else w
+
+    def as_stored(self, w: jax.Array, names: Names) -> jax.Array:
+        """Returns `w`, a weight in its compute dtype, constrained to the sharding in which it is stored.
+
+        Without this constraint the partitioner may move the gather of `weight` before the cast to the compute dtype,
+        and gather float32. Returns `w` itself where no axis splits weights for storage only. `names` has a logical axis
+        or None for each dim.
+
+        Raises:
+          UserError: see `stored.array_problems`.
+        """
+        return self._constrained(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
+
+    def cotangent(self, x: jax.Array, names: Names) -> jax.Array:
+        """Returns `x` unchanged; its cotangent is constrained to the sharding that an activation with `names` has.
+
+        The result of a row-parallel product may be scattered along the sequence. Both products of its backward pass
+        read the whole cotangent, and without this constraint the partitioner gathers it for each of them. `names` has a
+        logical axis or None for each dim.
+
+        Raises:
+          UserError: see `stored.array_problems`, during the backward pass.
+        """
+        if self.mesh is None or not _is_split_here(self.mesh):
+            return x
+
+        @jax.custom_vjp
+        def identity(x: jax.Array) -> jax.Array:
+            return x
+
+        identity.defvjp(lambda x: (x, None), lambda _, cotangent: (self.activation(cotangent, names),))
+        unchanged: jax.Array = identity(x)
+        return unchanged
+
+    def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
+        """Returns the spec of an activation by the rules, without the axes that are manual here.
+
+        Raises:
+          UserError: see `stored.array_problems`.
+        """
+        if self.rules is None or self.mesh is None:
+            return PartitionSpec()
+        return spec(f"activation {tuple(names)}", shape, names, self.rules.activations, _sizes_here(self.mesh))
+
+    def weight_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
+        """Returns the spec of a gathered weight by the rules, without the axes that are manual here.
+
+        Raises:
+          UserError: see `stored.array_problems`.
+        """
+        if self.rules is None or self.mesh is None:
+            return PartitionSpec()
+        return spec(f"weight {tuple(names)}", shape, names, self.rules.gathered, _sizes_here(self.mesh))
+
+    def stored_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
+        """Returns the spec of a stored weight by the rules, without the axes that are manual here.
+
+        Raises:
+          UserError: see `stored.array_problems`.
+        """
+        if self.rules is None or self.mesh is None:
+            return PartitionSpec()
+        level = MAX_LEVEL if DATA in self.rules.storage_axes else 0
+        return stored(shape, names, self.rules, _sizes_here(self.mesh), level).parameter
+
+    @property
+    def platform(self) -> str:
+        """The platform of the mesh's devices (`cpu`, `tpu`, `gpu`, ...), real or ahead-of-time."""
+        platform: str = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        return platform
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether `weight` gathers: a storage axis is larger than 1 and not manual here."""
+        if self.rules is None or self.mesh is None:
+            return False
+        return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
+
+    def is_gather(self, primitive: Any, params: Mapping[str, Any]) -> bool:
+        """Returns whether an operation in a traced function gathers a weight, for a `jax.checkpoint` policy.
+
+        It is a constraint by `weight`, or an all-gather over storage axes in a manual region. The spec distinguishes a
+        constraint from that by `activation`: batches are split over the storage axes, gathered weights are not.
+        """
+        if self.rules is None or not self.gathers_weights:
+            return False
+        if primitive.name == "all_gather":
+            return set(params["axis_name"]) <= set(self.rules.storage_axes)
+        if primitive.name != "sharding_constraint":
+            return False
+        return not set(axes_in(params["sharding"].spec)) & set(self.rules.storage_axes)
+
+    def largest(self, value: jax.Array) -> jax.Array:
+        """Returns the largest of a number that each shard of the batch has, where axes that split the batch are manual.
+
+        The partitioner takes maxima over all other axes, but a pipeline's: its stages compute different layers.
+        """
+        if self.rules is None or self.mesh is None:
+            return value
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        over = tuple(axis for axis in self.rules.activations["batch"] if axis in manual and self.mesh.shape[axis] > 1)
+        return jax.lax.pmax(value, over) if over else value
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Returns the product of the sizes of mesh axes."""
+        return 1 if self.mesh is None else num_parts(axes, self.mesh.shape)
+
+    def on_shards(
+        self,
+        function: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        *,
+        axes: frozenset[str] | None = None,
+        is_opaque: bool = False,
+    ) -> Callable[..., Any]:
+        """Returns `function` run on each device's shards; on one device, the function itself. See `on_shards` below."""
+        if self.mesh is None:
+            return function
+        return on_shards(self.mesh, function, in_specs, out_specs, axes=axes, is_opaque=is_opaque)
+
+    def _constrained(self, x: jax.Array, wanted: PartitionSpec) -> jax.Array:
+        # PartitionSpec() means replicated, not unconstrained, so it is applied too. One device needs no constraint.
+        if self.mesh is None or not _is_split_here(self.mesh):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh_here(self.mesh), wanted))
+
+
+def on_shards(
+    mesh: Mesh,
+    function: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    axes: frozenset[str] | None = None,
+    is_opaque: bool = False,
+) -> Callable[..., Any]:
+    """Returns `function` run on each device's shards: the only place that enters `jax.shard_map`.
+
+    Inside another manual region it nests: it takes the abstract mesh of that region, and axes that are manual there
+    are neither entered again nor named in specs (arrays are local along them already).
+
+    With `check_vma=False` a psum is transposed to another psum. So differentiate inside the region, not through it, or
+    define the backward pass of the function that contains it (`jax.custom_vjp`).
+
+    Args:
+      mesh: the mesh.
+      function: what one device does with its shards. With `axes` it may use collectives over them.
+      in_specs: of the arguments. Axes that do not become manual here are dropped from them.
+      out_specs: of the results, likewise.
+      axes: the axes to make manual. None means all axes that are not manual here yet. If all of those have size 1, the
+        function is returned without a region, which compiles faster.
+      is_opaque: whether the function contains a library's kernel with a partitioning rule of its own. Such a kernel
+        needs all axes to be manual, those of size 1 too, so a region is entered on every mesh of several devices.
+    """
+    assert axes is None or axes <= set(mesh.axis_names), f"no such axes of the mesh: {axes}"
+    partitioned = _automatic(mesh)
+    entered = partitioned if axes is None else partitioned & axes
+    splits = mesh.size > 1 and (is_opaque or _is_split_here(mesh))
+    if not entered or (axes is None and not splits):
+        return function
+    may_have_regions = entered != partitioned and mesh.devices.flat[0].platform == "tpu"
+    return jax.shard_map(
+        called_once(function) if may_have_regions else function,
+        mesh=_mesh_here(mesh),
+        in_specs=manual_specs(in_specs, entered),
+        out_specs=manual_specs(out_specs, entered),
+        axis_names=entered,
+        check_vma=False,
+    )
+
+
+def manual_specs(specs: Any, axes: frozenset[str]) -> Any:
+    """Returns each spec with the manual mesh axes only, as `jax.shard_map` requires.
+
+    Args:
+      specs: a tree of `PartitionSpec`.
+      axes: names of the manual axes.
+    """
+
+    def keep(spec: PartitionSpec) -> PartitionSpec:
+        return spec_of_dims([tuple(axis for axis in dim if axis in axes) for dim in axes_of_dims(spec, len(spec))])
+
+    return jax.tree.map(keep, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+def _mesh_here(mesh: Mesh) -> Mesh | AbstractMesh:
+    current = jax.sharding.get_abstract_mesh()
+    return current if current.manual_axes else mesh
+
+
+def _automatic(mesh: Mesh) -> frozenset[str]:
+    return frozenset(mesh.axis_names) - frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _sizes_here(mesh: Mesh) -> dict[str, int]:
+    return {axis: size if axis in _automatic(mesh) else 1 for axis, size in mesh.shape.items()}
+
+
+def _is_split_here(mesh: Mesh) -> bool:
+    return any(size > 1 for size in _sizes_here(mesh).values())

@@ -1,0 +1,91 @@
+"""Placements as text: a line for each array with its logical axes, its mesh axes and its bytes on a device."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.sharding.offload import is_on_host
+from meshtrain.sharding.stored import Names, axes_of_dims, is_names
+from meshtrain.sharding.trees import leaves_with_paths, num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Where one array lives.
+
+    Attributes:
+      path: its path in its tree.
+      shape: its global shape.
+      dtype: its dtype's name.
+      names: the logical axis of each dim, or None.
+      axes: the mesh axes that split each dim, without those of size 1.
+      num_bytes: its bytes, the sum over all shards.
+      num_bytes_per_device: the bytes of one device's shard.
+      is_on_host: whether the shards are in host memory.
+      is_frozen: whether this is a weight that is not trained.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    names: Names
+    axes: tuple[tuple[str, ...], ...]
+    num_bytes: int
+    num_bytes_per_device: int
+    is_on_host: bool = False
+    is_frozen: bool = False
+
+
+def rows(abstract_tree: Any, axes_tree: Any, shardings: Any) -> list[Row]:
+    """Returns a row for each array of a tree.
+
+    Args:
+      abstract_tree: arrays or `jax.ShapeDtypeStruct`s.
+      axes_tree: the same structure; the leaves are tuples of logical axes.
+      shardings: the same structure; the leaves are `NamedSharding`s, as `step.shardings.shardings` returns them.
+    """
+    names = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
+    placed = dict(leaves_with_paths(shardings))
+    return [_row(path, array, names[path], placed[path]) for path, array in leaves_with_paths(abstract_tree)]
+
+
+def _row(path: str, array: Any, names: Names, sharding: NamedSharding) -> Row:
+    shape = tuple(array.shape)
+    large = tuple(
+        tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1)
+        for axes in axes_of_dims(sharding.spec, len(shape))
+    )
+    shard_bytes = math.prod(sharding.shard_shape(shape)) * num_bytes(array) // max(1, math.prod(shape))
+    return Row(path, shape, str(array.dtype), names, large, num_bytes(array), shard_bytes, is_on_host(sharding))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns a line for each array and one for the totals.
+
+    `-` means a dim without a logical axis, or a dim that is not split. `a+b` means a dim split over a, then over b.
+    """
+    header = ("array", "shape", "dtype", "logical axes", "split over", "a device")
+    lines = [
+        (
+            row.path,
+            " x ".join(map(str, row.shape)) or "scalar",
+            row.dtype,
+            " ".join(name or "-" for name in row.names),
+            " ".join("+".join(part) or "-" for part in row.axes),
+            format_bytes(row.num_bytes_per_device) + " on its host" * row.is_on_host + ", frozen" * row.is_frozen,
+        )
+        for row in rows
+    ]
+    num_elements = sum(math.prod(row.shape) for row in rows)
+    total = format_bytes(sum(row.num_bytes for row in rows))
+    on_device, on_host = (
+        format_bytes(sum(row.num_bytes_per_device for row in rows if row.is_on_host == where))
+        for where in (False, True)
+    )
+    beside = f", {on_host} for each in its host's memory" if any(row.is_on_host for row in rows) else ""
+    text = aligned(lines, header, align="<<<<<>")
+    return f"{text}\n\n{len(rows)} arrays, {num_elements:,} elements, {total}; {on_device} on each device{beside}\n"

@@ -1,0 +1,88 @@
+"""How gradients cross the data axis, where a reduction of one's own takes the place of the built-in sum.
+
+`reduction.name` names a function (options, dtype) -> `Reduction`. Its attribute `options`, if it has one, is a subclass
+of `ReductionOptions`; the fields stand under `config.reduction`. It may have an attribute `check`, a function
+(config, mesh_shape) -> one line for each problem.
+
+n: replicas.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.options import option
+
+SUM = "sum"  # built in: in the backward loop where there is one, see `gradients.py`
+MAX_LEVEL = 1  # of ZeRO with another reduction: higher levels reduce-scatter the gradients of each microbatch
+
+
+@dataclasses.dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are reduced over data; a reduction's own options are the fields of a subclass."""
+
+    name: str = option(
+        SUM, "how gradients are added up over data: sum, int8, topk, one_step_late, or package.module:function",
+        names="function",
+    )  # fmt: skip
+
+
+def nothing(shapes: Any) -> Any:
+    """Returns the residual of a reduction that sends everything."""
+    return ()
+
+
+def in_equal_parts(residual: Any, replicas: int) -> Any:
+    """Returns residuals for another number of replicas: each gets the same part of their sum.
+
+    Equal parts are packed with smaller scales than the whole in one place.
+
+    Args:
+      residual: a tree of float32 [saved replicas, ...].
+      replicas: n, of today.
+    """
+    share = lambda leaf: jnp.broadcast_to(jnp.sum(leaf, axis=0) / replicas, (replicas, *leaf.shape[1:]))  # noqa: E731
+    return jax.tree.map(share, residual)
+
+
+def no_advice(replicas: int, is_scattered: bool) -> list[tuple[str, str]]:
+    """Returns the advice of a reduction that has none."""
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A reduction of gradients over the replicas of the data axis, once a step, at ZeRO levels 0 and 1.
+
+    Attributes:
+      reduce: (gradients, residual, over, scattered) -> (their sums over replicas, the residual of the next step). It is
+        traced where all axes are manual, for any number of replicas, 1 among them. `gradients` is a tree of this
+        device's float32 shards, of the mean loss; `residual` is like them, or `()`; `over` is the axis. `scattered` is
+        a tree of int: 0 where each replica gets the whole sum, which has to be bitwise the same on all; otherwise the
+        dim, counted from the end (-1 is the last), along which each replica gets its shard of the sum.
+      sent_bytes: (elements, replicas, is_scattered) -> the bytes that a device sends in a step for that many elements
+        of its gradients, without padding.
+      residual: (shapes of the gradients) -> those shapes if each replica keeps a float32 array for each gradient from
+        step to step, `()` if not. It is zeros at first, and a part of checkpoints.
+      reshard: (residual [saved replicas, ...], replicas) -> the same for another number of replicas.
+      update: what makes the update of a step that applies its gradients at another time: (the function that takes
+        `reduce` and `after_update` and returns `weight_update` with them, `Replicas.reduce`, `Task.after_update`) ->
+        Update. None: `reduce` returns the gradients of this step.
+      moved_bytes: of a device's memory that packing an element reads and writes, for the advice of `plan`.
+      advice: (replicas, is_scattered) -> (what, change) for each reason of its own to choose another reduction.
+      unread: dotted keys of options that the built-in sum reads, and this reduction does not.
+      name: by which the configuration names it.
+    """
+
+    reduce: Callable[[Any, Any, str, Any], tuple[Any, Any]]
+    sent_bytes: Callable[[float, int, bool], float]
+    residual: Callable[[Any], Any] = nothing
+    reshard: Callable[[Any, int], Any] = in_equal_parts
+    update: Callable[..., Any] | None = None
+    moved_bytes: float = 0.0
+    advice: Callable[[int, bool], list[tuple[str, str]]] = no_advice
+    unread: tuple[str, ...] = ()
+    name: str = SUM

@@ -1,0 +1,559 @@
+"""Where each stored array lives, and why it cannot live there: one line with the nearest legal choice for each reason.
+
+The rules split a weight over the mesh axes of its logical axes, in the same way at every level of ZeRO over the data
+axis (Rajbhandari et al. 2020). The data axis replicates weights at level 0, and splits one more dim at higher levels:
+
+    level   parameters   moments      sums of gradients   what crosses the network in a step of M microbatches
+    0       replicated   replicated   replicated          gradients all-reduced once
+    1       replicated   sharded      replicated          gradients reduce-scattered, new weights all-gathered, once
+    2       replicated   sharded      sharded             gradients reduce-scattered M times, new weights gathered once
+    3       sharded      sharded      sharded             weights gathered 2 M times, gradients reduce-scattered M times
+
+Parameters are the master weights, float32 unless `precision.param_dtype` says otherwise. The `fsdp` axis does what
+level 3 does, over an axis of its own: its rules split every weight. `fsdp` inside a host with level 0 over `data`
+across hosts is hybrid sharding.
+
+There is no fallback to replication, which would cost memory and communication without notice. The checks read only
+shapes, logical axes and rules, so they hold for any task and any table of rules.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.errors import UserError, divisors, nearest, nearest_divisor, nearest_multiple, unknown
+from meshtrain.options import AllBut, option
+from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.trees import leaves_with_paths, num_bytes
+
+Names = tuple[str | None, ...]
+Column = Mapping[str, tuple[str, ...]]
+# Logical axis -> (key in the configuration, value): the option whose value, or a multiple of it, is the dim's size.
+SizeOptions = Mapping[str, tuple[str, int]]
+
+# Logical axes of dims that stack the weights of several layers in one array.
+STACKED = ("chunks", "layers")
+# Logical axis of a dim of experts in what chooses them.
+ROUTER = "router"
+
+STRATEGIES = {"no_shard": 0, "hybrid_shard": 0, "shard_grad_op": 3, "full_shard": 3}
+# The level from which on the data axis splits an array.
+MOMENTS_LEVEL, GRADIENTS_LEVEL, PARAMETERS_LEVEL = 1, 2, 3
+MAX_LEVEL = PARAMETERS_LEVEL
+_OVER_DATA = {f"mesh.{DATA}": AllBut(1)}
+
+# The largest share of the bytes of all matrices that fsdp, or data at a ZeRO level, may leave unsharded.
+MOST_WHOLE = 0.01
+MOST_NAMED = 3  # weights that a line lists
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroOptions:
+    """What is sharded over the data axis."""
+
+    level: int = option(
+        0, "shards over data: 0 nothing, 1 moments, 2 also gradient sums, 3 also parameters", minimum=0,
+        only_for=_OVER_DATA,
+    )  # fmt: skip
+    strategy: str = option(
+        "", "the level by its name in PyTorch's FSDP; empty: zero.level", choices=("", *STRATEGIES), only_for=_OVER_DATA
+    )
+
+    @property
+    def effective_level(self) -> int:
+        """The level of `strategy`, or `level` where that is empty."""
+        return STRATEGIES[self.strategy] if self.strategy else self.level
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether the backward pass reuses the weights gathered in the forward pass instead of gathering them again."""
+        return self.strategy == "shard_grad_op"
+
+
+def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[str]:
+    """Returns one line for each value that is not allowed, or not with the others.
+
+    Args:
+      options: each within its own bounds.
+      num_replicas: the size of the data axis, or -1 where it is not known yet.
+      fsdp: the size of the fsdp axis, likewise.
+    """
+    lines = []
+    if options.level > MAX_LEVEL:
+        lines.append(f"zero.level: got {options.level}; allowed: 0 to {MAX_LEVEL}; nearest: {MAX_LEVEL}")
+    if options.strategy and options.level not in (0, options.effective_level):
+        lines.append(
+            f"zero.level: got {options.level} with zero.strategy = {options.strategy}, which is level "
+            f"{options.effective_level}; allowed: one of the two; nearest: zero.level=0 (left to the strategy)"
+        )
+    if options.strategy == "hybrid_shard" and 1 in (num_replicas, fsdp):
+        lines.append(
+            f"zero.strategy: got hybrid_shard with mesh.data = {num_replicas} and mesh.fsdp = {fsdp}; allowed: both "
+            "above 1 (weights split over fsdp, copied over data); nearest: zero.strategy=full_shard"
+        )
+    return lines
+
+
+def rules_of_level(rules: Rules, level: int) -> Rules:
+    """Returns the rules with the storage axes of a level: at level 3 data is one, as fsdp is at every level."""
+    if level < MAX_LEVEL or DATA in rules.storage_axes:
+        return rules
+    return dataclasses.replace(rules, storage_axes=(*rules.storage_axes, DATA))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The sharding of a weight and of the arrays that have its shape.
+
+    Attributes:
+      parameter: of the weight.
+      gradient: of the float32 sum to which the gradient of each microbatch is added.
+      moment: of the optimizer's moments, and of the gradient that the optimizer gets.
+      num_dims: the weight's number of dims.
+      data_dim: the dim that data splits in the arrays of the level, counted from the end (-1 is the last); 0: none.
+    """
+
+    parameter: PartitionSpec
+    gradient: PartitionSpec
+    moment: PartitionSpec
+    num_dims: int
+    data_dim: int = 0
+
+    @classmethod
+    def alike(cls, spec: PartitionSpec, num_dims: int) -> "Stored":
+        """Returns one sharding for all three, as at level 0."""
+        return cls(spec, spec, spec, num_dims)
+
+
+def stored(
+    shape: Sequence[int],
+    names: Names,
+    rules: Rules,
+    mesh_shape: Mapping[str, int],
+    level: int,
+    path: str = "array",
+) -> Stored:
+    """Returns the sharding of a weight and of the arrays of its shape.
+
+    Args:
+      shape: of the weight, or of an array of the optimizer's state.
+      names: a logical axis or None for each dim.
+      rules: the table, whose column `parameters` is read.
+      mesh_shape: the size of each mesh axis.
+      level: of ZeRO.
+      path: what the array is called in an error.
+
+    Raises:
+      UserError: see `array_problems`.
+    """
+    by_rules = spec(path, shape, names, rules.parameters, mesh_shape)
+    dim = _data_dim(by_rules, shape, names, mesh_shape)
+    if dim == 0:
+        return Stored.alike(by_rules, len(shape))
+    parts = axes_of_dims(by_rules, len(shape))
+    parts[dim] = (*parts[dim], DATA)
+    sharded = spec_of_dims(parts)
+    parameter, gradient, moment = (
+        sharded if level >= first else by_rules for first in (PARAMETERS_LEVEL, GRADIENTS_LEVEL, MOMENTS_LEVEL)
+    )
+    return Stored(parameter, gradient, moment, len(shape), dim)
+
+
+def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shape: Mapping[str, int]) -> int:
+    """Returns the dim of an array that data splits, counted from the end; 0 for none.
+
+    It is the first dim whose shard divides by the size of data. The dim that stacks layers is never split, because the
+    layers are computed one after the other.
+    """
+    dims = axes_of_dims(spec, len(shape))
+    if mesh_shape[DATA] == 1 or any(DATA in axes for axes in dims):
+        return 0
+    for dim, (size, name, axes) in enumerate(zip(shape, names, dims, strict=True)):
+        if name not in STACKED and size % (num_parts(axes, mesh_shape) * mesh_shape[DATA]) == 0:
+            return dim - len(shape)
+    return 0
+
+
+def stored_tree(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int], level: int) -> Any:
+    """Returns `Stored` for each weight of a tree; for the arguments see `tree_problems`.
+
+    Raises:
+      UserError: the first weight that cannot be split; `tree_problems` returns the problems of all weights.
+    """
+    leaves = [
+        stored(array.shape, names, rules, mesh_shape, level, path) for path, array, names in _named(abstract, axes_tree)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]) -> PartitionSpec:
+    """Returns the spec of one array, without mesh axes of size 1: equal shardings have equal specs.
+
+    For the arguments see `array_problems`; the column is `rules.parameters`, `.activations` or `.gathered`.
+
+    Raises:
+      UserError: see `array_problems`.
+    """
+    if lines := array_problems(path, shape, names, column, mesh_shape):
+        raise UserError(*lines)
+    dims = [column[name] if name is not None else () for name in names]
+    return spec_of_dims([tuple(axis for axis in axes if mesh_shape[axis] > 1) for axes in dims])
+
+
+def activation_sharding(
+    shape: Sequence[int], names: Names, rules: Rules, mesh: Mesh, path: str = "activation"
+) -> NamedSharding:
+    """Returns the sharding of an activation or an input by the activation rules.
+
+    Raises:
+      UserError: see `array_problems`.
+    """
+    return NamedSharding(mesh, spec(path, shape, names, rules.activations, mesh.shape))
+
+
+def spec_of_dims(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """Returns the spec with these mesh axes for each dim, without trailing None: equal shardings have equal specs."""
+    parts = [names[0] if len(names) == 1 else names or None for names in axes]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
+
+
+def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that split each dim of an array, () for none."""
+    parts = (*spec, *(None,) * (num_dims - len(spec)))
+    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in parts]
+
+
+def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns the mesh axes in a spec, in their order."""
+    return tuple(axis for dim in axes_of_dims(spec, len(spec)) for axis in dim)
+
+
+def num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
+    """Returns the number of shards over some mesh axes: the product of their sizes."""
+    return math.prod(mesh_shape[axis] for axis in axes)
+
+
+def is_names(leaf: Any) -> TypeGuard[Names]:
+    """Returns whether a node of a tree is the logical axes of one array, and not a container such as a namedtuple."""
+    return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
+
+
+def array_problems(
+    path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
+) -> list[str]:
+    """Returns one line for each reason why an array cannot be split as the rules say; none if it can.
+
+    Args:
+      path: what the array is called in the lines.
+      shape: its shape.
+      names: a logical axis for each dim; None keeps the dim whole.
+      column: logical axis -> mesh axes: one column of the rules.
+      mesh_shape: the size of each mesh axis.
+    """
+    lines = _name_problems(path, shape, names, column, mesh_shape)
+    if len(names) != len(shape):
+        return lines
+    for dim, name in _uneven_dims(shape, names, column, mesh_shape):
+        axes, parts = column[name], num_parts(column[name], mesh_shape)
+        over = " x ".join(f"{axis} (size {mesh_shape[axis]})" for axis in axes)
+        fits = max(n for n in divisors(shape[dim]) if n <= parts)
+        change = f"{axes[0]}={fits}" if len(axes) == 1 else f"{' x '.join(axes)} = {fits}"
+        lines.append(
+            f"{path}: shape {tuple(shape)}: dim {dim} has size {shape[dim]}, and rule '{name}' splits it over {over}; "
+            f"allowed: multiples of {parts}; nearest: {nearest_multiple(shape[dim], parts)}, or {change}"
+        )
+    return lines
+
+
+def _name_problems(
+    path: str, shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
+) -> list[str]:
+    """Returns one line for each problem with the names: unknown, too few, too many, or a mesh axis used twice."""
+    where = f"{path}: shape {tuple(shape)}"
+    if len(names) != len(shape):
+        fitted = (tuple(names) + (None,) * len(shape))[: len(shape)]
+        return [
+            f"{where}: got {len(names)} logical axes {tuple(names)} for {len(shape)} dims; "
+            f"allowed: one for each dim; nearest: {fitted}"
+        ]
+    lines = []
+    taken: dict[str, int] = {}
+    for dim, name in enumerate(names):
+        if name is None:
+            continue
+        if name not in column:
+            lines.append(unknown(f"{where}: logical axis of dim {dim}", name, tuple(column)))
+            continue
+        shared = [axis for axis in column[name] if axis in taken]
+        for axis in column[name]:
+            if axis in shared[:1]:  # axes that split two dims together are one mistake
+                freed = tuple(None if i == dim else n for i, n in enumerate(names))
+                lines.append(
+                    f"{where}: mesh axis '{axis}' (size {mesh_shape[axis]}) would split both dim {taken[axis]} "
+                    f"'{names[taken[axis]]}' and dim {dim} '{name}'; allowed: one dim of an array for each mesh axis; "
+                    f"nearest: {freed}"
+                )
+            taken.setdefault(axis, dim)
+    return lines
+
+
+def _uneven_dims(
+    shape: Sequence[int], names: Names, column: Column, mesh_shape: Mapping[str, int]
+) -> list[tuple[int, str]]:
+    """Returns the dims of an array that their mesh axes do not divide, and their names; unknown names are skipped."""
+    return [
+        (dim, name)
+        for dim, (size, name) in enumerate(zip(shape, names, strict=True))
+        if name is not None and name in column and size % num_parts(column[name], mesh_shape)
+    ]
+
+
+class _Weight(NamedTuple):
+    path: str
+    array: Any
+    names: Names
+
+
+@dataclasses.dataclass(frozen=True)
+class _Uneven:
+    """Dims of one logical axis and one size, in one weight or several, that their mesh axes do not divide.
+
+    Attributes:
+      name: the logical axis.
+      size: the size of the dims.
+      axes: the mesh axes that would split them, without those of size 1.
+      weights: that have such a dim.
+      dim: the index of the dim in the first weight.
+    """
+
+    name: str
+    size: int
+    axes: tuple[str, ...]
+    weights: tuple[_Weight, ...]
+    dim: int
+
+
+def tree_problems(
+    abstract: Any,
+    axes_tree: Any,
+    rules: Rules,
+    mesh_shape: Mapping[str, int],
+    level: int,
+    *,
+    options: SizeOptions | None = None,
+    trained: Any = None,
+    elsewhere: Sequence[str] = (),
+) -> list[str]:
+    """Returns one line for each reason why a tree of weights cannot be stored as the rules and the level say.
+
+    Args:
+      abstract: arrays or `jax.ShapeDtypeStruct`s.
+      axes_tree: the same structure; each leaf is a tuple with a logical axis or None for each dim.
+      rules: the table, with the storage axes of the level (`rules_of_level`).
+      mesh_shape: the size of each mesh axis.
+      level: of ZeRO.
+      options: which option sizes the dims of a logical axis, so that lines name it; None: lines name weights alone.
+      trained: a tree of bool like `abstract`, true for each weight with gradients and moments; None: all.
+      elsewhere: logical axes that are left out of the check of sizes, because the caller checks them.
+    """
+    if lines := _unnamed(abstract, axes_tree, rules, mesh_shape):
+        return lines
+    weights = _named(abstract, axes_tree)
+    if groups := _uneven(weights, rules, mesh_shape):
+        legal = _legal_sizes(weights, rules, mesh_shape)
+        shown = [group for group in groups if group.name not in elsewhere]
+        return [_uneven_line(group, mesh_shape, legal, options or {}) for group in shown]
+    matrices = [one for one in weights if _is_matrix(one.names)]
+    lines = _left_whole_by_rules(matrices, rules, mesh_shape)
+    if level > 0 and mesh_shape[DATA] > 1:
+        if trained is not None and level < PARAMETERS_LEVEL:
+            flags = dict(leaves_with_paths(trained))
+            matrices = [one for one in matrices if flags[one.path]]
+        lines += _left_whole_by_data(matrices, rules, mesh_shape, level)
+    return lines
+
+
+def _unnamed(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each problem with logical axes, independent of sizes.
+
+    The problems are: an array without logical axes, axes without an array, unknown names, a mesh axis that splits two
+    dims of one array, and a user's rule that matches no array.
+    """
+    arrays = dict(leaves_with_paths(abstract))
+    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
+    lines = []
+    for path, array in arrays.items():
+        names = axes[path] if path in axes else None
+        if is_names(names):
+            lines += _name_problems(path, array.shape, names, rules.parameters, mesh_shape)
+            continue
+        said = "has no logical axes" if names is None else f"got logical axes {names!r}"
+        replicated = (None,) * len(array.shape)
+        lines.append(
+            f"{path}: shape {tuple(array.shape)}: {said}; allowed: a tuple with a name or None for each dim; "
+            f"nearest: {replicated} (replicated on each device)"
+        )
+    lines += [
+        f"{path}: got logical axes {names}, but there is no such array; allowed: paths of arrays{nearest(path, arrays)}"
+        for path, names in axes.items()
+        if path not in arrays and names != ()
+    ]
+    used = {name for names in axes.values() if is_names(names) for name in names if name is not None}
+    # A user's rule that matches no weight is probably misspelt, and the weight it was meant for would be replicated.
+    lines += [
+        f"rule '{name}' -> {' x '.join(f'{axis} (size {mesh_shape[axis]})' for axis in rules.parameters[name])}: "
+        f"matches no array; allowed: {', '.join(sorted(used)) or 'none'}{nearest(name, used)}"
+        for name in rules.own
+        if rules.parameters[name] and name not in used
+    ]
+    return lines
+
+
+def _named(abstract: Any, axes_tree: Any) -> list[_Weight]:
+    """Returns the weights of a tree in which `_unnamed` has no problems."""
+    axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
+    return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
+
+
+def _uneven(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[_Uneven]:
+    """Returns the dims that the mesh does not divide, grouped by logical axis and size."""
+    groups: dict[tuple[str, int], list[tuple[_Weight, int]]] = {}
+    for one in weights:
+        for dim, name in _uneven_dims(one.array.shape, one.names, rules.parameters, mesh_shape):
+            groups.setdefault((name, one.array.shape[dim]), []).append((one, dim))
+    return [
+        _Uneven(
+            name,
+            size,
+            tuple(axis for axis in rules.parameters[name] if mesh_shape[axis] > 1),
+            tuple(one for one, _ in held),
+            held[0][1],
+        )
+        for (name, size), held in groups.items()
+    ]
+
+
+def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
+    """Returns for each mesh axis a number whose divisors, as its size, split every weight evenly; 0: any size does.
+
+    The sizes of the other axes are those of `mesh_shape`.
+    """
+    common = dict.fromkeys(mesh_shape, 0)
+    for one in weights:
+        for size, name in zip(one.array.shape, one.names, strict=True):
+            split = rules.parameters[name] if name is not None else ()
+            for axis in split:
+                others = num_parts([other for other in split if other != axis], mesh_shape)
+                common[axis] = math.gcd(common[axis], size // math.gcd(size, others))
+    return common
+
+
+def _uneven_line(group: _Uneven, mesh_shape: Mapping[str, int], legal: Mapping[str, int], options: SizeOptions) -> str:
+    parts = num_parts(group.axes, mesh_shape)
+    more = f" and {len(group.weights) - 1} more" if len(group.weights) > 1 else ""
+    path, array, _ = group.weights[0]
+    over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in group.axes)
+    if len(group.axes) == 1:
+        change = f"mesh.{group.axes[0]}={nearest_divisor(legal[group.axes[0]], mesh_shape[group.axes[0]])}"
+    else:
+        change = f"{' x '.join(f'mesh.{axis}' for axis in group.axes)} = {nearest_divisor(group.size, parts)}"
+    if group.name in options and group.size % options[group.name][1] == 0:
+        key, value = options[group.name]
+        made = "" if value == group.size else f", which makes {group.size},"
+        return (
+            f"{key}: got {value}{made} for dim '{group.name}' of {path}{more}; allowed: a multiple of {parts}, as it "
+            f"is split over {over}; nearest: {nearest_multiple(value, parts)}, or {change}"
+        )
+    return (
+        f"{path}{more}: shape {tuple(array.shape)}: dim {group.dim} has size {group.size}, and rule '{group.name}' "
+        f"splits it over {over}; allowed: multiples of {parts}; nearest: {nearest_multiple(group.size, parts)}, or "
+        f"{change}"
+    )
+
+
+def _left_whole_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each storage axis but data that leaves more than `MOST_WHOLE` of the bytes unsharded.
+
+    Norms and biases do not count. Weights with a dim that one of the user's own rules names count as sharded, because
+    the user chose their sharding.
+    """
+    lines = []
+    for axis in rules.storage_axes:
+        if axis != DATA and mesh_shape[axis] > 1:
+            chosen = [one for one in matrices if not set(one.names) & set(rules.own)]
+            whole = [one for one in chosen if axis not in _axes_of(one, rules, mesh_shape, 0)]
+            if _share(whole, matrices) > MOST_WHOLE:
+                lines.append(
+                    f"mesh.{axis}: got {mesh_shape[axis]}, and no rule splits {_listed(whole)} over {axis}: "
+                    f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device; "
+                    f"allowed: at most {MOST_WHOLE:.0%}; nearest: mesh.{axis}=1, or a dim with the logical axis 'embed'"
+                )
+    return lines
+
+
+def _left_whole_by_data(
+    matrices: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int], level: int
+) -> list[str]:
+    """Returns one line where data at this level leaves more than `MOST_WHOLE` of the bytes unsharded."""
+
+    def whole_on(size: int) -> list[_Weight]:
+        shape = {**mesh_shape, DATA: size}
+        return [one for one in matrices if size > 1 and DATA not in _axes_of(one, rules, shape, level)]
+
+    size = mesh_shape[DATA]
+    whole = whole_on(size)
+    if _share(whole, matrices) <= MOST_WHOLE:
+        return []
+    path, array, names = max(whole, key=lambda one: num_bytes(one.array))
+    what = {1: "moments", 2: "moments and sums of gradients", 3: "weights, gradients and moments"}[level]
+    dims = axes_of_dims(stored(array.shape, names, rules, mesh_shape, 0).parameter, len(array.shape))
+    local = [size // num_parts(axes, mesh_shape) for size, axes in zip(array.shape, dims, strict=True)]
+    sizes = sorted(
+        {n for dim, name in zip(local, names, strict=True) if name not in STACKED for n in divisors(dim)},
+        key=lambda n: (abs(n - size), -n),
+    )
+    legal = next((n for n in sizes if _share(whole_on(n), matrices) <= MOST_WHOLE), 1)
+    dim = next(i for i, name in enumerate(names) if name not in STACKED)
+    unit = size * array.shape[dim] // local[dim]
+    mended = (*array.shape[:dim], nearest_multiple(array.shape[dim], unit), *array.shape[dim + 1 :])
+    return [
+        f"mesh.data: got {size} at ZeRO level {level}, and {size} divides no dim of {_listed(whole)}: the {what} of "
+        f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device; "
+        f"allowed: at most {MOST_WHOLE:.0%}; nearest: mesh.data={legal}, or {path} of shape {mended}"
+    ]
+
+
+def _axes_of(one: _Weight, rules: Rules, mesh_shape: Mapping[str, int], level: int) -> tuple[str, ...]:
+    """Returns the mesh axes that split the moments of a weight."""
+    return axes_in(stored(one.array.shape, one.names, rules, mesh_shape, level, one.path).moment)
+
+
+def _is_matrix(names: Names) -> bool:
+    """Returns whether a weight has at least two feature dims.
+
+    Heads and the head_dim after them count as one dim. Dims that stack layers do not count.
+    """
+    features = 0
+    for name in names:
+        features += name not in STACKED and not (name == "head_dim" and features)
+    return features >= 2
+
+
+def _share(some: Sequence[_Weight], every: Sequence[_Weight]) -> float:
+    total = sum(num_bytes(one.array) for one in every)
+    return sum(num_bytes(one.array) for one in some) / total if total else 0.0
+
+
+def _listed(weights: Sequence[_Weight]) -> str:
+    """Returns the largest weights by path and shape, and how many more there are."""
+    largest = sorted(weights, key=lambda one: -num_bytes(one.array))
+    text = ", ".join(f"{one.path} {tuple(one.array.shape)}" for one in largest[:MOST_NAMED])
+    more = len(largest) - MOST_NAMED
+    return f"{text} and {more} more" if more > 0 else text

@@ -1,0 +1,90 @@
+"""Bytes on one device: of training state, from abstract arrays with shardings; of a program, by its compiler's account.
+
+The first does not count activations. The planner, `explain` and README's table of memory use these functions, and a run
+records both.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.offload import is_on_host
+from meshtrain.step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Bytes of one device.
+
+    Attributes:
+      parameters: in the dtype in which they are stored; of groups that train apart those of each, and the anchor.
+      gradients: the float32 sums to which each microbatch's gradients are added.
+      moments: the optimizer's state in device memory, and the outer optimizer's of groups that train apart.
+      on_host: the optimizer's state in host memory, with `offload.moments`.
+      residual: what the reduction over data keeps from step to step.
+    """
+
+    parameters: int
+    gradients: int
+    moments: int
+    on_host: int
+    residual: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes in device memory."""
+        return self.parameters + self.gradients + self.moments + self.residual
+
+
+def held(state: TrainState, replicas: Replicas) -> Held:
+    """Returns the bytes of a training state on one device.
+
+    Args:
+      state: abstract; each leaf has its sharding.
+      replicas: how gradients are reduced over data, which determines the shardings of their sums.
+    """
+    moments = jax.tree.leaves((state.opt_state, state.local.outer_state if state.local else ()))
+    return Held(
+        parameters=bytes_of_device(state.params) + (bytes_of_device(state.local.params) if state.local else 0),
+        gradients=bytes_of_device(replicas.accumulators(state.params)),
+        moments=bytes_of_device([leaf for leaf in moments if not is_on_host(leaf.sharding)]),
+        on_host=bytes_of_device([leaf for leaf in moments if is_on_host(leaf.sharding)]),
+        residual=bytes_of_device(state.residual),
+    )
+
+
+def bytes_of_device(tree: Any) -> int:
+    """Returns the bytes of one device's shards of a tree of abstract arrays with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Bytes of one device, as the compiler's memory analysis reports them."""
+
+    arguments_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    peak_bytes: int
+    host_bytes: int
+
+
+def statistics(stats: Any) -> Statistics:
+    """Returns the account of a compiled program from its `memory_analysis()`."""
+    host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
+    # The peak is of what is alive at one time. Without one from the compiler, or where it leaves out temporaries (the
+    # CPU's does), all buffers count as alive at once.
+    together = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    together += stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Statistics(
+        arguments_bytes=stats.argument_size_in_bytes,
+        temporary_bytes=stats.temp_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        peak_bytes=together if stats.peak_memory_in_bytes <= stats.temp_size_in_bytes else stats.peak_memory_in_bytes,
+        host_bytes=host - stats.host_alias_size_in_bytes,
+    )

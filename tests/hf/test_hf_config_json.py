@@ -1,0 +1,459 @@
+"""config.json as options: both spellings, what an absent key means, and every key that is not understood by name."""
+
+import json
+
+import pytest
+
+from meshtrain.errors import UserError
+from meshtrain.hf.config_json import described, differences, is_described
+from meshtrain.models.transformer.decoder import DecoderOptions
+from tests.hf.models import FIXTURES, NAMES
+
+
+def given(name):
+    return json.loads((FIXTURES / name / "config.json").read_text())
+
+
+def of(tmp_path, values, ignore=""):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return described(tmp_path, ignore)
+
+
+def refused(tmp_path, values, ignore=""):
+    with pytest.raises(UserError) as error:
+        of(tmp_path, values, ignore)
+    for line in error.value.problems:
+        assert line.startswith(f"{tmp_path / 'config.json'}: ")
+        assert "allowed: " in line
+        assert line.count("nearest: ") + line.count("did you mean") == 1
+    return [line.removeprefix(f"{tmp_path / 'config.json'}: ") for line in error.value.problems]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_older_spelling_says_the_same(name, tmp_path):
+    older = json.loads((FIXTURES / name / "config.v4.json").read_text())
+    assert of(tmp_path, older) == described(FIXTURES / name)
+
+
+def test_a_llama_in_the_decoders_words():
+    found = described(FIXTURES / "llama3-rope-scaled")
+    assert found.options == DecoderOptions(
+        num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=119,
+        rope_base=500.0, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original_length=16,
+    )  # fmt: skip
+    assert (found.max_length, found.dtype) == (64, "float32")
+
+
+def test_what_an_absent_key_means_is_what_transformers_says(tmp_path):
+    llama = given("llama")
+    for key in ("rope_parameters", "num_key_value_heads", "head_dim", "tie_word_embeddings"):
+        del llama[key]
+    options = of(tmp_path, llama).options
+    assert (options.rope_base, options.num_kv_heads, options.head_dim) == (10000.0, 4, 0)
+    assert not options.tied_embeddings
+    gpt2 = given("gpt2")
+    del gpt2["tie_word_embeddings"], gpt2["n_inner"]
+    assert (of(tmp_path, gpt2).options.tied_embeddings, of(tmp_path, gpt2).options.mlp_dim) == (True, 128)
+
+
+# name of the model, changes (None takes a key away), how the lines begin
+REFUSED = {
+    "yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        ["rope_parameters.rope_type: got 'yarn'; allowed: default, llama3; nearest: none, this model cannot"],
+    ),
+    "linear, older": (
+        "llama",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ["rope_scaling.rope_type: got 'linear'"],
+    ),
+    "a factor that default ignores": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": 2.0}},
+        ["rope_parameters.factor: got 2.0"],
+    ),
+    "llama3 without its factors": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+        [
+            "rope_parameters.low_freq_factor: got nothing",
+            "rope_parameters.high_freq_factor: got nothing",
+            "rope_parameters.original_max_position_embeddings: got nothing",
+        ],
+    ),
+    "two thetas": (
+        "llama",
+        {"rope_theta": 5e5},
+        ["rope_parameters.rope_theta: got 10000.0, and rope_theta or rope_scaling"],
+    ),
+    "no theta": ("qwen2", {"rope_parameters": None}, ["rope_theta: got nothing"]),
+    "theta a text": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+        ["rope_parameters.rope_theta: got 'x'"],
+    ),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor: got 0.5; allowed: 1.0"]),
+    "partial rotary inside": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ["rope_parameters.partial_rotary_factor: got 0.5"],
+    ),
+    "quantized": (
+        "llama",
+        {"quantization_config": {"quant_method": "gptq"}},
+        ["quantization_config: got {'quant_method': 'gptq'}"],
+    ),
+    "code": ("llama", {"auto_map": {"AutoModel": "x.Y"}}, ["auto_map: got"]),
+    "biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True},
+        ["attention_bias: got True; allowed: False", "mlp_bias: got True"],
+    ),
+    "activation": ("llama", {"hidden_act": "gelu"}, ["hidden_act: got 'gelu'; allowed: silu"]),
+    "erf": (
+        "gpt2",
+        {"activation_function": "gelu"},
+        ["activation_function: got 'gelu'; allowed: gelu_new, gelu_pytorch_tanh"],
+    ),
+    "scaled by layer": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True},
+        ["scale_attn_by_inverse_layer_idx: got True"],
+    ),
+    "cross-attention": ("gpt2", {"add_cross_attention": True}, ["add_cross_attention: got True"]),
+    "rotary of gpt2": ("gpt2", {"rope_theta": 1e4}, ["rope_theta: got 10000.0"]),
+    "a window of llama": ("llama", {"sliding_window": 16}, ["sliding_window: got 16"]),
+    "another head": ("llama", {"architectures": ["LlamaForSequenceClassification"]}, ["architectures: got"]),
+    "family": (
+        "llama",
+        {"model_type": "lama"},
+        ["model_type: got 'lama'; allowed: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, mixtral, qwen3_moe, gp"],
+    ),
+    "no family": ("llama", {"model_type": 3}, ["model_type: got '3'"]),
+    "later layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": None},
+        ["max_window_layers: got 1; allowed: a window in all layers or in none"],
+    ),
+    "mixed layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
+        ["layer_types: got ['full_attention', 'sliding_attention']"],
+    ),
+    "a window of no size": ("qwen2", {"layer_types": ["sliding_attention"] * 2}, ["layer_types: got"]),
+    "turns of no kind": (
+        "gemma3",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        ["layer_types: got ['full_attention', 'sliding_attention', 'full_attention']; allowed: 3 layers, of which"],
+    ),
+    "too few layers": ("gemma2", {"layer_types": ["sliding_attention"]}, ["layer_types: got ['sliding_attention']"]),
+    "a turn of no length": (
+        "gemma3",
+        {"_sliding_window_pattern": 0, "layer_types": None},
+        ["_sliding_window_pattern: got 0; allowed: one whole number, at least 1"],
+    ),
+    "two patterns": (
+        "gemma3",
+        {"sliding_window_pattern": 2, "layer_types": None},
+        ["sliding_window_pattern: got 2; allowed: one"],
+    ),
+    "turns without a window": ("gemma2", {"sliding_window": None}, ["sliding_window: got nothing"]),
+    "another size": ("gemma2", {"sliding_window_size": 8}, ["sliding_window_size: got 8; allowed: 6, as"]),
+    "a cap that is not there": ("gemma2", {"final_logit_softcapping": None}, ["final_logit_softcapping: got nothing"]),
+    "both ways": (
+        "gemma3",
+        {"use_bidirectional_attention": True, "hidden_act": "silu"},
+        ["use_bidirectional_attention: got True; allowed: False", "hidden_act: got 'silu'"],
+    ),
+    "one base for both": (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ["rope_parameters: got {'rope_type': 'default', 'rope_theta': 10000.0}; allowed: an object with full_att"],
+    ),
+    "no base of windows": (
+        "gemma3",
+        {"rope_parameters": None, "rope_theta": 1e6},
+        ["rope_local_base_freq: got nothing"],
+    ),
+    "two bases of windows, and linear": (
+        "gemma3",
+        {
+            "rope_local_base_freq": 1e4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e2, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e1},
+            },
+        },
+        [
+            "rope_parameters.full_attention.rope_type: got 'linear'; allowed: default, llama3",
+            "rope_parameters.sliding_attention.rope_theta: got 50.0, and rope_local_base_freq says 10000.0",
+        ],
+    ),
+    "dense layers between": (
+        "qwen3-moe",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [0]},
+        ["decoder_sparse_step: got 2; allowed: 1; nearest: none", "mlp_only_layers: got [0]; allowed: []"],
+    ),
+    "dense layers first": (
+        "qwen3-moe",
+        {"first_k_dense_replace": 1, "n_shared_experts": 1},
+        ["first_k_dense_replace: got 1; allowed: keys that meshtrain understands", "n_shared_experts: got 1"],
+    ),
+    "gates that do not add up to 1": (
+        "qwen3-moe",
+        {"norm_topk_prob": False},
+        ["norm_topk_prob: got False; allowed: T"],
+    ),
+    "the same, unsaid": ("qwen3-moe", {"norm_topk_prob": None}, ["norm_topk_prob: got False; allowed: True"]),
+    "a window of experts": (
+        "qwen3-moe",
+        {"use_sliding_window": True, "sliding_window": 6},
+        ["use_sliding_window: got True; allowed: False"],
+    ),
+    "two numbers of experts": (
+        "qwen3-moe",
+        {"num_experts": 8},
+        ["num_local_experts: got 4, and num_experts says 8; allowed: the same"],
+    ),
+    "noise": ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise: got 0.1; allowed: 0.0"]),
+    "more experts than there are": (
+        "mixtral",
+        {"num_experts_per_tok": 5},
+        ["num_experts_per_tok: got 5; allowed: at most the 4 experts"],
+    ),
+    "no experts": ("mixtral", {"num_local_experts": None}, ["num_local_experts: got nothing; allowed: int"]),
+    "no width": ("llama", {"hidden_size": None}, ["hidden_size: got nothing; allowed: int"]),
+    "a text": (
+        "llama",
+        {"num_hidden_layers": "2"},
+        ["num_hidden_layers: got '2' (str); allowed: a whole number (int)"],
+    ),
+    "true is no number": ("llama", {"num_hidden_layers": True}, ["num_hidden_layers: got True (bool)"]),
+    "infinite": ("llama", {"rms_norm_eps": float("inf")}, ["rms_norm_eps: got inf"]),
+    "negative": ("llama", {"intermediate_size": -1}, ["intermediate_size: got -1; allowed: at least 1"]),
+    "heads": ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads: got 3; allowed: a divisor of the 4 heads"]),
+    "odd heads": ("llama", {"head_dim": 7}, ["head_dim: got 7; allowed: an even number"]),
+    "all at once": (
+        "llama",
+        {"hidden_size": None, "hidden_act": "relu", "x": 1, "rope_parameters": {"rope_type": "yarn"}},
+        ["hidden_act: got 'relu'", "hidden_size: got nothing", "rope_parameters.rope_type: got 'yarn'", "x: got 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_decoder_has_nothing_for_is_refused_by_name_and_value(name, tmp_path):
+    model, changes, starts = REFUSED[name]
+    values = {key: value for key, value in (given(model) | changes).items() if value is not None}
+    lines = refused(tmp_path, values)
+    assert len(lines) == len(starts), lines
+    for start in starts:
+        assert any(line.startswith(start) for line in lines), (start, lines)
+
+
+HARMLESS = {
+    "is_llama_config": True, "rope_interleaved": False, "unsloth_fixed": True, "unsloth_version": "2025.1",
+    "unsloth_of_next_year": 1, "transformers.js_config": {"dtype": "q4"}, "_num_labels": 2, "num_labels": 2,
+    "max_sequence_length": 2048, "pad_token": "<pad>", "neftune_noise_alpha": 5.0, "max_length": 4096,
+    "temperature": 0.6, "top_p": 0.9, "top_k": 50, "do_sample": True, "repetition_penalty": 1.1,
+    "_attn_implementation_internal": "sdpa", "attn_implementation": "eager", "_flash_attn_2_enabled": True,
+    "meshtrain_ignored": ["x"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_that_change_no_logits_are_read_over(name, tmp_path):
+    values = given(name) | HARMLESS
+    if "layer_types" not in values:
+        values["layer_types"] = ["full_attention"] * 2
+    assert of(tmp_path, values) == described(FIXTURES / name)
+
+
+# key and value that a llama does not have -> what would differ
+CHANGES = {
+    "rope_interleaved": (True, "attention"),
+    "sliding_window": (16, "attention"),
+    "layer_types": (["sliding_attention"] * 2, ""),
+    "query_pre_attn_scalar": (8, "attention"),
+    "attention_bias": (True, "tensors"),
+    "architectures": (["LlamaForSequenceClassification"], "tensors"),
+    "num_experts": (4, "tensors"),
+    "n_embd": (32, "tensors"),
+    "residual_multiplier": (0.2, "activations"),
+    "hidden_act": ("relu", "activations"),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_what_changes_numbers_is_named_and_cannot_be_ignored(key, tmp_path):
+    value, what = CHANGES[key]
+    values = given("llama") | {key: value}
+    [line] = refused(tmp_path, values)
+    assert line.endswith(f"this model cannot be imported{f': {what} would differ' if what else ''}"), line
+    lines = refused(tmp_path, values, ignore=key)
+    assert line in lines
+    [other] = set(lines) - {line}
+    assert other.startswith(
+        f"init_ignore: got '{key}'; allowed: keys in no table of meshtrain, here none, and tokenizer.json; "
+    )
+
+
+def test_a_key_in_no_table_is_refused_with_the_words_that_accept_it(tmp_path):
+    values = given("llama") | {"my_tool": {"a": 1}, "others": 3}
+    lines = refused(tmp_path, values)
+    assert [line.partition(":")[0] for line in lines] == ["my_tool", "others"]
+    for line in lines:
+        assert "nothing that it knows of would differ" in line
+        assert line.endswith("nearest: --config.init_ignore=my_tool,others")
+    assert of(tmp_path, values, ignore="my_tool,others") == described(FIXTURES / "llama")
+    assert described(tmp_path, ignore=None) == described(FIXTURES / "llama")
+    assert [line.partition(":")[0] for line in refused(tmp_path, values, ignore="others")] == ["my_tool"]
+    [line] = refused(tmp_path, values, ignore="my_tool, others,gone")
+    assert (
+        "got 'gone'; allowed: keys in no table of meshtrain, here my_tool, others, and tokenizer.json; nearest: "
+        in line
+    )
+
+
+def test_a_quantized_copy_is_refused_with_the_copy_to_take(tmp_path):
+    [line] = refused(tmp_path, given("llama") | {"quantization_config": {"quant_method": "awq"}})
+    assert line.endswith("; nearest: the copy of this model that is not quantized, in bfloat16 or float32")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gptj", "opt", "gpt_oss", "stablelm", "smollm3", "gemma", "gemma3", "gemma3n_text", "qwen2_moe", "mistral3"],
+)
+def test_another_model_type_is_not_guessed(kind, tmp_path):
+    [line] = refused(tmp_path, {"model_type": kind})
+    assert line.endswith("; nearest: none, this model cannot be imported")
+
+
+def test_a_model_type_in_another_spelling_is_named(tmp_path):
+    [line] = refused(tmp_path, {"model_type": "Qwen3-MoE"})
+    assert line.endswith("; did you mean 'qwen3_moe'?")
+
+
+BOUNDS = {
+    "num_hidden_layers": ("llama", 0),
+    "intermediate_size": ("llama", -1),
+    "n_head": ("gpt2", -1),
+    "sliding_window": ("mistral-window", -1),
+    "moe_intermediate_size": ("qwen3-moe", -1),
+}
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_number_out_of_bounds_is_named_as_in_the_file_with_one_way_out(key, tmp_path):
+    name, value = BOUNDS[key]
+    line = next(line for line in refused(tmp_path, given(name) | {key: value}) if line.startswith(f"{key}: "))
+    assert line.startswith(f"{key}: got {value}; allowed: at least ")
+    assert line.count("nearest: ") == 1
+
+
+def test_experts_in_the_decoders_words(tmp_path):
+    shape = {"num_layers": 2, "embed_dim": 24, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 119}
+    of_both = {**shape, "num_experts": 4, "expert_dim": 16}
+    qwen = given("qwen3-moe")
+    assert described(FIXTURES / "qwen3-moe").options == DecoderOptions(mlp_dim=48, head_dim=8, qk_norm=True, **of_both)
+    qwen["num_experts"] = qwen.pop("num_local_experts")
+    assert of(tmp_path, qwen) == described(FIXTURES / "qwen3-moe")
+    mixtral = described(FIXTURES / "mixtral").options
+    assert mixtral == DecoderOptions(mlp_dim=mixtral.mlp_dim, **of_both)
+    # The width of an mlp that there is not is no difference, nor are losses of routers.
+    free = {"balance_weight": 0.5, "z_weight": 0.0, "expert_room": 2.0}
+    ours = DecoderOptions(mlp_dim=7, **free, **of_both)
+    assert differences(ours, mixtral, 32, "DIR") == []
+    for name, value, wanted in (("experts_per_token", 1, 2), ("num_experts", 8, 4)):
+        [line] = differences(DecoderOptions(**{**vars(ours), name: value}), mixtral, 32, "DIR")
+        assert line.startswith(f"model.{name}: got {value}, and the model in DIR has {wanted}; allowed: {wanted}; near")
+
+
+WINDOWS = {
+    "mixtral": ("mixtral", {"sliding_window": 6}, 6),
+    "mistral": ("mistral-window", {}, 6),
+    "mistral without": ("mistral-window", {"sliding_window": "null"}, 0),
+    "mistral by default": ("mistral-window", {"sliding_window": None}, 4096),
+    "qwen2 switched off": ("qwen2", {"sliding_window": 6}, 0),
+    "qwen2 in all layers": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "layer_types": None}, 6,
+    ),
+    "qwen2 after the last layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": None}, 0),
+    "qwen2 by layer_types": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2}, 6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_window_is_that_of_transformers(name, tmp_path):
+    model, changes, window = WINDOWS[name]
+    merged = {key: value for key, value in (given(model) | changes).items() if value is not None}
+    values = {key: None if value == "null" else value for key, value in merged.items()}
+    assert of(tmp_path, values).options.window == window
+
+
+TURNS = {
+    "gemma2 by default": ("gemma2", {"layer_types": None}, (6, 2)),
+    "gemma3 by default": ("gemma3", {"layer_types": None, "_sliding_window_pattern": None}, (6, 6)),
+    "gemma3 by its older key": (
+        "gemma3",
+        {"layer_types": None, "_sliding_window_pattern": None, "sliding_window_pattern": 2},
+        (6, 2),
+    ),
+    "windows in all layers": ("gemma3", {"layer_types": ["sliding_attention"] * 3}, (6, 0)),
+    "windows in none": ("gemma2", {"layer_types": ["full_attention"] * 2, "sliding_window": None}, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_layers_with_a_window_and_without_take_turns(name, tmp_path):
+    model, changes, expected = TURNS[name]
+    values = {key: value for key, value in (given(model) | changes).items() if value is not None}
+    found = of(tmp_path, values).options
+    assert (found.window, found.global_every) == expected
+
+
+def test_a_cap_of_null_is_none(tmp_path):
+    assert given("gemma2")["attn_logit_softcapping"] == 5.0
+    assert of(tmp_path, given("gemma2") | {"attn_logit_softcapping": None}).options.attention_cap == 0.0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_what_is_no_json_object_is_one_line(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        described(tmp_path)
+    [line] = error.value.problems
+    assert "allowed: a JSON object; nearest: " in line
+
+
+def test_a_folder_is_told_from_a_workdir(tmp_path):
+    assert is_described(FIXTURES / "llama")
+    assert not is_described(tmp_path)
+    assert not is_described(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model": {}, "mesh": {}}')
+    assert not is_described(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "model.safetensors").touch()
+    assert is_described(tmp_path), "its config.json is missing, and that is the line to print"
+
+
+def test_adapters_without_their_model_are_named(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(
+        UserError, match=r"got adapters of the package peft, without the model beneath them; allowed: a "
+    ):
+        described(tmp_path)
+
+
+def test_options_that_compute_something_else_are_named():
+    theirs = described(FIXTURES / "llama").options
+    ours = DecoderOptions(**{**vars(theirs), "rope_base": 5.0, "dropout_rate": 0.1, "init_std": 0.5, "head_dim": 0})
+    [line] = differences(ours, theirs, 64, "DIR")
+    assert line.startswith("model.rope_base: got 5.0, and the model in DIR has 10000.0; allowed: 10000.0; nearest: mo")
+    learned = described(FIXTURES / "gpt2").options
+    assert differences(DecoderOptions(**{**vars(learned), "max_positions": 0}), learned, 32, "DIR") == []
+    [line] = differences(DecoderOptions(**{**vars(learned), "max_positions": 0}), learned, 16, "DIR")
+    assert line.startswith("model.max_positions: got 16, and the model in DIR has 32")

@@ -1,0 +1,86 @@
+"""Products in blocks, compiled for GPUs and TPUs that are not there: `scripts/test --plan` runs this."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from meshtrain.config.config import Config
+from meshtrain.models.moe.grouped_matmul import WITH_ROWS, arranged, product
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.plan.hlo import flops, grouped_products, parse
+from meshtrain.plan.target.clusters import open_cluster
+from meshtrain.plan.target.compile import program_of
+from meshtrain.plan.target.traced_flops import traced_flops
+from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.step.precision import PrecisionOptions
+from tests.plan.conftest import planned
+
+pytestmark = pytest.mark.gpu_compiler
+
+CHOICES, M = 8192, 128
+
+
+def step(platform, rows, weights, chosen, cotangent):
+    """The products of the rows of these choices, and the gradients of rows and weights."""
+    owners = arranged(chosen, weights.shape[0], M).owners
+    result, pull = jax.vjp(lambda rows, weights: product(rows, weights, owners, platform=platform), rows, weights)
+    return result, pull(cotangent)
+
+
+@pytest.mark.parametrize(
+    ("card", "weights", "dtype"),
+    [
+        ("h100:1x1", (16, 2048, 768), jnp.bfloat16),
+        ("a100:1x1", (16, 2048, 768), jnp.float32),
+        ("v5e:2x2", (16, 2048, 768), jnp.float32),
+        ("v6e:2x2", (8, 4096, 14336), jnp.bfloat16),
+    ],
+)
+def test_the_work_is_that_of_active_rows_and_padding_and_nothing_is_stored_beside_the_results(card, weights, dtype):
+    cluster, (num_experts, height, width) = open_cluster(card), weights
+    mesh = Mesh(np.asarray(cluster.devices[:1]), ("data",), axis_types=(AxisType.Auto,))
+    num_rows = CHOICES + num_experts * M
+    shapes = [((num_rows, height), dtype), (weights, dtype), ((CHOICES,), jnp.int32), ((num_rows, width), dtype)]
+    given = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, PartitionSpec())) for shape in shapes]
+    way = jax.jit(step, static_argnums=0)
+    program = way.trace(cluster.platform, *given).lower(lowering_platforms=(cluster.platform,)).compile()
+    active = 3 * 2 * CHOICES * height * width
+    padded = 3 * 2 * num_experts * M // 2 * height * width
+    shares = {WITH_ROWS: (CHOICES / M + num_experts / 2) / (CHOICES / M + num_experts)}
+    work = flops.matmul_flops(parse.read(program.as_text(), shares=shares))
+    assert work.products == pytest.approx(active + padded)
+    traced = jax.make_jaxpr(way, static_argnums=0)(cluster.platform, *given).jaxpr
+    assert traced_flops(traced, {}, shares) == pytest.approx(work.products)
+    # On TPUs the products of blocks without rows become zeros in a copy.
+    copied = jnp.dtype(dtype).itemsize * num_rows * (height + width) if cluster.platform == "tpu" else 0
+    assert program.memory_analysis().temp_size_in_bytes <= copied + 2**21
+
+
+def test_a_step_on_an_expert_axis_counts_an_even_load_and_none_of_the_room_beyond():
+    """Four devices have the tokens of all four, and room for all of their choices."""
+    model = DecoderOptions(
+        num_layers=2, embed_dim=512, num_heads=4, num_kv_heads=2, vocab_size=1024, num_experts=8, experts_per_token=2,
+        expert_dim=256,
+    )  # fmt: skip
+    config = Config(
+        batch_size=8,
+        sequence_length=1024,
+        model=model,
+        mesh=MeshOptions(fsdp=2, expert=4),
+        precision=PrecisionOptions("bfloat16"),
+    )
+    plan = planned("h100:1x8", config)
+    assert plan.added_share == pytest.approx(0, abs=0.001)
+    program, num_calls = program_of(plan.compiled), 0
+    for name, body in program.computations.items():
+        shapes = {line.name: line.shape for line in body}
+        for line in body:
+            if line.opcode == "custom-call" and grouped_products.kernel(line):
+                num_products, rows, _, contracted = grouped_products.product(line, shapes, program.shares)
+                # Two choices of each of 1,024 tokens, and half a block of padding for each of two experts.
+                assert (contracted * num_products if num_products == 2 else rows) == 2048 + M
+                num_calls += program.num_runs[name]
+    # Of two layers: three matrices forward, and two gradients of each.
+    assert num_calls >= 2 * 3 * 3

@@ -1,0 +1,33 @@
+"""Where the GPU compiler puts the reductions of chunks: `scripts/test --plan` runs this."""
+
+import dataclasses
+
+import pytest
+
+from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.plan import text_report
+from meshtrain.step.precision import PrecisionOptions
+from tests.plan.conftest import config as small
+from tests.plan.conftest import planned
+
+pytestmark = pytest.mark.gpu_compiler
+
+NUM_CHUNKS = 4
+
+
+def test_gradients_of_chunks_cross_data_beside_later_rows():
+    """All but the last two, which are reduced outside of a loop: there the compiler begins late."""
+    model = dataclasses.replace(small().model, num_layers=4 * NUM_CHUNKS, embed_dim=1024, mlp_dim=4096)
+    given = small(
+        {"data": 2, "pipeline": 4},
+        model=model,
+        batch_size=8,
+        sequence_length=1024,
+        precision=PrecisionOptions("bfloat16", reduce_dtype="bfloat16"),
+        pipeline=PipelineOptions("interleaved_1f1b", num_microbatches=4, num_chunks=NUM_CHUNKS),
+    )
+    plan = planned("h100:1x8", given)
+    assert (NUM_CHUNKS - 2) / NUM_CHUNKS <= plan.layer_gradients.overlapped_fraction <= 1
+    assert "hidden by later rows" in text_report.text(plan)
+    sent = {row.axis: row.wire_bytes for row in plan.traffic if row.kind == "all-reduce" and row.axis == "data"}
+    assert sent["data"] == pytest.approx(plan.minimum["data"], rel=0.01)

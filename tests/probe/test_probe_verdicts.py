@@ -1,0 +1,40 @@
+"""Findings as lines: what shares one, what is left out, and the summary."""
+
+from meshtrain.probe.checks import verdicts
+from meshtrain.probe.checks.verdicts import error, of_process, ok, warning
+
+HOSTS = {process: f"node{process}" for process in range(20)}
+
+
+def test_a_check_that_is_well_is_one_line_and_one_that_fails_names_only_the_failures():
+    found = [
+        each for process in range(3) for each in of_process([ok("disk", f"{process} GiB"), ok("GPUs", "8")], process)
+    ]
+    assert verdicts.lines(found, HOSTS) == ["ok       disk           0 GiB", "ok       GPUs           8"]
+    found += of_process([error("disk", "full", "free space")], 1) + of_process([error("disk", "full", "free space")], 2)
+    assert verdicts.lines(found, HOSTS) == [
+        "ok       GPUs           8",
+        "error    disk           processes 1 (node1), 2 (node2): full; do: free space",
+    ]
+
+
+def test_many_processes_are_counted():
+    found = [each for process in range(20) for each in of_process([error("disk", "full", "")], process)]
+    [line] = verdicts.lines(found, HOSTS)
+    assert line.endswith("7 (node7) and 12 more: full")
+
+
+def test_whatever_was_seen_stays_on_one_line():
+    [line] = verdicts.lines([error("GPUs", "a\nb\x1b[2J", "c")], {})
+    assert line == "error    GPUs           a b\\x1b[2J; do: c"
+
+
+def test_the_summary_counts_problems_not_processes():
+    alike = [each for process in range(3) for each in of_process([error("disk", "full", "x")], process)]
+    assert verdicts.last_line([ok("a", "b")], "this machine") == "doctor: nothing is wrong with this machine"
+    assert (
+        verdicts.last_line([*alike, warning("b", "c", "d")], "it")
+        == "doctor: 1 error, 1 warning in it: a job would fail"
+    )
+    assert verdicts.last_line([warning("b", "c", "d")] * 2, "it") == "doctor: 1 warning in it: a job may start"
+    assert [verdicts.exit_code(each) for each in ([], [warning("b", "c", "d")], alike)] == [0, 0, 2]

@@ -1,0 +1,120 @@
+"""Residuals of compressed gradients: in a step that is refused, and on another number of replicas."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshtrain.lab.compression import CompressionOptions
+from meshtrain.models.task import Sums
+from meshtrain.run.start import as_saved, shared_out
+from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.reduction import in_equal_parts
+from meshtrain.sharding.stored import ZeroOptions
+from meshtrain.step.guard import GuardOptions
+from meshtrain.step.state import init_state
+from meshtrain.step.step import train_step, weight_update
+from tests.step.conftest import CONFIG, assembled, batch_of
+
+ADAM = optax.adam(0.5)
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def trained(config, num_steps, broken=(), **axes):
+    """The states after each step, on their devices, and the last metrics."""
+    assembly = assembled(config, tuple(axes.items()), False)
+    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
+    states = [assembly.init(jax.random.key_data(jax.random.key(0)))]
+    for number in range(1, num_steps + 1):
+        batch = batch_of(number, number in broken, False)
+        placed = {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in assembly.batch.items()}
+        given = jax.tree.map(jnp.copy, states[-1])
+        state, metrics = step(given, placed)
+        states.append(state)
+    return states, metrics
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "axes"),
+    [
+        ("int8", 0, {"data": 4}),
+        pytest.param("int8", 1, {"data": 2, "fsdp": 2, "pipeline": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_refused_keeps_the_residual_and_replicas_agree(kind, level, axes):
+    config = dataclasses.replace(CONFIG, reduction=CompressionOptions(kind), zero=ZeroOptions(level))
+    (_, first, second, third), metrics = trained(config, 3, broken=(2,), **axes)
+    same((second.params, second.opt_state, second.residual), (first.params, first.opt_state, first.residual))
+    assert int(third.skipped.total) == 1
+    assert float(metrics["loss"]) < np.log(100) * 1.05
+    for leaf in jax.tree.leaves(third.params):
+        shards = {}
+        for shard in leaf.addressable_shards:
+            shards.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        assert all((one == copies[0]).all() for copies in shards.values() for one in copies)
+    for before, leaf in zip(jax.tree.leaves(first.residual), jax.tree.leaves(third.residual), strict=True):
+        assert leaf.sharding.spec[0] == "data"
+        assert np.abs(leaf).max() > 0
+        assert (np.asarray(leaf) != np.asarray(before)).any()
+
+
+def test_a_nan_that_packing_loses_is_seen_before_it():
+    params = {"a": jnp.ones(3)}
+
+    def gradients(params, batch, rng, seed):
+        return Sums(jnp.float32(1), jnp.float32(1), {}, {"a": batch["a"]})
+
+    def reduce(gradients, residual):
+        return jax.tree.map(jnp.nan_to_num, gradients), jax.tree.map(lambda leaf: leaf + 1, residual)
+
+    update = weight_update(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=reduce)
+    step = jax.jit(train_step(gradients, update))
+    start = init_state(params, ADAM, jax.random.key(0), residual={"a": jnp.zeros((2, 3))})
+    good, _ = step(start, {"a": jnp.ones(3)})
+    assert np.all(good.residual["a"] == 1)
+    for bad in (np.nan, np.inf):
+        after, metrics = step(good, {"a": jnp.float32([1.0, bad, 1.0])})
+        same((after.params, after.opt_state, after.residual), (good.params, good.opt_state, good.residual))
+        assert (int(after.skipped.total), int(metrics["first_not_finite"])) == (1, 1)
+        assert not np.isfinite(metrics["grad_norm"])
+
+
+def test_the_norm_is_that_of_the_reduced_gradients():
+    def gradients(params, batch, rng, seed):
+        return Sums(jnp.float32(1), jnp.float32(1), {}, {"a": batch["a"]})
+
+    update = weight_update(ADAM, lambda count: 0.5, 1.0, GuardOptions(), reduce=lambda leaves, left: (
+        jax.tree.map(lambda leaf: leaf.sum(axis=0), leaves), left
+    ))  # fmt: skip
+    start = init_state({"a": jnp.ones(2)}, ADAM, jax.random.key(0), residual={"a": jnp.zeros((2, 2))})
+    _, metrics = jax.jit(train_step(gradients, update))(start, {"a": jnp.float32([[3, 0], [0, 4]])})
+    assert metrics["grad_norm"] == 5
+
+
+@pytest.mark.parametrize(("num_saved", "num_now"), [(8, 4), (8, 1), (3, 2), (2, 4)])
+def test_another_number_of_replicas_keeps_the_sum(num_saved, num_now):
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": num_now, "fsdp": 2}, jax.devices()[: 2 * num_now])
+    sharding = NamedSharding(mesh, PartitionSpec("data" if num_now > 1 else None, None, "fsdp"))
+    state = init_state({"w": jnp.ones((3, 4))}, ADAM, jax.random.key(0), residual={"w": jnp.zeros((num_now, 3, 4))})
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    here = jax.ShapeDtypeStruct((num_now, 3, 4), jnp.float32, sharding=sharding)
+    abstract = dataclasses.replace(abstract, residual={"w": here})
+    (wanted,) = jax.tree.leaves(as_saved(abstract, num_saved).residual)
+    saved = np.random.default_rng(0).standard_normal((num_saved, 3, 4)).astype(np.float32)
+    read = dataclasses.replace(state, residual={"w": jax.device_put(saved, wanted.sharding)})
+    found = shared_out(read, abstract, in_equal_parts).residual["w"]
+    assert (found.shape, found.sharding) == (here.shape, sharding)
+    np.testing.assert_allclose(np.sum(found, axis=0), saved.sum(axis=0), rtol=1e-6, atol=1e-6)
+    assert (np.asarray(found) == np.asarray(found)[0]).all()
+    assert dataclasses.replace(shared_out(read, abstract, in_equal_parts), residual=()) == dataclasses.replace(
+        read, residual=()
+    )
