@@ -183,7 +183,7 @@ def assemble(
     state, kept = placed_states(abstract, names, rules, mesh, level, moments_on_host=config.offload.moments)
     batch = placed_batch(entries_of_batch, rules, mesh)
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape, axes_of_batch)
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     state_shardings = shardings(state)
     kind = devices[0].device_kind
     moments, after_update = state_shardings.opt_state, after_update_of(task, num_chunks)
@@ -210,10 +210,10 @@ def assemble(
         reduces_chunks=by_chunk,
         gathers_early=early,
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
-        train_step=jitted(step, out_shardings=(state_shardings, whole)),
+        train_step=jitted(step, out_shardings=(state_shardings, replicated)),
         outer_step=apart and jitted(apart.join, out_shardings=state_shardings),
-        eval_step=jax.jit(eval_step(evaluate), out_shardings=whole),
-        logits=jax.jit(logits, out_shardings=whole) if logits else None,
+        eval_step=jax.jit(eval_step(evaluate), out_shardings=replicated),
+        logits=jax.jit(logits, out_shardings=replicated) if logits else None,
         to_kept=reshaper(state, kept),
         from_kept=reshaper(kept, state),
     )

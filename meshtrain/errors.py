@@ -208,8 +208,8 @@ def lost_output() -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             code = code or (EXIT_CLOSED_PIPE if error.errno == errno.EPIPE else EXIT_NOT_SAVED)
             if error.errno != errno.EPIPE:
-                said = f"{stream.name}: cannot be written ({error.strerror}); allowed: a place with room"
-                print(f"meshtrain: error: {said}; nearest: another file", file=sys.stderr)
+                text = f"{stream.name}: cannot be written ({error.strerror}); allowed: a place with room"
+                print(f"meshtrain: error: {text}; nearest: another file", file=sys.stderr)
     return code
 
 

@@ -75,10 +75,10 @@ def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tok
     """Returns the validation split, and what decodes its tokens; None: they are no text."""
     found = open_data(config, task)
     if not len(found.validation):
-        near = "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"
+        fix = "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"
         raise UserError(
             f"data: got no validation examples with data.source={config.data.source}; allowed: data with a validation "
-            f"split, or files of text or tokens, which are scored whole; nearest: {near}"
+            f"split, or files of text or tokens, which are scored whole; nearest: {fix}"
         )
     tokenizer = found.text if isinstance(found, Data) else text_of(config, task)
     return {VALIDATION: found.validation}, tokenizer
@@ -105,15 +105,15 @@ def evaluated(weights: Weights, scored: Scored) -> tuple[dict[str, Values], Valu
       weights: what is evaluated.
       scored: on what. All parts share one compiled step.
     """
-    assembly, found, total = weights.assembly, dict[str, Values](), dict[str, Any]()
+    assembly, values, total = weights.assembly, dict[str, Values](), dict[str, Any]()
     for name, examples in tqdm(scored.parts.items(), desc="evaluate", disable=None, leave=False):
         sums = summed(assembly, weights.params, examples, scored.num_batches)
         if scored.byte_lengths is not None:
             indices = first_examples(assembly.config, len(examples), scored.num_batches)
             sums["bytes"] = bytes_of_targets(examples, indices, scored.byte_lengths)
-        found[name] = _values(sums, assembly.task.unit)
+        values[name] = _values(sums, assembly.task.unit)
         total = jax.tree.map(operator.add, total, sums) if total else sums
-    return found, _values(total, assembly.task.unit)
+    return values, _values(total, assembly.task.unit)
 
 
 def _values(sums: Mapping[str, Any], unit: str) -> Values:
@@ -184,15 +184,15 @@ def main(argv: Sequence[str]) -> int:
         parts = {f"{VALIDATION} of data.source={config.data.source}": scored.parts[VALIDATION]}
         scored = dataclasses.replace(scored, parts=parts)
     weights = restored(assembly, arguments.workdir, arguments.step)
-    found, total = evaluated(weights, scored)
+    values, total = evaluated(weights, scored)
     if not peers.is_main_process():
         return 0
     if arguments.json:
-        print(as_json(found, total, str(arguments.workdir), weights.step))
+        print(as_json(values, total, str(arguments.workdir), weights.step))
     else:
         what = "" if is_described(arguments.workdir) else f"step {weights.step} of "  # a folder has no steps
         print(f"{what}{arguments.workdir} on {describe(assembly.mesh)}\n")
-        print(table(found, total, assembly.task.unit))
+        print(table(values, total, assembly.task.unit))
     return 0
 
 

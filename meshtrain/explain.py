@@ -105,13 +105,13 @@ def trained_text(assembly: Assembly) -> list[str]:
 
 def own_text(config: Config) -> list[str]:
     """Returns a line for each function of the user's that has options in its group, with their values."""
-    found = []
+    problems = []
     for group, options in groups(config).items():
         field = naming(options)
         if field and ":" in getattr(options, field):
             values = "".join(f", {name}={json.dumps(value)}" for name, value in own_values(options).items())
-            found.append(f"own          {group}.{field}={getattr(options, field)}{values}")
-    return found
+            problems.append(f"own          {group}.{field}={getattr(options, field)}{values}")
+    return problems
 
 
 def held_text(bytes_held: Held) -> str:

@@ -92,7 +92,7 @@ def url_problems(key: str, path: str) -> list[str]:
     >>> url_problems("--workdir", "gs://bucket/run")
     ["--workdir: got 'gs://bucket/run', a URL; allowed: a path of this machine; nearest: mount or copy it"]
     """
-    schemes = [found[1].lower() for one in path.split(",") if (found := _SCHEME.match(one))]
+    schemes = [match[1].lower() for one in path.split(",") if (match := _SCHEME.match(one))]
     read = READ[key] if key in READ else ()
     if all(scheme in read for scheme in schemes):
         return []

@@ -75,14 +75,14 @@ def _number_problems(arguments: argparse.Namespace) -> list[str]:
         ("--seed", arguments.seed, 0, MAX_SEED),
         ("--step", arguments.step, 0, MAX_STEP),
     )
-    found = []
+    problems = []
     for flag, value, least, most in bounds:
         if value is not None and not least <= value <= most:
-            near = most if value > most else least
-            found.append(f"{flag}: got {value}; allowed: {least} to {most:,}; nearest: {near}")
+            fix = most if value > most else least
+            problems.append(f"{flag}: got {value}; allowed: {least} to {most:,}; nearest: {fix}")
     if not 0 < arguments.top_p <= 1:
-        found.append(f"--top-p: got {arguments.top_p}; allowed: above 0, at most 1; nearest: 1")
-    return found
+        problems.append(f"--top-p: got {arguments.top_p}; allowed: above 0, at most 1; nearest: 1")
+    return problems
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[str]]:

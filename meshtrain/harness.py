@@ -50,8 +50,8 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
 
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             """Returns (log probability, whether greedy) for each (context, continuation)."""
-            found = answered.likelihoods([request.args for request in requests])
-            return [(one.log_probability, one.is_greedy) for one in found]
+            likelihoods = answered.likelihoods([request.args for request in requests])
+            return [(one.log_probability, one.is_greedy) for one in likelihoods]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             """Returns the log probability for each (text,)."""
@@ -127,8 +127,8 @@ class Requests:
         trimmed = context.rstrip()
         continuation = context[len(trimmed) :] + continuation
         before = self.tokenizer.encode(trimmed) if trimmed else []
-        whole = self.tokenizer.encode(trimmed + continuation)
-        return before or [self.tokenizer.end_id], whole[len(before) :]
+        joined_tokens = self.tokenizer.encode(trimmed + continuation)
+        return before or [self.tokenizer.end_id], joined_tokens[len(before) :]
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
         return likelihoods.likelihoods(self.weights.assembly, self.score, self.weights.params, pairs)

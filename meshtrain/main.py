@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
     with stops_at_signals():
         # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
         config, training = options.imported_modules("meshtrain.config.config", "meshtrain.training")
-        found = flags.unwritable(arguments.workdir)
+        problems = flags.unwritable(arguments.workdir)
         if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):
-            found.append(f"--config: got nothing; allowed: a file with get_config(){config_file.near_example()}")
-        configuration = config.configure(arguments, found)
+            problems.append(f"--config: got nothing; allowed: a file with get_config(){config_file.near_example()}")
+        configuration = config.configure(arguments, problems)
         training.train_resolved(configuration, arguments.workdir, begun_seconds=begun_seconds)
     return 0
 

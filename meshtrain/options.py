@@ -95,11 +95,11 @@ def idle(
       known: what `only_for` names outside of the class -> value; a condition on anything else holds.
       inherited: the conditions of all fields: `only_for` of the field that holds these options.
     """
-    prefix, known, found = f"{path}." if path else "", known or {}, dict[str, str]()
+    prefix, known, result = f"{path}." if path else "", known or {}, dict[str, str]()
     for field in dataclasses.fields(options):
         conditions = {**(inherited or {}), **(field.metadata.get("only_for") or {})}
         if dataclasses.is_dataclass(inner := getattr(options, field.name)):
-            found |= idle(inner, f"{prefix}{field.name}", known, conditions)
+            result |= idle(inner, f"{prefix}{field.name}", known, conditions)
             continue
         for other, values in conditions.items():
             is_beside = hasattr(options, other)
@@ -108,8 +108,8 @@ def idle(
             key, value = (f"{prefix}{other}", getattr(options, other)) if is_beside else (other, known[other])
             if value not in values:
                 # A fact speaks for itself, and a text that has to be empty may be long.
-                found[f"{prefix}{field.name}"] = key if " " in key or values == ("",) else f"{key}={value}"
-    return found
+                result[f"{prefix}{field.name}"] = key if " " in key or values == ("",) else f"{key}={value}"
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +354,7 @@ def imported_modules(*names: str) -> list[ModuleType]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        found = [importlib.import_module(name) for name in names]
+        result = [importlib.import_module(name) for name in names]
         gc.freeze()
     except Exception as error:
         if line := _refusal(error):
@@ -363,7 +363,7 @@ def imported_modules(*names: str) -> list[ModuleType]:
     finally:
         if was_enabled:
             gc.enable()
-    return found
+    return result
 
 
 def _refusal(error: Exception) -> str:

@@ -133,17 +133,17 @@ def train_resolved(
 
 
 def _refuse_arguments(directory: str | Path, make_task: Any, make_data: Any) -> None:
-    found = url_problems("directory", str(directory))
+    problems = url_problems("directory", str(directory))
     if make_task is not None and not callable(make_task):
-        near = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
+        fix = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
         got, wanted = type(make_task).__name__, "a function (config, placement) -> Task"
-        found.append(f"make_task: got {got}; allowed: {wanted}; nearest: {near}")
+        problems.append(f"make_task: got {got}; allowed: {wanted}; nearest: {fix}")
     if make_data is not None and not callable(make_data):
-        near = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Data(...)"
+        fix = "train(..., rules=rules)" if isinstance(make_data, Rules) else "lambda config: Data(...)"
         got, wanted = type(make_data).__name__, "a function config -> Data"
-        found.append(f"make_data: got {got}; allowed: {wanted}; nearest: {near}")
-    if found:
-        raise UserError(*found)
+        problems.append(f"make_data: got {got}; allowed: {wanted}; nearest: {fix}")
+    if problems:
+        raise UserError(*problems)
 
 
 def run_steps(

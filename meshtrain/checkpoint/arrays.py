@@ -61,11 +61,11 @@ def refuse_mismatches(
     Raises:
       UserError: they differ; it names the first five arrays that do, and the number of the others.
     """
-    found = mismatches(stored, wanted, rounded)
-    if found:
-        more = len(found) - _MAX_MISMATCHES
+    problems = mismatches(stored, wanted, rounded)
+    if problems:
+        more = len(problems) - _MAX_MISMATCHES
         raise UserError(
-            *(f"checkpoint {directory}: {line}" for line in found[:_MAX_MISMATCHES]),
+            *(f"checkpoint {directory}: {line}" for line in problems[:_MAX_MISMATCHES]),
             *([f"checkpoint {directory}: {more} more arrays differ"] if more > 0 else []),
             "nearest: the model and optimizer options the checkpoint was written with, or another workdir",
         )

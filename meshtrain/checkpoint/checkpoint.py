@@ -145,13 +145,13 @@ class Checkpoints:
           UserError: there are completed checkpoints and all of them are damaged; none is moved then.
         """
         self.wait()
-        damaged, whole = dict[int, str](), None
+        damaged, newest = dict[int, str](), None
         for step in reversed(retention.saved_steps(self.directory)):
             if not (lines := self._damage(step)):
-                whole = step
+                newest = step
                 break
             damaged[step] = f"checkpoint {self.directory / str(step)}: {lines[0]}"
-        if whole is None and any(integrity.is_sealed(self.directory / str(step)) for step in damaged):
+        if newest is None and any(integrity.is_sealed(self.directory / str(step)) for step in damaged):
             raise UserError(
                 *damaged.values(),
                 f"{self.directory}: got no checkpoint that is whole; allowed: at least one; nearest: another --workdir",
@@ -162,7 +162,7 @@ class Checkpoints:
                     retention.set_aside(self.directory, step)
             peers.gathered("set aside", None)
             self._manager.reload()
-        return whole, list(damaged.values())
+        return newest, list(damaged.values())
 
     def refuse_damaged(self, step: int) -> None:
         """Compares the files of a step with their checksums, and its state with its name; processes call it together.
@@ -172,14 +172,14 @@ class Checkpoints:
         """
         self.refuse_unknown(step)
         if lines := self._damage(step):
-            found = f"checkpoint {self.directory / str(step)}: {lines[0]}"
+            damage = f"checkpoint {self.directory / str(step)}: {lines[0]}"
             others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
-            raise UserError(f"{found}; allowed: one that is whole; nearest: step {others}")
+            raise UserError(f"{damage}; allowed: one that is whole; nearest: step {others}")
 
     def _damage(self, step: int) -> list[str]:
         directory = self.directory / str(step)
-        found = integrity.damage(directory, peers.index(), peers.count())
-        lines = [line for part in peers.gathered(f"damage {step}", found) for line in part]
+        problems = integrity.damage(directory, peers.index(), peers.count())
+        lines = [line for part in peers.gathered(f"damage {step}", problems) for line in part]
         return lines or renamed(directory)
 
     def restore(self, step: int, abstract_state: Any) -> Any:
@@ -309,17 +309,17 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
             partial_restore=True,
         )
-        found = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{STATE: items}))[STATE])
-        return jax.tree.unflatten(jax.tree.structure(like), [found[path] for path in wanted])
+        leaves = leaves_by_path(self._manager.restore(step, args=ocp.args.Composite(**{STATE: items}))[STATE])
+        return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted])
 
     def refuse_unknown(self, step: int) -> None:
         """Raises UserError if a step has no completely written checkpoint; the line names those that have one."""
         steps = self.steps()
         if step not in steps:
-            near = min(steps, key=lambda one: abs(one - step), default="another --workdir")
+            fix = min(steps, key=lambda one: abs(one - step), default="another --workdir")
             raise UserError(
                 f"{self.directory}: got step {step}; allowed: {', '.join(map(str, steps)) or 'none, it is empty'}; "
-                f"nearest: {near}"
+                f"nearest: {fix}"
             )
 
 

@@ -46,11 +46,11 @@ def seal(directory: Path, index: int, num_processes: int, is_cancelled: Callable
     """
     if not _waited(directory.is_dir, is_cancelled):
         return False
-    found = checksums(directory, lambda name: _owner(name, num_processes) == index)
+    sums = checksums(directory, lambda name: _owner(name, num_processes) == index)
     if num_processes == 1:
-        _write(directory / MANIFEST, found)
+        _write(directory / MANIFEST, sums)
         return True
-    _write(directory / _part(index), found)
+    _write(directory / _part(index), sums)
     if index:
         return _waited(lambda: is_sealed(directory), is_cancelled)
     parts = [directory / _part(process) for process in range(num_processes)]
@@ -114,8 +114,8 @@ def _sha256(path: Path) -> str:
 
 def _owner(name: str, num_processes: int) -> int:
     """Returns the process that computes a file's checksum: the one whose folder holds it, 0 for shared files."""
-    found = [part.removeprefix(_OWN) for part in name.split("/") if part.startswith(_OWN)]
-    index = int(found[0]) if found and found[0].isdecimal() else 0
+    owners = [part.removeprefix(_OWN) for part in name.split("/") if part.startswith(_OWN)]
+    index = int(owners[0]) if owners and owners[0].isdecimal() else 0
     return index if index < num_processes else 0
 
 

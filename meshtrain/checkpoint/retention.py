@@ -91,9 +91,9 @@ def prune(directory: Path, options: CheckpointOptions, *, higher_is_better: bool
     Raises:
       OSError: one cannot be deleted.
     """
-    whole = [step for step in saved_steps(directory) if is_sealed(directory / str(step))]
-    stay = kept(whole, options, read_ratings(directory), higher_is_better=higher_is_better)
-    for step in sorted(set(whole) - stay):
+    sealed_steps = [step for step in saved_steps(directory) if is_sealed(directory / str(step))]
+    stay = kept(sealed_steps, options, read_ratings(directory), higher_is_better=higher_is_better)
+    for step in sorted(set(sealed_steps) - stay):
         going = directory / f"{step}{HALF_WRITTEN}"
         (directory / str(step)).rename(going)
         shutil.rmtree(going)

@@ -24,15 +24,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("directory", metavar="DIR", help="a workdir, its checkpoints, or one of them")
     given = expanded(parser.parse_args(argv).directory).absolute()
     what = what_is_at(given)
-    found = checkpoints_in(given) if what == "a folder" else []
-    if not found:
+    checkpoints = checkpoints_in(given) if what == "a folder" else []
+    if not checkpoints:
         got = "no checkpoint in it" if what == "a folder" else what
         raise UserError(
             f"{given}: got {got}; allowed: a workdir, its directory '{CHECKPOINTS}', or one of the steps; nearest: "
             "runs/3d"
         )
     is_damaged = False
-    for directory in found:
+    for directory in checkpoints:
         damage = integrity.damage(directory) or renamed(directory)
         is_damaged |= bool(damage)
         print(f"{directory}: {f'damaged: {damage[0]}' if damage else 'whole'}", flush=True)

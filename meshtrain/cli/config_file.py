@@ -30,8 +30,8 @@ def load(path: str, keys: Sequence[str]) -> Any:
     try:
         exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
         if "get_config" not in module:
-            near = nearest("get_config", [name for name in module if callable(module[name])]) or near_example()
-            raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{near}")
+            fix = nearest("get_config", [name for name in module if callable(module[name])]) or near_example()
+            raise UserError(f"--config: '{path}' has no get_config(); allowed: a function of that name{fix}")
         given = module["get_config"]()
         if inspect.iscoroutine(given):
             given.close()  # an unawaited coroutine prints a warning
@@ -40,8 +40,8 @@ def load(path: str, keys: Sequence[str]) -> Any:
         raise
     except SyntaxError as error:
         line = f":{error.lineno}" if error.lineno else ""
-        said = f"{path}{line}: {type(error).__name__}: {error.msg}"
-        raise UserError(f"{said}; allowed: Python in UTF-8{near_example()}") from error
+        reason = f"{path}{line}: {type(error).__name__}: {error.msg}"
+        raise UserError(f"{reason}; allowed: Python in UTF-8{near_example()}") from error
     except BaseException as error:  # SystemExit too: a configuration file must not end the program
         raise UserError(_inside(path, error, keys)) from error
 
@@ -59,10 +59,10 @@ def _no_file(path: str, what: str) -> str:
     if what_is_at(folder) == "a folder":
         others = [str(other) for other in sorted(folder.glob("*.py")) if what_is_at(other) == "a file"]
     listed = f"; in that folder: {', '.join(others[:_MOST_LISTED])}" if others else ""
-    said = {"nothing there": "does not exist", "a folder": "is not a file but a folder"}
-    got = said[what] if what in said else f"cannot be read: {what}"
-    near = nearest(path, others) or near_example()
-    return f"--config: '{path}' {got}; allowed: a Python file with get_config(){listed}{near}"
+    states = {"nothing there": "does not exist", "a folder": "is not a file but a folder"}
+    got = states[what] if what in states else f"cannot be read: {what}"
+    fix = nearest(path, others) or near_example()
+    return f"--config: '{path}' {got}; allowed: a Python file with get_config(){listed}{fix}"
 
 
 def _inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
@@ -70,11 +70,11 @@ def _inside(path: str, error: BaseException, keys: Sequence[str]) -> str:
     names = {name for key in keys for name in key.split(".")}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f"{path}:{frames[-1].lineno}" if frames else path
-    said = first_line(error)
+    reason = first_line(error)
     # The message of a ConfigDict for a missing key has the key in two pairs of quotes, and other keys after it.
-    word = re.match(r'\W*(?:Key ")?(\w+)', said)
+    word = re.match(r'\W*(?:Key ")?(\w+)', reason)
     last_frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, (AttributeError, KeyError)) and word and "ml_collections" in last_frame.filename:
-        near = nearest(word[1], names) or near_example()
-        return f"{where}: unknown key '{word[1]}'; allowed: what `python -m meshtrain config` lists{near}"
-    return f"{where}: {type(error).__name__}: {said}; allowed: a get_config() that returns{near_example()}"
+        fix = nearest(word[1], names) or near_example()
+        return f"{where}: unknown key '{word[1]}'; allowed: what `python -m meshtrain config` lists{fix}"
+    return f"{where}: {type(error).__name__}: {reason}; allowed: a get_config() that returns{near_example()}"

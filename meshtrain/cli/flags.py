@@ -60,12 +60,12 @@ class Parser(argparse.ArgumentParser):
         words = [word for action in self._actions for word in action.option_strings]
         named = re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message)
         action = next((one for one in self._actions if named and named[1] in one.option_strings), None)
-        near = "--help"
+        fix = "--help"
         if action is not None and action.nargs != 0:
             example = 1 if action.type else action.metavar or action.dest.upper()
-            near = f"{action.option_strings[-1]}={action.default or example}"
-        said = f"{named[1]}: {named[2]}" if named else f"arguments: {message}"
-        raise UserError(said if "allowed: " in said else f"{said}; allowed: {', '.join(words)}; nearest: {near}")
+            fix = f"{action.option_strings[-1]}={action.default or example}"
+        text = f"{named[1]}: {named[2]}" if named else f"arguments: {message}"
+        raise UserError(text if "allowed: " in text else f"{text}; allowed: {', '.join(words)}; nearest: {fix}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Returns the parsed arguments. Raises UserError for unknown ones, with the closest known one, and for URLs."""
@@ -77,14 +77,14 @@ class Parser(argparse.ArgumentParser):
 
     def without_urls(self, parsed: argparse.Namespace) -> list[str]:
         """Gives each path that is a URL its default, in place; returns one line for each."""
-        found = []
+        problems = []
         for action in [action for action in self._actions if str(action.metavar).startswith(_PATHS)]:
             key, given = [action.metavar, *action.option_strings][-1], getattr(parsed, action.dest) or []
             paths = [given] if isinstance(given, str) else given
             if lines := [line for path in paths for line in url_problems(str(key), path)]:
                 setattr(parsed, action.dest, action.default)
-                found += lines
-        return found
+                problems += lines
+        return problems
 
 
 def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None) -> argparse.Namespace:
@@ -171,16 +171,16 @@ def _unknown_argument(word: str, allowed: Sequence[str]) -> str:
 def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
     """Returns dotted key -> Entry for a dataclass of options and the dataclasses in it, in order of declaration."""
     kinds = typing.get_type_hints(type(options))
-    found: dict[str, Entry] = {}
+    result: dict[str, Entry] = {}
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if dataclasses.is_dataclass(value):
-            found |= schema(value, f"{prefix}{field.name}.")
+            result |= schema(value, f"{prefix}{field.name}.")
         else:
             text, choices, names, *given = (field.metadata[what] for what in _STATED)
             bounds = tuple(other if one is None else one for one, other in zip(given, Entry.bounds, strict=True))
-            found[prefix + field.name] = Entry(kinds[field.name], value, text, choices, names, bounds)
-    return found
+            result[prefix + field.name] = Entry(kinds[field.name], value, text, choices, names, bounds)
+    return result
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -222,8 +222,8 @@ def collect(
         try:
             values[key] = typed(value, entries[key].kind, is_text=key in texts, bounds=entries[key].bounds)
         except ValueError as error:
-            near = "" if "nearest: " in str(error) else f"; nearest: {json.dumps(entries[key].default)}, the default"
-            problems.append(f"{key}: {error}{near}")
+            fix = "" if "nearest: " in str(error) else f"; nearest: {json.dumps(entries[key].default)}, the default"
+            problems.append(f"{key}: {error}{fix}")
             if key in texts and key in given:
                 with contextlib.suppress(ValueError):
                     values[key] = typed(given[key], entries[key].kind)
@@ -253,15 +253,15 @@ def typed(value: Any, kind: type, *, is_text: bool = False, bounds: tuple[Any, .
         return _BOOLS[value.strip().lower()]
     if kind is bool and isinstance(value, bool):
         return value
-    near, number = "", typing.cast(Any, _number(value) if is_text else value)
+    fix, number = "", typing.cast(Any, _number(value) if is_text else value)
     if kind in (int, float) and is_finite(number):
         if kind is float or number == int(number):
             return kind(number)
-        near = f"; nearest: {min(max(round(number), bounds[0]), bounds[1])}"
+        fix = f"; nearest: {min(max(round(number), bounds[0]), bounds[1])}"
     elif kind in (int, float) and isinstance(number, int) and not isinstance(number, bool):
-        near = f" of at most {sys.float_info.max_10_exp} digits"
+        fix = f" of at most {sys.float_info.max_10_exp} digits"
     got = f"'{value}'" if is_text else f"{_shown(value)} ({type(value).__name__})"
-    raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){near}")
+    raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){fix}")
 
 
 def _shown(value: Any) -> str:
@@ -301,13 +301,13 @@ def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
     if top in entries:
         return f"{key}: unknown key; allowed: '{top}', which is a value and has no fields; did you mean '{top}'?"
     same_name = [name for name in entries if name.rpartition(".")[2] == last]
-    near = f"; did you mean '{same_name[0]}'?" if len(same_name) == 1 else nearest(key, [*entries, *groups])
-    near = near or "; nearest: leave it out"
+    fix = f"; did you mean '{same_name[0]}'?" if len(same_name) == 1 else nearest(key, [*entries, *groups])
+    fix = fix or "; nearest: leave it out"
     if top in groups:
         allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
     else:
         allowed = "what `python -m meshtrain config` lists"
-    return f"{key}: unknown key; allowed: {allowed}{near}"
+    return f"{key}: unknown key; allowed: {allowed}{fix}"
 
 
 def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
@@ -321,15 +321,15 @@ def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "runs/NAME") -> list[str]:
     """Returns one line, with the folder's flag and a legal name, if it cannot be created or written; leaves no file."""
-    existing, near = folder.absolute(), f"nearest: {example}"
+    existing, fix = folder.absolute(), f"nearest: {example}"
     if folder.parts[:1] and folder.parts[0].startswith("~"):
-        return [f"{flag}: got '{folder}', a home directory that is missing; allowed: a writable folder; {near}"]
+        return [f"{flag}: got '{folder}', a home directory that is missing; allowed: a writable folder; {fix}"]
     while (what := what_is_at(existing)) == "nothing there" and existing != existing.parent:
         existing = existing.parent
     if what != "a folder":
         return [
             f"{flag}: got '{folder}': '{existing}' is not a folder but {what}; allowed: a folder that can be "
-            f"written; {near}"
+            f"written; {fix}"
         ]
     try:
         # A real attempt: permission bits say nothing about root or a read-only file system.
@@ -338,5 +338,5 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
     except OSError as error:
         return [
             f"{flag}: got '{folder}', which is not writable ({error.strerror}); allowed: a folder that can be "
-            f"written; {near}"
+            f"written; {fix}"
         ]

@@ -154,11 +154,11 @@ def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: An
       axes: their logical axes.
       rules: the table, with the storage axes of the ZeRO level.
     """
-    mask, found = trained(config, params)
+    mask, problems = trained(config, params)
     if config.optimizer.moments == moments.EIGHT_BITS and not moments.check_block(config.optimizer.moment_block, ""):
         chosen, of_chosen = (select(tree, mask)[0] for tree in (params, axes))
-        found += moments.problems(config.optimizer.moment_block, chosen, of_chosen, rules.parameters, mesh_shape)
-    return found + tree_problems(
+        problems += moments.problems(config.optimizer.moment_block, chosen, of_chosen, rules.parameters, mesh_shape)
+    return problems + tree_problems(
         params,
         axes,
         rules,

@@ -149,20 +149,20 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
     names = [field.name for field in dataclasses.fields(config.model)]
     if "vocab_size" not in names or config.model.vocab_size != 0:
         return config, []
-    size, found = NUM_BYTES + 1, list[str]()
+    size, problems = NUM_BYTES + 1, list[str]()
     try:
         size = data_sources.vocabulary_of(config.data)
     except UserError as error:
         if not reads_data:
             why = error.problems[0].partition("; allowed")[0]
-            found.append(
+            problems.append(
                 f"model.vocab_size: got 0, as many tokens as the data have, which are not known here ({why}); "
                 "allowed: a number, or data that are here; nearest: 50257"
             )
         elif not data_sources.check(config.data):
-            found += error.problems
+            problems += error.problems
     model = dataclasses.replace(config.model, vocab_size=size)
-    return dataclasses.replace(config, model=model), found
+    return dataclasses.replace(config, model=model), problems
 
 
 def check(
@@ -202,34 +202,34 @@ def _on_mesh(
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     num_groups = config.local_steps.groups if config.local_steps.period else 0
     num_parts = num_microbatches(config, mesh_shape)
-    found = checks.batch(config.batch_size, rules, mesh_shape, num_parts, num_groups)
-    found += _apart(config, mesh_shape)
-    found += checks.sequence(config.sequence_length, rules, mesh_shape)
-    found += level_problems(config.zero, config.mesh.data, config.mesh.fsdp)
-    found += reductions.problems(config, mesh_shape)
+    problems = checks.batch(config.batch_size, rules, mesh_shape, num_parts, num_groups)
+    problems += _apart(config, mesh_shape)
+    problems += checks.sequence(config.sequence_length, rules, mesh_shape)
+    problems += level_problems(config.zero, config.mesh.data, config.mesh.fsdp)
+    problems += reductions.problems(config, mesh_shape)
     if function is None:
-        return found
+        return problems
     own = list(function.check(config, mesh_shape)) if hasattr(function, "check") else []
-    found += own
+    problems += own
     on_one_device = math.prod(mesh_shape.values()) == 1
     if on_one_device and not config.optimizer.trainable and not config.lora.rank and not rules.own:
-        return found
+        return problems
     try:
         if unfit := tasks.lora_problems(config, function):
-            found += unfit
+            problems += unfit
             config = dataclasses.replace(config, lora=LoraOptions())
-        if is_open and not found:
-            return found
+        if is_open and not problems:
+            return problems
         task, params, axes = tasks.abstract_weights(config, function, on_one_device=on_one_device)
         if mesh_shape[CONTEXT] > 1:
-            found += checks.parts_of_sequences(config, task, rules, mesh_shape)
+            problems += checks.parts_of_sequences(config, task, rules, mesh_shape)
         if mesh_shape[PIPELINE] > 1:
-            found += _in_stages(config, mesh_shape, task)
+            problems += _in_stages(config, mesh_shape, task)
     except Exception:
         if own:
-            return found  # contradictory options, reported above, may make tracing the weights fail
+            return problems  # contradictory options, reported above, may make tracing the weights fail
         raise
-    return found + checks.weights(config, mesh_shape, params, axes, rules)
+    return problems + checks.weights(config, mesh_shape, params, axes, rules)
 
 
 def _apart(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -292,11 +292,11 @@ def built(
     except ml_collections.config_dict.RequiredValueError as error:
         raise UserError(f"--config: got no value where one is required ({error}); {right}") from error
     except Exception as error:  # whatever a mapping of the user's raises
-        said = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"--config: got a mapping that cannot be read ({said}); {right}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"--config: got a mapping that cannot be read ({reason}); {right}") from error
     if values is None:
         raise UserError(f"--config: got {type(given).__name__} from get_config(); {right}")
-    texts, found = dict(overrides), list[str]()
+    texts, problems = dict(overrides), list[str]()
     data = _options_of_data(values, texts)()
     try:
         named = [text for text in (texts.get("task"), values.get("task")) if isinstance(text, str)] or [Config.task]
@@ -308,19 +308,19 @@ def built(
             texts.pop("task", None)
     except UserError as error:
         # Which fields `model` has is not known without the task.
-        found, start = list(error.problems), Config(data=data)
+        problems, start = list(error.problems), Config(data=data)
         for given_here in (values, texts):
             for key in [key for key in given_here if key == "task" or key == "model" or key.startswith("model.")]:
                 del given_here[key]
     if isinstance(values.get("model"), Mapping) and not dataclasses.fields(start.model):
         del values["model"]  # the task has options, and none of them
     start, lines = _with_own_options(start, values, texts)
-    found += lines + _drop_other_defaults(start, values, texts)
-    found += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
+    problems += lines + _drop_other_defaults(start, values, texts)
+    problems += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
     start, lines = _with_reduction(start, values, texts)
-    found += lines
+    problems += lines
     typed, wrong = flags.collect(flags.schema(start), values, texts)
-    return flags.construct(start, typed), found + wrong
+    return flags.construct(start, typed), problems + wrong
 
 
 def _with_reduction(start: Config, values: dict[str, Any], texts: dict[str, str]) -> tuple[Config, list[str]]:
@@ -374,7 +374,7 @@ def _with_own_options(start: Config, values: dict[str, Any], texts: dict[str, st
     Takes out of `values`, in place, the options of a function in whose place `texts` names another. Where a function is
     wrong, its options are not known: they are taken out of both, and a line says what is wrong.
     """
-    found = list[str]()
+    problems = list[str]()
     for name, options in groups(start).items():
         key = f"{name}.{naming(options)}"
         chosen = [given[key] for given in (texts, values) if key in given] or [""]
@@ -382,7 +382,7 @@ def _with_own_options(start: Config, values: dict[str, Any], texts: dict[str, st
         try:
             options = with_own(options, name, chosen[0])
         except UserError as error:
-            found += error.problems
+            problems += error.problems
             strange = [values, texts]
             for given in strange:
                 given.pop(key, None)
@@ -391,7 +391,7 @@ def _with_own_options(start: Config, values: dict[str, Any], texts: dict[str, st
             for other in [other for other in given if other.startswith(f"{name}.") and other not in known]:
                 del given[other]
         start = dataclasses.replace(start, **{name: options})
-    return start, found
+    return start, problems
 
 
 def groups(config: Config) -> dict[str, Any]:
@@ -447,8 +447,8 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
         built(given, {})  # raises where the file returns something other than a configuration
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.
-        _, found = built(default(), arguments.overrides)
-        raise UserError(*also, *error.problems, *found) from error
+        _, problems = built(default(), arguments.overrides)
+        raise UserError(*also, *error.problems, *problems) from error
     return resolve(given, arguments.overrides, also, reads_data=reads_data)
 
 

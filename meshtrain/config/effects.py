@@ -36,17 +36,17 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
         "the loss is not scaled": scaling is None,
         "all weights are trained": not (config.lora.rank or config.optimizer.trainable),
     }
-    found = idle(config, "", known)
+    reasons = idle(config, "", known)
     unread = getattr(tasks.find(config.task), "unread", ()) if is_built_in else ()
-    found |= {key: f"task={config.task}" for key in values if any(f"{key}.".startswith(f"{one}.") for one in unread)}
+    reasons |= {key: f"task={config.task}" for key in values if any(f"{key}.".startswith(f"{one}.") for one in unread)}
     if reduction := reductions.of(config):
-        found |= dict.fromkeys(reduction.unread, f"reduction.name={reduction.name}")
+        reasons |= dict.fromkeys(reduction.unread, f"reduction.name={reduction.name}")
     if config.zero.keeps_gathered and mesh_shape["fsdp"] > 1:
-        found.pop("zero.strategy", None)  # strategies are levels over data, but this one also says how fsdp gathers
+        reasons.pop("zero.strategy", None)  # strategies are levels over data, but this one also says how fsdp gathers
     # A user's data function gets the whole configuration, and may read any option of the data.
     is_read = "data." if is_own(config.data) else ()
-    changed = [key for key in values if values[key] != defaults[key] and key in found]
-    return {key: found[key] for key in changed if not key.startswith(is_read)}
+    changed = [key for key in values if values[key] != defaults[key] and key in reasons]
+    return {key: reasons[key] for key in changed if not key.startswith(is_read)}
 
 
 def text(config: Config, mesh_shape: Mapping[str, int]) -> str:

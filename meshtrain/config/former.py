@@ -80,7 +80,7 @@ def rename(values: dict[str, Any], texts: dict[str, str], defaults: Mapping[str,
     Returns:
       Former key -> a line, for each value that nothing stands for today.
     """
-    found = {}
+    renamed = {}
     for key, now in FORMER.items():
         if key in defaults:
             continue  # the task's own option
@@ -96,8 +96,8 @@ def rename(values: dict[str, Any], texts: dict[str, str], defaults: Mapping[str,
             unchosen = defaults[today] if today in defaults else None
             line = _moved(key, today, given, values, unchosen) or _moved(key, today, typed, texts, None)
         if line:
-            found[key] = line
-    return found
+            renamed[key] = line
+    return renamed
 
 
 def _refused(key: str, value: Any, gone: Gone, *, is_text: bool) -> str:

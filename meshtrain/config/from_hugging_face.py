@@ -42,12 +42,12 @@ def of_folder(directory: str | Path, ignore: str = "") -> Config:
       UserError: one line for each key of config.json that is missing, wrong or not understood.
     """
     folder = expanded(directory).absolute()
-    found = described(folder, ignore)
+    folder_content = described(folder, ignore)
     has_tokenizer = what_is_at(folder / TOKENIZER_FILE) == "a file"
-    policy = _POLICIES[found.dtype] if found.dtype in _POLICIES else PrecisionOptions.policy
+    policy = _POLICIES[folder_content.dtype] if folder_content.dtype in _POLICIES else PrecisionOptions.policy
     return Config(
-        model=found.options,
-        sequence_length=min(found.max_length or LONGEST, LONGEST),
+        model=folder_content.options,
+        sequence_length=min(folder_content.max_length or LONGEST, LONGEST),
         batch_size=BATCH_SIZE,
         init_ignore=ignore,
         learning_rate=LearningRateOptions(warmup_steps=Config.num_steps // 10),

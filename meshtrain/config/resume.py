@@ -66,9 +66,9 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
         given = read_json(text)
     except ValueError as error:
         raise UserError(f"{CONFIG_FILE}: not JSON ({error}); allowed: what a run wrote; nearest: --config") from error
-    config, found = built(given, overrides or {})
-    if found:
-        raise UserError(*(f"{CONFIG_FILE}: {line}" for line in found))
+    config, problems = built(given, overrides or {})
+    if problems:
+        raise UserError(*(f"{CONFIG_FILE}: {line}" for line in problems))
     return config
 
 
@@ -92,14 +92,14 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     idle = _idle(new) | (_idle(then) if all(alike.values()) else set())
     if not alike["reduction.name"]:  # its name says it: the options of one are not those of the other
         idle |= {key for key in before | after if key.startswith("reduction.") and key != "reduction.name"}
-    found = [line for key, line in renamed if not is_free(key) and key not in idle]
+    result = [line for key, line in renamed if not is_free(key) and key not in idle]
     for key in before | after:
         was, now = (json.dumps(values[key]) if key in values else "absent" for values in (before, after))
         # The table names the decoder's options. A user's option of the same name is another one, and may not change.
         is_own = key.startswith("model.") and after["task"] not in tasks.names()
         if was != now and key not in idle and (is_own or not is_free(key)):
-            found.append(f"{key}: was {was}, now {now}")
-    return found
+            result.append(f"{key}: was {was}, now {now}")
+    return result
 
 
 def _idle(values: Mapping[str, Any]) -> set[str]:

@@ -126,12 +126,12 @@ def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
 def _chats(
     options: DataOptions, files: list[Path], tokenizer: Tokenizer, sequence_length: int, vocab_size: int
 ) -> Mapping[str, Examples]:
-    found: dict[str, Examples] = {}
+    examples: dict[str, Examples] = {}
     empty = Problems()
     for path in files:
         lines = tokenized(tokenizer, lines_of(options, [path], tokenizer, vocab_size))
         one = as_examples(lines, sequence_length, tokenizer)
-        found[str(path)] = one.examples
+        examples[str(path)] = one.examples
         if not one.num_lines:
             empty.add(
                 f"data.path: '{path}' has no line with a token of an answer; allowed: files with an answer; nearest: "
@@ -141,7 +141,7 @@ def _chats(
             warn(f"{path}: {losses([one])}")
     if empty.count:
         raise UserError(*empty.lines())
-    return found
+    return examples
 
 
 def _text_streams(options: DataOptions, files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> list[TokenStream]:

@@ -70,7 +70,7 @@ def read_lines(path: Path, problems: Problems) -> list[Line]:
       path: .jsonl that can be read, as `find_files` has seen.
       problems: gets a line for each kind of broken ones; reading ends once they are enough.
     """
-    found, wrong, num_marks = list[Line](), dict[str, list[str]](), 0
+    result, wrong, num_marks = list[Line](), dict[str, list[str]](), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             num_marks += line.startswith(codecs.BOM_UTF8)
@@ -79,7 +79,7 @@ def read_lines(path: Path, problems: Problems) -> list[Line]:
                 continue
             where = f"{path}, line {number}"
             try:
-                found.append(_line(line, where))
+                result.append(_line(line, where))
             except ValueError as error:
                 wrong.setdefault(str(error), []).append(where)
                 if sum(map(len, wrong.values())) >= 1000:
@@ -87,16 +87,16 @@ def read_lines(path: Path, problems: Problems) -> list[Line]:
     if num_marks and peers.is_main_process():
         warn(f"{path}: got {num_marks} byte order mark(s), which are left out")
     _add(wrong, problems)
-    return found
+    return result
 
 
 def _add(wrong: Mapping[str, Sequence[str]], problems: Problems) -> None:
     """Adds a line for each kind of problem: what is wrong -> the lines of files where it is."""
     for error, places in wrong.items():
-        where, near = f"{places[0]} and others", "leave them out, or rewrite them"
+        where, fix = f"{places[0]} and others", "leave them out, or rewrite them"
         if len(places) == 1:
-            where, near = places[0], "leave out that line"
-        problems.add(f"data.path: {where}: {error}; nearest: {near}")
+            where, fix = places[0], "leave out that line"
+        problems.add(f"data.path: {where}: {error}; nearest: {fix}")
 
 
 def _line(line: bytes, where: str) -> Line:
@@ -114,8 +114,8 @@ def _line(line: bytes, where: str) -> Line:
         return Line(where, None, messages_of(messages))
     if MESSAGES in fields or not set(PAIR) <= fields.keys():
         known = (*PAIR, MESSAGES, SHAREGPT, *ALPACA)
-        near = next(filter(None, (nearest(name, known) for name in fields if name not in PAIR)), "")
-        raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {_ALLOWED}{near}")
+        fix = next(filter(None, (nearest(name, known) for name in fields if name not in PAIR)), "")
+        raise ValueError(f"got the fields {', '.join(fields) or '(none)'}; {_ALLOWED}{fix}")
     for name in PAIR:
         if not isinstance(fields[name], str) or not is_utf8(fields[name]):
             raise ValueError(f"got {_shown(fields[name])} for '{name}'; allowed: a text in whole characters")
@@ -165,8 +165,8 @@ def messages_of(given: Any) -> Sequence[Message]:
         for name in ("role", "content"):
             value = message[name] if name in message else None
             if not isinstance(value, str) or not is_utf8(value) or BEGIN in value or END in value:
-                near = nearest(name, message) if name not in message else ""
-                raise ValueError(f"got {_shown(value)} for '{name}' of message {number}; allowed: a text{near}")
+                fix = nearest(name, message) if name not in message else ""
+                raise ValueError(f"got {_shown(value)} for '{name}' of message {number}; allowed: a text{fix}")
     return given
 
 
@@ -192,18 +192,18 @@ def written(lines: Sequence[Line], tokenizer: str, template_file: str, problems:
     except UserError as error:
         for problem in error.problems:
             problems.add(problem)
-    found, wrong = [], dict[str, list[str]]()
+    result, wrong = [], dict[str, list[str]]()
     for where, pair, messages in lines:
         if pair is not None:
             text = "".join(pair)
-            found.append(Written(text, ((len(pair[0]), len(text)),) if pair[1] else (), ends=True))
+            result.append(Written(text, ((len(pair[0]), len(text)),) if pair[1] else (), ends=True))
         elif template is not None:
             try:
-                found.append(Written(*template.written(messages), ends=False))
+                result.append(Written(*template.written(messages), ends=False))
             except ValueError as error:
                 wrong.setdefault(str(error), []).append(where)
     _add(wrong, problems)
-    return found
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,10 +286,10 @@ def lines_of(options: DataOptions, files: Iterable[Path], tokenizer: Tokenizer, 
         lines += read_lines(path, problems)
         if problems.is_enough():
             break
-    found = written(lines, options.tokenizer, options.chat_template, problems)
+    result = written(lines, options.tokenizer, options.chat_template, problems)
     if problems.count:
         raise UserError(*problems.lines())
-    return found
+    return result
 
 
 def _split(lines: list[Written], validation_fraction: float) -> tuple[list[Written], list[Written]]:
@@ -306,14 +306,14 @@ def _split(lines: list[Written], validation_fraction: float) -> tuple[list[Writt
 def tokenized(tokenizer: Tokenizer, lines: Sequence[Written]) -> list[Tokens]:
     """Returns the tokens of each line."""
     assert tokenizer.with_places is not None, tokenizer.name
-    found = []
+    tokens = []
     for start in range(0, len(lines), _GROUP_LINES):
         some = lines[start : start + _GROUP_LINES]
         for line, (ids, places) in zip(some, tokenizer.with_places([line.text for line in some]), strict=True):
             end = [tokenizer.end_id] if line.ends else []
             counted = np.append(in_spans(places, line.answers), np.full(len(end), bool(line.answers)))
-            found.append(Tokens(np.append(ids, end).astype(tokenizer.dtype), counted))
-    return found
+            tokens.append(Tokens(np.append(ids, end).astype(tokenizer.dtype), counted))
+    return tokens
 
 
 def in_spans(places: np.ndarray, spans: Spans) -> np.ndarray:
@@ -324,10 +324,10 @@ def in_spans(places: np.ndarray, spans: Spans) -> np.ndarray:
       spans: of characters.
     """
     begins, ends = places[:, 0], places[:, 1]
-    found = np.zeros(len(places), bool)
+    is_inside = np.zeros(len(places), bool)
     for begin, end in spans:
-        found |= (ends > begin) & ((begins < end) | ((begins == ends) & (ends <= end)))
-    return found
+        is_inside |= (ends > begin) & ((begins < end) | ((begins == ends) & (ends <= end)))
+    return is_inside
 
 
 def as_examples(lines: Sequence[Tokens], sequence_length: int, tokenizer: Tokenizer) -> Fitted:
@@ -371,8 +371,8 @@ def summary(fitted: Sequence[Fitted]) -> str:
         [one.num_lines for one in fitted], [len(one.examples) for one in fitted]))  # fmt: skip
     counted = [one.examples.counted for one in fitted if one.examples.counted is not None]
     num_tokens, num_answers = sum(map(len, counted)), sum(int(one.sum()) for one in counted)
-    said = f"{lines} lines in {rows} sequences; {num_answers:,} of {num_tokens:,} tokens are answers'"
-    return f"{said}; {losses(fitted)}"
+    text = f"{lines} lines in {rows} sequences; {num_answers:,} of {num_tokens:,} tokens are answers'"
+    return f"{text}; {losses(fitted)}"
 
 
 def losses(fitted: Sequence[Fitted]) -> str:

@@ -118,9 +118,9 @@ def file_problems(path: str) -> list[str]:
     what = what_is_at(path)
     if not path or what == "a file":
         return []
-    said = "which does not exist" if what == "nothing there" else what
+    state = "which does not exist" if what == "nothing there" else what
     return [
-        f"data.chat_template: got '{path}', {said}; allowed: a template's file, or ''; nearest: '', the template of "
+        f"data.chat_template: got '{path}', {state}; allowed: a template's file, or ''; nearest: '', the template of "
         "the tokenizer's folder"
     ]
 

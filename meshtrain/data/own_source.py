@@ -56,9 +56,9 @@ def opened(given: Any, batch: Mapping[str, Any], limits: Mapping[str, int], num_
     for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
         value = getattr(given, name, None)
         if value is None or (name == "fingerprint" and not (isinstance(value, str) and value)):
-            near = nearest(name, vars(given) if hasattr(given, "__dict__") else ()) or "; nearest: Data(train, ...)"
+            fix = nearest(name, vars(given) if hasattr(given, "__dict__") else ()) or "; nearest: Data(train, ...)"
             got = "nothing" if value is None else repr(value)
-            problems.append(f"data: got {got} for '{name}' of {type(given).__name__}; allowed: {wanted}{near}")
+            problems.append(f"data: got {got} for '{name}' of {type(given).__name__}; allowed: {wanted}{fix}")
     if problems:
         raise UserError(*problems)
     validation, text = getattr(given, "validation", None), getattr(given, "text", None)
@@ -81,8 +81,8 @@ def opened(given: Any, batch: Mapping[str, Any], limits: Mapping[str, int], num_
         problems = _uneven_evaluation(len(data.validation), batch, num_eval_batches)
     if problems:
         raise UserError(*problems)
-    said = getattr(given, "summary", "") or f"{len(data.train):,} + {len(data.validation):,} examples"
-    return dataclasses.replace(data, summary=said)
+    summary = getattr(given, "summary", "") or f"{len(data.train):,} + {len(data.validation):,} examples"
+    return dataclasses.replace(data, summary=summary)
 
 
 def _split_problems(split: str, examples: Any, batch: Mapping[str, Any], limits: Mapping[str, int]) -> list[str]:
@@ -96,13 +96,13 @@ def _split_problems(split: str, examples: Any, batch: Mapping[str, Any], limits:
         return [problem] if split == "train" else []
     # To read all of a data set may take hours; a list is in memory.
     number = len(examples) if isinstance(examples, list | tuple) else 1
-    found = Problems()
+    problems = Problems()
     for index in range(number):
         for line in _example_problems(examples[index], batch, limits, f"data.{split}[{index}]"):
-            found.add(line)
-        if found.is_enough():
+            problems.add(line)
+        if problems.is_enough():
             break
-    return found.lines()
+    return problems.lines()
 
 
 def _example_problems(example: Any, batch: Mapping[str, Any], limits: Mapping[str, int], where: str) -> list[str]:
@@ -122,9 +122,9 @@ def _uneven_evaluation(num_examples: int, batch: Mapping[str, Any], num_eval_bat
     rest = min(wanted, num_examples) % batch_size
     if not rest or "weights" in batch:
         return []
-    near = num_examples - rest
+    fix = num_examples - rest
     return [
         f"data.validation: got {num_examples} examples and batches of {batch_size}, so that the last is filled up with "
         f"zeros; allowed: a multiple of {batch_size}, or an entry 'weights' in Task.batch that is 1 for an example; "
-        f"nearest: {near or batch_size} examples"
+        f"nearest: {fix or batch_size} examples"
     ]

@@ -79,8 +79,8 @@ def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: 
         # Other programs may use a link, a pipe or a device: it is not replaced by a file.
         if what != "a file" or os.path.islink(target):
             got = "a link" if os.path.islink(target) else what
-            near = Path("tokens.bin") if target == out_path else f"--output={out_path}.new.bin"
-            problems.append(f"--output: got '{target}', {got}; allowed: a new name, or a file; nearest: {near}")
+            fix = Path("tokens.bin") if target == out_path else f"--output={out_path}.new.bin"
+            problems.append(f"--output: got '{target}', {got}; allowed: a new name, or a file; nearest: {fix}")
     if stands and not overwrite and not problems:
         problems.append(f"--output: '{next(iter(stands))}' is there already; allowed: a new name; nearest: --overwrite")
     if what_is_at(out_path.parent) != "a folder":

@@ -89,29 +89,29 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
       inputs: what it reads of `path`, `validation_path`, `tokenizer` and `chat_template`.
       source_of: the name of a file -> the source that reads it, for the lines.
     """
-    found, got = [], f"with data.source={options.source}"
+    problems, got = [], f"with data.source={options.source}"
     if "path" not in inputs and options.path:
-        found.append(
+        problems.append(
             f"data.path: got '{options.path}' {got}, which reads no files; allowed: ''; "
             f"nearest: data.source={source_of(options.path)}"
         )
     if "validation_path" not in inputs and options.validation_path:
-        found.append(
+        problems.append(
             f"data.validation_path: got '{options.validation_path}' {got}, which takes its "
             "validation data from data.path or brings them; allowed: ''; nearest: leave it out"
         )
     if "tokenizer" not in inputs and options.tokenizer != "bytes":
         why = "its token files bring their own" if options.source == "tokens" else "it reads no text"
-        found.append(
+        problems.append(
             f"data.tokenizer: got '{options.tokenizer}' {got}: {why}; allowed: bytes, the default; nearest: leave it "
             "out"
         )
     if "chat_template" not in inputs and options.chat_template:
-        found.append(
+        problems.append(
             f"data.chat_template: got '{options.chat_template}' {got}, whose models answer no messages; allowed: ''; "
             "nearest: data.source=chat"
         )
-    return found
+    return problems
 
 
 def fraction_problems(options: DataOptions) -> list[str]:

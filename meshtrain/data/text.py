@@ -60,9 +60,9 @@ def _beside(path: Path) -> str:
         names = sorted(name for name in os.listdir(folder) if what_is_at(folder / name) == "a file")
     except OSError:  # a folder that may not be read
         names = []
-    near = nearest(path.name, names) if folder == path.parent else f"; the folder '{path.parent}' does not exist"
+    fix = nearest(path.name, names) if folder == path.parent else f"; the folder '{path.parent}' does not exist"
     every = folder / "*"
-    return near if "did you mean" in near else f"{near}; nearest: '{every}'"
+    return fix if "did you mean" in fix else f"{fix}; nearest: '{every}'"
 
 
 def find_files(paths: str) -> tuple[list[Path], list[str]]:
@@ -125,7 +125,7 @@ def tokens_as_text(files: Iterable[Path]) -> list[str]:
     A token file has its description beside it, or zero bytes. It has to be refused here: the bytes of small ids are
     legal UTF-8, so a model would learn from them without an error.
     """
-    found = []
+    problems = []
     for path in files:
         sidecar = path.with_name(f"{path.name}.json")
         if path.suffix == ".bin" and what_is_at(sidecar) == "a file":
@@ -134,8 +134,8 @@ def tokens_as_text(files: Iterable[Path]) -> list[str]:
             got = "which has zero bytes, as token files have and text has not"
         else:
             continue
-        found.append(f"data.path: got '{path}', {got}; allowed: text in UTF-8; nearest: data.source=tokens")
-    return found
+        problems.append(f"data.path: got '{path}', {got}; allowed: text in UTF-8; nearest: data.source=tokens")
+    return problems
 
 
 def _has_zeros(path: Path) -> bool:
@@ -157,10 +157,10 @@ def _line_text(line: bytes, where: str, text_field: str) -> str:
         ) from error
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         texts = [name for name, value in fields.items() if isinstance(value, str)] if isinstance(fields, dict) else []
-        near = f"; nearest: data.text_field={texts[0]}" if texts else '; nearest: lines like {"text": "..."}'
+        fix = f"; nearest: data.text_field={texts[0]}" if texts else '; nearest: lines like {"text": "..."}'
         raise UserError(
             f"data.text_field: got '{text_field}', which holds no text in {where}; "
-            f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts) or near}"
+            f"allowed there: {', '.join(texts) or 'nothing'}{nearest(text_field, texts) or fix}"
         )
     text = str(fields[text_field])
     # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
@@ -206,10 +206,10 @@ def read_documents(path: Path, text_field: str, problems: Problems) -> Iterator[
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        near = "data.source=tokens" if path.suffix == ".bin" else f"iconv -t UTF-8 '{path}'"
+        fix = "data.source=tokens" if path.suffix == ".bin" else f"iconv -t UTF-8 '{path}'"
         problems.add(
             f"data.path: '{path}' is not UTF-8 text (byte {error.start} is {content[error.start]:#04x}); "
-            f"allowed: text in UTF-8; nearest: {near}"
+            f"allowed: text in UTF-8; nearest: {fix}"
         )
         return
     yield text, len(content)

@@ -61,7 +61,7 @@ def read_sidecar(path: Path) -> TokenFile:
     try:
         if (what := what_is_at(sidecar)) not in ("a file", "nothing there"):
             raise OSError(None, what)  # not opened: reading a pipe would block
-        found = json.loads(sidecar.read_text(encoding="utf-8"))
+        content = json.loads(sidecar.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"data.path: '{path}' has no readable '{sidecar.name}' beside it ({error.strerror}); allowed: files "
@@ -69,9 +69,9 @@ def read_sidecar(path: Path) -> TokenFile:
         ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"data.path: '{sidecar}' is no JSON ({error}); {_WRITTEN}") from error
-    if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in wanted.items()):
+    if not isinstance(content, dict) or any(type(content.get(name)) is not kind for name, kind in wanted.items()):
         raise UserError(f"data.path: '{sidecar}' must be an object with {', '.join(wanted)}; {_WRITTEN}")
-    described = TokenFile(**{name: found[name] for name in wanted})
+    described = TokenFile(**{name: content[name] for name in wanted})
     if described.dtype not in DTYPES:
         raise UserError(unknown(f"dtype in '{sidecar}'", described.dtype, DTYPES) + "; nearest: prepare it again")
     bounds = {"vocab_size": 1, "num_tokens": 0, "num_documents": 0, "end_id": -1}

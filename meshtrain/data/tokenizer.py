@@ -116,12 +116,12 @@ def file_problems(path: str) -> list[str]:
     if what == "a file":
         return []
     if what_is_at(path) == "a folder":
-        said = f"a folder that holds no {file.name}" if what == "nothing there" else f"whose {file.name} is {what}"
+        state = f"a folder that holds no {file.name}" if what == "nothing there" else f"whose {file.name} is {what}"
     else:
-        said = "which does not exist" if what == "nothing there" else what
-    near = nearest(path, ["bytes"]) or "; nearest: bytes"
+        state = "which does not exist" if what == "nothing there" else what
+    fix = nearest(path, ["bytes"]) or "; nearest: bytes"
     return [
-        f"data.tokenizer: got '{path}', {said}; allowed: bytes, or the path of a tokenizer.json or of its folder{near}"
+        f"data.tokenizer: got '{path}', {state}; allowed: bytes, or the path of a tokenizer.json or of its folder{fix}"
     ]
 
 
@@ -317,12 +317,12 @@ def special_tokens(content: dict[str, Any]) -> dict[str, str]:
     >>> special_tokens({"eos_token": {"content": "</s>", "special": True}, "bos_token": None, "pad_token": "<pad>"})
     {'eos_token': '</s>', 'pad_token': '<pad>'}
     """
-    found = {}
+    tokens = {}
     for name, value in content.items():
         text = value["content"] if isinstance(value, dict) and "content" in value else value
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            tokens[name] = text
+    return tokens
 
 
 def folder_end_token(path: str) -> str:
@@ -331,8 +331,8 @@ def folder_end_token(path: str) -> str:
     Raises:
       UserError: the file cannot be read, or holds no JSON object.
     """
-    found = special_tokens(settings(path))
-    return found["eos_token"] if "eos_token" in found else ""
+    result = special_tokens(settings(path))
+    return result["eos_token"] if "eos_token" in result else ""
 
 
 def end_ids(path: str) -> tuple[int, ...]:

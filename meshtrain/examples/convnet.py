@@ -218,26 +218,26 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       config: with `ConvnetOptions` as its model, each field within its own bounds.
       mesh_shape: the size of each mesh axis; which of them the task runs on is checked for all tasks alike.
     """
-    options, found = config.model, checks.sources(config, IMAGES, "images")
+    options, problems = config.model, checks.sources(config, IMAGES, "images")
     if in_fp8(config.precision):
-        found.append(
+        problems.append(
             "precision.policy: got fp8 with task=convnet, whose convolutions have no 8-bit form; allowed: float32, "
             "bfloat16, float16; nearest: precision.policy=bfloat16"
         )
     if options.filters % options.num_groups:
-        found.append(
+        problems.append(
             f"model.num_groups: got {options.num_groups}; allowed: a divisor of model.filters = {options.filters}; "
             f"nearest: {nearest_divisor(options.filters, options.num_groups)}"
         )
     if options.dropout_rate >= 1:
-        found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
+        problems.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
     most = min(options.height, options.width) - 1
     if options.max_shift > most:
-        found.append(
+        problems.append(
             f"model.max_shift: got {options.max_shift}; allowed: 0 to {most}, below model.height and model.width; "
             f"nearest: {most}"
         )
-    return found
+    return problems
 
 
 built_in = BuiltIn("convnet", _make, ConvnetOptions, _check, unread=("remat", "layout.sequence_parallel"))

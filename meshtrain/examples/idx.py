@@ -67,8 +67,10 @@ def find_images(paths: str, key: str) -> tuple[list[Path], list[str]]:
                 "allowed: as many labels as images; nearest: both files of one download"
             )
     if len(sizes) > 1:
-        said = ", ".join(f"'{path}' of {height} x {width}" for (height, width), path in sizes.items())
-        problems.add(f"{key}: got images of different sizes ({said}); allowed: one size; nearest: one of the files")
+        sizes_text = ", ".join(f"'{path}' of {height} x {width}" for (height, width), path in sizes.items())
+        problems.add(
+            f"{key}: got images of different sizes ({sizes_text}); allowed: one size; nearest: one of the files"
+        )
     return files, problems.lines()
 
 
@@ -113,8 +115,8 @@ def read(path: Path, magic: int, key: str) -> np.ndarray:
         _bytes(file, 4 + 4 * len(dims), path, key)
         content = _bytes(file, num_elements + 1, path, key)  # one more, to see that the file ends
     if len(content) != num_elements:
-        said = "more" if len(content) > num_elements else f"{len(content)}"
-        raise UserError(_cut(path, f"holds {said} bytes of data, and its header says {_said(dims)}", key))
+        amount = "more" if len(content) > num_elements else f"{len(content)}"
+        raise UserError(_cut(path, f"holds {amount} bytes of data, and its header says {_said(dims)}", key))
     return np.frombuffer(content, np.uint8).reshape(dims)
 
 
@@ -139,10 +141,10 @@ def read_pairs(files: Sequence[Path], key: str) -> tuple[np.ndarray, np.ndarray]
 def _opened(path: Path, magic: int, key: str) -> BinaryIO:
     what = what_is_at(path)
     if what != "a file":
-        said = "which does not exist" if what == "nothing there" else what
+        state = "which does not exist" if what == "nothing there" else what
         beside = "" if magic == IMAGES else ", beside the images"
         raise UserError(
-            f"{key}: got '{path}', {said}; allowed: a file of {_NAMES[magic]}{beside}; nearest: '{path.parent}/*'"
+            f"{key}: got '{path}', {state}; allowed: a file of {_NAMES[magic]}{beside}; nearest: '{path.parent}/*'"
         )
     try:
         return gzip.open(path) if _is_compressed(path) else path.open("rb")  # type: ignore[return-value]
@@ -180,8 +182,8 @@ def _wrong_beginning(path: Path, first: bytes, magic: int, key: str) -> str:
     wanted = f"0x{magic:08x}, as IDX files of {_NAMES[magic]} begin"
     if len(first) >= 4 and got in _NAMES:
         is_swapped = magic == LABELS or _images_of(path) == os.fspath(path)  # under the other one's name
-        near = "the other file of the two" if is_swapped else f"'{_images_of(path)}'"
-        return f"{key}: got '{path}', a file of {_NAMES[got]}; allowed: {wanted}; nearest: {near}"
+        fix = "the other file of the two" if is_swapped else f"'{_images_of(path)}'"
+        return f"{key}: got '{path}', a file of {_NAMES[got]}; allowed: {wanted}; nearest: {fix}"
     return f"{key}: got '{path}', which begins with 0x{first[:4].hex()}; allowed: {wanted}; nearest: a file of MNIST"
 
 

@@ -72,14 +72,14 @@ def open_images(options: ImageOptions, asked: Asked) -> Data:
         train = read_pairs([DIGITS], key)
     else:
         train, what = _from_files(options.path, key), f"images of {options.path}"
-    found = _problems(key, train, asked)
+    problems = _problems(key, train, asked)
     if options.source == "idx" and options.validation_path:
         validation = _from_files(options.validation_path, "data.validation_path")
-        found += _problems("data.validation_path", validation, asked)
+        problems += _problems("data.validation_path", validation, asked)
     else:
         train, validation = _split(*train, options.validation_fraction)
-    if found:
-        raise UserError(*found)
+    if problems:
+        raise UserError(*problems)
     digest = hashlib.sha256()
     for array in (*train, *validation):
         digest.update(np.ascontiguousarray(array).data)
@@ -99,12 +99,12 @@ def open_each(options: ImageOptions, asked: Asked) -> dict[str, Images]:
     Raises:
       UserError: see `open_images`.
     """
-    files, found = find_images(options.path, "data.path")
-    if found:
-        raise UserError(*found)
+    files, problems = find_images(options.path, "data.path")
+    if problems:
+        raise UserError(*problems)
     pairs = {str(path): read_pairs([path], "data.path") for path in files}
-    if found := [line for pair in pairs.values() for line in _problems("data.path", pair, asked)]:
-        raise UserError(*found)
+    if problems := [line for pair in pairs.values() for line in _problems("data.path", pair, asked)]:
+        raise UserError(*problems)
     parts = {name: Images(pixels, labels.astype(np.int32)) for name, (pixels, labels) in pairs.items()}
     for name, images in parts.items():
         opened(Data(images, images, name), asked.batch, asked.limits, num_eval_batches=0)
@@ -124,22 +124,22 @@ def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> li
     height, width = pixels.shape[1:]
     size = asked.batch["images"].shape[1:] if "images" in asked.batch else ()
     num_classes = asked.limits["labels"] if "labels" in asked.limits else 0
-    found = []
+    problems = []
     if size and size != (height, width, 1):
         wanted = " x ".join(map(str, size[:2]))
         colours = "" if size[2:] == (1,) else f" with model.channels = {size[-1]}"
-        near = f"model.height={height}, model.width={width}, model.channels=1"
-        found.append(
+        fix = f"model.height={height}, model.width={width}, model.channels=1"
+        problems.append(
             f"{key}: got grey images of {height} x {width} pixels; allowed for this task: {wanted}{colours}, as "
-            f"Task.batch says; nearest: {near}"
+            f"Task.batch says; nearest: {fix}"
         )
     if num_classes and labels.max() >= num_classes:
         first = int(np.argmax(labels >= num_classes))
-        found.append(
+        problems.append(
             f"{key}: got label {labels[first]} of image {first}; allowed: 0 to {num_classes - 1}, below the task's "
             f"number of classes; nearest: model.num_classes={labels.max() + 1}, or the labels of these images"
         )
-    return found
+    return problems
 
 
 def _split(
@@ -155,12 +155,12 @@ def _split(
 def check(options: ImageOptions, reads_data: bool) -> list[str]:
     """Returns one line for each problem that the options, and the headers of files, show."""
     inputs = ("path", "validation_path") if options.source == "idx" else ()
-    found = unread(options, inputs, lambda path: "idx") + fraction_problems(options)
+    problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options)
     if reads_data and inputs:
-        found += find_images(options.path, "data.path")[1]
+        problems += find_images(options.path, "data.path")[1]
         if options.validation_path:
-            found += find_images(options.validation_path, "data.validation_path")[1]
-    return found
+            problems += find_images(options.validation_path, "data.validation_path")[1]
+    return problems
 
 
 digits = Source(open_images, check, tokenizer_for, vocabulary_of, ImageOptions)

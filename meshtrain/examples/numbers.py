@@ -117,7 +117,7 @@ def tokenizer(spelling: str) -> Tokenizer:
     tokens = list(ids)
 
     def encode(text: str) -> list[int]:
-        found = []
+        result = []
         for word in text.split():
             parts = list(word) if re.fullmatch("[0-9]+", word) else [word]
             if word == SPECIAL or parts[0] not in ids:
@@ -126,8 +126,8 @@ def tokenizer(spelling: str) -> Tokenizer:
                     f"got '{word}'; allowed with data.source=numbers: digits 0 to 9, or words from "
                     f"{UNITS[0]} to {known[-1]}{nearest(word, known) or '; nearest: 407'}"
                 )
-            found += [ids[part] for part in parts]
-        return found
+            result += [ids[part] for part in parts]
+        return result
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.asarray(encode(text), np.uint16) for text in texts]
@@ -217,13 +217,13 @@ def _opened(options: NumberOptions, asked: Asked) -> Data:
 
 def check(options: NumberOptions, reads_data: bool) -> list[str]:
     """Returns one line for each problem of the options; numbers are made, so nothing is read."""
-    found = unread(options, ()) + fraction_problems(options)
+    problems = unread(options, ()) + fraction_problems(options)
     if options.num_held_out >= options.numbers_below:
-        found.append(
+        problems.append(
             f"data.num_held_out: got {options.num_held_out}; allowed: below data.numbers_below = "
             f"{options.numbers_below}; nearest: {options.numbers_below // 10}"
         )
-    return found
+    return problems
 
 
 numbers = Source(

@@ -112,17 +112,17 @@ def packed(
 
 
 def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[str]:
-    found = Problems()
+    problems = Problems()
     for number in np.flatnonzero(np.any(lengths > capacities, axis=1)):
         source, target = lengths[number].tolist()
-        found.add(
+        problems.add(
             f"data: pair {number} has {source} tokens of source and {target} of target, with their ends; allowed: at "
             f"most {capacities[0]} and {capacities[1]}; nearest: sequence_length={max(target, capacities[1])}, "
             f"model.source_length={max(source, capacities[0])}, or a shorter pair"
         )
-        if found.is_enough():
+        if problems.is_enough():
             break
-    return found.lines()
+    return problems.lines()
 
 
 def rows_in_order(lengths: np.ndarray, capacities: Sequence[int]) -> np.ndarray:

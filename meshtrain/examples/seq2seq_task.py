@@ -193,8 +193,8 @@ class Seq2Seq:
             return self.columns(params, x, loss), jnp.sum(weights), {}
         columns = self.columns(params, x)
         total = losses.cross_entropy(columns, targets, weights, vocab_size)
-        found = exact_match(losses.without_padding(columns, vocab_size), batch)
-        return total, jnp.sum(weights), {"exact_match": found}
+        matches = exact_match(losses.without_padding(columns, vocab_size), batch)
+        return total, jnp.sum(weights), {"exact_match": matches}
 
     def all_logits(self, params: Params, batch: Batch) -> jax.Array:
         """Returns float32 logits [B, T, V] of a batch without dropout, padding at minus infinity."""
@@ -206,11 +206,11 @@ class Seq2Seq:
     def decoding(self) -> Decode:
         """Returns how targets are generated one token after the other."""
         # One token cannot be split over an axis that splits the sequences of training.
-        whole = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
+        unsharded = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
         is_learned = self.options.positions == "learned"
         return Decode(
-            whole.prefill,
-            whole.step,
+            unsharded.prefill,
+            unsharded.step,
             self.cache,
             self.cast,
             continues=False,

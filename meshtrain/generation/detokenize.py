@@ -54,8 +54,8 @@ class Text:
         return False
 
     def _decoded(self) -> str:
-        whole = self.decode([*self.before, *self.ids])
-        return whole.removeprefix(self.prefix) if whole.startswith(self.prefix) else self.decode(self.ids)
+        text = self.decode([*self.before, *self.ids])
+        return text.removeprefix(self.prefix) if text.startswith(self.prefix) else self.decode(self.ids)
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
@@ -66,8 +66,8 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     >>> first_stop("one, two. three", [".", ", two. t"]), first_stop("one", ["."])
     (8, None)
     """
-    found = [(begin + len(stop), begin) for stop in stops if (begin := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+    result = [(begin + len(stop), begin) for stop in stops if (begin := text.find(stop)) >= 0]
+    return min(result)[1] if result else None
 
 
 def settled(text: str, stops: Sequence[str]) -> int:
@@ -78,9 +78,9 @@ def settled(text: str, stops: Sequence[str]) -> int:
     >>> settled("one tw", ["two"]), settled("one", ["two"])
     (4, 3)
     """
-    whole = len(text.rstrip(HALF))
+    num_settled = len(text.rstrip(HALF))
     longest = max((len(stop) for stop in stops), default=1) - 1
-    for begin in range(max(0, whole - longest), whole):
-        if any(stop.startswith(text[begin:whole]) for stop in stops):
+    for begin in range(max(0, num_settled - longest), num_settled):
+        if any(stop.startswith(text[begin:num_settled]) for stop in stops):
             return begin
-    return whole
+    return num_settled

@@ -45,14 +45,14 @@ def from_file(path: str, problems: Problems, *, chat: bool = False) -> list[Prom
             f"--prompts: got '{path}', {what}; allowed: a file with lines like {_LINE}; nearest: --prompt='def '"
         )
         return []
-    found = []
+    prompts = []
     try:
         with name.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
-                    found.append(_of_line(line, f"{path}, line {number}", chat))
+                    prompts.append(_of_line(line, f"{path}, line {number}", chat))
                 except ValueError as error:
                     problems.add(f"--prompts: {path}, line {number}: {error}; nearest: {_LINE}")
                 if problems.is_enough():
@@ -61,9 +61,9 @@ def from_file(path: str, problems: Problems, *, chat: bool = False) -> list[Prom
         problems.add(f"--prompts: got '{path}', which cannot be read ({error.strerror}); allowed: a readable file; "
                      f"nearest: chmod a+r '{path}'")  # fmt: skip
         return []
-    if not found and not problems.count:
+    if not prompts and not problems.count:
         problems.add(f"--prompts: got '{path}', which holds no prompt; allowed: at least one line; nearest: {_LINE}")
-    return found
+    return prompts
 
 
 def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
@@ -122,7 +122,7 @@ def encoded(
       UserError: a line for each prompt that cannot be encoded, has no tokens, ids that the model does not have, or more
         tokens than the model has positions.
     """
-    problems, found = Problems(), list[list[int]]()
+    problems, tokens = Problems(), list[list[int]]()
     for text, where, _ in prompts:
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         try:
@@ -131,7 +131,7 @@ def encoded(
             for line in error.problems:
                 problems.add(f"{where}: {line}")
             continue
-        found.append(ids)
+        tokens.append(ids)
         if not ids:
             problems.add(f"{where}: got '{shown}', which has no tokens; allowed: at least one; nearest: 'def '")
         elif vocab_size and max(ids) >= vocab_size:
@@ -147,4 +147,4 @@ def encoded(
             )
     if problems.count:
         raise UserError(*problems.lines())
-    return found
+    return tokens

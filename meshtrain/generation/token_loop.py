@@ -141,10 +141,10 @@ class Generator:
         """Returns `_prefill` and `_advance`, jitted for these shapes, with a sharding for each result."""
         entries = self.decode.cache(num_rows, prompt_length, num_steps)
         row = self._sharding((num_rows,), ("batch",))
-        whole = NamedSharding(self.mesh, PartitionSpec())  # so that each process can read it
+        replicated = NamedSharding(self.mesh, PartitionSpec())  # so that each process can read it
         of_cache = {name: self._sharding(entry.shape, entry.axes) for name, entry in entries.items()}
-        of_state: list[Any] = [of_cache, row, row, whole]
-        results = (State(*of_state), whole)
+        of_state: list[Any] = [of_cache, row, row, replicated]
+        results = (State(*of_state), replicated)
 
         def empty() -> Cache:
             zeros = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}

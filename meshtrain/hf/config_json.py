@@ -79,8 +79,8 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
     if not isinstance(kind, str) or kind not in FAMILIES:
         # A program writes it, so another spelling than of case and marks is another model.
         letters = re.sub(r"[\W_]", "", str(kind)).lower()
-        near = next((f"did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), NO_WAY)
-        raise UserError(f"{path}: model_type: got {shown(str(kind))}; allowed: {', '.join(FAMILIES)}; {near}")
+        fix = next((f"did you mean '{name}'?" for name in FAMILIES if name.replace("_", "") == letters), NO_WAY)
+        raise UserError(f"{path}: model_type: got {shown(str(kind))}; allowed: {', '.join(FAMILIES)}; {fix}")
     given, found = _renamed(given, FAMILIES[kind])
     fields, problems = _fields(given, FAMILIES[kind])
     found += problems + _refused(given, kind) + ([] if ignore is None else _strange(given, ignore))
@@ -90,8 +90,8 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
     if not found:
         shape = DecoderOptions(**fields)
         keys = positions.KEYS | {name: key for key, name in FAMILIES[kind].fields.items()}
-        for name, _, said in (line.partition(":") for line in options.problems(shape, "")):
-            found.append(f"{keys.get(name) or name}:{said.partition('; nearest: ')[0]}; {PUBLISHED}")
+        for name, _, text in (line.partition(":") for line in options.problems(shape, "")):
+            found.append(f"{keys.get(name) or name}:{text.partition('; nearest: ')[0]}; {PUBLISHED}")
         found += _contradictions(shape)
     if found:
         raise UserError(*(f"{path}: {line}" for line in found))
@@ -110,15 +110,15 @@ def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: i
       directory: for the lines.
     """
     idle = options.idle(ours, "").keys() & options.idle(theirs, "")
-    found = []
+    problems = []
     for field in dataclasses.fields(DecoderOptions):
         own, wanted = _effective(ours, field.name, sequence_length), _effective(theirs, field.name, sequence_length)
         if field.name not in _FREE and field.name not in idle and own != wanted:
-            found.append(
+            problems.append(
                 f"model.{field.name}: got {own}, and the model in {directory} has {wanted}; allowed: {wanted}; "
                 f"nearest: model.{field.name}={wanted}, as `python -m meshtrain hf config {directory}` prints it"
             )
-    return found
+    return problems
 
 
 def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Any:
@@ -153,18 +153,18 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 def _renamed(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     """Returns the object with one name for each key, and one line for each key with two values."""
-    renamed, found = dict(given), list[str]()
+    renamed, problems = dict(given), list[str]()
     for key, other in family.same.items():
         value = renamed.pop(other, None)
         if value is not None and renamed.setdefault(key, value) != value:
-            found.append(f"{other}: got {shown(value)}, and {key} says {shown(renamed[key])}; allowed: the same; "
+            problems.append(f"{other}: got {shown(value)}, and {key} says {shown(renamed[key])}; allowed: the same; "
                          f"{PUBLISHED}")  # fmt: skip
-    return renamed, found
+    return renamed, problems
 
 
 def _fields(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     """Returns options of the decoder, and one line for each key that is missing or has a value of another type."""
-    kinds, fields, found = typing.get_type_hints(DecoderOptions), dict(family.fixed), list[str]()
+    kinds, fields, problems = typing.get_type_hints(DecoderOptions), dict(family.fixed), list[str]()
     for key, name in family.fields.items():
         value = given[key] if key in given else None
         if key in given and value is None and key in family.off:
@@ -176,12 +176,12 @@ def _fields(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], l
         try:
             fields[name] = typed(value, kinds[name])
         except ValueError as error:
-            found.append(f"{key}: {error}")
+            problems.append(f"{key}: {error}")
     if "num_kv_heads" not in fields and "num_heads" in fields:
         fields["num_kv_heads"] = fields["num_heads"]
     if "mlp_dim" not in fields and "embed_dim" in fields:
         fields["mlp_dim"] = 4 * fields["embed_dim"]
-    return fields, found
+    return fields, problems
 
 
 def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
@@ -189,7 +189,7 @@ def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
     family = FAMILIES[kind]
     understood = {*family.fields, *family.idle, *positions.keys(kind)}
     only = {**ONLY, **family.only, **dict([family.activation]), "architectures": ([family.architecture],)}
-    found = []
+    problems = []
     unsaid = {key: family.absent[key] for key in family.only if key in family.absent and key not in given}
     for key, value in {**given, **unsaid}.items():
         if value is None or key in understood or key not in DIFFERENT:
@@ -197,9 +197,9 @@ def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
         legal: Sequence[Any] = only[key] if key in only else ()
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in legal):
             allowed = ", ".join(map(str, legal)) or f"keys that meshtrain understands in a {kind}"
-            near = UNQUANTIZED if key == "quantization_config" else f"{NO_WAY}: {DIFFERENT[key]} would differ"
-            found.append(refusal(key, value, allowed, near))
-    return found
+            fix = UNQUANTIZED if key == "quantization_config" else f"{NO_WAY}: {DIFFERENT[key]} would differ"
+            problems.append(refusal(key, value, allowed, fix))
+    return problems
 
 
 def in_no_table(given: Mapping[str, Any]) -> list[str]:
@@ -212,13 +212,13 @@ def _strange(given: Mapping[str, Any], ignore: str) -> list[str]:
     """Returns one line for each key in no table that is not ignored, and for each ignored one that is none of them."""
     strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
     why = "keys that meshtrain understands; nothing that it knows of would differ"
-    near = f"nearest: --config.init_ignore={','.join(strange)}"
-    found = [refusal(key, given[key], why, near) for key in strange if key not in ignored]
+    fix = f"nearest: --config.init_ignore={','.join(strange)}"
+    problems = [refusal(key, given[key], why, fix) for key in strange if key not in ignored]
     for key in ignored:
         if key not in (*strange, TOKENIZER):
-            found.append(f"init_ignore: got '{key}'; allowed: keys in no table of meshtrain, here "
+            problems.append(f"init_ignore: got '{key}'; allowed: keys in no table of meshtrain, here "
                          f"{', '.join(strange) or 'none'}, and {TOKENIZER}; nearest: leave it out")  # fmt: skip
-    return found
+    return problems
 
 
 def _contradictions(shape: DecoderOptions) -> list[str]:

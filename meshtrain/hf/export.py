@@ -54,13 +54,13 @@ def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
     size, by_name = names.sizes(options), collections.defaultdict(list)
     for weight in names.weights(family, options):
         by_name[weight.name].append(weight)
-    found = []
+    result = []
     for rows in by_name.values():
         shape = names.stored_shape(rows[0], size)
         places = np.ndindex(*names.stack(rows[0], size))
         for index, name in zip(places, names.tensor_names(rows[0], size), strict=True):
-            found.append(Tensor(name, shape, rows, index))
-    return found
+            result.append(Tensor(name, shape, rows, index))
+    return result
 
 
 def write_weights(
@@ -139,11 +139,11 @@ def byte_tokenizer() -> str:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
-    found = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens([END_TOKEN])
-    return str(found.to_str(pretty=False))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_TOKEN])
+    return str(tokenizer.to_str(pretty=False))
 
 
 def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> tuple[list[list[Tensor]], int]:

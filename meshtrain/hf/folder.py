@@ -80,10 +80,10 @@ def _mismatches(
     left = [name for name in stored if name not in wanted and not names.is_ignored(name, model.options)]
     for name, shape in wanted.items():
         if name not in stored:
-            near = nearest(name, left) if len(left) < 100 else ""
+            fix = nearest(name, left) if len(left) < 100 else ""
             problems.add(
                 f"{folder}: {name}: not in the files; allowed: all tensors of the model in config.json"
-                f"{near or '; nearest: the files that belong to it'}"
+                f"{fix or '; nearest: the files that belong to it'}"
             )
             continue
         got = stored[name]

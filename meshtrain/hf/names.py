@@ -243,5 +243,5 @@ def as_stored(leaves: Sequence[Any], rows: Sequence[Weight], size: Mapping[str, 
         cut = leaf[tuple(slice(0, size[letter]) for letter in own)]
         parts.append(cut.transpose([own.index(letter) for letter in letters if letter not in _SIDE_BY_SIDE]))
     beside = next((place for place, letter in enumerate(letters) if letter in _SIDE_BY_SIDE), None)
-    whole = parts[0] if beside is None else np.stack(parts, axis=beside)
-    return whole.reshape(stored_shape(rows[0], size))
+    stacked = parts[0] if beside is None else np.stack(parts, axis=beside)
+    return stacked.reshape(stored_shape(rows[0], size))

@@ -38,9 +38,9 @@ KEYS |= {"window": "sliding_window", "rope_local_base": LOCAL_BASE}
 
 def keys(kind: str) -> set[str]:
     """Returns the keys that `rotary` and `windows` read, of a family."""
-    found = {"layer_types", *(_WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ())}
-    found |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
-    return found | ({LOCAL_BASE} if kind == GEMMA3 else set())
+    result = {"layer_types", *(_WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ())}
+    result |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
+    return result | ({LOCAL_BASE} if kind == GEMMA3 else set())
 
 
 def rotary(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
@@ -60,8 +60,8 @@ def rotary(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[st
     halves = {WINDOWED: None, FULL: None} if parameters is None else parameters
     if not isinstance(halves, dict) or halves.keys() != {WINDOWED, FULL}:
         return {}, [refusal("rope_parameters", parameters, f"an object with {FULL} and {WINDOWED}")]
-    fields, found = _rope({**given, "rope_parameters": halves[FULL]}, family)
-    found = [line.replace("rope_parameters.", f"rope_parameters.{FULL}.") for line in found]
+    fields, problems = _rope({**given, "rope_parameters": halves[FULL]}, family)
+    problems = [line.replace("rope_parameters.", f"rope_parameters.{FULL}.") for line in problems]
     base = given[LOCAL_BASE] if LOCAL_BASE in given else None
     local, wrong = _rope({"rope_parameters": halves[WINDOWED], "rope_theta": base}, family)
     if "rope_factor" in local:
@@ -69,8 +69,8 @@ def rotary(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[st
     for line in wrong:
         inside = line.replace("rope_parameters.", f"rope_parameters.{WINDOWED}.")
         inside = inside.replace("rope_theta or rope_scaling say", f"{LOCAL_BASE} says")
-        found.append(f"{LOCAL_BASE}{line.removeprefix('rope_theta')}" if line.startswith("rope_theta") else inside)
-    return fields | ({"rope_local_base": local["rope_base"]} if "rope_base" in local else {}), found
+        problems.append(f"{LOCAL_BASE}{line.removeprefix('rope_theta')}" if line.startswith("rope_theta") else inside)
+    return fields | ({"rope_local_base": local["rope_base"]} if "rope_base" in local else {}), problems
 
 
 def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
@@ -80,11 +80,11 @@ def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     """
     if not family.is_rotary:
         return {}, []
-    found, sides = list[str](), list[dict[str, Any]]()
+    problems, sides = list[str](), list[dict[str, Any]]()
     for key in ("rope_scaling", "rope_parameters"):
         inner = given[key] if key in given and given[key] is not None else {}
         if not isinstance(inner, dict):
-            found.append(refusal(key, inner, "a JSON object"))
+            problems.append(refusal(key, inner, "a JSON object"))
             inner = {}
         renamed = {"rope_type" if name == "type" else name: value for name, value in inner.items()}
         sides.append({name: value for name, value in renamed.items() if value is not None})
@@ -93,7 +93,7 @@ def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
         older["rope_theta"] = given["rope_theta"]
     for name in older.keys() & newer.keys():
         if older[name] != newer[name]:
-            found.append(
+            problems.append(
                 f"rope_parameters.{name}: got {shown(newer[name])}, and rope_theta or rope_scaling say "
                 f"{shown(older[name])}; allowed: the same; {PUBLISHED}"
             )
@@ -101,7 +101,7 @@ def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     stated |= older | newer
     where = "rope_parameters" if newer else "rope_scaling"
     if stated["rope_type"] not in ("default", "llama3"):
-        return {}, [*found, refusal(f"{where}.rope_type", stated["rope_type"], "default, llama3")]
+        return {}, [*problems, refusal(f"{where}.rope_type", stated["rope_type"], "default, llama3")]
     wanted = _ROPE_KEYS | (_LLAMA3_KEYS if stated["rope_type"] == "llama3" else {})
     fields, kinds = dict[str, Any](), typing.get_type_hints(DecoderOptions)
     for name, option in wanted.items():
@@ -110,11 +110,11 @@ def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
         try:
             fields[option] = typed(stated[name] if name in stated else None, kinds[option])
         except ValueError as error:
-            found.append(f"{'' if name == 'rope_theta' and not newer else f'{where}.'}{name}: {error}")
+            problems.append(f"{'' if name == 'rope_theta' and not newer else f'{where}.'}{name}: {error}")
     for name in stated.keys() - wanted.keys():
         if (name, stated[name]) != ("partial_rotary_factor", 1.0):
-            found.append(refusal(f"{where}.{name}", stated[name], f"{', '.join(wanted)} with {stated['rope_type']}"))
-    return fields, found
+            problems.append(refusal(f"{where}.{name}", stated[name], f"{', '.join(wanted)} with {stated['rope_type']}"))
+    return fields, problems
 
 
 def windows(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
@@ -127,13 +127,13 @@ def windows(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[s
     if kind in _TURNS:
         return _in_turns(given, kind)
     own = _WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ()
-    fields, found = _alike(given, kind) if own else ({}, [])
+    fields, problems = _alike(given, kind) if own else ({}, [])
     types = None if "layer_types" in own else given.get("layer_types")
     # Of families whose layers are alike, transformers reads `sliding_window` alone.
     kinds = {*map(str, types)} if isinstance(types, list) else {types}
     if types is not None and kinds not in ({FULL}, {WINDOWED if fields else FULL}):
-        found.append(refusal("layer_types", types, f"{FULL} in all layers"))
-    return fields, found
+        problems.append(refusal("layer_types", types, f"{FULL} in all layers"))
+    return fields, problems
 
 
 def _in_turns(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
@@ -168,21 +168,21 @@ def _alike(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[st
     window = values["sliding_window"]
     if "sliding_window" not in given and "sliding_window" in FAMILIES[kind].absent:
         window = FAMILIES[kind].absent["sliding_window"]
-    found, layers = list[str](), {WINDOWED}
+    problems, layers = list[str](), {WINDOWED}
     if len(values) > 1:
         if values["use_sliding_window"] not in (None, False, True):
-            found.append(refusal("use_sliding_window", values["use_sliding_window"], "true, false"))
+            problems.append(refusal("use_sliding_window", values["use_sliding_window"], "true, false"))
         window = window if values["use_sliding_window"] else None
         layers = _windowed_layers(values, given, window)
     if layers == {FULL} or (window is None and layers == {WINDOWED} and values.get("layer_types") is None):
-        return {}, found
+        return {}, problems
     if layers != {WINDOWED} or window is None:
         key = "layer_types" if values["layer_types"] is not None else "max_window_layers"
-        return {}, [*found, refusal(key, values[key], "a window in all layers or in none")]
+        return {}, [*problems, refusal(key, values[key], "a window in all layers or in none")]
     try:
-        return {"window": typed(window, int)}, found
+        return {"window": typed(window, int)}, problems
     except ValueError as error:
-        return {}, [*found, f"sliding_window: {error}"]
+        return {}, [*problems, f"sliding_window: {error}"]
 
 
 def _windowed_layers(values: Mapping[str, Any], given: Mapping[str, Any], window: Any) -> set[str]:

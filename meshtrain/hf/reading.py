@@ -38,8 +38,8 @@ def read(folder: Folder, abstract_params: Any, *, shows_bar: bool = False) -> An
     """
     table, size = {weight.path: weight for weight in folder.table}, names.sizes(folder.model.options)
     leaves = leaves_with_paths(abstract_params)
-    if found := _problems(folder, leaves):
-        raise UserError(*found)
+    if problems := _problems(folder, leaves):
+        raise UserError(*problems)
     tensors = tensor_files.opened(folder.stored)
     total = sum(_bytes_here(leaf) for _, leaf in leaves)
     arrays = []
@@ -58,8 +58,8 @@ def refuse_other_params(folder: Folder, abstract_params: Any) -> None:
     Raises:
       UserError: one line for each difference.
     """
-    if found := _problems(folder, leaves_with_paths(abstract_params)):
-        raise UserError(*found)
+    if problems := _problems(folder, leaves_with_paths(abstract_params)):
+        raise UserError(*problems)
 
 
 def _problems(folder: Folder, leaves: Sequence[tuple[str, Any]]) -> list[str]:
@@ -68,11 +68,11 @@ def _problems(folder: Folder, leaves: Sequence[tuple[str, Any]]) -> list[str]:
     for weight in folder.table:
         dims = [size[letter] for letter in weight.layout.split()]
         shapes[weight.path] = [*names.stack(weight, size), *dims]
-    given, found = dict(leaves), list[str]()
+    given, problems = dict(leaves), list[str]()
     for path in shapes.keys() | given.keys():
         if path not in given or path not in shapes:
             where = "in the folder, not in this run" if path in shapes else "in this run, not in the folder"
-            found.append(f"{folder.directory}: {path}: {where}; allowed: the same weights; {_nearest(folder)}")
+            problems.append(f"{folder.directory}: {path}: {where}; allowed: the same weights; {_nearest(folder)}")
             continue
         got, allowed = list(given[path].shape), shapes[path]
         # The vocabulary may be padded.
@@ -80,8 +80,8 @@ def _problems(folder: Folder, leaves: Sequence[tuple[str, Any]]) -> list[str]:
             have != want and not (want == options.vocab_size and have > want)
             for have, want in zip(got, allowed, strict=True)
         ):
-            found.append(f"{folder.directory}: {path}: got shape {got}; allowed: {allowed}; {_nearest(folder)}")
-    return sorted(found)
+            problems.append(f"{folder.directory}: {path}: got shape {got}; allowed: {allowed}; {_nearest(folder)}")
+    return sorted(problems)
 
 
 def _nearest(folder: Folder) -> str:

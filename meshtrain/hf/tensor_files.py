@@ -85,19 +85,19 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[str]]:
 def opened(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
     """Returns name -> tensor as a read-only view of its file, for readable dtypes; bytes are read where it is used."""
     maps = {file: np.memmap(file, np.uint8, "r") for file in {one.file for one in stored.values()}}
-    found = {}
+    result = {}
     for name, one in stored.items():
         raw = np.asarray(maps[one.file])[one.begin : one.begin + _num_bytes(one)]
-        found[name] = raw.view(READABLE[one.dtype]).reshape(one.shape)
-    return found
+        result[name] = raw.view(READABLE[one.dtype]).reshape(one.shape)
+    return result
 
 
 def _no_files(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if _PICKLES.fullmatch(name)]
     got = f"{pickles[0]}, a pickle, which may run code" if pickles else "no safetensors file"
-    near = "save_pretrained(DIR) of a newer transformers" if pickles else "download model.safetensors, too"
-    return f"{folder}: got {got}; allowed: safetensors; nearest: {near}"
+    fix = "save_pretrained(DIR) of a newer transformers" if pickles else "download model.safetensors, too"
+    return f"{folder}: got {got}; allowed: safetensors; nearest: {fix}"
 
 
 def _index(folder: Path, problems: Problems) -> dict[str, str]:
@@ -132,7 +132,7 @@ def _is_plain(file: str) -> bool:
 
 def _header(path: Path, problems: Problems) -> dict[str, Stored]:
     """Returns name -> tensor of a file; none where the library refuses the header, or the file cannot be read."""
-    found: dict[str, Stored] = {}
+    result: dict[str, Stored] = {}
     try:
         if (what := what_is_at(path)) != "a file":
             raise SafetensorError(f"got {what}")
@@ -142,13 +142,13 @@ def _header(path: Path, problems: Problems) -> dict[str, Stored]:
             begin = _LENGTH_BYTES + length
             for name in header.offset_keys():  # tensors lie there without gaps
                 tensor = header.get_slice(name)
-                found[name] = Stored(path, tensor.get_dtype(), tuple(tensor.get_shape()), begin)
-                begin += _num_bytes(found[name])
+                result[name] = Stored(path, tensor.get_dtype(), tuple(tensor.get_shape()), begin)
+                begin += _num_bytes(result[name])
     except OSError as error:
         problems.add(f"{path}: got {error.strerror or error}; allowed: a file that can be read; nearest: chmod a+r")
     except SafetensorError as error:
         problems.add(f"{path}: not safetensors ({error}); allowed: a whole file of that format; {_AGAIN}")
-    return found
+    return result
 
 
 def _refuse_twice(pairs: Sequence[tuple[str, object]]) -> None:

@@ -113,36 +113,36 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       config: with a period.
       mesh_shape: the size of each mesh axis.
     """
-    options, data, found = config.local_steps, mesh_shape[DATA], list[str]()
+    options, data, problems = config.local_steps, mesh_shape[DATA], list[str]()
     num_groups, given = options.groups, f"local_steps.period = {options.period}"
     if num_groups == 0 or num_groups % data:
-        near = nearest_multiple(num_groups, data) if num_groups else max(data, 2)
-        found.append(
+        fix = nearest_multiple(num_groups, data) if num_groups else max(data, 2)
+        problems.append(
             f"local_steps.groups: got {num_groups} with {given}; allowed: a multiple of mesh.data = {data} (fsdp, "
-            f"tensor and pipeline split a group); nearest: {near}"
+            f"tensor and pipeline split a group); nearest: {fix}"
         )
     if config.num_steps % options.period:
-        found.append(
+        problems.append(
             f"num_steps: got {config.num_steps}; allowed: a multiple of {given}, as weights that are evaluated come "
             f"from its last step; nearest: {nearest_multiple(config.num_steps, options.period)}"
         )
     if config.zero.effective_level and data > 1:
-        found.append(
+        problems.append(
             f"zero.level: got {config.zero.effective_level} with {given}, where each group along data has weights of "
             "its own; allowed: 0, and fsdp to split them; nearest: zero.level=0"
         )
     if in_fp8(config.precision):
-        found.append(
+        problems.append(
             f"precision.policy: got fp8 with {given}, where a tensor's maximum would be that of all groups; allowed: "
             "float32, bfloat16, float16; nearest: precision.policy=bfloat16"
         )
     if config.offload.moments:
-        found.append(f"offload.moments: got True with {given}; allowed: False; nearest: offload.moments=False")
+        problems.append(f"offload.moments: got True with {given}; allowed: False; nearest: offload.moments=False")
     if options.outer_momentum >= 1:
-        found.append(
+        problems.append(
             f"local_steps.outer_momentum: got {options.outer_momentum}; allowed: at least 0 and below 1; nearest: 0.9"
         )
-    return found
+    return problems
 
 
 apart.check = check  # type: ignore[attr-defined]
@@ -204,8 +204,8 @@ class Groups(Replicas):
         split, stacked = PartitionSpec(DATA), self._with_replicas(trained)
 
         def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
-            whole = (PartitionSpec() for _ in others[1:])
-            in_specs = (merged(stacked, frozen), split, *whole, split)
+            replicated = (PartitionSpec() for _ in others[1:])
+            in_specs = (merged(stacked, frozen), split, *replicated, split)
             return on_shards(self.mesh, on_device, in_specs, (split, stacked), axes=axes)(params, batch, *others)
 
         return run

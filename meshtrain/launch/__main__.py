@@ -14,17 +14,17 @@ from meshtrain.launch import local_processes
 
 def parser() -> argparse.ArgumentParser:
     """Returns the description of the command line, up to the `--`."""
-    found = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="python -m meshtrain launch",
         description="Starts a program in several processes that find each other, and ends them together.",
         usage="%(prog)s --processes=N [--devices=N] [--restarts=N] -- -m meshtrain train --config=configs/3d.py ...",
         exit_on_error=False,
         allow_abbrev=False,
     )
-    found.add_argument("--processes", type=int, help="how many; by default one for each GPU")
-    found.add_argument("--devices", type=int, help="CPU devices that each of them simulates")
-    found.add_argument("--restarts", type=int, default=0, help="how often all are started again after a failure")
-    return found
+    result.add_argument("--processes", type=int, help="how many; by default one for each GPU")
+    result.add_argument("--devices", type=int, help="CPU devices that each of them simulates")
+    result.add_argument("--restarts", type=int, default=0, help="how often all are started again after a failure")
+    return result
 
 
 def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, int]:
@@ -46,13 +46,13 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
             f"{error.argument_name}: {error.message}; allowed: a whole number; nearest: {error.argument_name}=2"
         ) from None
     names = ("--processes", "--devices", "--restarts")
-    found = [
+    problems = [
         f"{word}: unknown; allowed: {', '.join(names)}, then -- and the program"
         f"{nearest(word.partition('=')[0], names) or '; nearest: -- before the program'}"
         for word in unknown
     ]
     if not command:
-        found.append(
+        problems.append(
             "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train "
             "--config=configs/3d.py"
         )
@@ -64,19 +64,19 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
     for name, (least, most) in limits.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value <= most:
-            allowed, near = ("at least", least) if value < least else ("at most", most)
-            found.append(f"--{name}: got {value}; allowed: {allowed} {near}; nearest: {near}")
+            allowed, fix = ("at least", least) if value < least else ("at most", most)
+            problems.append(f"--{name}: got {value}; allowed: {allowed} {fix}; nearest: {fix}")
     on_gpus = bool(gpus) and arguments.devices is None  # --devices asks for simulated CPU devices
     num_processes: int = len(gpus) if arguments.processes is None else arguments.processes
     if not num_processes and arguments.processes is None:
-        found.append("--processes: got nothing; allowed: at least 1; nearest: --processes=2")
+        problems.append("--processes: got nothing; allowed: at least 1; nearest: --processes=2")
     elif on_gpus and num_processes > len(gpus):
-        found.append(
+        problems.append(
             f"--processes: got {num_processes}; allowed: at most the {len(gpus)} GPUs of this machine, one for each; "
             f"nearest: {len(gpus)}, or --devices=N for simulated CPU devices"
         )
-    if found:
-        raise UserError(*found)
+    if problems:
+        raise UserError(*problems)
     return local_processes.Job(
         command, num_processes, arguments.devices or 0, tuple(gpus) if on_gpus else ()
     ), arguments.restarts

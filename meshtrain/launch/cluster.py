@@ -130,7 +130,7 @@ def hosts_of(text: str) -> list[str]:
     Raises:
       UserError: something else than numbers stands between brackets.
     """
-    found = []
+    result = []
     for prefix, inside, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
         if not _RANGES.fullmatch(inside):
             raise UserError(f"SLURM_STEP_NODELIST: got {text}; allowed: names such as node[1-4,7]; nearest: {_BY_HAND}")
@@ -138,10 +138,10 @@ def hosts_of(text: str) -> list[str]:
             first, _, last = part.partition("-")
             last = last or first
             numbers = range(int(first), int(last) + 1) if first else [None]
-            found += [
+            result += [
                 prefix + suffix if number is None else f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers
             ]
-    return found
+    return result
 
 
 def _in_slurm(environ: Mapping[str, str], address: str | None, num_processes: int) -> Meeting:
@@ -174,10 +174,10 @@ def _in_kubernetes(environ: Mapping[str, str], address: str | None, num_processe
 def _address_of_open_mpi(environ: Mapping[str, str]) -> str:
     """Returns the address that JAX takes from an URI such as `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
     uri = environ["OMPI_MCA_orte_hnp_uri"]
-    found = re.match(r"(\d{1,12})\..*?(?:tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]])", uri)
-    if found is None:
+    match = re.match(r"(\d{1,12})\..*?(?:tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]])", uri)
+    if match is None:
         raise UserError(f"OMPI_MCA_orte_hnp_uri: got {uri}; allowed: NUMBER.0;tcp://ADDRESS:PORT; nearest: {_BY_HAND}")
-    return f"{found[2] or found[3]}:{_FIRST_PORT + int(found[1]) // _NUM_PORTS % _NUM_PORTS}"
+    return f"{match[2] or match[3]}:{_FIRST_PORT + int(match[1]) // _NUM_PORTS % _NUM_PORTS}"
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
@@ -190,12 +190,12 @@ def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:
     Raises:
       UserError: a line for each that is missing, no whole number, or not below its limit.
     """
-    found = {name: environ.get(name) or "nothing" for name in below}
-    wrong = [name for name, value in found.items() if not (_is_whole(value) and int(value) < below[name])]
+    texts = {name: environ.get(name) or "nothing" for name in below}
+    wrong = [name for name, value in texts.items() if not (_is_whole(value) and int(value) < below[name])]
     if wrong:
-        lines = (f"{name}: got {found[name]}; allowed: a number below {below[name]}" for name in wrong)
+        lines = (f"{name}: got {texts[name]}; allowed: a number below {below[name]}" for name in wrong)
         raise UserError(*(f"{line}, as the scheduler sets it; nearest: {_BY_HAND}" for line in lines))
-    return [int(value) for value in found.values()]
+    return [int(value) for value in texts.values()]
 
 
 def _is_whole(text: str) -> bool:

@@ -60,12 +60,12 @@ def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[lis
     if num_devices_needed is not None or _setting("jax_num_cpu_devices") < 1:
         _simulate(num_devices)
     lines = _keep_compilations()
-    found = _devices()
+    all_devices = _devices()
     if is_open and num_devices_needed is not None:
-        fills_up = found[0].platform != "cpu" or jax.process_count() > 1
-        num_devices_needed = None if fills_up else min(num_devices_needed, len(found))
-    devices, said = choose(found, num_devices_needed, jax.process_count())
-    return devices, [*lines, *_about_cpu(devices), *said]
+        fills_up = all_devices[0].platform != "cpu" or jax.process_count() > 1
+        num_devices_needed = None if fills_up else min(num_devices_needed, len(all_devices))
+    devices, about_devices = choose(all_devices, num_devices_needed, jax.process_count())
+    return devices, [*lines, *_about_cpu(devices), *about_devices]
 
 
 def simulate(num_devices: int) -> None:
@@ -84,17 +84,17 @@ def simulate(num_devices: int) -> None:
       UserError: JAX has started with another number, or the number is not from 1 to 8192.
     """
     if not 1 <= num_devices <= MAX_SIMULATED:
-        near = min(max(num_devices, 1), MAX_SIMULATED)
-        raise UserError(f"simulate: got {num_devices}; allowed: 1 to {MAX_SIMULATED} devices; nearest: {near}")
+        fix = min(max(num_devices, 1), MAX_SIMULATED)
+        raise UserError(f"simulate: got {num_devices}; allowed: 1 to {MAX_SIMULATED} devices; nearest: {fix}")
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:
-        found = jax.devices()
-        if (len(found), found[0].platform) == (num_devices, "cpu"):
+        devices = jax.devices()
+        if (len(devices), devices[0].platform) == (num_devices, "cpu"):
             return
         raise UserError(
-            f"simulate: got {num_devices} devices, and JAX has started with {len(found)} x {found[0].platform}; "
+            f"simulate: got {num_devices} devices, and JAX has started with {len(devices)} x {devices[0].platform}; "
             f"allowed: before anything uses JAX; nearest: restart Python, and call simulate({num_devices}) first"
         ) from None
 
@@ -207,9 +207,9 @@ def _refuse_flags(flags: str) -> None:
     if not flags:
         return
     asks = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
-    said = subprocess.run(asks, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
-    if found := re.search(r"^[EF]\d{4} .*?\] (.*)", said.stderr, re.MULTILINE):
-        raise UserError(f"XLA_FLAGS: got {flags}; allowed: what XLA takes ({found[1]}); nearest: leave that out")
+    answer = subprocess.run(asks, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
+    if match := re.search(r"^[EF]\d{4} .*?\] (.*)", answer.stderr, re.MULTILINE):
+        raise UserError(f"XLA_FLAGS: got {flags}; allowed: what XLA takes ({match[1]}); nearest: leave that out")
 
 
 def _meet(how: Mapping[str, Any]) -> None:

@@ -106,11 +106,11 @@ def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts
     ]
     if not found:
         return None
-    near = min(found, key=lambda link: abs(math.log2(link.group_size / group_size)))
+    closest = min(found, key=lambda link: abs(math.log2(link.group_size / group_size)))
     # In a permute each device sends once, whatever the group's size.
-    growth = 1.0 if operation == "collective-permute" else math.log2(group_size) / math.log2(near.group_size)
-    latency = near.latency_seconds * growth
-    return dataclasses.replace(near, group_size=group_size, num_hosts=num_hosts, latency_seconds=latency)
+    growth = 1.0 if operation == "collective-permute" else math.log2(group_size) / math.log2(closest.group_size)
+    latency = closest.latency_seconds * growth
+    return dataclasses.replace(closest, group_size=group_size, num_hosts=num_hosts, latency_seconds=latency)
 
 
 def to_json(links: Links) -> dict[str, Any]:
@@ -133,25 +133,25 @@ def read(path: str) -> Links:
     try:
         content = json.loads(place.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
-        said = f"--links: got '{path}', which is no JSON ({error}); allowed: {ALLOWED}; {_NEAREST}"
-        raise UserError(said) from error
+        text = f"--links: got '{path}', which is no JSON ({error}); allowed: {ALLOWED}; {_NEAREST}"
+        raise UserError(text) from error
     problems = Problems()
     platform, listed = _top(path, content, problems)
-    found = []
+    links = []
     for number, entry in enumerate(listed):
         lines = _entry_problems(f"--links: '{path}', links[{number}]", entry)
         for line in lines:
             problems.add(line)
         if not lines:
-            found.append(Link(**{field.name: entry[field.name] for field in dataclasses.fields(Link)}))
+            links.append(Link(**{field.name: entry[field.name] for field in dataclasses.fields(Link)}))
         if problems.is_enough():
             break
-    counts = collections.Counter((link.axis, link.operation, link.group_size, link.num_hosts) for link in found)
+    counts = collections.Counter((link.axis, link.operation, link.group_size, link.num_hosts) for link in links)
     for axis, operation, *_ in (key for key, count in counts.items() if count > 1):
         problems.add(f"--links: '{path}' has {operation} on {axis} twice; allowed: once; {_NEAREST}")
     if problems.count:
         raise UserError(*problems.lines())
-    return Links(platform, tuple(found))
+    return Links(platform, tuple(links))
 
 
 def refuse_other_platform(path: str, links: Links, device_kind: str) -> None:
@@ -190,9 +190,9 @@ def _top(path: str, content: Any, problems: Problems) -> tuple[str, Sequence[Any
         problems.add(f"--links: '{path}', links: got {listed!r}; allowed: a list; {_NEAREST}")
         return "", ()
     if not listed:
-        said = "no latency or bandwidth could be fitted, because the machine was busy"
+        text = "no latency or bandwidth could be fitted, because the machine was busy"
         problems.add(
-            f"--links: '{path}' has no links: {said}; allowed: at least one; nearest: measure again while it is idle"
+            f"--links: '{path}' has no links: {text}; allowed: at least one; nearest: measure again while it is idle"
         )
     return str(platform), listed
 

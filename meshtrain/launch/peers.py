@@ -104,16 +104,16 @@ def differences(what: str, facts: Sequence[Mapping[str, Any]]) -> list[str]:
       what: what the facts describe.
       facts: of each process.
     """
-    found = []
+    problems = []
     for process, own in enumerate(facts):
         for name in sorted({*own, *facts[0]}):
             here, there = (repr(side[name]) if name in side else "nothing" for side in (own, facts[0]))
             if here != there:
-                found.append(
+                problems.append(
                     f"processes: {what} differs: {name} is {here} in process {process} and {there} in process 0; "
                     "allowed: the same in all; nearest: start them by the same command on the same installation"
                 )
-    return found
+    return problems
 
 
 def share_problems(name: str, problems: Sequence[str]) -> list[str]:
@@ -138,8 +138,8 @@ def say_finished() -> None:
 
 def signs_of_life() -> dict[int, str]:
     """Returns {process: its last heartbeat, or FINISHED}. A heartbeat that has not changed is an old one."""
-    found = _service().key_value_dir_get(f"{_ROOM}/beat/")
-    return {int(key.rpartition("/")[2]): value for key, value in found}
+    beats = _service().key_value_dir_get(f"{_ROOM}/beat/")
+    return {int(key.rpartition("/")[2]): value for key, value in beats}
 
 
 def report(name: str, number: int, value: Any) -> None:
@@ -155,11 +155,11 @@ def report(name: str, number: int, value: Any) -> None:
 
 def reports(name: str) -> dict[int, dict[int, Any]]:
     """Returns {number: {process: value}} of the reports that processes have published until now."""
-    found: dict[int, dict[int, Any]] = {}
+    result: dict[int, dict[int, Any]] = {}
     for key, value in _service().key_value_dir_get(f"{_ROOM}/{name}/"):
         number, process = key.split("/")[-2:]
-        found.setdefault(int(number), {})[int(process)] = json.loads(value)
-    return found
+        result.setdefault(int(number), {})[int(process)] = json.loads(value)
+    return result
 
 
 def forget_reports(name: str, number: int) -> None:

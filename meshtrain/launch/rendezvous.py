@@ -107,9 +107,9 @@ def roll_call(
         try:
             with contextlib.ExitStack() as opened:
                 member = opened.enter_context(Member(meeting, min(LINE_SECONDS, begun + seconds - time.monotonic())))
-                found = member.exchange(_MEET, value, LINE_SECONDS, say)
+                answers = member.exchange(_MEET, value, LINE_SECONDS, say)
                 opened.pop_all()
-                return member, found
+                return member, answers
         except Unreachable as reason:
             if isinstance(reason, Refused) or (member and member.has_answer):
                 raise
@@ -185,10 +185,10 @@ class Hub:
     def exchange(self, name: str, value: Any, seconds: float) -> Said:
         """Returns process -> value, of those that answered in time, and tells them the same."""
         self._pump(time.monotonic() + seconds, lambda: self._has_all(name))
-        found = {0: value, **{i: one.said[name] for i, one in sorted(self._own.items()) if name in one.said}}
+        answers = {0: value, **{i: one.said[name] for i, one in sorted(self._own.items()) if name in one.said}}
         for one in self._own.values():
-            one.send(name, found)
-        return found
+            one.send(name, answers)
+        return answers
 
     def wait_for_all(self, deadline: float, say: Callable[[Sequence[int]], None]) -> list[int]:
         """Returns who has not come when the time is over, or a process was refused or has ended; tells all who wait."""
@@ -382,7 +382,7 @@ class _Connection:
             piece = b""
         *complete, self._buffer = (self._buffer + piece).split(b"\n")
         self.is_open = bool(piece) and len(self._buffer) <= _MOST_BYTES
-        found: list[_Message] = []
+        messages: list[_Message] = []
         for line in complete:
             try:
                 message = read_json(line)
@@ -390,10 +390,10 @@ class _Connection:
                 message = None
             match message:
                 case {"process": int(), "num_processes": int(), "name": str(), "value": _}:
-                    found.append(message)
+                    messages.append(message)
                 case _:
                     self.is_open, self.strange = False, line
-        return found
+        return messages
 
 
 def _why(failure: OSError | UnicodeError) -> str:

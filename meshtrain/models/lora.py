@@ -126,14 +126,14 @@ def _init(init: Callable[[jax.Array], Params], options: LoraOptions, rng: jax.Ar
     is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
 
     def extended(tree: Any, above: str) -> Any:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for name, part in tree.items():
             path = f"{above}{name}"
-            found[name] = part if is_box(part) else extended(part, f"{path}/")
+            result[name] = part if is_box(part) else extended(part, f"{path}/")
             if is_box(part) and _is_target(options, path, part.names):
                 key = jax.random.fold_in(rng, zlib.crc32(path.encode()))
-                found |= {f"{name}{end}": factor for end, factor in _factors(key, part, options.rank).items()}
-        return found
+                result |= {f"{name}{end}": factor for end, factor in _factors(key, part, options.rank).items()}
+        return result
 
     return extended(init(rng), "")
 
@@ -165,15 +165,15 @@ def merged(params: Params, options: LoraOptions) -> Params:
     scale = options.alpha / max(options.rank, 1)
 
     def one(tree: Any) -> Any:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for name, part in tree.items():
             if isinstance(part, dict):
-                found[name] = one(part)
+                result[name] = one(part)
             elif f"{name}{A}" in tree:
-                found[name] = part.astype(jnp.float32) + scale * _product(tree[f"{name}{A}"], tree[f"{name}{B}"], part)
+                result[name] = part.astype(jnp.float32) + scale * _product(tree[f"{name}{A}"], tree[f"{name}{B}"], part)
             elif not trainable.is_adapter(name):
-                found[name] = part
-        return found
+                result[name] = part
+        return result
 
     return one(params)
 
@@ -198,8 +198,8 @@ def problems(options: LoraOptions, params: Any, axes: Any) -> list[str]:
     """
     names = dict(leaves_with_paths(axes, is_leaf=is_names))
     targets = [path for path in names if is_hidden_matrix(names[path])]
-    near = trainable.nearest_path(options.targets, targets)
-    allowed = f"allowed: a regular expression found in paths of {', '.join(targets)}, '' for all; nearest: '{near}'"
+    fix = trainable.nearest_path(options.targets, targets)
+    allowed = f"allowed: a regular expression found in paths of {', '.join(targets)}, '' for all; nearest: '{fix}'"
     if errors := trainable.pattern_errors(options.targets):
         return [f"{TARGETS}: got '{options.targets}' ({errors[0]}); {allowed}"]
     matched = [path for path in names if re.search(options.targets, path)]
@@ -209,16 +209,16 @@ def problems(options: LoraOptions, params: Any, axes: Any) -> list[str]:
     chosen = [path for path in targets if path in matched]
     if not chosen:
         return [f"{TARGETS}: got '{options.targets}', which matches no matrix of a layer; {allowed}"]
-    shapes, found = {path: leaf.shape for path, leaf in leaves_with_paths(params)}, list[str]()
+    shapes, problems = {path: leaf.shape for path, leaf in leaves_with_paths(params)}, list[str]()
     both = [
         [math.prod(shapes[path][dim] for dim in part) for part in matrix_dims(names[path]) or ()] for path in chosen
     ]
     largest = max(map(min, both))
     if options.rank > largest:
-        found.append(
+        problems.append(
             f"lora.rank: got {options.rank}; allowed: at most {largest}, the rank that a matrix with an adapter can "
             f"have; nearest: {largest}"
         )
     if not options.alpha:
-        found.append("lora.alpha: got 0.0, with which adapters add nothing; allowed: above 0; nearest: 16.0")
-    return found
+        problems.append("lora.alpha: got 0.0, with which adapters add nothing; allowed: above 0; nearest: 16.0")
+    return problems

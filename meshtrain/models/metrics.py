@@ -77,8 +77,8 @@ def all_logged(metrics: Metrics, weight: Any) -> dict[str, Any]:
       metrics: of a batch.
       weight: of the loss.
     """
-    found = {name: logged(metric, weight) for name, metric in metrics.items()}
-    return found | {name + EACH: of_each(metric) for name, metric in metrics.items() if isinstance(metric, Load)}
+    result = {name: logged(metric, weight) for name, metric in metrics.items()}
+    return result | {name + EACH: of_each(metric) for name, metric in metrics.items() if isinstance(metric, Load)}
 
 
 def of_each(load: Load) -> jax.Array:
@@ -94,8 +94,8 @@ def of_each(load: Load) -> jax.Array:
 
 def num_left_out(metrics: Metrics) -> jax.Array | None:
     """Returns the number of tokens that experts left out, a float32 scalar; None where the model counts none."""
-    found = metrics[LEFT_OUT] if LEFT_OUT in metrics else None
-    return found.sum if isinstance(found, Count) else None
+    metric = metrics[LEFT_OUT] if LEFT_OUT in metrics else None
+    return metric.sum if isinstance(metric, Count) else None
 
 
 def are_metrics(metrics: Any) -> bool:

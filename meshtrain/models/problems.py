@@ -26,60 +26,60 @@ def of_decoder(
       in_fp8: whether products with weights are in 8 bits.
       mesh_shape: the size of each mesh axis.
     """
-    found = of_transformer(options, computes_in, mesh_shape) + _of_experts(options, in_fp8)
+    problems = of_transformer(options, computes_in, mesh_shape) + _of_experts(options, in_fp8)
     heads, kv_heads = options.num_heads, options.num_kv_heads
     if heads % kv_heads:
-        found.append(
+        problems.append(
             f"model.num_kv_heads: got {kv_heads}; allowed: a divisor of model.num_heads = {heads}; "
             f"nearest: {nearest_divisor(heads, kv_heads)}"
         )
     if options.positions == "learned" and 0 < options.max_positions < sequence_length:
-        found.append(
+        problems.append(
             f"sequence_length: got {sequence_length}; allowed: at most model.max_positions = {options.max_positions} "
             f"with learned positions; nearest: {options.max_positions}"
         )
     for kernel, name in (("cudnn", "attention_cap"), ("triton", "attention_cap"), ("triton", "window")):
         if options.attention == kernel and (value := getattr(options, name)):
-            found.append(
+            problems.append(
                 f"model.attention: got {kernel} with model.{name} = {value}, which its kernel cannot do; allowed: "
                 "auto, xla, blockwise, splash; nearest: model.attention=auto"
             )
     if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
-        found.append(
+        problems.append(
             f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
             f"rope_high; nearest: 1.0, 4.0"
         )
-    return found
+    return problems
 
 
 def of_transformer(options: Any, computes_in: str, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line for each contradiction of the options that both transformers share; see `of_decoder`."""
-    found, heads = [], options.num_heads
+    problems, heads = [], options.num_heads
     if not options.head_dim and options.embed_dim % heads:
-        found.append(
+        problems.append(
             f"model.embed_dim: got {options.embed_dim}; allowed: a multiple of model.num_heads = {heads}, or a "
             f"model.head_dim of its own; nearest: {nearest_multiple(options.embed_dim, heads)}"
         )
     elif options.positions == "rotary" and options.width_of_head % 2:
         width = options.width_of_head
-        found.append(
+        problems.append(
             f"model.head_dim: got {width}{'' if options.head_dim else ' (embed_dim / num_heads)'}; "
             f"allowed: an even number with rotary positions; nearest: {width + 1}"
         )
     if options.dropout_rate >= 1:
-        found.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
+        problems.append(f"model.dropout_rate: got {options.dropout_rate}; allowed: 0 to below 1; nearest: 0.9")
     most = MOST[int] // options.vocab_multiple * options.vocab_multiple
     if options.padded_vocab_size > most:
-        found.append(
+        problems.append(
             f"model.vocab_size: got {options.vocab_size}; allowed: at most {most}, a multiple of model.vocab_multiple, "
             f"as ids of padding are int32 too; nearest: {most}"
         )
     if options.attention == "cudnn" and computes_in == "float32":
-        found.append(
+        problems.append(
             "model.attention: got cudnn computing in float32; allowed: cudnn with a 16-bit policy; nearest: "
             "model.attention=xla, or precision.policy=bfloat16"
         )
-    return found + _gathered_keys(options, mesh_shape)
+    return problems + _gathered_keys(options, mesh_shape)
 
 
 def _gathered_keys(options: Any, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -99,32 +99,32 @@ def _gathered_keys(options: Any, mesh_shape: Mapping[str, int]) -> list[str]:
 
 def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[str]:
     """Returns one line for each contradiction between the options of a decoder's experts and others; none without."""
-    found = list[str]()
+    problems = list[str]()
     if not options.num_experts:
-        return found
+        return problems
     if options.experts_per_token > options.num_experts:
-        found.append(
+        problems.append(
             f"model.experts_per_token: got {options.experts_per_token}; allowed: at most model.num_experts = "
             f"{options.num_experts}; nearest: {options.num_experts}"
         )
     if options.activation not in GATES:
-        found.append(
+        problems.append(
             f"model.activation: got {options.activation} with model.num_experts = {options.num_experts}; allowed: "
             f"{', '.join(GATES)}, as mlps of experts are gated; nearest: model.activation=swiglu"
         )
     if options.biases:
-        found.append(
+        problems.append(
             f"model.biases: got True with model.num_experts = {options.num_experts}, which have none; allowed: False; "
             "nearest: model.biases=False, and model.qkv_biases=True for those of attention"
         )
     if 0 < options.expert_room < 1:
-        found.append(
+        problems.append(
             f"model.expert_room: got {options.expert_room}; allowed: 0 (room for any choice), or at least 1, the even "
             "load; nearest: 1.0"
         )
     if in_fp8:
-        found.append(
+        problems.append(
             f"precision.policy: got fp8 with model.num_experts = {options.num_experts}, whose products have no 8-bit "
             "form; allowed: float32, bfloat16, float16; nearest: precision.policy=bfloat16"
         )
-    return found
+    return problems

@@ -146,16 +146,16 @@ def check(
       name: the option that holds the number of layers.
       num_chunks: of each stage.
     """
-    found = list[str]()
+    problems = list[str]()
     if options.policy == "offload" and num_stages > 1:
-        found.append(
+        problems.append(
             f"remat.policy: got offload with mesh.pipeline = {num_stages}, whose rows pass residuals on in device "
             "memory; allowed: none, full, save_attention, selective, dots; nearest: full"
         )
     parts = num_stages * num_chunks
     together = num_layers // parts if num_layers % parts == 0 else num_layers
     if options.every > 1 and together % options.every:
-        near = nearest_divisor(together, options.every)
+        fix = nearest_divisor(together, options.every)
         of = f"{name} = {num_layers}" if parts == 1 else f"the {together} layers of a chunk"
-        found.append(f"remat.every: got {options.every}; allowed: a divisor of {of}; nearest: {near}")
-    return found
+        problems.append(f"remat.every: got {options.every}; allowed: a divisor of {of}; nearest: {fix}")
+    return problems

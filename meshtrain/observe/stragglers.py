@@ -76,7 +76,7 @@ def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dic
       times: of each process, two at least.
       probes: of each process that has measured one, the seconds of its newest product.
     """
-    found = {}
+    result = {}
     measured: dict[str, Mapping[int, float]] = {
         "data": {process: own.data_seconds for process, own in times.items()},
         "host": {process: own.host_seconds for process, own in times.items()},
@@ -92,8 +92,8 @@ def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dic
                 continue
             lost = (own / median - 1) * step_seconds if cause == "device" else own - median
             if lost >= LEAST_SHARE * step_seconds:
-                found[process, cause] = lost
-    return found
+                result[process, cause] = lost
+    return result
 
 
 class Judgement:

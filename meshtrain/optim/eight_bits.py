@@ -44,19 +44,19 @@ def extents(shape: Sequence[int], axes: Names, block: int) -> tuple[int, ...] | 
     """
     if matrix_dims(axes) is None:
         return None
-    found = [1] * len(shape)
+    result = [1] * len(shape)
 
     def twos_left(dim: int) -> tuple[float, int]:
-        left = shape[dim] // found[dim]
+        left = shape[dim] // result[dim]
         twos = (left & -left).bit_length() - 1
         return (math.inf if axes[dim] == NOT_SPLIT and twos else twos), dim
 
-    while math.prod(found) < block:
+    while math.prod(result) < block:
         twos, dim = max(twos_left(dim) for dim in range(num_stacked(axes), len(shape)))
         if twos == 0:
             break
-        found[dim] *= 2
-    return tuple(found) if math.prod(found) >= SMALLEST_BLOCK else None
+        result[dim] *= 2
+    return tuple(result) if math.prod(result) >= SMALLEST_BLOCK else None
 
 
 def num_blocks(shape: Sequence[int], extent: Sequence[int]) -> tuple[int, ...]:
@@ -108,20 +108,20 @@ def decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
 def _level(y: jax.Array, top: int) -> jax.Array:
     """Returns the code of numbers from 0 to 1 as a real number, linear between the levels."""
     # Below the lowest level the line goes to zero.
-    found = y * 10.0**top
+    result = y * 10.0**top
     for i in range(1, top + 1):
         in_decade = 2.0**i - 1 + (y * 10.0 ** (top - i) - 0.1) / 0.9 * 2.0**i
-        found = jnp.where(y > 10.0 ** (i - 1 - top), in_decade, found)
-    return found
+        result = jnp.where(y > 10.0 ** (i - 1 - top), in_decade, result)
+    return result
 
 
 def _share(code: jax.Array, top: int) -> jax.Array:
     """Returns the number from 0 to 1 that a code stands for."""
-    found = code.astype(jnp.float32) * 10.0**-top
+    result = code.astype(jnp.float32) * 10.0**-top
     for i in range(1, top + 1):
         in_decade = 10.0 ** (i - top) * (0.1 + 0.9 * (code - (2**i - 1)).astype(jnp.float32) / 2.0**i)
-        found = jnp.where(code >= 2**i, in_decade, found)
-    return found
+        result = jnp.where(code >= 2**i, in_decade, result)
+    return result
 
 
 def _in_blocks(x: jax.Array, extent: Sequence[int]) -> jax.Array:

@@ -43,8 +43,8 @@ def check_block(block: int, path: str) -> list[str]:
     """Returns one line if a number of elements is no power of two that a block may have."""
     if SMALLEST_BLOCK <= block <= LARGEST_BLOCK and block & (block - 1) == 0:
         return []
-    near = min(max(1 << max(block.bit_length() - 1, 0), SMALLEST_BLOCK), LARGEST_BLOCK)
-    return [f"{path}: got {block}; allowed: a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}; nearest: {near}"]
+    fix = min(max(1 << max(block.bit_length() - 1, 0), SMALLEST_BLOCK), LARGEST_BLOCK)
+    return [f"{path}: got {block}; allowed: a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}; nearest: {fix}"]
 
 
 def problems(
@@ -59,21 +59,21 @@ def problems(
       column: logical axis -> mesh axes of stored weights.
       mesh_shape: the size of each mesh axis.
     """
-    axes, found = dict(leaves_with_paths(logical_axes, is_leaf=is_names)), dict[str, str]()
+    axes, problems = dict(leaves_with_paths(logical_axes, is_leaf=is_names)), dict[str, str]()
     for path, leaf in leaves_with_paths(params):
         names, shape = axes[path], tuple(leaf.shape)
         parts = [num_parts(column[name], mesh_shape) if name in column else 1 for name in names]
         for dim in _between(shape, names, block, parts):
             smaller = next((size for size in _below(block) if not _between(shape, names, size, parts)), 0)
             allowed = f"at most {smaller}" if smaller else "none, as the matrix is too small"
-            near = f"optimizer.moment_block={smaller}" if smaller else "optimizer.moments=bfloat16"
+            fix = f"optimizer.moment_block={smaller}" if smaller else "optimizer.moments=bfloat16"
             line = (
                 f"optimizer.moment_block: got {block}, and the mesh splits '{names[dim]}' of {path}, shape {shape}, "
                 f"into {parts[dim]} parts, which is no divisor of its number of blocks; allowed: {allowed}; "
-                f"nearest: {near}"
+                f"nearest: {fix}"
             )
-            found.setdefault(str(names[dim]), line)
-    return list(found.values())
+            problems.setdefault(str(names[dim]), line)
+    return list(problems.values())
 
 
 def _between(shape: Sequence[int], names: Names, block: int, parts: Sequence[int]) -> list[int]:

@@ -25,11 +25,11 @@ def owners(state: Any, params: Any) -> list[Any]:
       A tuple of keys or None for each array, in the order of `jax.tree.leaves(state)`.
     """
     paths = {tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-    found = []
+    result = []
     for path, _ in jax.tree_util.tree_leaves_with_path(state):
         ends = (tuple(path[start:]) for start in range(len(path) + 1))
-        found.append(next((end for end in ends if end in paths), None))
-    return found
+        result.append(next((end for end in ends if end in paths), None))
+    return result
 
 
 def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Names]:

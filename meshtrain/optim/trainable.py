@@ -25,10 +25,10 @@ def is_adapter(path: str) -> bool:
 
 def check(pattern: str, path: str = OPTION) -> list[str]:
     """Returns one line if the pattern is not a valid regular expression, else none."""
-    near = re.sub(r"[^\w/]+", ".*", pattern)
+    fix = re.sub(r"[^\w/]+", ".*", pattern)
     return [
         f"{path}: got '{pattern}' ({error}); allowed: a regular expression as Python reads it, '' for all weights; "
-        f"nearest: '{near}'"
+        f"nearest: '{fix}'"
         for error in pattern_errors(pattern)
     ]
 

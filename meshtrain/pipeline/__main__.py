@@ -57,8 +57,8 @@ def _number(text: str, least: float) -> Fraction:
     except ValueError:
         value = math.nan
     if not least <= value <= 1e9:
-        near = 1e9 if value > 1e9 else 1
-        raise argparse.ArgumentTypeError(f"got '{text}'; allowed: a number from {least:g} to 1e9; nearest: {near:g}")
+        fix = 1e9 if value > 1e9 else 1
+        raise argparse.ArgumentTypeError(f"got '{text}'; allowed: a number from {least:g} to 1e9; nearest: {fix:g}")
     # Fraction would compute every digit of 1e-999999999, which is 0 as a float.
     return Fraction(text) if value else Fraction(0)
 

@@ -125,10 +125,10 @@ def figure(schedule: Schedule, costs: Costs, *, in_step: bool = False) -> "Figur
     run, stages, num_chunks = run_in_step if in_step else run_freely, schedule.num_stages, schedule.num_chunks
     spans = run(schedule, costs)
     gpipe = build("gpipe", num_stages=stages, num_microbatches=schedule.num_microbatches)
-    whole = Costs(costs.forward * num_chunks, costs.backward * num_chunks, transfer=costs.transfer)
-    own_end, gpipe_end = (float(max(span.end for span in timed)) for timed in (spans, run(gpipe, whole)))
+    stage_costs = Costs(costs.forward * num_chunks, costs.backward * num_chunks, transfer=costs.transfer)
+    own_end, gpipe_end = (float(max(span.end for span in timed)) for timed in (spans, run(gpipe, stage_costs)))
     end = max(own_end, gpipe_end)
-    inches = min(max(end * 0.28 / float(min(whole.forward, whole.backward)), 8.0), 40.0)
+    inches = min(max(end * 0.28 / float(min(stage_costs.forward, stage_costs.backward)), 8.0), 40.0)
     drawn = Figure(figsize=(inches, 0.42 * stages + 1.5), layout="constrained")
     axes = drawn.add_subplot()
     groups = collections.defaultdict[tuple[int, str, int], list[tuple[float, float]]](list)

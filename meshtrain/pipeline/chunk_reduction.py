@@ -64,14 +64,14 @@ class Reduction:
     def end(self, layers: Params, reduced: Reduced, parts: Params, place: jax.Array) -> tuple[Params, Reduced]:
         """Returns (layers, reduced) with the parts of `begin` in their place."""
         # A barrier here would make XLA's scheduler end the collective before the rows between.
-        scattered, whole = select(parts, self.is_scattered)
+        scattered, replicated = select(parts, self.is_scattered)
         with_sums, without = select(layers, self.is_scattered)
 
         def put(leaf: jax.Array, part: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(leaf, part.astype(leaf.dtype), place, 0)
 
         after = Reduced(jax.tree.map(put, reduced.scattered, scattered), reduced.num_chunks + 1)
-        return merged(with_sums, jax.tree.map(put, without, whole)), after
+        return merged(with_sums, jax.tree.map(put, without, replicated)), after
 
     def finished(self, layers: Params, reduced: Reduced) -> Params:
         """Returns the reduced gradients of all chunks, [V K / U, U, ...]."""

@@ -72,8 +72,8 @@ def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Para
 
 
 def _on_mesh(on_stage: Any, mesh: Mesh, specs: Any, out_specs: Any) -> Any:
-    whole = PartitionSpec()
-    return on_shards(mesh, on_stage, (specs, whole, whole), out_specs, axes=MANUAL)
+    replicated = PartitionSpec()
+    return on_shards(mesh, on_stage, (specs, replicated, replicated), out_specs, axes=MANUAL)
 
 
 def forward_only(

@@ -228,10 +228,10 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
         lines.append(f"pipeline: got {num_stages} stages; allowed: at most {MAX_STAGES}; nearest: {MAX_STAGES}")
     size = num_stages * num_microbatches * num_chunks
     if not lines and size > MAX_SIZE:
-        near = max(1, MAX_SIZE // (num_stages * num_chunks))
+        fix = max(1, MAX_SIZE // (num_stages * num_chunks))
         lines.append(
             f"pipeline: got {num_stages} stages x {num_microbatches} microbatches x {num_chunks} chunks = {size}; "
-            f"allowed: a table of at most {MAX_SIZE}; nearest: {near} microbatches"
+            f"allowed: a table of at most {MAX_SIZE}; nearest: {fix} microbatches"
         )
     if lines:
         raise UserError(*lines)

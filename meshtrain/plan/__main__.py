@@ -119,16 +119,16 @@ def main(argv: Sequence[str]) -> int:
 
 def problems(given: argparse.Namespace) -> list[str]:
     """Returns one line for each problem of plan's own arguments that shows before a compiler is asked."""
-    found = []
+    problems = []
     if not given.cluster:
-        found.append(f"--cluster: got nothing; allowed: {clusters.ALLOWED}; nearest: --cluster=h100:8x8")
+        problems.append(f"--cluster: got nothing; allowed: {clusters.ALLOWED}; nearest: --cluster=h100:8x8")
     else:
         try:
             clusters.parse(given.cluster)
         except UserError as error:
-            found += error.problems
+            problems += error.problems
     if given.links and given.cluster.startswith("cpu"):
-        found.append(
+        problems.append(
             f"--links: got '{given.links}' for {given.cluster}, whose time is not modelled; allowed: a cluster of GPUs "
             "or TPUs; nearest: leave it out"
         )
@@ -136,17 +136,17 @@ def problems(given: argparse.Namespace) -> list[str]:
         try:
             read(given.links)
         except UserError as error:
-            found += error.problems
+            problems += error.problems
     if given.search and given.calibrate:
-        found.append(
+        problems.append(
             "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
             "leave it out"
         )
-    found += scaling_problems(given)
+    problems += scaling_problems(given)
     for name, example in (("json", "plan.json"), ("html", "plan.html"), ("chart", "scaling.png")):
         if path := getattr(given, name):
-            found += target_problems(f"--{name}", path, example, ENDINGS[name])
-    return found
+            problems += target_problems(f"--{name}", path, example, ENDINGS[name])
+    return problems
 
 
 def wrong_size(given: argparse.Namespace) -> list[str]:
@@ -172,25 +172,25 @@ def wrong_size(given: argparse.Namespace) -> list[str]:
 
 def scaling_problems(given: argparse.Namespace) -> list[str]:
     """Returns one line for each problem of `--scaling` and the arguments that go with it."""
-    found = []
+    problems = []
     if not given.scaling:
         for name in ("programs", "chart"):
             if value := getattr(given, name):
-                found.append(
+                problems.append(
                     f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {cluster_sizes.EXAMPLE}"
                 )
-        return found
+        return problems
     try:
         cluster_sizes.read_sizes(given.scaling)
     except UserError as error:
-        found += error.problems
+        problems += error.problems
     for name in ("search", "calibrate"):
         if getattr(given, name):
-            found.append(f"--{name}: got it together with --scaling; allowed: one of them; nearest: leave it out")
+            problems.append(f"--{name}: got it together with --scaling; allowed: one of them; nearest: leave it out")
     most = scaling.MOST_PROGRAMS
     if given.programs and not (given.programs.isdecimal() and 1 <= int(given.programs) <= most):
-        found.append(f"--programs: got '{given.programs}'; allowed: 1 to {most}; nearest: {most}")
-    return found
+        problems.append(f"--programs: got '{given.programs}'; allowed: 1 to {most}; nearest: {most}")
+    return problems
 
 
 def scaled(
@@ -215,9 +215,9 @@ def scaled(
 
 def searched(config: Config, cluster: clusters.Cluster, given: argparse.Namespace, assumptions: Assumptions) -> int:
     """Ranks the meshes of a cluster, and prints the table and the winner's arguments."""
-    found = ranking.search(config, cluster, assumptions, only_mesh=given.search == "mesh")
-    print(f"\n{ranking.text(found)}")
-    write(given, ranking.to_json(found), lambda: html_page.search_page(found))
+    ranked = ranking.search(config, cluster, assumptions, only_mesh=given.search == "mesh")
+    print(f"\n{ranking.text(ranked)}")
+    write(given, ranking.to_json(ranked), lambda: html_page.search_page(ranked))
     return 0
 
 

@@ -60,52 +60,55 @@ def findings(
       executor_bytes: what the pipeline's executor sends over its axis, by its own formula; None without one.
       added_share: FLOPs that the compiler added, as a share of those traced.
     """
-    found = [*_memory(compiled, cluster, memory), *_messages(compiled.messages, compiled.assembly.config.remat.policy)]
+    results = [
+        *_memory(compiled, cluster, memory),
+        *_messages(compiled.messages, compiled.assembly.config.remat.policy),
+    ]
     idle = idle_share(compiled.assembly)
     for axis, least in minimum.items():
-        found += _traffic(axis, least, executor_bytes if axis == "pipeline" else None, rows)
-    found += _attention(compiled, cluster)
-    found += _experts(compiled, cluster)
+        results += _traffic(axis, least, executor_bytes if axis == "pipeline" else None, rows)
+    results += _attention(compiled, cluster)
+    results += _experts(compiled, cluster)
     if added_share is not None and added_share > ADDED:
-        found.append(
+        results.append(
             Finding(
                 f"the compiler added {added_share:.1%} of matrix products to those traced",
                 "it recomputes to save memory, or repeats on several devices what it could not split",
             )
         )
     if idle > MUCH_IDLE:
-        found.append(
+        results.append(
             Finding(
                 f"the pipeline idles {idle:.0%} of its rows",
                 "more pipeline.num_microbatches, or interleaved_1f1b with more pipeline.num_chunks",
             )
         )
-    return found
+    return results
 
 
 def _memory(compiled: Compiled, cluster: Cluster, memory: Memory) -> list[Finding]:
-    found = [*_long_sequences(compiled, memory)]
+    results = [*_long_sequences(compiled, memory)]
     if compiled.refusal:
         first = compiled.refusal.strip().splitlines()[0]
-        found.append(Finding(f"the compiler gave up: {first}", "see the changes that would make it fit"))
+        results.append(Finding(f"the compiler gave up: {first}", "see the changes that would make it fit"))
     stats, device = memory.compiler, memory.device_bytes
     if stats and device and cluster.platform == "cuda" and memory.fits is not False:
         default = DEFAULT_MEMORY_FRACTION * device
         if stats.peak_bytes + memory.uncertainty_bytes > default:
-            found.append(
+            results.append(
                 Finding(
                     f"JAX by default takes {format_bytes(int(default))} of the GPU's memory, and the step needs more",
                     "start with XLA_PYTHON_CLIENT_MEM_FRACTION=0.93",
                 )
             )
     if compiled.assembly.config.remat.policy == "offload" and cluster.platform == "cuda":
-        found.append(
+        results.append(
             Finding(
                 "offload to the host cannot be seen without a GPU: compiled this way it stays in device memory",
                 "measure it on one GPU",
             )
         )
-    return found
+    return results
 
 
 def _long_sequences(compiled: Compiled, memory: Memory) -> list[Finding]:
@@ -125,49 +128,49 @@ def _long_sequences(compiled: Compiled, memory: Memory) -> list[Finding]:
 
 def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
     recomputed = "" if remat == "full" else "remat.policy=full, "
-    found: dict[str, Finding] = {}
+    results: dict[str, Finding] = {}
     for line in messages:
         if "nvoluntary full rematerialization" in line:
-            found["rematerialization"] = Finding(
+            results["rematerialization"] = Finding(
                 "the partitioner gathers a whole array to split it differently (involuntary full rematerialization)",
                 "constrain the activation there, or change the rule that splits it",
             )
         if budget := BUDGET.search(line):
-            found["budget"] = Finding(
+            results["budget"] = Finding(
                 f"the compiler's memory budget is {budget[1]}, and it got no lower than {budget[2]}: it has traded "
                 "time for memory",
                 f"smaller microbatches (accumulation_steps), {recomputed}or more devices for the weights",
             )
-    return list(found.values())
+    return list(results.values())
 
 
 def _traffic(axis: str, least: float, formula: float | None, rows: Sequence[Traffic]) -> list[Finding]:
     mine = along(rows, axis)
     sent = sum(row.wire_bytes for row in mine)
-    found = []
+    results = []
     bound = max(least, formula or 0.0)
     if sent > FAR_ABOVE_MINIMUM * bound and sent - bound > MATTERS_BYTES:
         most = max(mine, key=lambda row: row.wire_bytes)
         where = f" (most of it {most.kind}, {most.sources[0]})" if most.sources else f" (most of it {most.kind})"
         times = f"{sent / bound:.2f} times what it has to" if bound else "and has to send nothing"
-        found.append(
+        results.append(
             Finding(
                 f"{axis} sends {format_bytes(int(sent))}, {times}{where}",
                 "look at the constraint in that line",
             )
         )
     if axis in (CONTEXT, EXPERT):
-        return found  # products before and after an exchange wait for it, however large microbatches are
+        return results  # products before and after an exchange wait for it, however large microbatches are
     hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
     of_all = sent / max(1.0, sum(row.wire_bytes for row in rows))
     if sent > MATTERS_BYTES and of_all > MATTERS_SHARE and hidden < LITTLE_OVERLAP * sent:
-        found.append(
+        results.append(
             Finding(
                 f"only {hidden / sent:.0%} of what {axis} sends is overlapped by matrix products",
                 "larger microbatches, or less along this axis",
             )
         )
-    return found
+    return results
 
 
 def _experts(compiled: Compiled, cluster: Cluster) -> list[Finding]:

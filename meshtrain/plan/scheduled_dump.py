@@ -101,12 +101,12 @@ def begun(work: Work, *arguments: Any) -> Callable[[], Any]:
     writing.close()
 
     def result() -> Any:
-        found = None
+        result = None
         with folder, reading:
             with contextlib.suppress(EOFError):
-                found = reading.recv()
+                result = reading.recv()
             process.join()
-        return found
+        return result
 
     return result
 
@@ -194,10 +194,10 @@ def _peak(trace: bytes, size: Mapping[int, int]) -> int:
 
 def _fields(message: bytes) -> dict[int, list[Any]]:
     """Returns number -> values of each field of a serialized message; raises DecodeError if it is not complete."""
-    found: dict[int, list[Any]] = {}
+    result: dict[int, list[Any]] = {}
     for one in UnknownFieldSet(Empty.FromString(message)):
-        found.setdefault(one.field_number, []).append(one.data)
-    return found
+        result.setdefault(one.field_number, []).append(one.data)
+    return result
 
 
 def _numbers(message: bytes) -> collections.Counter[int]:

@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
       UserError: all problems of the arguments, or a mesh that does not fit the devices.
     """
     given = flags.arguments(argv, arguments())
-    found = [*given.problems, *_problems(given)]
-    if found:
-        raise UserError(*found)
+    problems = [*given.problems, *_problems(given)]
+    if problems:
+        raise UserError(*problems)
     # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
     collectives = importlib.import_module("meshtrain.probe.bench.benchmark")
     all_bytes = (_num_bytes(given.smallest), _num_bytes(given.largest))
@@ -56,14 +56,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _problems(given: argparse.Namespace) -> list[str]:
-    found = []
+    problems = []
     allowed = "allowed: a number of bytes from 64 to 16G, such as 4096, 64K, 16M or 1G"
-    for name, near in (("smallest", "1K"), ("largest", "1G")):
+    for name, fix in (("smallest", "1K"), ("largest", "1G")):
         text = getattr(given, name)
         if not LEAST_BYTES <= _num_bytes(text) <= MOST_BYTES:
-            found.append(f"--{name}: got '{text}'; {allowed}; nearest: --{name}={near}")
-    if not found and _num_bytes(given.smallest) > _num_bytes(given.largest):
-        found.append(
+            problems.append(f"--{name}: got '{text}'; {allowed}; nearest: --{name}={fix}")
+    if not problems and _num_bytes(given.smallest) > _num_bytes(given.largest):
+        problems.append(
             f"--smallest: got {given.smallest} with --largest={given.largest}; allowed: at most that; nearest: "
             f"--smallest={given.largest}"
         )
@@ -72,19 +72,19 @@ def _problems(given: argparse.Namespace) -> list[str]:
     except ValueError:
         limit = math.nan
     if not 0 < limit < math.inf:
-        found.append(f"--limit: got '{given.limit}'; allowed: a number of seconds above 0; nearest: --limit=30")
+        problems.append(f"--limit: got '{given.limit}'; allowed: a number of seconds above 0; nearest: --limit=30")
     if given.json:
-        found += target_problems("--json", given.json, "links.json")
+        problems += target_problems("--json", given.json, "links.json")
     if given.out:
-        found += target_problems("--out", given.out, "collectives.png", PICTURES)
-    return found
+        problems += target_problems("--out", given.out, "collectives.png", PICTURES)
+    return problems
 
 
 def _num_bytes(text: str) -> int:
     """Returns the bytes that a text such as 64K names, -1 if it names none."""
-    found = SIZE.match(text)
+    match = SIZE.match(text)
     # A longer number is larger than any that is allowed.
-    return int(found[1][:20]) * UNITS[found[2].upper()] if found else -1
+    return int(match[1][:20]) * UNITS[match[2].upper()] if match else -1
 
 
 if __name__ == "__main__":

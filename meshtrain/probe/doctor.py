@@ -35,17 +35,17 @@ _Work = Callable[[Callable[[str], None]], dict[str, Any]]  # given what to tell 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command's own arguments."""
-    found = argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog="python -m meshtrain doctor",
         description="Checks the machines of a job before it starts. Start it as the job, with the job's arguments.",
         add_help=False,
     )
-    found.add_argument("--gpus", type=int, metavar="N", help="GPUs that each process has to have")
-    found.add_argument("--processes", type=int, metavar="N", help="processes of the job, where only JAX could ask")
-    found.add_argument(
+    result.add_argument("--gpus", type=int, metavar="N", help="GPUs that each process has to have")
+    result.add_argument("--processes", type=int, metavar="N", help="processes of the job, where only JAX could ask")
+    result.add_argument(
         "--limit", type=float, default=_LIMIT_SECONDS, metavar="SECONDS", help="to wait for others, and for each part"
     )
-    return found
+    return result
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,22 +94,22 @@ def diagnosed(
       environ: of this process.
       exercise: returns the module `exercise`, which imports JAX.
     """
-    found = machine_facts.findings(
+    result = machine_facts.findings(
         meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit)
     )
     if meeting is None:
-        found += _as_job(arguments, lambda name, value, seconds: {0: value}, 1, exercise)
-        return _shown(found, {0: socket.gethostname()}, "this machine")
-    own, begun = _introduction(found, environ), time.monotonic()
+        result += _as_job(arguments, lambda name, value, seconds: {0: value}, 1, exercise)
+        return _shown(result, {0: socket.gethostname()}, "this machine")
+    own, begun = _introduction(result, environ), time.monotonic()
     try:
-        call, said = roll_call(meeting, environ, own, arguments.limit, needs_all=False)
+        call, answers = roll_call(meeting, environ, own, arguments.limit, needs_all=False)
         with call:
-            return _together(arguments, meeting, call, said, time.monotonic() - begun, exercise)
+            return _together(arguments, meeting, call, answers, time.monotonic() - begun, exercise)
     except Unreachable as reason:
         addresses, _ = machine_facts.resolved(meeting)
-        found.append(all_processes.cut_off(meeting, reason, one_machine.is_loopback(addresses)))
+        result.append(all_processes.cut_off(meeting, reason, one_machine.is_loopback(addresses)))
     hosts = {meeting.index: socket.gethostname()}
-    return _shown(verdicts.of_process(found, meeting.index), hosts, verdicts.named([meeting.index], hosts))
+    return _shown(verdicts.of_process(result, meeting.index), hosts, verdicts.named([meeting.index], hosts))
 
 
 def _together(
@@ -126,32 +126,32 @@ def _together(
                  for process, each in said.items() if set(each) != set(said[0])]  # fmt: skip
     said = {process: each for process, each in said.items() if set(each) == set(said[0])}
     hosts = {process: each["host"] for process, each in said.items()}
-    found = [Finding(**each | {"process": process}) for process, one in said.items() for each in one["found"]]
+    theirs = [Finding(**each | {"process": process}) for process, one in said.items() for each in one["found"]]
     if hub:
         hub.stop_listening()
-        found.append(verdicts.ok("port", f"{meeting.port} is free"))
-    found += all_processes.registered(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
+        theirs.append(verdicts.ok("port", f"{meeting.port} is free"))
+    theirs += all_processes.registered(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
     for check, fix, made in (
         ("versions", "install the same on all machines, from one image or one shared folder", verdicts.error),
         ("environment", "set it in all processes alike", verdicts.error),
         ("libraries", "the same driver and libraries on all machines, if a job fails", verdicts.warning),
     ):
-        found += all_processes.same(check, {process: each[check] for process, each in said.items()}, fix, made)
-    writers = set(said) - {each.process for each in found if (each.verdict, each.check) == (verdicts.ERROR, "workdir")}
+        theirs += all_processes.same(check, {process: each[check] for process, each in said.items()}, fix, made)
+    writers = set(said) - {each.process for each in theirs if (each.verdict, each.check) == (verdicts.ERROR, "workdir")}
     files = {process: f".meshtrain-doctor-{said[0]['token']}-{process}" for process in writers}
     with machine_facts.marked(arguments.workdir, files, meeting.index, _FACT_SECONDS) as workdir:
-        found += _clocks(call.exchange, len(said), arguments.limit)
+        theirs += _clocks(call.exchange, len(said), arguments.limit)
         looked = call.exchange("seen", machine_facts.looked(workdir, files), arguments.limit)
-    found += all_processes.shared({process: tuple(each) for process, each in looked.items()}, len(said))
-    if len(said) == count and not verdicts.exit_code(each for each in found if each.check in ("versions", "software")):
-        found += _as_job(arguments, call.exchange, count, exercise)
+    theirs += all_processes.shared({process: tuple(each) for process, each in looked.items()}, len(said))
+    if len(said) == count and not verdicts.exit_code(each for each in theirs if each.check in ("versions", "software")):
+        theirs += _as_job(arguments, call.exchange, count, exercise)
     else:
-        found.append(all_processes.NOT_RUN)
+        theirs.append(all_processes.NOT_RUN)
     if hub is None:
         return int(call.exchange("end", None, arguments.limit)[0])
     machines = len(set(hosts.values()))
     here = count if len(said) == count else f"{len(said)} of {count}"
-    code = _shown(found, hosts, f"{here} processes on {machines} machine{'s' * (machines > 1)}")
+    code = _shown(theirs, hosts, f"{here} processes on {machines} machine{'s' * (machines > 1)}")
     hub.exchange("end", code, 0)
     hub.wait_for_the_end(_END_SECONDS)
     return code
@@ -169,13 +169,13 @@ def _introduction(found: Sequence[Finding], environ: Mapping[str, str]) -> dict[
 
 
 def _clocks(exchange: _Exchange, num_processes: int, limit: float) -> list[Finding]:
-    times, said = [time.time()], list[dict[int, float]]()
+    times, offsets = [time.time()], list[dict[int, float]]()
     for number in range(_NUM_CLOCK_ROUNDS):
-        said.append(exchange(f"clock {number}", time.time(), limit))
+        offsets.append(exchange(f"clock {number}", time.time(), limit))
         times.append(time.time())
-        if len(said[-1]) < num_processes:
+        if len(offsets[-1]) < num_processes:
             break
-    return all_processes.clocks(times, said)
+    return all_processes.clocks(times, offsets)
 
 
 def _as_job(
@@ -184,14 +184,14 @@ def _as_job(
     """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does."""
     limit = arguments.limit
     own = _within_limit(limit, "the import of JAX", lambda _: exercise().compared(arguments))
-    said = exchange("configuration", own, 2 * limit)
+    answers = exchange("configuration", own, 2 * limit)
     fix = "start all processes by the same command, with the same files"
-    found = all_processes.held_up(said, num_processes, limit) or all_processes.same("configuration", said, fix)
-    if verdicts.exit_code(found):
-        return [*found, all_processes.NOT_RUN]
+    results = all_processes.held_up(answers, num_processes, limit) or all_processes.same("configuration", answers, fix)
+    if verdicts.exit_code(results):
+        return [*results, all_processes.NOT_RUN]
     own = _within_limit(limit, "the start of JAX", lambda begin: exercise().exercised(arguments, begin))
-    said = exchange("collectives", own, 2 * limit)
-    return found + (all_processes.held_up(said, num_processes, limit) or _judged(said, arguments.gpus))
+    answers = exchange("collectives", own, 2 * limit)
+    return results + (all_processes.held_up(answers, num_processes, limit) or _judged(answers, arguments.gpus))
 
 
 def _within_limit(limit: float, first: str, work: _Work) -> dict[str, Any]:
@@ -219,15 +219,15 @@ def _within_limit(limit: float, first: str, work: _Work) -> dict[str, Any]:
 def _judged(said: Said, num_gpus: int | None) -> list[Finding]:
     counts = {process: (int(each["devices"][0]), str(each["devices"][1])) for process, each in said.items()}
     without = [process for process, each in said.items() if each["without_gpus"]]
-    found = all_processes.devices(counts, num_gpus, without)
-    found += all_processes.collectives(said[0]["times"], said[0]["wrong"])
+    results = all_processes.devices(counts, num_gpus, without)
+    results += all_processes.collectives(said[0]["times"], said[0]["wrong"])
     pairs: dict[tuple[int, int], list[float]] = {}
     for process, each in said.items():
         for partner, seconds in each["pairs"].items():
             pair = (min(process, int(partner)), max(process, int(partner)))
             # The exchange has ended when both have.
             pairs[pair] = [max(both) for both in zip(seconds, pairs[pair], strict=True)] if pair in pairs else seconds
-    return found + all_processes.slow(pairs)
+    return results + all_processes.slow(pairs)
 
 
 def _shown(found: Sequence[Finding], hosts: Mapping[int, str], what: str) -> int:

@@ -25,7 +25,7 @@ def typed(given: argparse.Namespace) -> Config:
       UserError: all problems of the file, of the overrides and of the sizes.
     """
     content = {} if given.config is None else load(given.config, list(flags.schema(Config())))
-    made, found = built(content, given.overrides)
-    if found := [*found, *check(made.mesh)]:
-        raise UserError(*found)
+    made, problems = built(content, given.overrides)
+    if problems := [*problems, *check(made.mesh)]:
+        raise UserError(*problems)
     return made if names_mesh(given) else dataclasses.replace(made, mesh=MeshOptions(**{AXES[0]: -1}))

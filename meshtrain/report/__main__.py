@@ -82,19 +82,19 @@ def schedules(runs: Sequence[Run]) -> list[str]:
     """Returns HTML with a chart of each different pipeline schedule; none for runs without a pipeline."""
     parts = []
     for names, one in together(runs, _schedule):
-        found = _schedule(one)
-        assert found is not None
+        problems = _schedule(one)
+        assert problems is not None
         parts += [heading(names, 3)] * (len(runs) > 1)
-        num_actions = sum(action is not None for row in found.rows for action in row)
-        size = f"{found.num_stages} stages and {found.num_microbatches} microbatches"
-        if is_own(found.name):
-            parts.append(f"<p>{escaped(found.name)}: {size}, a function of one's own, which a page does not run</p>")
+        num_actions = sum(action is not None for row in problems.rows for action in row)
+        size = f"{problems.num_stages} stages and {problems.num_microbatches} microbatches"
+        if is_own(problems.name):
+            parts.append(f"<p>{escaped(problems.name)}: {size}, a function of one's own, which a page does not run</p>")
             continue
         if num_actions > MOST_ACTIONS:
-            parts.append(f"<p>{escaped(found.name)}: {size}, too many to draw here</p>")
+            parts.append(f"<p>{escaped(problems.name)}: {size}, too many to draw here</p>")
             continue
-        costs = Costs(FORWARD / found.num_chunks, BACKWARD / found.num_chunks)
-        parts.append(WIDE.format(svg(figure(found, costs), "chart of the schedule")))
+        costs = Costs(FORWARD / problems.num_chunks, BACKWARD / problems.num_chunks)
+        parts.append(WIDE.format(svg(figure(problems, costs), "chart of the schedule")))
     return [heading("Schedule"), *parts] if parts else []
 
 

@@ -72,10 +72,8 @@ def _refuse_other_places(path: str, folder: pathlib.Path) -> None:
     for name in (CONFIG_FILE, METRICS_FILE):
         if (what := what_is_at(folder / name)) != "a file":
             inside = [one.name for one in sorted(folder.iterdir()) if what_is_at(one / METRICS_FILE) == "a file"]
-            near = f"{path.rstrip('/')}/{inside[0]}" if inside else "runs/3d"
-            raise UserError(
-                f"RUN: got '{path}' with {what} at {name}; {_WORKDIR}, whose run has begun; nearest: {near}"
-            )
+            fix = f"{path.rstrip('/')}/{inside[0]}" if inside else "runs/3d"
+            raise UserError(f"RUN: got '{path}' with {what} at {name}; {_WORKDIR}, whose run has begun; nearest: {fix}")
 
 
 def _run(path: str, name: str, folder: pathlib.Path) -> Run:
@@ -95,10 +93,10 @@ def _run(path: str, name: str, folder: pathlib.Path) -> Run:
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        found = read_json(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        result = read_json(path.read_text(encoding="utf-8"))
+        if not isinstance(result, dict):
             raise ValueError("not an object")
-        return found
+        return result
     except ValueError as error:
         raise UserError(
             f"{path}: got no JSON object ({error}); allowed: the file as the run wrote it; nearest: a report without "

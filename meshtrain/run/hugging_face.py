@@ -59,31 +59,31 @@ def _parser() -> argparse.ArgumentParser:
 
 def _problems(arguments: argparse.Namespace) -> list[str]:
     """Returns one line for each wrong argument."""
-    found, action, given = list[str](), arguments.action, arguments.directory
+    problems, action, given = list[str](), arguments.action, arguments.directory
     if action not in ACTIONS:
         got = "nothing" if action is None else f"'{action}'"
-        found.append(f"hf: got {got}; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
+        problems.append(f"hf: got {got}; allowed: {', '.join(ACTIONS)}; nearest: hf config DIR")
     if action == "export" and given is not None:
-        near = f"--workdir={given}" if arguments.to else f"--to={given}"
-        found.append(f"hf export: got '{given}'; allowed: --workdir=W --to=DIR; nearest: {near}")
+        fix = f"--workdir={given}" if arguments.to else f"--to={given}"
+        problems.append(f"hf export: got '{given}'; allowed: --workdir=W --to=DIR; nearest: {fix}")
     if action not in ("export", None) and (given is None or not is_described(given)):
         what = "nothing" if given is None else what_is_at(expanded(given))
         got = "a folder without config.json of a model" if what == "a folder" else what
         is_run = given is not None and what_is_at(expanded(given) / CHECKPOINTS) == "a folder"
-        near = f"`hf export --workdir={given} --to=DIR` makes one" if is_run else "download one"
-        found.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: {near}")
+        fix = f"`hf export --workdir={given} --to=DIR` makes one" if is_run else "download one"
+        problems.append(f"{given or 'hf'}: got {got}; allowed: a Hugging Face folder; nearest: {fix}")
     if action == "config" and arguments.to is not None:
-        found.append(
+        problems.append(
             f"--to: got '{arguments.to}' with config, which prints; allowed: none; nearest: hf import DIR --to=W"
         )
     if action in ("import", "export"):
-        found += _target_problems(arguments.to, action, "runs/imported" if action == "import" else "models/exported")
+        problems += _target_problems(arguments.to, action, "runs/imported" if action == "import" else "models/exported")
     if arguments.dtype is not None and (action != "export" or arguments.dtype not in export.DTYPES):
         allowed = f"{', '.join(export.DTYPES)}, with export"
-        found.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
+        problems.append(f"--dtype: got '{arguments.dtype}'; allowed: {allowed}; nearest: leave it out")
     if arguments.adapters and action != "export":
-        found.append(f"--adapters: got hf {action}; allowed: with export; nearest: leave it out")
-    return found
+        problems.append(f"--adapters: got hf {action}; allowed: with export; nearest: leave it out")
+    return problems
 
 
 def _target_problems(to: str | None, action: str, near: str) -> list[str]:
@@ -123,8 +123,8 @@ def _import(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     """Writes a run's weights as a Hugging Face folder, or its adapters as one of the package peft."""
     config = configuration(arguments, [], reads_data=False)
-    if found := _unlike_export(config, is_of_adapters=arguments.adapters):
-        raise UserError(*found)
+    if problems := _unlike_export(config, is_of_adapters=arguments.adapters):
+        raise UserError(*problems)
     options = config.model
     if options.positions == "learned":
         options = dataclasses.replace(options, max_positions=options.max_positions or config.sequence_length)

@@ -96,8 +96,8 @@ def scorer(assembly: Assembly) -> Score:
     assert logits is not None
 
     def scores(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        found = logits(params, with_sequence_index(batch))
-        return segment_scores(found, batch["targets"], batch["weights"], batch["segment_ids"])
+        row_logits = logits(params, with_sequence_index(batch))
+        return segment_scores(row_logits, batch["targets"], batch["weights"], batch["segment_ids"])
 
     return jax.jit(scores, out_shardings=NamedSharding(assembly.mesh, PartitionSpec()))
 

@@ -36,15 +36,15 @@ def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> 
     if make_data is None and is_own(config.data):
         make_data = _function(config)
     if make_data is not None:
-        found = make_data(config)
+        result = make_data(config)
     else:
-        found = data_sources.find(config.data.source).open(config.data, wanted)
-    if not isinstance(found, Corpus):
-        return opened(found, wanted.batch, wanted.limits, config.num_eval_batches)
+        result = data_sources.find(config.data.source).open(config.data, wanted)
+    if not isinstance(result, Corpus):
+        return opened(result, wanted.batch, wanted.limits, config.num_eval_batches)
     where = f"data.source={config.data.source}, an example"
-    if problems := example_problems(found.train[0], wanted.batch, wanted.limits, where):
+    if problems := example_problems(result.train[0], wanted.batch, wanted.limits, where):
         raise UserError(*problems)
-    return found
+    return result
 
 
 def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:

@@ -55,23 +55,23 @@ def check(config: Config, run: Path, start_step: int) -> list[str]:
       run: its folder; it need not exist.
       start_step: from `saved_step`. From 1 on the run resumes from its own weights, and `init_from` is not read.
     """
-    found = (workdir.check(run, config) or trackers.check(run)) + trackers.missing(config.observe)
+    problems = (workdir.check(run, config) or trackers.check(run)) + trackers.missing(config.observe)
     if start_step > config.num_steps:
-        found.append(
+        problems.append(
             f"num_steps: got {config.num_steps}, and the workdir's run is at step {start_step}; allowed: at least "
             f"{start_step}; nearest: {start_step}"
         )
     if not start_step and _has_weights_alone(run):
-        found.append(
+        problems.append(
             f"workdir: got {run}, which has imported weights and no state of training; allowed: a new workdir that "
             f"begins with them; nearest: --config.init_from={run} with another --workdir"
         )
     if config.init_from and not start_step:
-        found += [f"init_from: {problem}" for problem in weights.weights_problems(config, config.init_from)]
+        problems += [f"init_from: {problem}" for problem in weights.weights_problems(config, config.init_from)]
     if (warmup := config.learning_rate.warmup_steps) > config.num_steps and peers.is_main_process():
         warn(f"learning_rate.warmup_steps: got {warmup}, and num_steps = {config.num_steps} end before the peak; "
              f"nearest: --config.learning_rate.warmup_steps={config.num_steps // 10}")  # fmt: skip
-    return found
+    return problems
 
 
 def _has_weights_alone(run: Path) -> bool:

@@ -73,6 +73,6 @@ def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> 
     if not foreign:
         return chosen
     got = ", ".join(f"{key}: got '{name}'" for key, name in foreign.items())
-    near = shlex.join([*arguments.command, *(f"--config.{key}={name}" for key, name in foreign.items())])
+    fix = shlex.join([*arguments.command, *(f"--config.{key}={name}" for key, name in foreign.items())])
     allowed = "a function that the command line or the file of --config names too, because it would run here"
-    raise UserError(f"{place}: {got}; allowed: {allowed}; nearest: {near}")
+    raise UserError(f"{place}: {got}; allowed: {allowed}; nearest: {fix}")

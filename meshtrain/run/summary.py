@@ -56,8 +56,10 @@ def show(
     config = assembly.config
     lines = ["", f"done: step {int(state.step)}"]
     if (loss := values.get("eval_loss")) is not None:
-        said = f" nats a token (perplexity {math.exp(min(loss, 50.0)):.2f})" if assembly.task.unit == "tokens" else ""
-        lines.append(f"validation loss   {loss:.4f}{said}")
+        units_text = (
+            f" nats a token (perplexity {math.exp(min(loss, 50.0)):.2f})" if assembly.task.unit == "tokens" else ""
+        )
+        lines.append(f"validation loss   {loss:.4f}{units_text}")
         bigram = bigram_of(config, corpus, run, is_main=is_main) if isinstance(corpus, Corpus) else None
         if bigram is not None:
             verdict = "better" if loss < bigram else "not better"
@@ -103,8 +105,8 @@ def bigram_of(config: Config, corpus: Corpus, run: Path, *, is_main: bool) -> fl
     """
     scored = evaluated_examples(config, corpus)
     compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=scored)
-    found: float | None = workdir.kept(run, f"bigram_loss_on_{len(scored)}", compute, writes=is_main)
-    return found
+    result: float | None = workdir.kept(run, f"bigram_loss_on_{len(scored)}", compute, writes=is_main)
+    return result
 
 
 def rate_of_the_run(values: Mapping[str, float | None], units_per_step: int) -> float | None:

@@ -60,17 +60,17 @@ def check(run: pathlib.Path, config: Config) -> list[str]:
 
 def _out_of_place(run: pathlib.Path) -> list[str]:
     """Returns one line for each name in a run's folder that is not the file or folder expected, or is not writable."""
-    found = []
+    problems = []
     for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
         path = run / name
         what = what_is_at(path)
         if what == wanted and not _can_write(path):
             what = f"{wanted} that this user may not read and write"
         if what not in (wanted, "nothing there"):
-            found.append(
+            problems.append(
                 f"workdir {run}: got {what} at {name}; allowed: {wanted} of the run's; nearest: another --workdir"
             )
-    return found
+    return problems
 
 
 def _can_write(path: pathlib.Path) -> bool:
@@ -247,10 +247,10 @@ def _facts(run: pathlib.Path) -> dict[str, Any]:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object of a file; an empty one if the file is missing."""
     try:
-        found = read_json(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        content = read_json(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
             raise ValueError
-        return found
+        return content
     except FileNotFoundError:
         return {}
     except ValueError:

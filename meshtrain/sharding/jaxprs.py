@@ -67,20 +67,20 @@ def traced(function: Callable[[list[jax.Array], Any], Any], arrays: list[jax.Arr
 
 
 def _sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
-    tracked, found = dict(tracked), set[int]()
+    tracked, result = dict(tracked), set[int]()
     uses = collections.Counter(map(id, _read_by(jaxpr.eqns) + list(jaxpr.outvars)))
     for equation in jaxpr.eqns:
         for at, index in _places_of(tracked, equation).items():
             if uses[id(equation.invars[at])] > 1:
                 continue
             if equation.primitive.name == "scan":
-                found |= {index} if at >= sum(_counts(equation)) else set()
+                result |= {index} if at >= sum(_counts(equation)) else set()
             elif equation.primitive.name in _CALLS:
                 inner = equation.params["jaxpr"].jaxpr
-                found |= _sliced(inner, {inner.invars[at]: index})
+                result |= _sliced(inner, {inner.invars[at]: index})
             elif _keeps_layers(equation):
                 tracked[equation.outvars[0]] = index
-    return found
+    return result
 
 
 def _keeps_layers(equation: Any) -> bool:
@@ -269,8 +269,8 @@ def results(closed: ClosedJaxpr, wanted: Sequence[Any], *arguments: Any) -> list
     jaxpr = closed.jaxpr.replace(outvars=list(wanted))
     needed: Jaxpr
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(wanted), instantiate=True)
-    found: list[jax.Array] = jax.core.eval_jaxpr(needed, closed.consts, *arguments)
-    return found
+    result: list[jax.Array] = jax.core.eval_jaxpr(needed, closed.consts, *arguments)
+    return result
 
 
 def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:

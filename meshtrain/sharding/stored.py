@@ -394,10 +394,10 @@ def _unnamed(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[st
         if is_names(names):
             lines += _name_problems(path, array.shape, names, rules.parameters, mesh_shape)
             continue
-        said = "has no logical axes" if names is None else f"got logical axes {names!r}"
+        text = "has no logical axes" if names is None else f"got logical axes {names!r}"
         replicated = (None,) * len(array.shape)
         lines.append(
-            f"{path}: shape {tuple(array.shape)}: {said}; allowed: a tuple with a name or None for each dim; "
+            f"{path}: shape {tuple(array.shape)}: {text}; allowed: a tuple with a name or None for each dim; "
             f"nearest: {replicated} (replicated on each device)"
         )
     lines += [

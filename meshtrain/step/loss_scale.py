@@ -72,10 +72,10 @@ def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[str]:
     """Returns one line for each problem that `options.problems` does not check: limits from above and across fields."""
     lines = []
     if (options.initial >= MINIMUM and math.frexp(options.initial)[0] != 0.5) or options.initial > MAXIMUM:
-        near = min(MAXIMUM, 2.0 ** round(math.log2(options.initial)))
+        fix = min(MAXIMUM, 2.0 ** round(math.log2(options.initial)))
         lines.append(
             f"loss_scale.initial: got {options.initial:g}; allowed: a power of two, {MINIMUM:.0f} to {MAXIMUM:.0f}; "
-            f"nearest: {near:.0f}"
+            f"nearest: {fix:.0f}"
         )
     if options.mode == "none" and computes_in_float16:
         lines.append(

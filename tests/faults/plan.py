@@ -5,8 +5,8 @@ from tests.faults.fault import Fault
 FAULTS = (
     Fault(
         "plan/hlo/parse.py",
-        "if found := TRIP_COUNT.search(loop.rest):\n        return int(found[1])",
-        "if found := TRIP_COUNT.search(loop.rest):\n        return 1",
+        "if match := TRIP_COUNT.search(loop.rest):\n        return int(match[1])",
+        "if match := TRIP_COUNT.search(loop.rest):\n        return 1",
         "the work of a loop is counted once",
         "plan/test_plan_parse.py::test_nested_loops_multiply",
     ),

@@ -259,8 +259,8 @@ def blockwise_backward(
         return (_next(blocks, i, j), tuple(pasted)), None
 
     empty = [jnp.zeros(x.swapaxes(1, 2).shape, jnp.float32) for x in (q, k, v)]
-    (_, found), _ = jax.lax.scan(add, (_start(blocks), tuple(empty)), None, length=blocks.num_pairs)
-    dq, dk, dv = (x.swapaxes(1, 2).astype(q.dtype) for x in found)
+    (_, cotangents), _ = jax.lax.scan(add, (_start(blocks), tuple(empty)), None, length=blocks.num_pairs)
+    dq, dk, dv = (x.swapaxes(1, 2).astype(q.dtype) for x in cotangents)
     return dq, dk, dv
 
 

@@ -215,8 +215,8 @@ class Attention(nn.Module):
         # replicated, and no gradient has to be summed over devices. A loop over blocks runs there as well: the
         # partitioner need not see its slices.
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
-        whole = None if is_global is None else PartitionSpec()
-        in_specs = (queries, keys, keys, tuple(tokens) if segments else None, whole)
+        replicated = None if is_global is None else PartitionSpec()
+        in_specs = (queries, keys, keys, tuple(tokens) if segments else None, replicated)
         on_device: Any = run
         if parts:
             on_device = (
@@ -292,8 +292,8 @@ def _by_jax(
         local = (window - 1, 0) if window else None
     elif isinstance(window, jax.Array) or window:
         # cuDNN's kernel takes a window or a mask. It needs `is_causal` with both: its window has no end.
-        near = (jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1]) < window)[None, None]
-        mask = near if mask is None else mask & near
+        in_window = (jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1]) < window)[None, None]
+        mask = in_window if mask is None else mask & in_window
     if cap:
         assert how == "xla", "the kernel has no cap"
         return with_cap(q, k, v, mask, causal, scale, cap).astype(dtype)

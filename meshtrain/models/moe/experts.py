@@ -111,17 +111,17 @@ class Experts(nn.Module):
         """Returns the matrices of the experts and the factors of their adapters, cast, with their logical axes."""
         o = self.options
         sizes = {"experts": o.num_experts, "expert_embed": embed_dim, "expert_mlp": o.expert_dim}
-        found: dict[str, tuple[jax.Array, Names]] = {}
+        result: dict[str, tuple[jax.Array, Names]] = {}
         for name, axes in MATRICES.items():
             start = nn.with_logical_partitioning(normal(self.output_std if name == "down" else o.init_std), axes)
             shape = tuple(sizes[str(axis)] for axis in axes)
             value: Any = self.param(name, start, shape, jnp.float32)
-            found[name] = value.astype(self.dtype), axes
+            result[name] = value.astype(self.dtype), axes
             if self.has_variable("params", name + A):
                 for end, of_factor in zip((A, B), factor_axes(axes), strict=True):
                     factor: Any = self.get_variable("params", name + end)
-                    found[name + end] = factor.astype(self.dtype), of_factor
-        return found
+                    result[name + end] = factor.astype(self.dtype), of_factor
+        return result
 
 
 def _sums(
@@ -337,10 +337,10 @@ def placed(chosen: jax.Array, num_here: int, room: int, block_rows: int) -> Plac
         elsewhere = flat == num_here
         kept = jnp.argsort(elsewhere, stable=True)[:room].astype(jnp.int32)
         left_out = jnp.maximum(jnp.sum(~elsewhere) - room, 0).astype(jnp.float32)
-    found = grouped_matmul.arranged(flat[kept], num_here, block_rows)
-    choices = jnp.take(kept, found.rows, mode="fill", fill_value=num_choices)
+    arranged = grouped_matmul.arranged(flat[kept], num_here, block_rows)
+    choices = jnp.take(kept, arranged.rows, mode="fill", fill_value=num_choices)
     places = places_of(choices, num_choices).reshape(chosen.shape)
-    return Placed(choices, choices // chosen.shape[1], places, found.owners, left_out)
+    return Placed(choices, choices // chosen.shape[1], places, arranged.owners, left_out)
 
 
 def of_rows(

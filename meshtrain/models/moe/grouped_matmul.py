@@ -172,8 +172,8 @@ def _times_in_loop(rows: jax.Array, weights: jax.Array, owners: jax.Array) -> ja
 
 def _of_weights_in_loop(rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
     def add(sums: jax.Array, block: jax.Array, of_result: jax.Array, owner: jax.Array) -> jax.Array:
-        found = jnp.dot(block.T, of_result, preferred_element_type=jnp.float32)
-        return sums.at[owner].add(found)
+        product = jnp.dot(block.T, of_result, preferred_element_type=jnp.float32)
+        return sums.at[owner].add(product)
 
     def of_block(sums: jax.Array, given: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         with jax.named_scope(WITH_ROWS):

@@ -133,9 +133,9 @@ def direction(counts: jax.Array) -> jax.Array:
     Args:
       counts: float32 [..., E], whole numbers below 2^24. Their sum over E has to be below 2^31.
     """
-    whole = counts.astype(jnp.int32)
-    total = jnp.sum(whole, axis=-1, keepdims=True)
+    counted = counts.astype(jnp.int32)
+    total = jnp.sum(counted, axis=-1, keepdims=True)
     floor, rest = total // counts.shape[-1], total % counts.shape[-1]
-    is_above = whole > floor
-    is_below = (whole < floor) | ((whole == floor) & (rest > 0))
+    is_above = counted > floor
+    is_below = (counted < floor) | ((counted == floor) & (rest > 0))
     return is_below.astype(jnp.float32) - is_above.astype(jnp.float32)

@@ -118,13 +118,13 @@ def _token_bytes(
 
 def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> dict[str, float]:
     """Returns the share of the layers that have no window, and of the blocks that have rows if the load is even."""
-    found = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
+    result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
     if options.num_experts:
         num_here, _, num_blocks, share = _blocks(options, mesh_shape, units)
         # On average half of an expert's last block is padding.
         used = round(share * (num_blocks - num_here) + num_here / 2)
-        found[grouped_matmul.WITH_ROWS] = max(1, min(used, num_blocks)) / num_blocks
-    return found
+        result[grouped_matmul.WITH_ROWS] = max(1, min(used, num_blocks)) / num_blocks
+    return result
 
 
 def _blocks(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[int, int, int, float]:

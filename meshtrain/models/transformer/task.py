@@ -200,10 +200,10 @@ class Decoder:
     def decode(self, sequence_length: int) -> Decode:
         """Returns how tokens are generated one after the other; training has sequences of `sequence_length` tokens."""
         # One token cannot be split over an axis that splits the sequences of training.
-        whole = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
+        unsharded = dataclasses.replace(self, placement=self.placement.of_tokens(("sequence", "residual_sequence")))
         return Decode(
-            whole.prefill,
-            whole.step,
+            unsharded.prefill,
+            unsharded.step,
             self.cache,
             self.cast_all,
             max_positions=self.num_positions if self.options.positions == "learned" else 0,

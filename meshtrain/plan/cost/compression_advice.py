@@ -33,15 +33,15 @@ def advice(
     if reduction is None or not replicas.axes:
         return []
     num_replicas = assembly.mesh.shape[DATA]
-    found = reduction.advice(num_replicas, replicas.level > 0)
+    result = reduction.advice(num_replicas, replicas.level > 0)
     if cluster.accelerator is None or replicas.is_late:  # late gradients are sent beside a whole step
-        return found
+        return result
     wire = bandwidths(assembly.mesh, cluster, [DATA])[DATA] * assumptions.link_efficiency
     memory = cluster.accelerator.memory_bytes_per_second * assumptions.memory_efficiency
     itemsize = jnp.dtype(replicas.wire_dtype).itemsize
     backward = BACKWARD_SHARE * compute_seconds / num_microbatches(assembly.config, assembly.mesh.shape)
     elements = reduced_and_scattered(assembly)
-    return found + slower_than_sum(reduction, num_replicas, elements, itemsize, wire, memory, backward)
+    return result + slower_than_sum(reduction, num_replicas, elements, itemsize, wire, memory, backward)
 
 
 def slower_than_sum(

@@ -176,7 +176,7 @@ def _storing(assembly: Assembly) -> list[str]:
 
 def _weights(assembly: Assembly) -> list[_Weight]:
     """Returns all weights."""
-    rules, shape, found = assembly.rules, dict(assembly.mesh.shape), list[_Weight]()
+    rules, shape, result = assembly.rules, dict(assembly.mesh.shape), list[_Weight]()
     storing = _storing(assembly)
     params = assembly.state.params
     trained = assembly.replicas.trained or jax.tree.map(lambda _: True, params)
@@ -191,19 +191,19 @@ def _weights(assembly: Assembly) -> list[_Weight]:
         elements = math.prod(leaf.sharding.shard_shape(leaf.shape)) * (num_shards - 1)
         size = FLOAT32_BYTES if ROUTER in axes.names else itemsize
         of_layer = bool(set(axes.names) & set(STACKED))
-        found.append(_Weight("+".join(over), elements * size, of_layer, is_trained))
-    return found
+        result.append(_Weight("+".join(over), elements * size, of_layer, is_trained))
+    return result
 
 
 def _by_axes(assembly: Assembly, weights: Iterable[_Weight]) -> dict[str, float]:
     """Returns (joined) axes -> bytes; the first entry is that of weights without experts."""
-    found = dict[str, float]()
+    result = dict[str, float]()
     if storing := _storing(assembly):
-        found["+".join(storing)] = 0.0
+        result["+".join(storing)] = 0.0
     for weight in weights:
         if weight.axes:
-            found[weight.axes] = (found[weight.axes] if weight.axes in found else 0.0) + weight.missing_bytes
-    return found
+            result[weight.axes] = (result[weight.axes] if weight.axes in result else 0.0) + weight.missing_bytes
+    return result
 
 
 def gathered_bytes(assembly: Assembly) -> dict[str, float]:
@@ -267,12 +267,12 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     layers = _of_layers(assembly)
     gathered, scattered = (_by_axes(assembly, some) for some in (layers, (one for one in layers if one.is_trained)))
     times = (gathered, GATHERS), (scattered, SCATTERS), (size.cost.layer_bytes, 1)
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for axis, least in wire_bytes_minimum(assembly).items():
         if axis in gathered or axis in size.cost.layer_bytes:
             by_layers = sum(number * each[axis] for each, number in times if axis in each)
-            found[axis] = idle * max(0.0, sent[axis] - (least - size.num_microbatches * by_layers))
-    return found
+            result[axis] = idle * max(0.0, sent[axis] - (least - size.num_microbatches * by_layers))
+    return result
 
 
 def outer_wire_bytes_minimum(assembly: Assembly) -> float:

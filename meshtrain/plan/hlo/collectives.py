@@ -80,7 +80,7 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
       ValueError: replica groups in an unknown syntax.
     """
     products, called_by_start = _with_products(program), _asynchronous_bodies(program)
-    found: list[Collective] = []
+    result: list[Collective] = []
     chains: dict[tuple[str, str], int] = {}
     for name, body in program.computations.items():
         if not program.num_runs[name]:
@@ -96,15 +96,15 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
                 key = chain[1], channel[1] if channel else ""
                 hides = name in products
                 if key in chains:
-                    hides = hides or found[chains[key]].is_overlapped
-                    found[chains[key]] = dataclasses.replace(found[chains[key]], is_overlapped=hides)
+                    hides = hides or result[chains[key]].is_overlapped
+                    result[chains[key]] = dataclasses.replace(result[chains[key]], is_overlapped=hides)
                     continue
-                chains[key] = len(found)
+                chains[key] = len(result)
                 one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=hides)
             elif name in called_by_start:
                 one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=called_by_start[name])
-            found.append(one)
-    return found
+            result.append(one)
+    return result
 
 
 def _collective(
@@ -120,7 +120,7 @@ def _collective(
     groups = replica_groups(line.attributes, math.prod(mesh_shape.values()))
     permutes = kind == "collective-permute"
     axes = axes_of_pairs(groups, mesh_shape) if permutes else axes_of(groups, mesh_shape)
-    whole = _whole_bytes(line, kind, {other.name: other.shape for other in body})
+    whole_bytes = _whole_bytes(line, kind, {other.name: other.shape for other in body})
     if kind == "all-reduce" and SCATTER.search(computation):
         kind = "reduce-scatter"
     is_asynchronous = line.opcode.endswith("-start") and '"is_sync":true' not in line.rest
@@ -131,8 +131,8 @@ def _collective(
         axes=axes,
         group_size=groups.shape[1],
         count=program.num_runs[computation],
-        logical_bytes=whole,
-        wire_bytes=whole * wire_share(kind, groups.shape[1]),
+        logical_bytes=whole_bytes,
+        wire_bytes=whole_bytes * wire_share(kind, groups.shape[1]),
         is_asynchronous=is_asynchronous,
         is_overlapped=any(_multiplies(other, products) for other in between),
         source=program.source(line),
@@ -160,25 +160,25 @@ def _between(body: Sequence[Instruction], start: int) -> Sequence[Instruction]:
 def _asynchronous_bodies(program: Program) -> dict[str, bool]:
     """Returns, for each computation that an `async-start` runs, whether matrix products overlap it."""
     products = _with_products(program)
-    found: dict[str, bool] = {}
+    result: dict[str, bool] = {}
     for body in program.computations.values():
         for at, line in enumerate(body):
             if line.opcode != "async-start":
                 continue
             hides = any(_multiplies(other, products) for other in _between(body, at))
             is_asynchronous = '"is_sync":true' not in line.rest
-            found |= {called: hides for called in _called(line) if is_asynchronous}
-    return found
+            result |= {called: hides for called in _called(line) if is_asynchronous}
+    return result
 
 
 def _with_products(program: Program) -> set[str]:
     """Returns the computations in which matrices are multiplied, directly or in what they call."""
-    found: set[str] = set()
+    result: set[str] = set()
     # A computation is written before those that call it.
     for name, body in program.computations.items():
-        if any(_multiplies(line, found) for line in body):
-            found.add(name)
-    return found
+        if any(_multiplies(line, result) for line in body):
+            result.add(name)
+    return result
 
 
 def _multiplies(line: Instruction, products: set[str]) -> bool:

@@ -127,8 +127,8 @@ def _triton(line: Instruction) -> str | None:
     target, operation = TARGET.search(line.rest), OPERATION.search(line.rest)
     if target is None or operation is None or target[1] != TRITON_TARGET:
         return None
-    found = TRITON.search(operation[1])
-    return found[1] if found else None
+    match = TRITON.search(operation[1])
+    return match[1] if match else None
 
 
 def _splash(line: Instruction) -> str | None:
@@ -137,8 +137,8 @@ def _splash(line: Instruction) -> str | None:
     if target is None or target[1] != PALLAS_TARGET:
         return None
     operation = OPERATION.search(line.rest)
-    found = SPLASH.search(line.name) or (SPLASH.search(operation[1]) if operation else None)
-    return found[1] if found else None
+    match = SPLASH.search(line.name) or (SPLASH.search(operation[1]) if operation else None)
+    return match[1] if match else None
 
 
 def is_library_product(line: Instruction) -> bool:
@@ -209,12 +209,12 @@ def places_on_data(size: int, num_outputs: int, window: Window) -> int:
       num_outputs: elements of the result.
       window: of this dim.
     """
-    end, found = (size - 1) * window.left_dilation + 1, 0
+    end, result = (size - 1) * window.left_dilation + 1, 0
     first = np.arange(num_outputs) * window.stride - window.low
     for place in range(window.size):
         at = first + place * window.right_dilation
-        found += int(np.count_nonzero((at >= 0) & (at < end) & (at % window.left_dilation == 0)))
-    return found
+        result += int(np.count_nonzero((at >= 0) & (at < end) & (at % window.left_dilation == 0)))
+    return result
 
 
 def library_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
@@ -223,11 +223,11 @@ def library_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
     Raises:
       ValueError: the call does not say which dims are contracted.
     """
-    found = LHS_CONTRACTED.search(line.rest)
-    if not found:
+    match = LHS_CONTRACTED.search(line.rest)
+    if not match:
         raise ValueError(f"%{line.name}: a matrix product whose dims are not known")
     left = dims(shapes[line.operands[0]])
-    contracted = [int(dim.strip(' "')) for dim in found[1].split(",") if dim.strip()]
+    contracted = [int(dim.strip(' "')) for dim in match[1].split(",") if dim.strip()]
     return 2.0 * math.prod(dims(line.shape)) * math.prod(left[dim] for dim in contracted)
 
 
@@ -310,8 +310,8 @@ def _cudnn_flops(line: Instruction) -> tuple[float, float]:
     width = dims(line.shape)[-1]
     num_products = BACKWARD_PRODUCTS if "backward" in target[1].lower() else FORWARD_PRODUCTS
     full = 2.0 * num_products * math.prod(sizes) * width
-    found = SLIDING_WINDOW.search(line.rest)
+    match = SLIDING_WINDOW.search(line.rest)
     # Without a window its length is written as 0, or left out.
-    if found and (window := int(found[1])):
+    if match and (window := int(match[1])):
         return full * window * (2 * sizes[-1] - window) / (2 * sizes[-1] ** 2), full
     return full / 2 if "CAUSAL" in line.rest else full, full

@@ -20,8 +20,8 @@ def kernel(line: Instruction) -> str | None:
     operation = OPERATION.search(line.rest)
     if operation is None or not TARGET.search(line.rest):
         return None
-    found = KERNEL.search(operation[1])
-    return found[1] if found else None
+    match = KERNEL.search(operation[1])
+    return match[1] if match else None
 
 
 def product(

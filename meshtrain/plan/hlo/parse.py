@@ -63,8 +63,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """Returns the value of an attribute, a computation's name, a list of dims or a word, without % and braces."""
-        found = re.search(rf"\b{name}=(?:%([\w.\-]+)|\{{([\d,]*)\}}|(\w+))", self.rest)
-        return next((part for part in found.groups() if part is not None), "") if found else None
+        match = re.search(rf"\b{name}=(?:%([\w.\-]+)|\{{([\d,]*)\}}|(\w+))", self.rest)
+        return next((part for part in match.groups() if part is not None), "") if match else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Program:
 
     def source(self, line: Instruction) -> str:
         """Returns `file:line` of what made an instruction, or an empty text."""
-        found = FRAME.search(line.rest)
-        frame = int(found[1]) if found else 0
+        match = FRAME.search(line.rest)
+        frame = int(match[1]) if match else 0
         return self.sources[frame] if frame in self.sources else ""
 
 
@@ -123,8 +123,8 @@ def read(
             current = header["name"]
             computations[current] = []
             entry = current if header["entry"] else entry
-        elif found := INSTRUCTION.match(line):
-            parts = found.groupdict()
+        elif match := INSTRUCTION.match(line):
+            parts = match.groupdict()
             is_root = bool(parts.pop("root"))
             computations[current].append(Instruction(**parts, is_root=is_root))
     if not entry:
@@ -145,8 +145,8 @@ def branch_shares(line: Instruction, known: Mapping[str, float]) -> dict[str, fl
     """
     if line.opcode != "conditional":
         return {}
-    found, share = BRANCHES.search(line.rest), share_in(line.rest, known)
-    names = found[1] if found else f"%{line.attribute('false_computation')}, %{line.attribute('true_computation')}"
+    match, share = BRANCHES.search(line.rest), share_in(line.rest, known)
+    names = match[1] if match else f"%{line.attribute('false_computation')}, %{line.attribute('true_computation')}"
     branches = NAME.findall(names)
     if share is None or len(branches) != 2:
         return dict.fromkeys(branches, 1.0)
@@ -177,8 +177,8 @@ def trip_count(computations: Mapping[str, list[Instruction]], caller: str, loop:
     Raises:
       ValueError: the loop has neither known_trip_count nor a counter that runs in fixed steps between two constants.
     """
-    if found := TRIP_COUNT.search(loop.rest):
-        return int(found[1])
+    if match := TRIP_COUNT.search(loop.rest):
+        return int(match[1])
     condition, body = loop.attribute("condition"), loop.attribute("body")
     if condition and body:
         counted = _counted(computations, caller, loop, condition, body)
@@ -234,8 +234,8 @@ def _origin(line: Instruction, lines: Mapping[str, Instruction]) -> Instruction:
 
 def _constant(line: Instruction, lines: Mapping[str, Instruction]) -> int | None:
     line = _origin(line, lines)
-    found = re.match(r"(-?\d+)\)", line.rest) if line.opcode == "constant" else None
-    return int(found[1]) if found else None
+    match = re.match(r"(-?\d+)\)", line.rest) if line.opcode == "constant" else None
+    return int(match[1]) if match else None
 
 
 def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int) -> int | None:
@@ -257,10 +257,10 @@ def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int
 def _closing(text: str) -> int:
     """Returns the index of the parenthesis that closes the one opened before the text."""
     depth = 1
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
         if not depth:
-            return found.start()
+            return match.start()
     return len(text)
 
 
@@ -273,7 +273,7 @@ def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int
     fields = lambda text: {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}  # noqa: E731
     places = {number: fields(text) for number, text in map(_numbered, sections["FileLocations"])}
     frames = {number: fields(text) for number, text in map(_numbered, sections["StackFrames"])}
-    found = {}
+    result = {}
     for number in frames:
         frame = number
         while frame in frames:
@@ -284,12 +284,12 @@ def _sources(sections: Mapping[str, list[str]], is_helper: IsHelper) -> dict[int
                 folders = file.split("/")
                 # The package, not a checkout of the same name; else the file's own name.
                 start = max((at for at, folder in enumerate(folders) if folder == "meshtrain"), default=-1)
-                found[number] = f"{'/'.join(folders[start:])}:{place['line']}"
+                result[number] = f"{'/'.join(folders[start:])}:{place['line']}"
                 break
             # Frames count from 1; their parents are written one higher, so that 1 says "none".
             parent = frames[frame]["parent_frame_id"] - 1 if "parent_frame_id" in frames[frame] else 0
             frame = parent if parent < frame else 0
-    return found
+    return result
 
 
 def _numbered(line: str) -> tuple[int, str]:

@@ -34,14 +34,14 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
     Raises:
       ValueError: none of the four syntaxes.
     """
-    if found := ALONG.search(attributes):
-        return _along(found[1], found[2], found[3])
-    if found := re.search(r"replica_groups=(\[.*?\]<=\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
-        return _iota(found[1])
-    if found := LISTED.search(attributes):
-        if not found[1]:
+    if match := ALONG.search(attributes):
+        return _along(match[1], match[2], match[3])
+    if match := re.search(r"replica_groups=(\[.*?\]<=\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
+        return _iota(match[1])
+    if match := LISTED.search(attributes):
+        if not match[1]:
             return np.arange(num_devices).reshape(1, -1)
-        groups = [[int(number) for number in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])]
+        groups = [[int(number) for number in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])]
         longest = max(map(len, groups))
         # Groups of several sizes: padded with their own first device, which changes no axis.
         return np.array([group + group[:1] * (longest - len(group)) for group in groups])
@@ -53,12 +53,12 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    found = IOTA.search(text)
-    assert found, text
-    devices = np.arange(math.prod(_numbers(found[2]))).reshape(_numbers(found[2]))
-    if found[3]:
-        devices = devices.transpose(_numbers(found[3]))
-    return devices.reshape(_numbers(found[1]))
+    match = IOTA.search(text)
+    assert match, text
+    devices = np.arange(math.prod(_numbers(match[2]))).reshape(_numbers(match[2]))
+    if match[3]:
+        devices = devices.transpose(_numbers(match[3]))
+    return devices.reshape(_numbers(match[1]))
 
 
 def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
@@ -66,10 +66,10 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     sizes = {name: int(size) for name, size in AXIS.findall(mesh)}
     order = np.arange(math.prod(sizes.values()))
     if device_ids:
-        found = ORDER.match(device_ids)
-        if not found:
+        match = ORDER.match(device_ids)
+        if not match:
             raise ValueError(f"unknown order of devices: {device_ids}")
-        order = order.reshape(_numbers(found[1])).transpose(_numbers(found[2])).reshape(-1)
+        order = order.reshape(_numbers(match[1])).transpose(_numbers(match[2])).reshape(-1)
     # An axis may be named in parts: it is cut into (before, part, after), and groups run along the part only.
     shape, chosen = list[int](), list[int]()
     wanted = {name: (before, size) for name, before, size in PART.findall(axes)}

@@ -9,9 +9,9 @@ BITS_IN_NAME = re.compile(r"^[a-z]+(\d+)")
 
 def dims(shape: str) -> tuple[int, ...]:
     """Returns the dims of an array; of a tuple those of its first array."""
-    found = ARRAY.search(shape)
-    assert found, shape
-    return _dims(found[2])
+    match = ARRAY.search(shape)
+    assert match, shape
+    return _dims(match[2])
 
 
 def _dims(text: str) -> tuple[int, ...]:
@@ -22,8 +22,8 @@ def bits(dtype: str) -> int:
     """Returns the bits of one element: `bf16` has 16, `f8e4m3fn` 8, `s4` 4, `pred` 8; `token` has none."""
     if dtype == "pred":
         return 8
-    found = BITS_IN_NAME.search(dtype)
-    return int(found[1]) if found else 0
+    match = BITS_IN_NAME.search(dtype)
+    return int(match[1]) if match else 0
 
 
 def num_bytes(shape: str) -> float:

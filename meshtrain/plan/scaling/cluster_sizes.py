@@ -43,11 +43,11 @@ def _between(sizes: list[int], last: int) -> list[int]:
     first, second = sizes[-2:]
     if not 0 < first < second or second % first:
         return [0]
-    found, at = list[int](), second * second // first
-    while at < last and len(found) <= MOST_SIZES:
-        found.append(at)
+    result, at = list[int](), second * second // first
+    while at < last and len(result) <= MOST_SIZES:
+        result.append(at)
         at = at * second // first
-    return found if at == last else [0]
+    return result if at == last else [0]
 
 
 def _refused(text: str) -> UserError:
@@ -67,10 +67,10 @@ def resized(cluster: str, num_devices: int) -> str:
     if name in GPUS:
         each = sizes[1]
         if num_devices > each and num_devices % each:
-            near = num_devices // each * each
+            fix = num_devices // each * each
             raise UserError(
                 f"--scaling: got {num_devices} on hosts of {each}; allowed: whole hosts, or less than one; "
-                f"nearest: {near} or {near + each}"
+                f"nearest: {fix} or {fix + each}"
             )
         return f"{name}:{max(1, num_devices // each)}x{min(each, num_devices)}"
     dims = [1] * len(sizes)

@@ -50,7 +50,7 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
     weights, accelerator = weights_of(config), cluster.accelerator
     capacity = usable_bytes(accelerator) if accelerator else math.inf
     devices_each = len(cluster.devices) // cluster.num_hosts
-    found = []
+    result = []
     shares = expert_sizes(weights, len(cluster.devices), devices_each)
     for shape in meshes(len(cluster.devices), sizes_to_try(config, len(cluster.devices)), shares):
         if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > devices_each:
@@ -63,8 +63,8 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
             one = _first_that_fits(guesses, capacity)
             # The check comes last because it costs the most.
             if one is not None and not _is_refused(with_change(config, one.change), shape):
-                found.append(one)
-    return sorted(found, key=lambda one: one.guessed_seconds)
+                result.append(one)
+    return sorted(result, key=lambda one: one.guessed_seconds)
 
 
 def expert_sizes(weights: Weights, num_devices: int, devices_each: int) -> list[int]:

@@ -125,17 +125,17 @@ def cheapest(plan: Plan) -> list[tuple[Change, int]]:
     """
     config, cluster = plan.compiled.assembly.config, plan.cluster
     shape = dict(plan.compiled.assembly.mesh.shape)
-    found: list[tuple[Change, int]] = []
+    result: list[tuple[Change, int]] = []
     legal = [
         change for change in tried(config, shape, plan.memory) if not _refused(with_change(config, change), cluster)
     ]
     for change in legal[:MAX_COMPILED]:
         spare = _spare(with_change(config, change), cluster, arguments(change))
         if spare is not None:
-            found.append((change, spare))
-        if len(found) == NUM_NAMED:
+            result.append((change, spare))
+        if len(result) == NUM_NAMED:
             break
-    return found
+    return result
 
 
 def _refused(config: Config, cluster: Cluster) -> bool:

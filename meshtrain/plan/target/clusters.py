@@ -57,19 +57,19 @@ def parse(text: str) -> tuple[str, tuple[int, ...]]:
     Raises:
       UserError: the name has another form or an unknown device.
     """
-    found = CLUSTER.match(text.strip().lower())
+    match = CLUSTER.match(text.strip().lower())
     kinds = (*GPUS, *TPUS, "cpu")
-    name = found["name"] if found else text.partition(":")[0]
-    if not found or name not in kinds:
-        near = nearest(name, kinds).replace("did you mean", "did you mean the device") if name not in kinds else ""
-        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: h100:8x8{near}")
-    sizes = tuple(int(size) for size in found["sizes"].split("x"))
+    name = match["name"] if match else text.partition(":")[0]
+    if not match or name not in kinds:
+        fix = nearest(name, kinds).replace("did you mean", "did you mean the device") if name not in kinds else ""
+        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: h100:8x8{fix}")
+    sizes = tuple(int(size) for size in match["sizes"].split("x"))
     num_allowed = {"cpu": (1,), "v5e": (2,), "v6e": (2,), "v4": (3,), "v5p": (3,)}
     wanted = num_allowed[name] if name in num_allowed else (1, 2)
     if 0 in sizes or len(sizes) not in wanted:
         example = {"cpu": "cpu:8", "v5e": "v5e:4x4", "v6e": "v6e:4x4", "v4": "v4:2x2x2", "v5p": "v5p:2x2x2"}
-        near = example[name] if name in example else f"{name}:8x8"
-        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {near}")
+        fix = example[name] if name in example else f"{name}:8x8"
+        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {fix}")
     return name, (1, *sizes) if name in GPUS and len(sizes) == 1 else sizes
 
 

@@ -362,12 +362,12 @@ def timing(
       measured_seconds: of this step on such a cluster; it calibrates one factor, and narrows the interval.
     """
     assert cluster.accelerator is not None
-    found = collectives(program, dict(assembly.mesh.shape))
-    each = transfer_seconds(found, assembly.mesh, cluster, assumptions)
+    transfers = collectives(program, dict(assembly.mesh.shape))
+    each = transfer_seconds(transfers, assembly.mesh, cluster, assumptions)
     alone = {name: latency + bandwidth for name, (latency, bandwidth) in each.items()}
     total, computed, sent = Streams(program, cluster.accelerator, alone, assumptions).step()
     factor = measured_seconds / total if measured_seconds else 1.0
-    step, used = total * factor, links_of(found, assembly.mesh, assumptions)
+    step, used = total * factor, links_of(transfers, assembly.mesh, assumptions)
     margin = assumptions.calibrated_margin
     low, high = (1 - margin) * step, (1 + margin) * step
     if not measured_seconds:

@@ -50,10 +50,10 @@ def sizes(smallest_bytes: int, largest_bytes: int) -> list[int]:
     >>> sizes(1024, 70000)
     [1024, 4096, 16384, 65536]
     """
-    found = [smallest_bytes]
-    while found[-1] * GROWTH <= largest_bytes:
-        found.append(found[-1] * GROWTH)
-    return found
+    result = [smallest_bytes]
+    while result[-1] * GROWTH <= largest_bytes:
+        result.append(result[-1] * GROWTH)
+    return result
 
 
 def room_bytes(mesh: Mesh) -> int:

@@ -114,9 +114,9 @@ def timed(
         start = clock()
         jax.block_until_ready(run(x))
         own.append((clock() - start) / num_repeats)
-    said = peers.gathered("probe", {"seconds": own, "wrong": wrong})
-    slowest = tuple(max(each) for each in zip(*(one["seconds"] for one in said), strict=True))
-    lines = tuple(f"process {index}: {one['wrong']}" for index, one in enumerate(said) if one["wrong"])
+    answers = peers.gathered("probe", {"seconds": own, "wrong": wrong})
+    slowest = tuple(max(each) for each in zip(*(one["seconds"] for one in answers), strict=True))
+    lines = tuple(f"process {index}: {one['wrong']}" for index, one in enumerate(answers) if one["wrong"])
     return Timed(axis, name, size, num_elements * _ITEM_BYTES, slowest, lines)
 
 

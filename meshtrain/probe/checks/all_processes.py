@@ -43,15 +43,15 @@ def registered(meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str
       refused: a line for each process that was refused.
       seconds: how long process 0 has waited.
     """
-    found = [error("registered", line, _START_ONCE) for line in refused]
+    results = [error("registered", line, _START_ONCE) for line in refused]
     missing = sorted(set(range(meeting.num_processes)) - set(hosts))
     if missing:
         names = {process: meeting.names[process] for process in missing} if meeting.names else {}
         seen = f"{named(missing, names)} of {meeting.num_processes} did not register in {seconds:.0f} s"
         fix = f"see what it has printed on its machine; can that one reach {meeting.address}?"
-        return [*found, error("registered", seen, fix)]
+        return [*results, error("registered", seen, fix)]
     machines = len(set(hosts.values()))
-    return found or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
+    return results or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
 
 
 def cut_off(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
@@ -83,7 +83,7 @@ def same(
       fix: what to do about a difference.
       made: `error` or `warning`.
     """
-    found = []
+    results = []
     names = sorted({name for own in facts.values() for name in own})
     for name in names:
         values = {process: own[name] if name in own else "not set" for process, own in facts.items()}
@@ -92,8 +92,8 @@ def same(
         for process, value in values.items():
             if value != most:
                 seen = f"{name} is {value}, and {most} in process {other}"
-                found.append(made(check, seen, fix, process))
-    return found or [ok(check, f"the same {len(names)} values in all")] * (len(facts) > 1 and bool(names))
+                results.append(made(check, seen, fix, process))
+    return results or [ok(check, f"the same {len(names)} values in all")] * (len(facts) > 1 and bool(names))
 
 
 def compared(environ: Mapping[str, str]) -> dict[str, str]:
@@ -117,14 +117,14 @@ def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[
     begun, last, ended = min(rounds, key=lambda one: one[2] - one[0])
     middle, uncertain = (begun + ended) / 2, (ended - begun) / 2
     offsets = {process: theirs - middle for process, theirs in last.items() if process}
-    found = []
+    results = []
     for process, offset in offsets.items():
         if abs(offset) - uncertain > _CLOCK_SECONDS:
             where = "ahead of" if offset > 0 else "behind"
             seen = f"its clock is {abs(offset):.1f} s {where} process 0's"
-            found.append(warning("clock", seen, "start chrony or ntpd there", process))
-    if found or not offsets:
-        return found
+            results.append(warning("clock", seen, "start chrony or ntpd there", process))
+    if results or not offsets:
+        return results
     most = max(map(abs, offsets.values())) + uncertain
     return [ok("clock", f"at most {1e3 * most:.1f} ms apart")]
 
@@ -136,15 +136,15 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
       seen: process -> (its workdir, the processes whose file it has not read there, the seconds that it has looked).
       num_processes: that have registered.
     """
-    found = []
+    results = []
     for process, (folder, missing, _) in seen.items():
         if others := [other for other in missing if other != process and other in seen]:
             what = f"{folder} has no file of {named(others, {})}: it is not the same folder"
             fix = "a workdir on a file system that all machines mount"
-            found.append(error("shared", what, fix, process))
+            results.append(error("shared", what, fix, process))
     slowest = max((seconds for _, _, seconds in seen.values()), default=0.0)
-    if found or num_processes == 1 or not seen:
-        return found
+    if results or num_processes == 1 or not seen:
+        return results
     folder = seen[min(seen)][0]
     if slowest > _VISIBLE_SECONDS:
         what = f"files of others are visible in {folder} after {slowest:.1f} s only"
@@ -160,18 +160,18 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
       num_gpus: that each is to have; None: as many as most have.
       without: processes that have GPUs, and where JAX computes on the CPU.
     """
-    found = []
+    results = []
     for process in without:
         fix = "pip install 'meshtrain[cuda12]', and a driver that is new enough for it"
-        found.append(error("devices", "JAX computes on the CPU, though there are GPUs", fix, process))
+        results.append(error("devices", "JAX computes on the CPU, though there are GPUs", fix, process))
     (most, kind), _ = collections.Counter(counts.values()).most_common(1)[0]
     wanted = most if num_gpus is None else num_gpus
     for process, (count, own) in counts.items():
         if (count, own) != (wanted, kind) and process not in without:
             seen = f"JAX sees {count} x {own}, and {wanted} x {kind} are expected"
             fix = "look at nvidia-smi, CUDA_VISIBLE_DEVICES and JAX_LOCAL_DEVICE_IDS there"
-            found.append(error("devices", seen, fix, process))
-    return found or [ok("devices", f"{most} x {kind} in each process")]
+            results.append(error("devices", seen, fix, process))
+    return results or [ok("devices", f"{most} x {kind} in each process")]
 
 
 def held_up(said: Mapping[int, Mapping[str, Any]], num_processes: int, limit: float) -> list[Finding]:
@@ -184,22 +184,22 @@ def held_up(said: Mapping[int, Mapping[str, Any]], num_processes: int, limit: fl
       limit: seconds that each of these may take.
     """
     fix = "try the same on that machine alone"
-    found = [error("job", line, "", process) for process, one in said.items() if "refused" in one
+    results = [error("job", line, "", process) for process, one in said.items() if "refused" in one
              for line in one["refused"]]  # fmt: skip
-    found += [error("collectives", line, fix, process) for process, one in said.items() if "failed" in one
+    results += [error("collectives", line, fix, process) for process, one in said.items() if "failed" in one
               for line in one["failed"]]  # fmt: skip
     gone, see = "it ended, or says nothing more", "see its output, and dmesg on its machine"
-    found += [error("collectives", gone, see, process) for process in range(num_processes) if process not in said]
+    results += [error("collectives", gone, see, process) for process in range(num_processes) if process not in said]
     waiting = {process: one["stuck"] for process, one in said.items() if "stuck" in one}
-    if found or not waiting:
-        return found
+    if results or not waiting:
+        return results
     first = min(number for number, _ in waiting.values())
     for process, (number, what) in waiting.items():
         if number == first:
             others = "; others wait for it" if any(other > first for other, _ in waiting.values()) else ""
             fix = "NCCL_DEBUG=INFO shows whom it cannot reach; open the ports between all machines"
-            found.append(error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix, process))
-    return found
+            results.append(error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix, process))
+    return results
 
 
 def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) -> list[Finding]:
@@ -210,9 +210,9 @@ def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) ->
       wrong: a line for each process with a wrong value, which names it.
     """
     fix = "take that machine out of the job: a link or a device changes data"
-    found = [error("values", line, fix) for line in wrong]
-    said = [f"{axis} of {size} in {1e3 * seconds:.2f} ms" for axis, (size, seconds) in times.items()]
-    return found or [ok("values", f"all-reduces of 1 MiB are right: {', '.join(said) or 'one device, none'}")]
+    results = [error("values", line, fix) for line in wrong]
+    parts = [f"{axis} of {size} in {1e3 * seconds:.2f} ms" for axis, (size, seconds) in times.items()]
+    return results or [ok("values", f"all-reduces of 1 MiB are right: {', '.join(parts) or 'one device, none'}")]
 
 
 def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
@@ -233,12 +233,12 @@ def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
     if not best:
         return []
     median = statistics.median(min(seconds) for seconds in best.values())
-    found = []
+    results = []
     for process, seconds in sorted(best.items()):
         fastest, spread = min(seconds), statistics.median(seconds) - min(seconds)
         if fastest > _SLOW * median and fastest - median > spread:
             seen = f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other, and {1e3 * median:.2f} ms is the median"
             fix = "look at its network adapter and cable (ibstat, ethtool), or take the machine out of the job"
-            found.append(warning("slow", seen, fix, process))
+            results.append(warning("slow", seen, fix, process))
     only = "; one pair tells nobody from the other" if len(pairs) == 1 else ""
-    return found or [ok("slow", f"none: {1e3 * median:.2f} ms to exchange 1 MiB in pairs{only}")]
+    return results or [ok("slow", f"none: {1e3 * median:.2f} ms to exchange 1 MiB in pairs{only}")]

@@ -37,9 +37,9 @@ _T = TypeVar("_T")
 
 def installed() -> dict[str, str | None]:
     """Returns distribution -> version; None for one that meshtrain needs and that is missing."""
-    found = {name: _version(name) for name in ("meshtrain", *_requirements("meshtrain"), "jaxlib")}
+    result = {name: _version(name) for name in ("meshtrain", *_requirements("meshtrain"), "jaxlib")}
     others = ((each.name, each.version) for each in importlib.metadata.distributions())
-    return found | {name: version for name, version in others if name.startswith(_ALSO_INSTALLED)}
+    return result | {name: version for name, version in others if name.startswith(_ALSO_INSTALLED)}
 
 
 def software() -> dict[str, str]:
@@ -74,31 +74,31 @@ def findings(
       limit: seconds that reading a fact may take.
     """
     versions = installed()
-    found = [one_machine.software(versions, platform.python_version())]
+    results = [one_machine.software(versions, platform.python_version())]
     num_hosts = 1
     if meeting:
         silent = (list[str](), f"no answer in {limit:.0f} s")
         addresses, failure = within(limit, lambda: resolved(meeting, limit / 2), silent)
-        found += [one_machine.coordinator(meeting, addresses, failure), one_machine.proxy(meeting, environ)]
+        results += [one_machine.coordinator(meeting, addresses, failure), one_machine.proxy(meeting, environ)]
         num_hosts = meeting.num_hosts or (1 if one_machine.is_loopback(addresses) else meeting.num_processes)
     listed, failure = gpus(environ, limit)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     expected = _expected_gpus(environ) if num_gpus is None else num_gpus
     if {"cuda", "gpu", ""} & set((environ.get("JAX_PLATFORMS") or "").split(",")) or num_gpus is not None:
-        found.append(one_machine.gpus(listed, failure, visible, expected, versions))
-    found.append(one_machine.interface(environ.get("NCCL_SOCKET_IFNAME") or "", interfaces(), num_hosts))
-    found += _folder("workdir", workdir, limit)
+        results.append(one_machine.gpus(listed, failure, visible, expected, versions))
+    results.append(one_machine.interface(environ.get("NCCL_SOCKET_IFNAME") or "", interfaces(), num_hosts))
+    results += _folder("workdir", workdir, limit)
     if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
-        found += _folder("cache", expanded(cache), limit)
+        results += _folder("cache", expanded(cache), limit)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found += [
+    results += [
         one_machine.memory(*memory()),
         one_machine.shared_memory(_size_of(Path("/dev/shm")), len(listed)),
         one_machine.locked_memory(
             None if locked == resource.RLIM_INFINITY else locked, any(Path("/sys/class/infiniband").glob("*"))
         ),
     ]
-    return found
+    return results
 
 
 def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
@@ -106,16 +106,16 @@ def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
 
     `read` goes on in its thread, which does not keep the program from ending.
     """
-    found: list[_T] = []
+    result: list[_T] = []
 
     def act() -> None:
         with contextlib.suppress(OSError):
-            found.append(read())
+            result.append(read())
 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else otherwise
+    return result[0] if result else otherwise
 
 
 def resolved(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
@@ -148,13 +148,13 @@ def gpus(environ: Mapping[str, str], limit: float) -> tuple[list[str], str]:
 
 def interfaces(net: Path = _NET) -> dict[str, tuple[bool, bool]]:
     """Returns network interface -> (it is up, it is loopback)."""
-    found = {}
+    result = {}
     for path in sorted(net.iterdir()) if net.is_dir() else ():
         if text := _text(path / "flags").strip():  # bonding has a file here that is no interface
             flags = int(text, 16)
             is_down = _text(path / "operstate").strip() in ("down", "lowerlayerdown")
-            found[path.name] = (bool(flags & _UP) and not is_down, bool(flags & _LOOPBACK))
-    return found
+            result[path.name] = (bool(flags & _UP) and not is_down, bool(flags & _LOOPBACK))
+    return result
 
 
 def existing(path: Path) -> Path:
@@ -224,16 +224,16 @@ def _folder(what: str, path: Path, limit: float) -> list[Finding]:
     if seconds < 0:
         return [dead]
     folder = existing(path)
-    found = [one_machine.folder(what, str(folder), seconds, failure)]
+    results = [one_machine.folder(what, str(folder), seconds, failure)]
     if what == "workdir" and not failure:
         free = within(limit, lambda: os.statvfs(folder), None)
         if free is None:
             return [dead]
         # Some network file systems say 0 for both: they have no inodes.
-        found.append(
+        results.append(
             one_machine.disk(str(folder), free.f_bavail * free.f_frsize, free.f_favail if free.f_files else -1)
         )
-    return found
+    return results
 
 
 def _requirements(distribution: str) -> Sequence[str]:

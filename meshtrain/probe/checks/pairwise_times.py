@@ -56,7 +56,7 @@ def timed_pairs(
     x = jax.make_array_from_callback(
         (grid.size, _NUM_ELEMENTS), NamedSharding(mesh, spec), lambda index: np.ones((1, _NUM_ELEMENTS), np.float32)
     )
-    found: dict[int, list[float]] = {}
+    result: dict[int, list[float]] = {}
     for pairs in tournament(len(processes)):
         run = _exchange(mesh, spec, pairs)
         jax.block_until_ready(run(x))
@@ -67,8 +67,8 @@ def timed_pairs(
             seconds.append((clock() - start) / _NUM_REPEATS)
         for a, b in pairs:
             if processes.index(own) in (a, b):
-                found[processes[a] if processes[b] == own else processes[b]] = seconds
-    return found
+                result[processes[a] if processes[b] == own else processes[b]] = seconds
+    return result
 
 
 def _exchange(mesh: Mesh, spec: PartitionSpec, pairs: Sequence[tuple[int, int]]) -> Any:

@@ -75,9 +75,9 @@ def last_line(findings: Sequence[Finding], what: str) -> str:
     counts = collections.Counter(verdict for verdict, *_ in set(map(_words, findings)))
     if not counts[ERROR] + counts[WARNING]:
         return f"doctor: nothing is wrong with {what}"
-    said = [f"{counts[verdict]} {verdict}{'s' * (counts[verdict] > 1)}" for verdict in (ERROR, WARNING)]
+    parts = [f"{counts[verdict]} {verdict}{'s' * (counts[verdict] > 1)}" for verdict in (ERROR, WARNING)]
     end = "a job would fail" if counts[ERROR] else "a job may start"
-    return f"doctor: {', '.join(text for text in said if text[0] != '0')} in {what}: {end}"
+    return f"doctor: {', '.join(text for text in parts if text[0] != '0')} in {what}: {end}"
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
