@@ -2,9 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+
+# Trees by what their leaves are; a tree is nested dicts, sequences and dataclasses, as JAX knows them.
+Arrays: TypeAlias = Any  # `jax.Array`, or `jax.ShapeDtypeStruct` where nothing is allocated
+NamesTree: TypeAlias = Any  # a tuple of logical axis names, one for each dim
+Specs: TypeAlias = Any  # `jax.sharding.PartitionSpec`
+Shardings: TypeAlias = Any  # `jax.sharding.NamedSharding`
+Masks: TypeAlias = Any  # bool; None is true everywhere
+Tree: TypeAlias = Any  # leaves of any kind
 
 
 def path_text(key_path: Sequence[Any]) -> str:
