@@ -22,7 +22,7 @@ from scripts.benchmarks.plan import LARGE
 
 PLAN = "import sys; from meshtrain.plan import __main__, scheduled_dump; {}; __main__.main(sys.argv[1:])"
 # Without its default, what compiles whole after all fails.
-WAYS = {"early": "early.compile_step.__defaults__ = ()", "whole": "early.COMPARED = ()"}
+WAYS = {"early": "scheduled_dump.compile_step.__defaults__ = ()", "whole": "scheduled_dump.COMPARED = ()"}
 HEADER = ("| configuration | cluster | peak, bytes | middle, s | early, s | whole, s | ratio |", "|" + " --- |" * 7)
 
 

@@ -91,7 +91,7 @@ def test_logits_of_one_token_after_the_other_are_the_same(name, shape):
 def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router, tmp_path):
     """As newer versions of transformers have it in memory, and some files: gates before what they multiply."""
     opened = folder.opened(FIXTURES / name)
-    tensors, size = reading.files.opened(opened.stored), reading.names.sizes(opened.model.options)
+    tensors, size = reading.tensor_files.opened(opened.stored), reading.names.sizes(opened.model.options)
     path_of = {weight.path.rpartition("/")[2]: weight for weight in opened.table if "/experts/" in weight.path}
     kept = {key: array for key, array in tensors.items() if ".experts." not in key and "gate.weight" not in key}
     for layer in range(2):
@@ -109,7 +109,7 @@ def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router
     shutil.copy(FIXTURES / name / "config.json", tmp_path)
     fused = folder.opened(tmp_path)
     table = {weight.path: weight for weight in fused.table}
-    ours, theirs = reading.files.opened(fused.stored), {weight.path: weight for weight in opened.table}
+    ours, theirs = reading.tensor_files.opened(fused.stored), {weight.path: weight for weight in opened.table}
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     bar = type("Bar", (), {"update": lambda self, n: None})()
     for part in ("gate", "up", "down", "router"):
@@ -156,7 +156,7 @@ def test_a_host_makes_one_shard_at_a_time(monkeypatch):
     [bar] = bars
     assert (bar.options["unit"], bar.options["total"], bar.counts) == ("B", up.nbytes, [up.nbytes // 8] * 8)
     assert up.sharding == sharding
-    tensors = reading.files.opened(opened.stored)
+    tensors = reading.tensor_files.opened(opened.stored)
     want = np.stack([tensors[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])
     np.testing.assert_array_equal(np.asarray(up), want)
 
@@ -166,7 +166,7 @@ def test_a_shard_of_the_layers_has_its_own_layers():
     table = {weight.path: weight for weight in opened.table}
     sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
     leaf = jax.ShapeDtypeStruct((2, 32), np.float32, sharding=sharding)
-    tensors = reading.files.opened(opened.stored)
+    tensors = reading.tensor_files.opened(opened.stored)
     views = [tensors[table["layers/mlp_norm/scale"].name.format(layer)] for layer in range(2)]
     bar = type("Bar", (), {"update": lambda self, n: None})()
     np.testing.assert_array_equal(np.asarray(reading._array(views, leaf, bar, stack=(2,))), np.stack(views))

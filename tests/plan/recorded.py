@@ -130,7 +130,7 @@ ENTRY %main (p.4: bf16[1,256,64], x.1: bf16[8,16], w.1: bf16[16,4], g: f32[16,8]
 SOURCES = """
 
 FileNames
-1 "/somewhere/meshtrain/meshtrain/layout/placement.py"
+1 "/somewhere/meshtrain/meshtrain/sharding/placement.py"
 2 "/somewhere/meshtrain/meshtrain/models/layers.py"
 3 "/usr/lib/python3/site-packages/flax/linen/module.py"
 

@@ -156,7 +156,7 @@ def test_idle_rows_are_reported_apart(plan, small):
 
 def test_a_mesh_that_does_not_fit_the_cluster_is_one_line(small):
     with pytest.raises(UserError, match="mesh: got"):
-        program.planner.shape_on(small({"data": 16}), program.topology.open_cluster("cpu:8"))
+        program.planner.shape_on(small({"data": 16}), program.clusters.open_cluster("cpu:8"))
 
 
 def keys(content, prefix=""):
@@ -228,7 +228,7 @@ def test_a_mesh_that_does_not_fit_the_cluster_is_said_in_place_of_what_does_not_
 def test_links_of_another_platform_are_refused_before_anything_compiles(tmp_path, monkeypatch):
     monkeypatch.setattr(program.jax.config, "update", lambda *_: None)
     device = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(program.topology, "open_cluster", lambda _: SimpleNamespace(devices=[device]))
+    monkeypatch.setattr(program.clusters, "open_cluster", lambda _: SimpleNamespace(devices=[device]))
     file = tmp_path / "links.json"
     file.write_text(json.dumps(to_json(Links("cpu", (Link("data", "all-reduce", 8, 1, 1e-6, 1e9),)))))
     with pytest.raises(UserError, match="measured on 'cpu', for a plan on 'NVIDIA H100 80GB HBM3'"):

@@ -13,7 +13,10 @@ WORDS = ("--config=configs/tiny.py", "--cluster=h100:1x8", "--scaling=4,8", "--p
 @pytest.mark.gpu_compiler
 def test_a_scaling_has_the_numbers_of_whole_compilations(tmp_path):
     found = []
-    for change in ("early.compile_step.__defaults__ = ()", "early.COMPARED = ()"):  # what compiles whole fails, and all
+    for change in (
+        "scheduled_dump.compile_step.__defaults__ = ()",
+        "scheduled_dump.COMPARED = ()",
+    ):  # what compiles whole fails, and all
         file = tmp_path / "scaling.json"
         code = RUN.format(change)
         subprocess.run([sys.executable, "-c", code, *WORDS, f"--json={file}"], check=True, stdout=subprocess.DEVNULL)

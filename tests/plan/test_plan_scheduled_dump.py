@@ -150,13 +150,13 @@ WORDS = ("--cluster=cpu:2", "--config.mesh.data=2", "--config.batch_size=4", "--
 
 
 @pytest.mark.parametrize(
-    ("change", "is_early"), [("", True), ("early._fields = None; ", False)], ids=["early", "unread"]
+    ("change", "is_early"), [("", True), ("scheduled_dump._fields = None; ", False)], ids=["early", "unread"]
 )
 def test_a_process_compiles_and_leaves_nothing_behind(tmp_path, change, is_early):
     """For CPUs, whose compiler dumps the same file."""
     code = RUN.format(jax.__version__, change + "__main__.main(sys.argv[1:])")
     if is_early:
-        code = code.replace("__main__.main", "early.compile_step.__defaults__ = (); __main__.main")
+        code = code.replace("__main__.main", "scheduled_dump.compile_step.__defaults__ = (); __main__.main")
     file = tmp_path / "plan.json"
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}

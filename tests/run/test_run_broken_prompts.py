@@ -138,7 +138,7 @@ def test_broken_flags_are_refused(name, tmp_path, monkeypatch):
 @pytest.fixture
 def with_a_run(monkeypatch):
     """As if the workdir had a checkpoint; its weights are never read."""
-    monkeypatch.setattr(weights, "problems", lambda config, workdir, step: [])
+    monkeypatch.setattr(weights, "weights_problems", lambda config, workdir, step: [])
 
 
 @pytest.mark.parametrize("name", MODELS)
