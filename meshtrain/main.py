@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = flags.arguments(argv, extra)
     with stops_at_signals():
         # Imported here, by name: loading JAX takes seconds, and `--help` has to be quick.
-        config, training = options.imported_modules("meshtrain.config.config", "meshtrain.training")
+        # JAX first: where another module has its name, packages that import it would log a warning of their own.
+        _, config, training = options.imported_modules("jax.numpy", "meshtrain.config.config", "meshtrain.training")
         problems = flags.unwritable(arguments.workdir)
         if arguments.config is None and not any(line.startswith("--config:") for line in arguments.problems):
             problems.append(f"--config: got nothing; allowed: a file with get_config(){config_file.near_example()}")
