@@ -11,18 +11,26 @@ L: layers in a stack.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
+from meshtrain.sharding.trees import ArrayFunction, Arrays
+
+Value: TypeAlias = Any  # of a variable: an array, or the number of a literal
+Variable: TypeAlias = Var | Literal  # what an equation reads
+ShapedEquation: TypeAlias = Any  # a `JaxprEqn` of arrays: its variables' `aval` has a shape, which JAX does not declare
+ShapedAval: TypeAlias = Any  # `jax.core.ShapedArray`, the `aval` of such a variable
+Param: TypeAlias = Any  # of an equation: a jaxpr, a tuple of parameters, or what has no jaxpr in it
+
 # (slices of weights by the index of each, slices of what goes with it) -> the slices that the layer computes with.
-Hook = Callable[[dict[int, jax.Array], dict[int, Any]], dict[int, jax.Array]]
-Values = dict[Var, Any]
+Hook = Callable[[dict[int, jax.Array], dict[int, Arrays]], dict[int, jax.Array]]
+Values = dict[Var, Value]
 # (index of an equation, the equation, values of the variables so far) -> its results.
-Step = Callable[[int, Any, Values], Sequence[Any]]
+Step = Callable[[int, JaxprEqn, Values], Sequence[Value]]
 
 # Operations between a weight and its loop that keep its layers apart: one input, one output.
 _ON_EACH_LAYER = ("convert_element_type", "reshape", "copy")
@@ -40,10 +48,10 @@ class Traced:
     """
 
     closed: ClosedJaxpr
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     sliced: frozenset[int]
 
-    def run(self, arrays: Sequence[jax.Array], others: Any, given: Mapping[int, Any], hook: Hook) -> Any:
+    def run(self, arrays: Sequence[jax.Array], others: Arrays, given: Mapping[int, Arrays], hook: Hook) -> Arrays:
         """Returns the function's result; its loops compute with the slices that the hook returns.
 
         Args:
@@ -59,7 +67,7 @@ class Traced:
         return jax.tree.unflatten(self.structure, outputs)
 
 
-def traced(function: Callable[[list[jax.Array], Any], Any], arrays: list[jax.Array], others: Any) -> Traced:
+def traced(function: Callable[[list[jax.Array], Arrays], Arrays], arrays: list[jax.Array], others: Arrays) -> Traced:
     """Traces a function of a list of arrays and of a tree of others; finds those in the list that one loop slices."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(arrays, others)
     found = _sliced(closed.jaxpr, {closed.jaxpr.invars[index]: index for index in range(len(arrays))})
@@ -83,7 +91,7 @@ def _sliced(jaxpr: Jaxpr, tracked: Mapping[Var, int]) -> set[int]:
     return result
 
 
-def _keeps_layers(equation: Any) -> bool:
+def _keeps_layers(equation: ShapedEquation) -> bool:
     """Returns whether each layer of the output is made of the same layer of the input, or of several in a row."""
     if equation.primitive.name not in _ON_EACH_LAYER or len(equation.invars) > 1:
         return False
@@ -95,12 +103,12 @@ def _keeps_layers(equation: Any) -> bool:
 
 def _hooked(
     jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    arguments: Sequence[Any],
+    consts: Sequence[Value],
+    arguments: Sequence[Value],
     tracked: Mapping[Var, int],
-    given: Mapping[int, Any],
+    given: Mapping[int, Arrays],
     hook: Hook,
-) -> list[Any]:
+) -> list[Value]:
     """Returns the results of a jaxpr whose tracked variables, each read once, reach a loop; see `Traced.run`."""
     tracked, places = dict(tracked), dict[int, dict[int, int]]()
     for number, equation in enumerate(jaxpr.eqns):
@@ -110,7 +118,7 @@ def _hooked(
         elif mine:
             tracked[equation.outvars[0]] = mine[0]
 
-    def step(number: int, equation: Any, values: Values) -> Sequence[Any]:
+    def step(number: int, equation: JaxprEqn, values: Values) -> Sequence[Value]:
         inputs, mine = _read(equation.invars, values), places[number]
         if equation.primitive.name == "scan":
             return _scan(equation, inputs, mine, given, hook)
@@ -121,7 +129,9 @@ def _hooked(
     return _run(jaxpr, consts, arguments, places, step)
 
 
-def _scan(equation: Any, inputs: list[Any], mine: Mapping[int, int], given: Mapping[int, Any], hook: Hook) -> list[Any]:
+def _scan(
+    equation: JaxprEqn, inputs: list[Value], mine: Mapping[int, int], given: Mapping[int, Arrays], hook: Hook
+) -> list[Value]:
     """Returns the results of a scan whose inputs `mine` pass the hook, a slice of each in an iteration."""
     loop = _Loop(equation, inputs)
     start = len(loop.consts) + len(loop.carry)
@@ -129,7 +139,9 @@ def _scan(equation: Any, inputs: list[Any], mine: Mapping[int, int], given: Mapp
     grouped = lambda leaf: leaf if len(leaf) == loop.length else leaf.reshape(loop.length, -1, *leaf.shape[1:])  # noqa: E731
     beside = {index: jax.tree.map(grouped, given[index]) for index in mine.values()}
 
-    def one(carry: list[Any], slices: tuple[list[Any], dict[int, Any]]) -> tuple[list[Any], list[Any]]:
+    def one(
+        carry: list[Value], slices: tuple[list[jax.Array], dict[int, Arrays]]
+    ) -> tuple[list[Value], list[jax.Array]]:
         own, given = slices
         hooked = hook({index: own[at - start] for at, index in mine.items()}, given)
         return loop.body(carry, [hooked[mine[at]] if at in mine else x for at, x in enumerate(own, start)])
@@ -140,7 +152,7 @@ def _scan(equation: Any, inputs: list[Any], mine: Mapping[int, int], given: Mapp
     return [*carry, *outputs]
 
 
-def run_after(function: Callable[..., Any], first: jax.Array, *arguments: Any) -> Any:
+def run_after(function: ArrayFunction, first: jax.Array, *arguments: Arrays) -> Arrays:
     """Returns `function(*arguments)`, whose loops take memory only when `first` and what precedes them are computed.
 
     A scan writes its stacked results, such as the residuals of a backward pass, into arrays that start as constants. A
@@ -157,7 +169,7 @@ def run_after(function: Callable[..., Any], first: jax.Array, *arguments: Any) -
     given = {*jaxpr.constvars, *jaxpr.invars}
     loops = [number for number, one in enumerate(jaxpr.eqns) if one.primitive.name == "scan" and not _is_offloaded(one)]
 
-    def step(number: int, equation: Any, values: Values) -> Sequence[Any]:
+    def step(number: int, equation: JaxprEqn, values: Values) -> Sequence[Value]:
         needed = {var for var in (*_read_by(jaxpr.eqns[number:]), *jaxpr.outvars) if isinstance(var, Var)}
         ready = {var: values[var] for var in values if var in needed and var not in given and _is_plain(var)}
         values |= zip(ready, jax.lax.optimization_barrier(list(ready.values())), strict=True)
@@ -169,17 +181,17 @@ def run_after(function: Callable[..., Any], first: jax.Array, *arguments: Any) -
 
 def _is_plain(var: Var) -> bool:
     """Returns whether a variable is an array of numbers, not of random keys."""
-    array: Any = var.aval
+    array: ShapedAval = var.aval
     return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
-def _is_offloaded(equation: Any) -> bool:
+def _is_offloaded(equation: JaxprEqn) -> bool:
     """Returns whether an operation reads or writes host memory: the residuals of such a loop take none of a device."""
-    arrays: list[Any] = [var.aval for var in (*equation.invars, *equation.outvars)]
+    arrays: list[ShapedAval] = [var.aval for var in (*equation.invars, *equation.outvars)]
     return any(array.memory_space == jax.memory.Space.Host for array in arrays)
 
 
-def _scan_after(equation: Any, inputs: list[Any], first: jax.Array) -> list[Any]:
+def _scan_after(equation: ShapedEquation, inputs: list[Value], first: jax.Array) -> list[Value]:
     """Returns the results of a scan whose stacked ones start as copies of `first`."""
     loop = _Loop(equation, inputs)
     made = [var.aval for var in equation.outvars[len(loop.carry) :]]
@@ -187,7 +199,9 @@ def _scan_after(equation: Any, inputs: list[Any], first: jax.Array) -> list[Any]
     arrays = [jnp.broadcast_to((first + at).astype(one.dtype), one.shape) for at, one in enumerate(made)]
 
     # A while loop, as a scan becomes one: a second counter would hide from XLA which slice an iteration writes.
-    def one(state: tuple[jax.Array, list[Any], list[Any]]) -> tuple[jax.Array, list[Any], list[Any]]:
+    def one(
+        state: tuple[jax.Array, list[Value], list[jax.Array]],
+    ) -> tuple[jax.Array, list[Value], list[jax.Array]]:
         turn, carry, arrays = state
         at = loop.length - 1 - turn if equation.params["reverse"] else turn
         slices = [jax.lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in loop.stacked]
@@ -204,20 +218,20 @@ def _scan_after(equation: Any, inputs: list[Any], first: jax.Array) -> list[Any]
 class _Loop:
     """A scan's equation with its inputs: constants, what it carries, and what it reads in slices."""
 
-    def __init__(self, equation: Any, inputs: list[Any]) -> None:
+    def __init__(self, equation: JaxprEqn, inputs: list[Value]) -> None:
         num_consts, num_carried = _counts(equation)
         start = num_consts + num_carried
         self.length = equation.params["length"]
         self.consts, self.carry, self.stacked = inputs[:num_consts], inputs[num_consts:start], inputs[start:]
         self._function = jaxpr_as_fun(equation.params["jaxpr"])
 
-    def body(self, carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+    def body(self, carry: list[Value], slices: list[jax.Array]) -> tuple[list[Value], list[jax.Array]]:
         """Returns what an iteration carries on, and its slices of the stacked results."""
         outputs = self._function(*self.consts, *carry, *slices)
         return outputs[: len(self.carry)], outputs[len(self.carry) :]
 
 
-def _counts(scan: Any) -> tuple[int, int]:
+def _counts(scan: ShapedEquation) -> tuple[int, int]:
     """Returns the number of constants and of carried arrays of a scan's equation; its stacked inputs follow them.
 
     JAX versions name these counts differently, so ranks give them: a stacked input has one dim less in the body.
@@ -229,8 +243,12 @@ def _counts(scan: Any) -> tuple[int, int]:
 
 
 def _run(
-    jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], stops: Sequence[int] | Mapping[int, Any], step: Step
-) -> list[Any]:
+    jaxpr: Jaxpr,
+    consts: Sequence[Value],
+    arguments: Sequence[Value],
+    stops: Sequence[int] | Mapping[int, Mapping[int, int]],
+    step: Step,
+) -> list[Value]:
     """Returns the results of a jaxpr; `step` computes the equations with the numbers in `stops`, JAX all others."""
     values: Values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
     start = 0
@@ -242,7 +260,7 @@ def _run(
     return _read(jaxpr.outvars, values)
 
 
-def _evaluated(jaxpr: Jaxpr, equations: Sequence[Any], values: Values) -> Values:
+def _evaluated(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], values: Values) -> Values:
     """Returns the results of some equations of a jaxpr, in their order, by variable."""
     made = [var for equation in equations for var in equation.outvars if not isinstance(var, DropVar)]
     inputs = list(dict.fromkeys(var for var in _read_by(equations) if isinstance(var, Var) and var in values))
@@ -250,21 +268,21 @@ def _evaluated(jaxpr: Jaxpr, equations: Sequence[Any], values: Values) -> Values
     return dict(zip(made, jax.core.eval_jaxpr(part, [], *_read(inputs, values)), strict=True))
 
 
-def _read_by(equations: Sequence[Any]) -> list[Any]:
+def _read_by(equations: Sequence[JaxprEqn]) -> list[Variable]:
     return [var for equation in equations for var in equation.invars]
 
 
-def _read(variables: Sequence[Any], values: Values) -> list[Any]:
+def _read(variables: Sequence[Variable], values: Values) -> list[Value]:
     return [var.val if isinstance(var, Literal) else values[var] for var in variables]
 
 
-def _places_of(tracked: Mapping[Var, int], equation: Any) -> dict[int, int]:
+def _places_of(tracked: Mapping[Var, int], equation: JaxprEqn) -> dict[int, int]:
     """Returns place among an equation's inputs -> index, for the inputs that are tracked."""
     variables = enumerate(equation.invars)
     return {at: tracked[var] for at, var in variables if not isinstance(var, Literal) and var in tracked}
 
 
-def results(closed: ClosedJaxpr, wanted: Sequence[Any], *arguments: Any) -> list[jax.Array]:
+def results(closed: ClosedJaxpr, wanted: Sequence[Variable], *arguments: Value) -> list[jax.Array]:
     """Returns some of the variables of a jaxpr, computed by the equations that they need."""
     jaxpr = closed.jaxpr.replace(outvars=list(wanted))
     needed: Jaxpr
@@ -286,7 +304,7 @@ def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     return [not isinstance(var, Literal) and var in marked for var in jaxpr.outvars]
 
 
-def _depends(equation: Any, marks: list[bool]) -> list[bool]:
+def _depends(equation: JaxprEqn, marks: list[bool]) -> list[bool]:
     inner = list(inner_jaxprs(equation))
     if len(inner) != 1 or len(inner[0].invars) != len(marks) or len(inner[0].outvars) != len(equation.outvars):
         return [any(marks)] * len(equation.outvars)
@@ -302,7 +320,7 @@ def _depends(equation: Any, marks: list[bool]) -> list[bool]:
         marks = [*marks[:start], *after, *marks[start + num_carry :]]
 
 
-def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
+def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
     """Yields the jaxprs in an equation's parameters: of a call, of a loop, of branches."""
     for value in equation.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
@@ -312,7 +330,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
                 yield part
 
 
-def called_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def called_once(function: ArrayFunction) -> ArrayFunction:
     """Returns the same function of trees of arrays; no two calls in it share a jaxpr with a manual region.
 
     JAX emits one function for a jaxpr that is called several times, such as a jitted function or the body of a loop. On
@@ -321,7 +339,7 @@ def called_once(function: Callable[..., Any]) -> Callable[..., Any]:
     sharding().IsManualSubgroup(), seen with jax 0.10.2). Here each call gets a copy of its jaxpr, so its own function.
     """
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Arrays) -> Arrays:
         closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
         leaves = jax.core.eval_jaxpr(_copy(closed.jaxpr), closed.consts, *jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(result), leaves)
@@ -329,7 +347,7 @@ def called_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Param) -> Param:
     """Returns a parameter of an equation with a copy of each jaxpr in it that has a manual region."""
     if isinstance(value, tuple):
         return tuple(map(_copy, value))

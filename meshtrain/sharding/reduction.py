@@ -9,15 +9,19 @@ n: replicas.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.options import option
+from meshtrain.sharding.trees import Arrays
 
 SUM = "sum"  # built in: in the backward loop where there is one, see `gradients.py`
 MAX_LEVEL = 1  # of ZeRO with another reduction: higher levels reduce-scatter the gradients of each microbatch
+
+Dims: TypeAlias = Any  # a tree of int like the gradients: the dim that data splits, from the end; 0: none
+Update: TypeAlias = Any  # `step.step.Update`, which this room does not know
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +34,12 @@ class ReductionOptions:
     )  # fmt: skip
 
 
-def nothing(shapes: Any) -> Any:
+def nothing(shapes: Arrays) -> Arrays:
     """Returns the residual of a reduction that sends everything."""
     return ()
 
 
-def in_equal_parts(residual: Any, replicas: int) -> Any:
+def in_equal_parts(residual: Arrays, replicas: int) -> Arrays:
     """Returns residuals for another number of replicas: each gets the same part of their sum.
 
     Equal parts are packed with smaller scales than the whole in one place.
@@ -77,11 +81,11 @@ class Reduction:
       name: by which the configuration names it.
     """
 
-    reduce: Callable[[Any, Any, str, Any], tuple[Any, Any]]
+    reduce: Callable[[Arrays, Arrays, str, Dims], tuple[Arrays, Arrays]]
     sent_bytes: Callable[[float, int, bool], float]
-    residual: Callable[[Any], Any] = nothing
-    reshard: Callable[[Any, int], Any] = in_equal_parts
-    update: Callable[..., Any] | None = None
+    residual: Callable[[Arrays], Arrays] = nothing
+    reshard: Callable[[Arrays, int], Arrays] = in_equal_parts
+    update: Callable[..., Update] | None = None
     moved_bytes: float = 0.0
     advice: Callable[[int, bool], list[tuple[str, str]]] = no_advice
     unread: tuple[str, ...] = ()

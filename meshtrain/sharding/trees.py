@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
+import numpy as np
 
 # Trees by what their leaves are; a tree is nested dicts, sequences and dataclasses, as JAX knows them.
 Arrays: TypeAlias = Any  # `jax.Array`, or `jax.ShapeDtypeStruct` where nothing is allocated
@@ -13,9 +14,24 @@ Specs: TypeAlias = Any  # `jax.sharding.PartitionSpec`
 Shardings: TypeAlias = Any  # `jax.sharding.NamedSharding`
 Masks: TypeAlias = Any  # bool; None is true everywhere
 Tree: TypeAlias = Any  # leaves of any kind
+Leaf: TypeAlias = Any  # of a tree: of any kind
+KeyEntry: TypeAlias = Any  # of a leaf's path: `jax.tree_util.DictKey`, `SequenceKey` or `GetAttrKey`
+ArrayFunction: TypeAlias = Callable[..., Arrays]  # of trees of arrays, positional ones
 
 
-def path_text(key_path: Sequence[Any]) -> str:
+class Shaped(Protocol):
+    """An array, or what stands for one: `jax.ShapeDtypeStruct`, the metadata of a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each dim."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of its elements."""
+
+
+def path_text(key_path: Sequence[KeyEntry]) -> str:
     """Returns the path of a leaf as text, such as `layers/mlp/up/kernel`.
 
     Args:
@@ -24,17 +40,17 @@ def path_text(key_path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(key_path), simple=True, separator="/")
 
 
-def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+def leaves_with_paths(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Leaf]]:
     """Returns (path, leaf) for each leaf of a tree, in the order of `jax.tree.leaves`."""
     return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
 
 
-def num_bytes(array: Any) -> int:
+def num_bytes(array: Shaped) -> int:
     """Returns the bytes of all of an array, or of anything with `.shape` and `.dtype` (of a PRNG key: of its data)."""
     return int(math.prod(array.shape) * array.dtype.itemsize)
 
 
-def select(tree: Any, mask: Any) -> tuple[Any, Any]:
+def select(tree: Tree, mask: Masks) -> tuple[Tree, Tree]:
     """Returns (the leaves where the mask is true, the others), two trees like this one with None for missing leaves.
 
     `jax.tree` functions skip None, so each of the two acts as a tree of fewer leaves.
@@ -52,7 +68,7 @@ def select(tree: Any, mask: Any) -> tuple[Any, Any]:
     return chosen, jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree)
 
 
-def merged(chosen: Any, others: Any) -> Any:
+def merged(chosen: Tree, others: Tree) -> Tree:
     """Returns the tree that `select` split: each leaf from the tree in which it is not None."""
     if others is None:
         return chosen
