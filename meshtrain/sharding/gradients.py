@@ -13,7 +13,6 @@ M: microbatches.
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +23,11 @@ from meshtrain.errors import UserError
 from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.jaxprs import Hook
 from meshtrain.sharding.placement import on_shards
-from meshtrain.sharding.reduction import Reduction
-from meshtrain.sharding.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, axes_of_dims, spec_of_dims
-from meshtrain.sharding.trees import leaves_with_paths, select
+from meshtrain.sharding.reduction import Dims, Reduction
+from meshtrain.sharding.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, StoredTree, axes_of_dims, spec_of_dims
+from meshtrain.sharding.trees import Arrays, Masks, Shaped, Specs, Tree, leaves_with_paths, select
 
-Compute = Callable[..., tuple[Any, Any]]
+Compute = Callable[..., tuple[Arrays, Arrays]]
 
 
 @jax.tree_util.register_dataclass
@@ -59,11 +58,11 @@ class Replicas:
     """
 
     mesh: Mesh
-    stored: Any
+    stored: StoredTree
     level: int = 0
     is_manual: bool = True
     wire_dtype: DTypeLike = jnp.float32
-    trained: Any = None
+    trained: Masks = None
     reduction: Reduction | None = None
 
     @property
@@ -78,12 +77,12 @@ class Replicas:
         return self.reduction is not None and self.reduction.update is not None
 
     @property
-    def specs(self) -> Any:
+    def specs(self) -> Specs:
         """The specs of the parameters."""
         return jax.tree.map(lambda weight: weight.parameter, self.stored)
 
     @property
-    def trained_stored(self) -> Any:
+    def trained_stored(self) -> StoredTree:
         """`Stored` of the parameters that have gradients, None for the others."""
         return select(self.stored, self.trained)[0]
 
@@ -105,14 +104,14 @@ class Replicas:
         batch_spec = PartitionSpec(DATA) if self.axes else replicated
         of_gradients = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
 
-        def on_replica(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+        def on_replica(params: Arrays, batch: Arrays, *others: jax.Array) -> tuple[Arrays, Arrays]:
             sums, gradients = compute(params, batch, *others)
             if self.axes:
                 # Gradients leave the region as [replicas, ...] and are reduced outside, where all axes are manual.
                 return jax.lax.psum(sums, DATA), jax.tree.map(lambda leaf: leaf[None], gradients)
             return sums, gradients
 
-        def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+        def run(params: Arrays, batch: Arrays, *others: jax.Array) -> tuple[Arrays, Arrays]:
             in_specs = (parameters, batch_spec, *(replicated for _ in others))
             out_specs = (replicated, self._with_replicas(of_gradients) if self.axes else of_gradients)
             each = on_shards(self.mesh, on_replica, in_specs, out_specs, axes=axes) if axes else on_replica
@@ -123,7 +122,7 @@ class Replicas:
 
         return run
 
-    def reduce(self, gradients: Any, residual: Any) -> tuple[Any, Any]:
+    def reduce(self, gradients: Arrays, residual: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the gradients reduced over data by `reduction`, and the residual of the next step.
 
         A residual is in the units of its gradient. So gradients are those of the mean loss, without the loss scale: the
@@ -139,7 +138,7 @@ class Replicas:
         stored = self.trained_stored
         dims = jax.tree.map(lambda weight: weight.data_dim if _is_scattered(weight) else 0, stored)
 
-        def on_device(gradients: Any, residual: Any) -> tuple[Any, Any]:
+        def on_device(gradients: Arrays, residual: Arrays) -> tuple[Arrays, Arrays]:
             own, kept = jax.tree.map(lambda leaf: leaf[0], (gradients, residual))
             sums, left = self.reduced_here(own, kept, dims)
             return sums, jax.tree.map(lambda leaf: leaf[None], left)
@@ -150,7 +149,7 @@ class Replicas:
         in_specs, out_specs, axes = (before, of_residual), (after, of_residual), frozenset(self.mesh.axis_names)
         return on_shards(self.mesh, on_device, in_specs, out_specs, axes=axes)(gradients, residual)
 
-    def reduced_here(self, gradients: Any, residual: Any, dims: Any) -> tuple[Any, Any]:
+    def reduced_here(self, gradients: Arrays, residual: Arrays, dims: Dims) -> tuple[Arrays, Arrays]:
         """Returns what `reduction` makes of local arrays where all axes are manual, and the next residual.
 
         Args:
@@ -183,7 +182,7 @@ class Replicas:
                 )
         return given
 
-    def residual(self, trained: Any) -> Any:
+    def residual(self, trained: Arrays) -> Arrays:
         """Returns zeros [replicas, ...] for what each replica keeps of its gradients, or ().
 
         Args:
@@ -203,7 +202,7 @@ class Replicas:
             )
         return jax.tree.map(lambda leaf: jnp.zeros((self.mesh.shape[DATA], *leaf.shape), leaf.dtype), kept)
 
-    def zeros(self, params: Any, stored: Any) -> Any:
+    def zeros(self, params: Arrays, stored: StoredTree) -> Arrays:
         """Returns float32 zeros for the gradient sums of these parameters, with the local shapes that `part` returns.
 
         At level 2 a dim that divides over data has the size of one shard.
@@ -220,7 +219,7 @@ class Replicas:
             shape[weight.data_dim] //= self.mesh.shape[DATA]
         return jnp.zeros(shape, jnp.float32)
 
-    def accumulators(self, params: Any) -> Any:
+    def accumulators(self, params: Arrays) -> Arrays:
         """Returns the abstract float32 sums that `zeros` allocates for trained parameters, each with its sharding.
 
         Shapes are global: at level 2, where `zeros` returns one shard, this is the whole array with that sharding. At
@@ -230,12 +229,12 @@ class Replicas:
           params: arrays or `jax.ShapeDtypeStruct`s, global shapes; all of them, trained or not.
         """
 
-        def accumulator(leaf: Any, weight: Stored) -> jax.ShapeDtypeStruct:
+        def accumulator(leaf: Shaped, weight: Stored) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(self.mesh, weight.gradient))
 
         return jax.tree.map(accumulator, select(params, self.trained)[0], self.trained_stored)
 
-    def part(self, gradients: Any, stored: Any) -> Any:
+    def part(self, gradients: Arrays, stored: StoredTree) -> Arrays:
         """Returns what a microbatch adds to this replica's sums, float32; at level 2 reduce-scattered over data.
 
         Args:
@@ -265,7 +264,7 @@ class Replicas:
         """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
         return self._zeros(leaf, weight, is_scattered=_is_scattered(weight))
 
-    def reduced_layers(self, gradients: Any, stored: Any) -> Any:
+    def reduced_layers(self, gradients: Arrays, stored: StoredTree) -> Arrays:
         """Returns the gradients of layers reduced over data, in `wire_dtype`; at level 1 the shards of this replica.
 
         Args:
@@ -278,11 +277,11 @@ class Replicas:
 
         return self._on_each(reduce, gradients, stored)
 
-    def as_sent(self, gradients: Any) -> Any:
+    def as_sent(self, gradients: Arrays) -> Arrays:
         """Returns gradients in the dtype in which they cross data."""
         return jax.tree.map(lambda leaf: leaf.astype(self.wire_dtype), gradients)
 
-    def are_scattered(self, stored: Any) -> Any:
+    def are_scattered(self, stored: StoredTree) -> Masks:
         """Returns a tree of bool: whether `reduced_layers` returns a shard of a gradient."""
         return jax.tree.map(_is_scattered, stored)
 
@@ -299,33 +298,35 @@ class Replicas:
         """
 
         @jax.custom_vjp
-        def layer(weights: Any, sums: Any, zeros: Any) -> Any:
+        def layer(weights: Arrays, sums: Arrays, zeros: Arrays) -> Arrays:
             return weights
 
-        def forward(weights: Any, sums: Any, zeros: Any) -> tuple[Any, Any]:
+        def forward(weights: Arrays, sums: Arrays, zeros: Arrays) -> tuple[Arrays, Arrays]:
             return weights, sums
 
-        def backward(sums: Any, gradients: Any) -> tuple[None, None, Any]:
+        def backward(sums: Arrays, gradients: Arrays) -> tuple[None, None, Arrays]:
             parts = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
             totals = {index: part if sums[index] is None else sums[index] + part for index, part in parts.items()}
             return None, None, self._on_each(self._reduce, totals, {index: stored[index] for index in totals})
 
         layer.defvjp(forward, backward)
 
-        def hook(weights: dict[int, jax.Array], given: dict[int, Any]) -> dict[int, jax.Array]:
+        def hook(weights: dict[int, jax.Array], given: dict[int, Arrays]) -> dict[int, jax.Array]:
             sums = {index: pair[0] for index, pair in given.items()}
             result: dict[int, jax.Array] = layer(weights, sums, {index: pair[1] for index, pair in given.items()})
             return result
 
         return hook
 
-    def _on_each(self, function: Callable[[jax.Array, Stored], jax.Array], gradients: Any, stored: Any) -> Any:
+    def _on_each(
+        self, function: Callable[[jax.Array, Stored], jax.Array], gradients: Arrays, stored: StoredTree
+    ) -> Arrays:
         """Returns the function of each gradient, run where all axes are manual; a leaf may lack leading dims."""
 
         def trailing(leaf: jax.Array, weight: Stored) -> PartitionSpec:
             return spec_of_dims(axes_of_dims(weight.parameter, weight.num_dims)[-leaf.ndim :])
 
-        def on_all(gradients: Any) -> Any:
+        def on_all(gradients: Arrays) -> Arrays:
             return jax.tree.map(function, gradients, stored)
 
         specs = jax.tree.map(trailing, gradients, stored)
@@ -349,11 +350,11 @@ class Replicas:
             return jax.lax.psum(sent, DATA)
         return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True)
 
-    def _with_replicas(self, specs: Any) -> Any:
+    def _with_replicas(self, specs: Specs) -> Specs:
         replicas = DATA if self.mesh.shape[DATA] > 1 else None
         return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs, is_leaf=_is_spec)
 
-    def _reduced(self, gradients: Any) -> Any:
+    def _reduced(self, gradients: Arrays) -> Arrays:
         """Reduces the gradients [replicas, ...] over data: an all-reduce at level 0, else a reduce-scatter.
 
         At level 2 `part` has scattered them already, except for weights in which no dim divides over data. Those of
@@ -366,7 +367,7 @@ class Replicas:
                 return leaf.value[0]
             return leaf[0] if self._scatters_each(weight) else self._reduce(leaf[0], weight)
 
-        def reduce_all(gradients: Any) -> Any:
+        def reduce_all(gradients: Arrays) -> Arrays:
             return jax.tree.map(reduce, gradients, stored, is_leaf=lambda leaf: isinstance(leaf, Reduced))
 
         before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, stored))
@@ -379,5 +380,5 @@ def _is_scattered(weight: Stored) -> bool:
     return weight.moment != weight.parameter
 
 
-def _is_spec(leaf: Any) -> bool:
+def _is_spec(leaf: Tree) -> bool:
     return isinstance(leaf, PartitionSpec)

@@ -146,7 +146,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(_ordered(sizes, list(devices[:num_used])), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+def _ordered(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
     how = _arrangement(devices)
     if how in ("slices", "hosts"):
         key = "slice_index" if how == "slices" else "process_index"
@@ -160,7 +160,7 @@ def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
     return np.asarray(devices).reshape(sizes)
 
 
-def _arrangement(devices: Sequence[Any]) -> str:
+def _arrangement(devices: Sequence[jax.Device]) -> str:
     """Returns how to order devices: by `slices`, by `hosts`, along the `torus`, or as they are `listed`."""
     if devices[0].platform == "cpu":
         return "listed"

@@ -8,13 +8,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtrain.sharding import axes
 from meshtrain.sharding.axes import AXES, PIPELINE
 from meshtrain.sharding.stored import num_parts
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_DEVICES_SHOWN = 32
@@ -164,7 +165,7 @@ def _note(shape: Mapping[str, int]) -> str:
     return f"Filled: what a device holds.{split}{down}"
 
 
-def _stages(canvas: Any, y: float, stages: Sequence[int]) -> None:
+def _stages(canvas: "Axes", y: float, stages: Sequence[int]) -> None:
     """Draws the labels of the stages, left of a row of panels."""
     for j, p in enumerate(stages):
         before = "…\n" if j > 0 and p != stages[j - 1] + 1 else ""
@@ -172,7 +173,7 @@ def _stages(canvas: Any, y: float, stages: Sequence[int]) -> None:
 
 
 def _cards(
-    canvas: Any,
+    canvas: "Axes",
     x: float,
     y: float,
     shape: Mapping[str, int],
@@ -189,7 +190,7 @@ def _cards(
 
 
 def _box(
-    canvas: Any, x: float, y: float, width: float, height: float, face: str, edge: str, rounding: float = 0.0
+    canvas: "Axes", x: float, y: float, width: float, height: float, face: str, edge: str, rounding: float = 0.0
 ) -> None:
     from matplotlib.patches import FancyBboxPatch
 
@@ -199,7 +200,7 @@ def _box(
     )
 
 
-def _card(canvas: Any, x: float, y: float, shape: Mapping[str, int], at: Mapping[str, int]) -> None:
+def _card(canvas: "Axes", x: float, y: float, shape: Mapping[str, int], at: Mapping[str, int]) -> None:
     """Draws one device: its shard of the batch on top, its layers on the left, its shard of weights on the right."""
     stage = at[PIPELINE]
     paper, ink = STAGE_COLOURS[stage % len(STAGE_COLOURS)], SLICE_COLOURS[stage % len(SLICE_COLOURS)]
@@ -223,7 +224,7 @@ def _card(canvas: Any, x: float, y: float, shape: Mapping[str, int], at: Mapping
 
 
 def _slices(
-    canvas: Any, frame: tuple[float, float, float, float], grid: tuple[int, int], own: tuple[int, int], ink: str
+    canvas: "Axes", frame: tuple[float, float, float, float], grid: tuple[int, int], own: tuple[int, int], ink: str
 ) -> None:
     """Draws a rectangle that is cut into rows and columns, with one piece filled."""
     x, y, width, height = frame

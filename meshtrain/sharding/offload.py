@@ -6,12 +6,12 @@ so layout.txt, checkpoints and the compiler read it from there.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from meshtrain.options import option
+from meshtrain.sharding.trees import Arrays, Shardings
 
 HOST, DEVICE = "pinned_host", "device"
 
@@ -23,7 +23,7 @@ class OffloadOptions:
     moments: bool = option(False, "keep the optimizer's moments in host memory between steps")
 
 
-def problems(what: str, devices: Sequence[Any]) -> list[str]:
+def problems(what: str, devices: Sequence[jax.Device]) -> list[str]:
     """Returns one line if these devices cannot address host memory, else none.
 
     Args:
@@ -48,12 +48,12 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind(HOST)
 
 
-def is_on_host(sharding: Any) -> bool:
+def is_on_host(sharding: jax.sharding.Sharding) -> bool:
     """Returns whether a sharding is in host memory."""
     return sharding.memory_kind == HOST
 
 
-def fetched(tree: Any, shardings: Any, after: jax.Array | None = None) -> Any:
+def fetched(tree: Arrays, shardings: Shardings, after: jax.Array | None = None) -> Arrays:
     """Returns a tree with the arrays in host memory copied to the devices, inside a jitted function.
 
     Args:

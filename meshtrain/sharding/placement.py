@@ -5,16 +5,18 @@ Each function here drops the axes that are manual where it is called.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.jaxprs import called_once
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.stored import MAX_LEVEL, Names, axes_in, axes_of_dims, num_parts, spec, spec_of_dims, stored
+from meshtrain.sharding.trees import ArrayFunction, Specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Placement:
             return False
         return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
 
-    def is_gather(self, primitive: Any, params: Mapping[str, Any]) -> bool:
+    def is_gather(self, primitive: Primitive, params: Mapping[str, Any]) -> bool:
         """Returns whether an operation in a traced function gathers a weight, for a `jax.checkpoint` policy.
 
         It is a constraint by `weight`, or an all-gather over storage axes in a manual region. The spec distinguishes a
@@ -180,13 +182,13 @@ class Placement:
 
     def on_shards(
         self,
-        function: Callable[..., Any],
-        in_specs: Any,
-        out_specs: Any,
+        function: ArrayFunction,
+        in_specs: Specs,
+        out_specs: Specs,
         *,
         axes: frozenset[str] | None = None,
         is_opaque: bool = False,
-    ) -> Callable[..., Any]:
+    ) -> ArrayFunction:
         """Returns `function` run on each device's shards; on one device, the function itself. See `on_shards` below."""
         if self.mesh is None:
             return function
@@ -201,13 +203,13 @@ class Placement:
 
 def on_shards(
     mesh: Mesh,
-    function: Callable[..., Any],
-    in_specs: Any,
-    out_specs: Any,
+    function: ArrayFunction,
+    in_specs: Specs,
+    out_specs: Specs,
     *,
     axes: frozenset[str] | None = None,
     is_opaque: bool = False,
-) -> Callable[..., Any]:
+) -> ArrayFunction:
     """Returns `function` run on each device's shards: the only place that enters `jax.shard_map`.
 
     Inside another manual region it nests: it takes the abstract mesh of that region, and axes that are manual there
@@ -243,7 +245,7 @@ def on_shards(
     )
 
 
-def manual_specs(specs: Any, axes: frozenset[str]) -> Any:
+def manual_specs(specs: Specs, axes: frozenset[str]) -> Specs:
     """Returns each spec with the manual mesh axes only, as `jax.shard_map` requires.
 
     Args:

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax.sharding import NamedSharding
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.sharding.offload import is_on_host
 from meshtrain.sharding.stored import Names, axes_of_dims, is_names
-from meshtrain.sharding.trees import leaves_with_paths, num_bytes
+from meshtrain.sharding.trees import Arrays, NamesTree, Shaped, Shardings, leaves_with_paths, num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Row:
     is_frozen: bool = False
 
 
-def rows(abstract_tree: Any, axes_tree: Any, shardings: Any) -> list[Row]:
+def rows(abstract_tree: Arrays, axes_tree: NamesTree, shardings: Shardings) -> list[Row]:
     """Returns a row for each array of a tree.
 
     Args:
@@ -53,7 +52,7 @@ def rows(abstract_tree: Any, axes_tree: Any, shardings: Any) -> list[Row]:
     return [_row(path, array, names[path], placed[path]) for path, array in leaves_with_paths(abstract_tree)]
 
 
-def _row(path: str, array: Any, names: Names, sharding: NamedSharding) -> Row:
+def _row(path: str, array: Shaped, names: Names, sharding: NamedSharding) -> Row:
     shape = tuple(array.shape)
     large = tuple(
         tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1)

@@ -20,7 +20,7 @@ shapes, logical axes and rules, so they hold for any task and any table of rules
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,12 +29,13 @@ from meshtrain.errors import UserError, divisors, nearest, nearest_divisor, near
 from meshtrain.options import AllBut, option
 from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.rules import Rules
-from meshtrain.sharding.trees import leaves_with_paths, num_bytes
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, Tree, leaves_with_paths, num_bytes
 
 Names = tuple[str | None, ...]
 Column = Mapping[str, tuple[str, ...]]
 # Logical axis -> (key in the configuration, value): the option whose value, or a multiple of it, is the dim's size.
 SizeOptions = Mapping[str, tuple[str, int]]
+StoredTree: TypeAlias = Any  # leaves are `Stored`
 
 # Logical axes of dims that stack the weights of several layers in one array.
 STACKED = ("chunks", "layers")
@@ -179,7 +180,9 @@ def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shap
     return 0
 
 
-def stored_tree(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int], level: int) -> Any:
+def stored_tree(
+    abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int], level: int
+) -> StoredTree:
     """Returns `Stored` for each weight of a tree; for the arguments see `tree_problems`.
 
     Raises:
@@ -240,7 +243,7 @@ def num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
-def is_names(leaf: Any) -> TypeGuard[Names]:
+def is_names(leaf: Tree) -> TypeGuard[Names]:
     """Returns whether a node of a tree is the logical axes of one array, and not a container such as a namedtuple."""
     return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
 
@@ -317,7 +320,7 @@ def _uneven_dims(
 
 class _Weight(NamedTuple):
     path: str
-    array: Any
+    array: Shaped
     names: Names
 
 
@@ -341,14 +344,14 @@ class _Uneven:
 
 
 def tree_problems(
-    abstract: Any,
-    axes_tree: Any,
+    abstract: Arrays,
+    axes_tree: NamesTree,
     rules: Rules,
     mesh_shape: Mapping[str, int],
     level: int,
     *,
     options: SizeOptions | None = None,
-    trained: Any = None,
+    trained: Masks = None,
     elsewhere: Sequence[str] = (),
 ) -> list[str]:
     """Returns one line for each reason why a tree of weights cannot be stored as the rules and the level say.
@@ -380,7 +383,7 @@ def tree_problems(
     return lines
 
 
-def _unnamed(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+def _unnamed(abstract: Arrays, axes_tree: NamesTree, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line for each problem with logical axes, independent of sizes.
 
     The problems are: an array without logical axes, axes without an array, unknown names, a mesh axis that splits two
@@ -416,7 +419,7 @@ def _unnamed(abstract: Any, axes_tree: Any, rules: Rules, mesh_shape: Mapping[st
     return lines
 
 
-def _named(abstract: Any, axes_tree: Any) -> list[_Weight]:
+def _named(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
     """Returns the weights of a tree in which `_unnamed` has no problems."""
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
