@@ -23,7 +23,7 @@ N: elements of the gradients on one device.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,8 @@ from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
 from meshtrain.options import AllBut, option
-from meshtrain.sharding.reduction import Reduction, ReductionOptions, nothing
+from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, nothing
+from meshtrain.sharding.trees import Arrays
 
 LARGEST = 127.0  # of int8, the same on both sides of 0
 SMALL_BYTES = 64 * 1024  # arrays below this travel together: alone they would be padded to n blocks each
@@ -95,7 +96,7 @@ int8.options = topk.options = CompressionOptions  # type: ignore[attr-defined]
 topk.check = check  # type: ignore[attr-defined]
 
 
-def _reduction(options: CompressionOptions, sent_bytes: Any) -> Reduction:
+def _reduction(options: CompressionOptions, sent_bytes: Callable[[float, int, bool], float]) -> Reduction:
     return Reduction(
         reduce=functools.partial(reduce, options),
         sent_bytes=sent_bytes,
@@ -110,7 +111,9 @@ def _int8_bytes(block: int, elements: float, replicas: int, is_scattered: bool) 
     return elements * halves * (replicas - 1) / replicas * (1 + SCALE_BYTES / block)
 
 
-def reduce(options: CompressionOptions, gradients: Any, residual: Any, over: str, scattered: Any) -> tuple[Any, Any]:
+def reduce(
+    options: CompressionOptions, gradients: Arrays, residual: Arrays, over: str, scattered: Dims
+) -> tuple[Arrays, Arrays]:
     """Returns the sums over an axis, and the next residual; see `Reduction.reduce`."""
     leaves, structure = jax.tree.flatten(gradients)
     waiting = jax.tree.leaves(residual)

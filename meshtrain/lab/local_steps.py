@@ -20,7 +20,6 @@ G: groups, n: groups on one device along data.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,21 +30,21 @@ from meshtrain.config.config import Config
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.errors import UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
-from meshtrain.models.task import Batch, Sums
+from meshtrain.models.task import Batch, Params, Sums
 from meshtrain.optim.states import state_axes
 from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.gradients import Compute, Replicas
 from meshtrain.sharding.placement import Placement, on_shards
 from meshtrain.sharding.stored import Names, is_names
-from meshtrain.sharding.trees import merged, select
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.loss_scale import Scaling
 from meshtrain.step.precision import cast, in_fp8
-from meshtrain.step.state import GROUPS, TrainState, step_key
-from meshtrain.step.step import Apart, TrainStep, Update, with_sequence_index
+from meshtrain.step.state import GROUPS, OptState, TrainState, step_key
+from meshtrain.step.step import Apart, Reduce, TrainStep, Update, with_sequence_index
 
-_AXES: Any = TrainState  # of arrays' axes in place of arrays, for `jax.vmap`
+_AXES: Callable[..., TrainState] = TrainState  # of arrays' axes in place of arrays, for `jax.vmap`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +182,11 @@ class Groups(Replicas):
           manual: axes that are manual besides data.
         """
 
-        def on_device(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+        def on_device(params: Params, batch: Batch, *others: jax.Array) -> tuple[Arrays, Arrays]:
             *shared, seeds = others
             trained, frozen = select(params, self.trained)
 
-            def one(of_group: Any) -> tuple[Any, Any]:
+            def one(of_group: tuple[Params, Batch, jax.Array]) -> tuple[Arrays, Arrays]:
                 weights, share, seed = of_group
                 return compute(merged(weights, frozen), share, *shared, seed)
 
@@ -203,27 +202,27 @@ class Groups(Replicas):
         trained, frozen = select(self.specs, self.trained)
         split, stacked = PartitionSpec(DATA), self._with_replicas(trained)
 
-        def run(params: Any, batch: Any, *others: jax.Array) -> tuple[Any, Any]:
+        def run(params: Params, batch: Batch, *others: jax.Array) -> tuple[Arrays, Arrays]:
             replicated = (PartitionSpec() for _ in others[1:])
             in_specs = (merged(stacked, frozen), split, *replicated, split)
             return on_shards(self.mesh, on_device, in_specs, (split, stacked), axes=axes)(params, batch, *others)
 
         return run
 
-    def accumulators(self, params: Any) -> Any:
+    def accumulators(self, params: Arrays) -> Arrays:
         """Returns the abstract float32 gradients [G, ...] of trained parameters, each with its sharding.
 
         Args:
           params: arrays or `jax.ShapeDtypeStruct`s, global shapes without the dim of groups; trained or not.
         """
 
-        def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
+        def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(self.mesh, PartitionSpec(DATA, *leaf.sharding.spec))
             return jax.ShapeDtypeStruct((self.num_groups, *leaf.shape), leaf.dtype, sharding=sharding)
 
         return jax.tree.map(stacked, super().accumulators(params))
 
-    def mean(self, tree: Any, residual: Any = ()) -> tuple[Any, Any]:
+    def mean(self, tree: Arrays, residual: Arrays = ()) -> tuple[Arrays, Arrays]:
         """Returns the mean over groups of arrays like the trained parameters, and the residual of the next mean.
 
         Without a `reduction` it is one float32 all-reduce over data.
@@ -236,7 +235,7 @@ class Groups(Replicas):
         stacked = self._with_replicas(whole)
         of_residual = stacked if jax.tree.leaves(residual) else residual
 
-        def on_device(tree: Any, residual: Any) -> tuple[Any, Any]:
+        def on_device(tree: Arrays, residual: Arrays) -> tuple[Arrays, Arrays]:
             sums, left = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree), residual
             if self.reduction is not None:
                 here = jax.tree.map(lambda leaf: leaf[0], residual)
@@ -269,11 +268,11 @@ class Local:
       outer_state: the optax state of the outer optimizer, float32.
     """
 
-    params: Any
-    outer_state: Any
+    params: Params
+    outer_state: OptState
 
 
-def in_groups(state: TrainState, outer: Outer, mask: Any = None) -> TrainState:
+def in_groups(state: TrainState, outer: Outer, mask: Masks = None) -> TrainState:
     """Returns the state of groups that have not trained yet, from that of one model.
 
     Args:
@@ -292,11 +291,11 @@ def in_groups(state: TrainState, outer: Outer, mask: Any = None) -> TrainState:
     )
 
 
-def _stacked(tree: Any, num_groups: int) -> Any:
+def _stacked(tree: Arrays, num_groups: int) -> Arrays:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_groups, *leaf.shape)), tree)
 
 
-def restarted(state: TrainState, mask: Any = None) -> TrainState:
+def restarted(state: TrainState, mask: Masks = None) -> TrainState:
     """Returns the state with the anchor's weights in every group."""
     trained, _ = select(state.params, mask)
     params = jax.tree.map(lambda anchor, leaf: jnp.broadcast_to(anchor, leaf.shape), trained, state.local.params)
@@ -304,7 +303,12 @@ def restarted(state: TrainState, mask: Any = None) -> TrainState:
 
 
 def axes_in_groups(
-    of_fields: Mapping[str, Sequence[Names]], abstract: TrainState, params: Any, axes: Any, outer: Outer, mask: Any
+    of_fields: Mapping[str, Sequence[Names]],
+    abstract: TrainState,
+    params: Params,
+    axes: NamesTree,
+    outer: Outer,
+    mask: Masks,
 ) -> dict[str, list[Names]]:
     """Returns the logical axes of the arrays of each field of a state of groups; see `state.axes_of_fields`.
 
@@ -332,7 +336,7 @@ def axes_in_groups(
     }
 
 
-def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = None, mask: Any = None) -> TrainStep:
+def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = None, mask: Masks = None) -> TrainStep:
     """Returns the step of all groups: (state, batch) -> (state, metrics). Group g trains on share g of the batch.
 
     Args:
@@ -353,7 +357,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
         of_params = (
             jax.tree.map(lambda _: 0, params) if mask is None else jax.tree.map(lambda on: 0 if on else None, mask)
         )
-        in_axes: Any = _AXES(step=None, params=of_params, opt_state=0, rng=None, skipped=0, loss_scale=0)
+        in_axes = _AXES(step=None, params=of_params, opt_state=0, rng=None, skipped=0, loss_scale=0)
         of_groups = dataclasses.replace(state, params=params, residual=(), local=())
         new, metrics = jax.vmap(update, in_axes=(in_axes, 0, 0), out_axes=(in_axes, 0))(of_groups, sums, seeds)
         trained, _ = select(new.params, mask)
@@ -364,7 +368,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
     return step
 
 
-def over_groups(metrics: Mapping[str, Any], sums: Sums) -> Metrics:
+def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
     """Returns the metrics of a step, scalars, from those of each group, [G].
 
     Args:
@@ -388,8 +392,8 @@ def over_groups(metrics: Mapping[str, Any], sums: Sums) -> Metrics:
 
 def outer_step(
     transformation: optax.GradientTransformation,
-    mean_of_groups: Callable[[Any, Any], tuple[Any, Any]],
-    mask: Any = None,
+    mean_of_groups: Reduce,
+    mask: Masks = None,
 ) -> Callable[[TrainState], TrainState]:
     """Returns the step that joins the groups: state -> state. It changes neither moments nor the step number.
 

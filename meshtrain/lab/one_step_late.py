@@ -7,7 +7,6 @@ with a bound of one step and without its randomness (Lian et al. 2015; Narayanan
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,8 @@ from jax.typing import DTypeLike
 from meshtrain.config.config import Config
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums
-from meshtrain.sharding.reduction import Reduction, ReductionOptions
+from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions
+from meshtrain.sharding.trees import Arrays
 from meshtrain.step import guard
 from meshtrain.step.state import TrainState
 from meshtrain.step.step import Reduce, Update
@@ -30,7 +30,7 @@ def one_step_late(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
       dtype: in which gradients are sent.
     """
 
-    def reduce(gradients: Any, residual: Any, over: str, scattered: Any) -> tuple[Any, Any]:
+    def reduce(gradients: Arrays, residual: Arrays, over: str, scattered: Dims) -> tuple[Arrays, Arrays]:
         def summed(leaf: jax.Array, dim: int) -> jax.Array:
             sent = leaf.astype(dtype)
             if dim == 0:
@@ -86,7 +86,7 @@ def late_update(update: Callable[..., Update], reduce: Reduce, after_update: Aft
         moved = after_update and (lambda params, _: after_update(params, state.late_metrics))
         apply = update(lambda gradients, _: (waiting, gradients), moved)
         new, metrics = apply(before, sums._replace(gradients=gradients), seed)
-        norm: Any = metrics["grad_norm"]
+        norm: Arrays = metrics["grad_norm"]
         has_gradient = jnp.not_equal(norm, 0.0)
         params, opt_state = guard.where_good(has_gradient, (new.params, new.opt_state), (state.params, state.opt_state))
         is_good = new.skipped.total == state.skipped.total

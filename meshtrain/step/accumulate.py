@@ -7,7 +7,6 @@ B: sequences in the global batch, M: microbatches, b: sequences in a microbatch,
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +93,7 @@ def accumulated(
         zeros = zeros._replace(gradients=replicas.zeros(trained, replicas.trained_stored))
         return jax.lax.scan(add, _made_alone(zeros), microbatches)[0]
 
-    def on_replica(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:
+    def on_replica(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Loss, Params]:
         rng, microbatches, last = jax.random.wrap_key_data(key_data), None, batch
         if num_microbatches > 1:
             microbatches = split(batch, num_microbatches, placement, axes)
@@ -115,7 +114,7 @@ def accumulated(
     return gradients
 
 
-def _made_alone(zeros: Any) -> Any:
+def _made_alone(zeros: Sums) -> Sums:
     """Returns zeros that XLA does not make together with equal constants, such as those of the last microbatch.
 
     These would be in memory during the loop over the earlier ones.

@@ -6,13 +6,16 @@ records both.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.offload import is_on_host
+from meshtrain.sharding.trees import Arrays
 from meshtrain.step.state import TrainState
+
+MemoryAnalysis: TypeAlias = Any  # `CompiledMemoryStats` of jaxlib, which is no public name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ def held(state: TrainState, replicas: Replicas) -> Held:
     )
 
 
-def bytes_of_device(tree: Any) -> int:
+def bytes_of_device(tree: Arrays) -> int:
     """Returns the bytes of one device's shards of a tree of abstract arrays with shardings."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
@@ -73,7 +76,7 @@ class Statistics:
     host_bytes: int
 
 
-def statistics(stats: Any) -> Statistics:
+def statistics(stats: MemoryAnalysis) -> Statistics:
     """Returns the account of a compiled program from its `memory_analysis()`."""
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
     # The peak is of what is alive at one time. Without one from the compiler, or where it leaves out temporaries (the

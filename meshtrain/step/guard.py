@@ -5,14 +5,13 @@ decision depends on global sums alone.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.options import AllBut, option
-from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.sharding.trees import Arrays, leaves_with_paths
 
 NUM_NORMS = 64  # gradient norms that the median of the spike rule is taken over
 
@@ -103,7 +102,7 @@ def after(skipped: Skipped, good: jax.Array, excused: jax.Array, norm: jax.Array
     return Skipped(skipped.total + jnp.where(good, 0, 1), in_a_row, jnp.where(jnp.isfinite(norm), later, skipped.norms))
 
 
-def where_good(good: jax.Array, new: Any, old: Any) -> Any:
+def where_good(good: jax.Array, new: Arrays, old: Arrays) -> Arrays:
     """Returns the new tree where `good` is true, else the old one, bitwise."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
@@ -128,7 +127,7 @@ def advice(number: int) -> str:
     return "more room for experts" if number == TOKENS_LEFT_OUT else "a lower learning rate"
 
 
-def name_of_first(params: Any, number: int) -> str:
+def name_of_first(params: Arrays, number: int) -> str:
     """Returns the name of the first array that is not finite: a weight, the loss, or a gradient, in this order.
 
     It runs once, after training has stopped. A weight that is not finite was so when the run started, because the guard

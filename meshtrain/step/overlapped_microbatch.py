@@ -7,7 +7,7 @@ reduction a step.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from meshtrain.models.task import Batch, Loss, Params, Sums
 from meshtrain.sharding import jaxprs
 from meshtrain.sharding.gradients import Reduced, Replicas
 from meshtrain.sharding.trees import merged, select
+
+ByIndex: TypeAlias = dict[int, jax.Array]  # index of a trained weight -> an array like it
 
 
 def by_layer(
@@ -60,7 +62,7 @@ def by_layer(
         before, microbatch = jax.lax.optimization_barrier((before, batch))
         local = jax.tree.leaves(before.gradients) if before else [None] * len(leaves)
 
-        def total(others: Any, zeros: Any, microbatch: Batch) -> tuple[jax.Array, Loss]:
+        def total(others: ByIndex, zeros: ByIndex, microbatch: Batch) -> tuple[jax.Array, Loss]:
             arrays = [others[index] if index in others else leaf for index, leaf in enumerate(leaves)]
             given = {index: (local[index], zero) for index, zero in zeros.items()}
             value, weight, metrics = traced.run(arrays, microbatch, given, replicas.reducing_layers(of_layers))

@@ -1,7 +1,6 @@
 """Dtypes of parameters, activations, reductions and logits. Gradient sums, norms and losses are float32."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jax.typing import DTypeLike
 from meshtrain.optim.masks import is_router_bias, matrix_dims
 from meshtrain.options import option
 from meshtrain.sharding.stored import Names
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 # The policy whose products with the weights of layers have operands of 8 bits; all else is as in `_BESIDE_FP8`.
@@ -58,7 +58,7 @@ def param_dtype(options: PrecisionOptions) -> DTypeLike:
     return _DTYPES["float32" if options.param_dtype == "auto" else options.param_dtype]
 
 
-def as_stored(params: Any, logical_axes: Any, trained: Any, options: PrecisionOptions) -> Any:
+def as_stored(params: Arrays, logical_axes: NamesTree, trained: Masks, options: PrecisionOptions) -> Arrays:
     """Returns parameters in the dtypes in which they are stored.
 
     The bias of a router is float32, because it moves by small steps. `frozen_dtype` is that of frozen matrices and
@@ -72,7 +72,7 @@ def as_stored(params: Any, logical_axes: Any, trained: Any, options: PrecisionOp
     """
     of_frozen = param_dtype(options) if options.frozen_dtype == "auto" else _DTYPES[options.frozen_dtype]
 
-    def one(leaf: Any, axes: Names, is_trained: bool) -> Any:
+    def one(leaf: jax.Array, axes: Names, is_trained: bool) -> jax.Array:
         if is_router_bias(axes):
             return cast(leaf, jnp.float32)
         is_rounded = not is_trained and matrix_dims(axes) is not None
@@ -115,6 +115,6 @@ def output_dtype(options: PrecisionOptions) -> DTypeLike:
     return _DTYPES[_of_policy(options) if options.output_dtype == "auto" else options.output_dtype]
 
 
-def cast(tree: Any, dtype: DTypeLike) -> Any:
+def cast(tree: Arrays, dtype: DTypeLike) -> Arrays:
     """Returns a tree of arrays with each floating-point leaf cast to this dtype."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

@@ -4,8 +4,7 @@ In memory an interleaved pipeline has the layers in chunks; checkpoints have the
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from meshtrain.sharding.stored import (
     MAX_LEVEL,
     STACKED,
     Names,
+    StoredTree,
     axes_in,
     axes_of_dims,
     is_names,
@@ -32,12 +32,22 @@ from meshtrain.sharding.stored import (
     spec_of_dims,
     stored,
 )
-from meshtrain.sharding.trees import leaves_with_paths, path_text, select
+from meshtrain.sharding.trees import (
+    ArrayFunction,
+    Arrays,
+    KeyEntry,
+    Masks,
+    NamesTree,
+    Shardings,
+    leaves_with_paths,
+    path_text,
+    select,
+)
 from meshtrain.step.state import GROUPS, REPLICAS, REPLICATED_FIELDS, TrainState
 from meshtrain.step.step import with_sequence_index
 
 
-def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Any, Any]:
+def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Params, NamesTree]:
     """Returns abstract parameters as they are stored, and their logical axes; see `named_params`."""
     params, axes = named_params(task.init, on_one_device=num_devices == 1)
     if num_chunks > 1:
@@ -79,11 +89,11 @@ def after_update_of(task: Task, num_chunks: int) -> AfterUpdate | None:
 
 def replicas_of(
     task: Task,
-    specs: Any,
+    specs: StoredTree,
     mesh: Mesh,
     level: int,
     wire_dtype: DTypeLike,
-    trained: Any,
+    trained: Masks,
 ) -> Replicas:
     """Returns how gradients are reduced over the data axis.
 
@@ -109,7 +119,7 @@ def replicas_of(
     return Replicas(mesh, specs, level, is_manual, wire_dtype, trained)
 
 
-def layer_bytes(params: Params, axes: Any, replicas: Replicas, num_together: int) -> int:
+def layer_bytes(params: Params, axes: NamesTree, replicas: Replicas, num_together: int) -> int:
     """Returns the bytes that one device reduces over data in one iteration of the backward loop, 0 where none does.
 
     Args:
@@ -148,7 +158,7 @@ def placed(
       UserError: a leaf that cannot be split as the rules say.
     """
 
-    def place(path: Any, leaf: Any, axes: Names) -> jax.ShapeDtypeStruct:
+    def place(path: Sequence[KeyEntry], leaf: jax.ShapeDtypeStruct, axes: Names) -> jax.ShapeDtypeStruct:
         field = path[0].name
         if axes[:1] in ((REPLICAS,), (GROUPS,)):
             # One for each: data splits the first dim, and the others are split as those of the weight.
@@ -191,12 +201,12 @@ def in_layer_order(abstract: TrainState, names: list[Names]) -> TrainState:
     return jax.tree.unflatten(structure, in_order)
 
 
-def shardings(abstract: Any) -> Any:
+def shardings(abstract: Arrays) -> Shardings:
     """Returns the sharding of each leaf of a tree from `placed`."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def reshaper(before: Any, after: Any) -> Callable[[Any], Any]:
+def reshaper(before: Arrays, after: Arrays) -> ArrayFunction:
     """Returns the function that reshapes a tree of arrays; the identity where the shapes are the same.
 
     Args:
@@ -206,7 +216,7 @@ def reshaper(before: Any, after: Any) -> Callable[[Any], Any]:
     if jax.tree.map(lambda x: x.shape, before) == jax.tree.map(lambda x: x.shape, after):
         return lambda state: state
 
-    def reshape(tree: Any) -> Any:
+    def reshape(tree: Arrays) -> Arrays:
         on_device = offload.fetched(tree, shardings(before))
         return jax.tree.map(lambda x, like: x.reshape(like.shape), on_device, after)
 

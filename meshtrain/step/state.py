@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,13 @@ import optax
 from meshtrain.models.task import Params
 from meshtrain.optim.states import state_axes
 from meshtrain.sharding.stored import Names, is_names
-from meshtrain.sharding.trees import select
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree, select
 from meshtrain.step.guard import Skipped, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
 from meshtrain.step.precision import cast
+
+OptState: TypeAlias = Any  # optax's named tuples, whose leaves are arrays
+LocalState: TypeAlias = Any  # `lab.local_steps.Local`, of a room above this one; () without groups that train apart
 
 # Fields of `TrainState` whose arrays are small, and replicated on every device.
 REPLICATED_FIELDS = ("step", "rng", "skipped", "loss_scale", "late_metrics")
@@ -46,13 +49,13 @@ class TrainState:
 
     step: jax.Array
     params: Params
-    opt_state: Any
+    opt_state: OptState
     rng: jax.Array
     skipped: Skipped
     loss_scale: LossScale
-    residual: Any = ()
-    local: Any = ()
-    late_metrics: Any = ()
+    residual: Arrays = ()
+    local: LocalState = ()
+    late_metrics: Arrays = ()
 
 
 def init_state(
@@ -60,9 +63,9 @@ def init_state(
     transformation: optax.GradientTransformation,
     rng: jax.Array,
     scaling: Scaling | None = None,
-    mask: Any = None,
-    residual: Any = (),
-    late_metrics: Any = (),
+    mask: Masks = None,
+    residual: Arrays = (),
+    late_metrics: Arrays = (),
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -83,7 +86,11 @@ def init_state(
 
 
 def axes_of_fields(
-    abstract: TrainState, transformation: optax.GradientTransformation, params: Any, axes: Any, mask: Any = None
+    abstract: TrainState,
+    transformation: optax.GradientTransformation,
+    params: Params,
+    axes: NamesTree,
+    mask: Masks = None,
 ) -> dict[str, list[Names]]:
     """Returns the logical axes of the arrays of each field, in the order of `jax.tree.leaves` of that field.
 
@@ -108,7 +115,7 @@ def axes_of_fields(
     }
 
 
-def axes_of_leaves(state: Any, of_fields: Mapping[str, Sequence[Names]]) -> list[Names]:
+def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> list[Names]:
     """Returns the logical axes of each array of a state, in the order of `jax.tree.leaves(state)`.
 
     Axes are looked up by the name of the field, so the order of fields in the state does not matter.

@@ -5,7 +5,6 @@ Clipping by the global norm of the gradients (Pascanu et al. 2013).
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +14,20 @@ from meshtrain.models.metrics import Metrics, all_logged, divisor, num_left_out
 from meshtrain.models.task import SEQUENCE_INDEX, AfterUpdate, Batch, Loss, Params, Sums
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.stored import Names
-from meshtrain.sharding.trees import merged, select
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
 from meshtrain.step import guard, loss_scale
 from meshtrain.step.accumulate import Gradients
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.loss_scale import Scaling
 from meshtrain.step.precision import cast
-from meshtrain.step.state import TrainState, num_updates, step_key
+from meshtrain.step.state import OptState, TrainState, num_updates, step_key
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[Params, Batch], Metrics]
 # (state, sums of a batch, seed of the backward pass that made its gradients) -> (state after the step, metrics).
 Update = Callable[[TrainState, Sums, jax.Array], tuple[TrainState, Metrics]]
 # (gradients of the mean loss, residual) -> (the same reduced over data, the next residual).
-Reduce = Callable[[Any, Any], tuple[Any, Any]]
+Reduce = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Apart:
     replicas: Replicas
     begun: Callable[[TrainState], TrainState]
     restarted: Callable[[TrainState], TrainState]
-    axes_of_fields: Callable[[Mapping[str, Sequence[Names]], TrainState, Any, Any], dict[str, list[Names]]]
+    axes_of_fields: Callable[[Mapping[str, Sequence[Names]], TrainState, Params, NamesTree], dict[str, list[Names]]]
     step: Callable[[Gradients, Update, Scaling | None], TrainStep]
     join: Callable[[TrainState], TrainState]
 
@@ -82,8 +81,8 @@ def weight_update(
     clip_norm: float,
     guard_options: GuardOptions,
     scaling: Scaling | None = None,
-    fetch: Callable[[Any, jax.Array], Any] = lambda opt_state, _: opt_state,
-    mask: Any = None,
+    fetch: Callable[[OptState, jax.Array], OptState] = lambda opt_state, _: opt_state,
+    mask: Masks = None,
     reduce: Reduce | None = None,
     after_update: AfterUpdate | None = None,
 ) -> Update:
@@ -167,7 +166,7 @@ def eval_step(loss: Callable[[Params, Batch, jax.Array], Loss]) -> EvalStep:
     return step
 
 
-def square_sums(gradients: Any) -> jax.Array:
+def square_sums(gradients: Arrays) -> jax.Array:
     """Returns the sum of squares of each array, float32 [leaves], in the order of `jax.tree.leaves`.
 
     Args:
@@ -176,7 +175,7 @@ def square_sums(gradients: Any) -> jax.Array:
     return jnp.stack([jnp.sum(jnp.square(gradient)) for gradient in jax.tree.leaves(gradients)])
 
 
-def clip(gradients: Any, norm: jax.Array, max_norm: float) -> Any:
+def clip(gradients: Arrays, norm: jax.Array, max_norm: float) -> Arrays:
     """Returns the gradients times min(1, max_norm / norm).
 
     >>> clip({"a": jnp.float32([3.0, 4.0])}, jnp.float32(5.0), 1.0)["a"]
