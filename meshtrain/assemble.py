@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import optax
@@ -23,7 +23,7 @@ from meshtrain.launch.compiler import compiler_options, init_compiler_options
 from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.models.cost import Cost
 from meshtrain.models.remat import gathers_early
-from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, batch_axes, checked_loss, entries
+from meshtrain.models.task import AfterUpdate, Batch, Entry, Loss, Params, Sums, Task, batch_axes, checked_loss, entries
 from meshtrain.observe.throughput import Throughput
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
@@ -39,7 +39,7 @@ from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.placement_text import Row, rows
 from meshtrain.sharding.rules import Rules, default_rules
 from meshtrain.sharding.stored import Names, activation_sharding, rules_of_level, stored_tree
-from meshtrain.sharding.trees import leaves_with_paths, select
+from meshtrain.sharding.trees import Shardings, leaves_with_paths, select
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
 from meshtrain.step.precision import as_stored, compute_name, in_fp8, product_name, reduce_dtype
@@ -56,6 +56,8 @@ from meshtrain.step.shardings import (
 )
 from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
 from meshtrain.step.step import Apart, Update, eval_step, train_step, weight_update, with_sequence_index
+
+OuterStep: TypeAlias = Any  # state -> state, jitted or compiled; None without groups that train apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +104,9 @@ class Assembly:
     reduces_chunks: bool
     gathers_early: bool
     init: Callable[[jax.Array], TrainState]
-    train_step: Any
-    outer_step: Any
-    eval_step: Any
+    train_step: jax.stages.Wrapped
+    outer_step: OuterStep
+    eval_step: jax.stages.Wrapped
     logits: Callable[[Params, Batch], jax.Array] | None
     to_kept: Callable[[TrainState], TrainState]
     from_kept: Callable[[TrainState], TrainState]
@@ -233,7 +235,7 @@ def _update(
     transformation: optax.GradientTransformation,
     rates: Schedule,
     scaling: loss_scale.Scaling | None,
-    moments: Any,
+    moments: Shardings,
     replicas: Replicas,
     after_update: AfterUpdate | None,
 ) -> Update:
@@ -340,7 +342,7 @@ def _computations(
     replicas: Replicas,
     shape: Mapping[str, int],
     axes: Axes,
-) -> tuple[Gradients, Any, Any]:
+) -> tuple[Gradients, Callable[[Params, Batch, jax.Array], Loss], Callable[[Params, Batch], jax.Array] | None]:
     """Returns the functions that compute (gradients, evaluation sums, logits) of a batch, in a pipeline or not."""
     num_parts, mesh = num_microbatches(config, shape), placement.mesh
     if program is None or mesh is None:
@@ -355,10 +357,10 @@ def _computations(
         )
     specs, num_chunks = replicas.specs, program.schedule.num_chunks
 
-    def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Any:
+    def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:
         return executor.gradients(stages, program, replicas, params, cut(batch, num_parts, placement, axes), rng, seed)
 
-    def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Any:
+    def evaluate(params: Params, batch: Batch, rng: jax.Array) -> Loss:
         return forward.evaluate(stages, num_chunks, mesh, specs, params, cut(batch, num_parts, placement, axes), rng)
 
     def logits(params: Params, batch: Batch) -> jax.Array:
@@ -368,7 +370,7 @@ def _computations(
     return gradients, evaluate, logits if stages.logits else None
 
 
-def compiled_steps(assembly: Assembly) -> tuple[Any, Any]:
+def compiled_steps(assembly: Assembly) -> tuple[jax.stages.Compiled, OuterStep]:
     """Returns the training step and the outer step, compiled; the second is None without groups that train apart.
 
     Raises:
@@ -379,7 +381,7 @@ def compiled_steps(assembly: Assembly) -> tuple[Any, Any]:
     return step, outer and _compiled("outer step", outer.lower(assembly.state))
 
 
-def _compiled(name: str, lowered: Any) -> Any:
+def _compiled(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     if peers.count() > 1:
         program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         peers.refuse_differences("program", {f"hash of the {name}": program})

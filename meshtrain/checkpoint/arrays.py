@@ -2,17 +2,16 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from meshtrain.errors import UserError, nearest
-from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.sharding.trees import Leaf, Shaped, Tree, leaves_with_paths
 
 _MAX_MISMATCHES = 5
 
 
-def leaves_by_path(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Tree) -> dict[str, Leaf]:
     """Returns path -> leaf in the order of `jax.tree.leaves`, whatever containers hold the leaves."""
     leaves = leaves_with_paths(tree)
     by_path = dict(leaves)
@@ -20,9 +19,9 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return by_path
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def nested(leaves: Mapping[str, Leaf]) -> dict[str, Tree]:
     """Returns nested dicts of names from path -> leaf: the structure in which Orbax stores them."""
-    root: dict[str, Any] = {}
+    root: dict[str, Tree] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")
         node = root
@@ -32,7 +31,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any], rounded: Collection[str] = ()) -> list[str]:
+def mismatches(stored: Mapping[str, Shaped], wanted: Mapping[str, Shaped], rounded: Collection[str] = ()) -> list[str]:
     """Returns one line for each array that is missing, left over, or of another shape or dtype.
 
     A dtype counts because a reader would otherwise convert silently, and a resumed run would not be the same run.
@@ -54,7 +53,7 @@ def mismatches(stored: Mapping[str, Any], wanted: Mapping[str, Any], rounded: Co
 
 
 def refuse_mismatches(
-    directory: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], rounded: Collection[str] = ()
+    directory: Path, stored: Mapping[str, Shaped], wanted: Mapping[str, Shaped], rounded: Collection[str] = ()
 ) -> None:
     """Compares the arrays of a checkpoint with those that the run needs, both as in `mismatches`.
 
@@ -71,5 +70,5 @@ def refuse_mismatches(
         )
 
 
-def _signature(leaf: Any) -> str:
+def _signature(leaf: Shaped) -> str:
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping
 from concurrent import futures
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import orbax.checkpoint as ocp
@@ -36,6 +36,9 @@ from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.cli.tables import format_bytes
 from meshtrain.errors import SaveFailed, UserError
 from meshtrain.launch import peers
+from meshtrain.sharding.trees import Arrays, Shaped
+
+JsonObject: TypeAlias = dict[str, Any]  # anything that JSON can hold, by name
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
@@ -97,7 +100,7 @@ class Checkpoints:
         """Returns the newest step that is completely written, or None. Waits for a save in flight."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> bool:
+    def save(self, step: int, state: Arrays, extra: JsonObject) -> bool:
         """Starts to save a step and returns when the state's buffers may be overwritten; files follow in threads.
 
         Waits first for the save before this one. Old steps are deleted only after the new one is sealed.
@@ -182,7 +185,7 @@ class Checkpoints:
         lines = [line for part in peers.gathered(f"damage {step}", problems) for line in part]
         return lines or renamed(directory)
 
-    def restore(self, step: int, abstract_state: Any) -> Any:
+    def restore(self, step: int, abstract_state: Arrays) -> Arrays:
         """Reads the whole state of a step, each array straight onto its sharding.
 
         Args:
@@ -207,7 +210,7 @@ class Checkpoints:
         """
         return {path: tuple(leaf.shape) for path, leaf in self._stored(step).items()}
 
-    def restore_params(self, step: int, abstract_params: Any, rounded: Collection[str] = ()) -> Any:
+    def restore_params(self, step: int, abstract_params: Arrays, rounded: Collection[str] = ()) -> Arrays:
         """Reads only the weights of a step; the optimizer's arrays are not touched.
 
         Args:
@@ -225,7 +228,7 @@ class Checkpoints:
         wrapped = {_PARAMS: abstract_params}
         return self._read(step, leaves_by_path(wrapped), wrapped)[_PARAMS]
 
-    def refuse_other_params(self, step: int, abstract_params: Any, rounded: Collection[str] = ()) -> None:
+    def refuse_other_params(self, step: int, abstract_params: Arrays, rounded: Collection[str] = ()) -> None:
         """Compares shapes and dtypes of the weights of a step with `abstract_params`; reads no array.
 
         Raises:
@@ -235,7 +238,7 @@ class Checkpoints:
         wanted, of_state = leaves_by_path({_PARAMS: abstract_params}), {f"{_PARAMS}/{path}" for path in rounded}
         refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
 
-    def extra(self, step: int) -> dict[str, Any]:
+    def extra(self, step: int) -> JsonObject:
         """Returns the JSON object that was saved beside the state of a step.
 
         Raises:
@@ -296,12 +299,12 @@ class Checkpoints:
             retention.sweep(self.directory)
         return manager(self.directory, writes=writes)
 
-    def _stored(self, step: int) -> dict[str, Any]:
+    def _stored(self, step: int) -> dict[str, Shaped]:
         """Returns path -> metadata with `.shape` and `.dtype` for each array of a step; reads no array."""
         self.refuse_unknown(step)
         return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
 
-    def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Any) -> Any:
+    def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Arrays) -> Arrays:
         assert all(leaf.sharding is not None for leaf in wanted.values()), "every leaf says where it goes"
         abstract = nested(wanted)
         items = ocp.args.PyTreeRestore(

@@ -10,9 +10,9 @@ was never completed. This module reads files, not arrays.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from meshtrain.errors import UserError
 from meshtrain.files import read_json, write_whole
@@ -21,7 +21,15 @@ MANIFEST = "manifest.json"
 _OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index
 _POLL_SECONDS = 0.05
 
-Files = dict[str, dict[str, Any]]
+
+class FileEntry(TypedDict):
+    """What the manifest says of a file: its size, and its checksum in hexadecimal digits."""
+
+    bytes: int
+    sha256: str
+
+
+Files = dict[str, FileEntry]  # by the name relative to the checkpoint's folder
 
 
 def is_sealed(directory: Path) -> bool:
@@ -91,7 +99,7 @@ def damage(directory: Path, index: int = 0, num_processes: int = 1) -> list[str]
     return [line for name in names if (line := _difference(directory / name, name, expected[name]))]
 
 
-def _difference(path: Path, name: str, expected: Mapping[str, Any]) -> str:
+def _difference(path: Path, name: str, expected: FileEntry) -> str:
     try:
         size = path.stat().st_size
         if size != expected["bytes"]:
@@ -103,7 +111,7 @@ def _difference(path: Path, name: str, expected: Mapping[str, Any]) -> str:
         return f"{name}: {error.strerror or error}"
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def _entry(path: Path) -> FileEntry:
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 

@@ -3,23 +3,23 @@
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.manager import STATE
 from meshtrain.errors import UserError, warn
 from meshtrain.files import expanded, what_is_at
 from meshtrain.launch import peers
+from meshtrain.sharding.trees import Arrays
 
 
-def restore_params(directory: str | Path, abstract_params: Any, rounded: Collection[str] = ()) -> Any:
+def restore_params(directory: str | Path, abstract_params: Arrays, rounded: Collection[str] = ()) -> Arrays:
     """Reads the weights of another run's newest checkpoint onto this run's shardings; see `restore_params_of`."""
     return restore_params_of(directory, None, abstract_params, rounded)[0]
 
 
 def restore_params_of(
-    directory: str | Path, step: int | None, abstract_params: Any, rounded: Collection[str] = ()
-) -> tuple[Any, int]:
+    directory: str | Path, step: int | None, abstract_params: Arrays, rounded: Collection[str] = ()
+) -> tuple[Arrays, int]:
     """Reads the weights of one of another run's checkpoints onto this run's shardings.
 
     Args:
