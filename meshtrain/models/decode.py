@@ -5,14 +5,15 @@ R: rows, each one text; P: tokens a prompt after padding; V: padded vocabulary.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import jax
 
 from meshtrain.models.entry import Entry
+from meshtrain.sharding.trees import Arrays
 
-Cache = Any  # a dict of arrays, as `Decode.cache` describes them
-Params = Any
+Cache: TypeAlias = Arrays  # a dict of arrays, as `Decode.cache` describes them
+Params: TypeAlias = Arrays  # nested dicts of arrays
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ K: layers in a stack.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from meshtrain.models.decode import Decode
 from meshtrain.models.entry import Entry as Entry
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
-from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.sharding.trees import Arrays, Tree, leaves_with_paths
 
 Batch = Mapping[str, jax.Array]
-Params = Any
+Params: TypeAlias = Arrays  # nested dicts of arrays, which may be boxed with their logical axes
+Activations: TypeAlias = Arrays  # what flows from layer to layer: one array or a tree of them, see `Stages`
 
 Loss = tuple[jax.Array, jax.Array, Metrics]
 # What layers add to the loss sum and to the metrics of a batch, float32; None: nothing.
@@ -73,8 +74,8 @@ class Stages:
     """
 
     num_layers: int
-    first: Callable[..., Any]
-    repeated: Callable[..., tuple[Any, LayerSums]]
+    first: Callable[..., Activations]
+    repeated: Callable[..., tuple[Activations, LayerSums]]
     last: Callable[..., Loss]
     logits: Callable[..., jax.Array] | None = None
     cast: Callable[[Params], Params] | None = None
@@ -163,7 +164,7 @@ class Task:
         return int(first.shape[0])
 
 
-def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
+def checked_loss(loss: Callable[..., Tree]) -> Callable[..., Loss]:
     """Returns the loss function with a check, while it is traced, that it returns (sum, weight, metrics), all scalars.
 
     The returned function raises UserError where it does not.
@@ -172,7 +173,7 @@ def checked_loss(loss: Callable[..., Any]) -> Callable[..., Loss]:
       loss: (params, batch, rng, train) -> anything.
     """
 
-    def checked(*given: Any) -> Loss:
+    def checked(*given: Params | Batch | jax.Array | bool) -> Loss:
         returned = loss(*given)
         sums = returned if isinstance(returned, tuple) and len(returned) == 3 else ()
         if sums and all(map(is_scalar, sums[:2])) and are_metrics(sums[2]):

@@ -3,13 +3,14 @@
 import collections
 import pathlib
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtrain.errors import UserError
 from meshtrain.pipeline.check import Costs, Span, bubble_fraction, peak_in_flight, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Schedule, build, describe
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_TEXT_COLUMNS = 200_000
@@ -160,7 +161,7 @@ def _lighter(colour: str, share: float) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _write_numbers(axes: Any, spans: list[Span], points: float) -> None:
+def _write_numbers(axes: "Axes", spans: list[Span], points: float) -> None:
     """Draws each microbatch's number into its cell where it fits; `points` is the width of one unit of time."""
     digits = max(len(str(span.action.microbatch)) for span in spans)
     for span in spans:

@@ -6,7 +6,7 @@ reduction of all chunks but the last has rows to run beside, which a reduction a
 V: chunks a stage, K: layers in a chunk, U: layers in a unit, S: stages.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from meshtrain.models.task import Params
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import Program, finished
 from meshtrain.sharding.gradients import Replicas
-from meshtrain.sharding.trees import merged, select
+from meshtrain.sharding.trees import Tree, merged, select
 
 
 class Reduced(NamedTuple):
@@ -37,8 +37,8 @@ def reduces_early(program: Program, replicas: Replicas) -> bool:
 class Reduction:
     """Reduces the gradients of one chunk after the other: `begin` before other rows, `end` after them."""
 
-    def __init__(self, program: Program, replicas: Replicas, stored: Any, num_units: int) -> None:
-        """Stores the order of chunks; `stored` is of trained layers, `num_units` is K / U."""
+    def __init__(self, program: Program, replicas: Replicas, stored: Tree, num_units: int) -> None:
+        """Stores the order of chunks; `stored` has a `Stored` for each of the trained layers, `num_units` is K / U."""
         self.replicas, self.stored, self.num_units = replicas, stored, num_units
         self.chunks = np.array([chunk for _, chunk in finished(program)], np.int32)
         self.is_scattered = replicas.are_scattered(stored)

@@ -10,53 +10,58 @@ M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed di
 R: rows, K: layers in a chunk, U: layers in a unit (`Stages.num_together`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
+from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.chunk_reduction import Reduction, reduces_early
 from meshtrain.pipeline.program import Program, Segment, Signature, segments
 from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 from meshtrain.sharding.gradients import Reduced, Replicas
-from meshtrain.sharding.trees import merged, select
+from meshtrain.sharding.trees import Arrays, merged, select
+
+# An entry of a table: a traced int32 scalar (a bool of `active`), or numpy's table of all of them [R, S] or [R].
+CellValue: TypeAlias = Any
+# Of a loop over units, likewise: a traced int32 scalar, or a constant of numpy.
+Place: TypeAlias = jax.Array | np.int32
 
 
 class Carry(NamedTuple):
     """The arrays of one stage that live from row to row."""
 
-    inputs: Any  # stage inputs, each leaf [slots + 1, b, ...] such as [slots + 1, b, T, D]; the last is the dump slot
+    inputs: Activations  # of stages, leaves [slots + 1, b, ...] such as [slots + 1, b, T, D]; the last is the dump slot
     kept: list[jax.Array]  # residuals of units, each [(slots + 1) K / U, ...]; the last K / U are the dump slot
-    outputs: Any  # outputs of the last layer that wait for the head, like inputs
-    cotangents: Any  # cotangents of floating leaves that wait for their backward row, [slots + 1, b, ...] likewise
-    leaving: Any  # the latest cotangent of the first layer's input, floating leaves; zeros on stages other than 0
+    outputs: Activations  # outputs of the last layer that wait for the head, like inputs
+    cotangents: Activations  # of floating leaves that wait for their backward row, [slots + 1, b, ...] likewise
+    leaving: Activations  # latest cotangent of the first layer's input, floating leaves; zeros on stages but 0
     sums: Loss  # loss, weight, metrics of the head; the same on every stage
     layer_sums: LayerSums  # of this stage's layers
     layers: Params  # float32 gradient sums of this stage's trained layers
     outer: Params  # float32 gradient sums of all other trained parameters; of sharded ones, this stage's shard
-    reduced: Any  # of chunks whose gradients are reduced over data already, see `chunk_reduction.py`
+    reduced: Arrays  # of chunks whose gradients are reduced over data already, see `chunk_reduction.py`
 
 
 class Cell(NamedTuple):
     """One stage's entries of one row: int32 scalars, `active` bool. `Program` describes each."""
 
-    microbatch: Any
-    chunk: Any
-    active: Any
-    input_slot: Any
-    kept_slot: Any
-    output_slot: Any
-    embed_slot: Any
-    receive_slot: Any
-    cotangent_slot: Any
-    receive_cotangent_slot: Any
-    embed_microbatch: Any
-    head_microbatch: Any
-    embed_backward_microbatch: Any
+    microbatch: CellValue
+    chunk: CellValue
+    active: CellValue
+    input_slot: CellValue
+    kept_slot: CellValue
+    output_slot: CellValue
+    embed_slot: CellValue
+    receive_slot: CellValue
+    cotangent_slot: CellValue
+    receive_cotangent_slot: CellValue
+    embed_microbatch: CellValue
+    head_microbatch: CellValue
+    embed_backward_microbatch: CellValue
 
 
 def tables(program: Program) -> Cell:
@@ -103,7 +108,7 @@ def gradients(
       UserError: see `stages.run_layers` and `pullback.SplitLayer`.
     """
 
-    def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Any, Params]:
+    def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Loss, Params]:
         rows = Rows(stages, program, replicas, params, batch, jax.random.wrap_key_data(key_data), seed)
         carry, row = rows.start(), jnp.zeros((), jnp.int32)
         for segment in segments(program, reduces=rows.reduction is not None):
@@ -207,15 +212,17 @@ class Rows:
             reduced=self.reduction.start(trained) if self.reduction else None,
         )
 
-    def embed(self, outer: Params, m: jax.Array) -> Any:
+    def embed(self, outer: Params, m: jax.Array) -> Activations:
         """Returns the activations that enter the first layer, on every stage."""
         return self.stages.first(outer, ring.microbatch(self.batch, m), self.rng, True, PIPELINE)
 
-    def head(self, outer: Params, y: Any, m: jax.Array) -> Loss:
+    def head(self, outer: Params, y: Activations, m: jax.Array) -> Loss:
         """Returns the loss of a microbatch from the activations after the last layer, on every stage."""
         return self.stages.last(outer, y, ring.microbatch(self.batch, m), PIPELINE)
 
-    def run_layers(self, weights: Params, x: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any, LayerSums]:
+    def run_layers(
+        self, weights: Params, x: Activations, given: tuple[jax.Array, jax.Array]
+    ) -> tuple[Activations, LayerSums]:
         """Returns the activations after a unit of layers, and their sums.
 
         Args:
@@ -231,7 +238,7 @@ class Rows:
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together
 
-    def first_place(self, cell: Cell) -> Any:
+    def first_place(self, cell: Cell) -> Place:
         """Returns the index of the first unit of the cell's chunk among this stage's units.
 
         With one chunk it is a constant. XLA then knows which slice each turn of a loop reads, and a product may read
@@ -242,7 +249,7 @@ class Rows:
     def forward(self, row: Signature, carry: Carry, cell: Cell) -> Carry:
         """Runs an F row: reads a stage input, keeps the layers' residuals, sends the output to the next stage."""
 
-        def one(state: Any, _: None) -> tuple[Any, LayerSums]:
+        def one(state: Arrays, _: None) -> tuple[Arrays, LayerSums]:
             x, kept, place, slot = state
             y, sums, residuals = self.unit.forward(ring.unit_at(self.units, place), x, self.given(cell, place))
             return (y, _write(kept, residuals, slot), place + 1, slot + 1), sums
@@ -273,13 +280,13 @@ class Rows:
         cotangents = _write(carry.cotangents, arrived, cell.receive_cotangent_slot)
         return self.embed_next(row, carry._replace(cotangents=cotangents, leaving=leaving), cell)
 
-    def layers_backward(self, carry: Carry, cell: Cell, cotangent: Any) -> tuple[Carry, Any]:
+    def layers_backward(self, carry: Carry, cell: Cell, cotangent: Activations) -> tuple[Carry, Activations]:
         """Adds the gradients of a chunk's layers, last layer first; returns the cotangent of the chunk's input.
 
         Each unit's gradient is added at once. Those of a whole chunk would take as much memory as the accumulators.
         """
 
-        def one(state: Any, _: None) -> tuple[Any, None]:
+        def one(state: Arrays, _: None) -> tuple[Arrays, None]:
             total, cotangent, place, sum_place, slot = state
             weights, given = ring.unit_at(self.units, place), self.given(cell, place)
             part, cotangent = self.unit.backward(_read(carry.kept, slot), weights, given, cotangent, self.seed)
@@ -295,13 +302,15 @@ class Rows:
         (total, cotangent, _, _, _), _ = jax.lax.scan(one, start, None, length=self.num_units)
         return carry._replace(layers=total), cotangent
 
-    def head_backward(self, carry: Carry, cell: Cell, y: Any, cotangent: Any) -> tuple[Carry, Any]:
+    def head_backward(
+        self, carry: Carry, cell: Cell, y: Activations, cotangent: Activations
+    ) -> tuple[Carry, Activations]:
         """Adds a microbatch's loss; returns the cotangent of `y` where this is the last stage in its last chunk."""
         wanted, m = cell.head_microbatch >= 0, jnp.maximum(cell.head_microbatch, 0)
         is_last = (self.stage == self.num_stages - 1) & (cell.chunk == self.num_chunks - 1) & cell.active
         final = ring.from_stage(y, is_last)
 
-        def total(trained: Params, final: Any) -> tuple[jax.Array, Any]:
+        def total(trained: Params, final: Activations) -> tuple[jax.Array, Loss]:
             loss, weight, metrics = self.head(merged(trained, self.frozen_outer), final, m)
             return loss, (loss, weight, metrics)
 
@@ -328,10 +337,10 @@ class Rows:
         return carry._replace(outer=ring.add_if(m >= 0, carry.outer, self.replicas.part(outer, self.stored_outer)))
 
 
-def _read(buffer: Any, slot: jax.Array) -> Any:
+def _read(buffer: Arrays, slot: jax.Array) -> Arrays:
     return jax.tree.map(lambda leaf: ring.take(leaf, slot), buffer)
 
 
-def _write(buffer: Any, tree: Any, slot: jax.Array) -> Any:
+def _write(buffer: Arrays, tree: Arrays, slot: jax.Array) -> Arrays:
     write = lambda leaf, x: jax.lax.dynamic_update_index_in_dim(leaf, x, slot, 0, allow_negative_indices=False)  # noqa: E731
     return jax.tree.map(write, buffer, tree)

@@ -4,20 +4,29 @@ M: microbatches, b: sequences in a microbatch, T: tokens a sequence, S: stages, 
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, with_layer_sums
+from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, with_layer_sums
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 from meshtrain.sharding.placement import on_shards
+from meshtrain.sharding.trees import Arrays, Specs
+
+Total: TypeAlias = Arrays  # what the passes add up or collect of all microbatches: losses, columns or activations
+# (total, activations of microbatch m that leave the last stage, m) -> total.
+Finish = Callable[[Total, Activations, jax.Array], Total]
+Source = Callable[[jax.Array], Activations]  # m -> the activations of microbatch m that enter stage 0
+RunLayers = Callable[[Activations, jax.Array], tuple[Activations, LayerSums]]  # (activations, m): of this stage
+State = tuple[Activations, Total, LayerSums]  # a stage input, the total, sums of this stage's layers
 
 
 def evaluate(
-    stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch, rng: jax.Array
+    stages: Stages, num_chunks: int, mesh: Mesh, specs: Specs, params: Params, batch: Batch, rng: jax.Array
 ) -> Loss:
     """Returns the sums of a batch without gradients or dropout: (loss, weight, metrics), float32 scalars.
 
@@ -37,7 +46,7 @@ def evaluate(
     def on_stage(params: Params, batch: Batch, key_data: jax.Array) -> Loss:
         _, outer = ring.split_layers(stages, params)
 
-        def finish(sums: Loss, y: Any, m: jax.Array) -> Loss:
+        def finish(sums: Loss, y: Activations, m: jax.Array) -> Loss:
             part = stages.last(outer, y, ring.microbatch(batch, m), PIPELINE)
             return jax.tree.map(jnp.add, sums, part)
 
@@ -52,7 +61,7 @@ def evaluate(
     return _on_mesh(on_stage, mesh, specs, PartitionSpec())(params, batch, jax.random.key_data(rng))
 
 
-def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Params, batch: Batch) -> jax.Array:
+def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Specs, params: Params, batch: Batch) -> jax.Array:
     """Returns logits [M, b, T, padded vocabulary] of a batch [b, M, ...]; for the arguments see `evaluate`."""
     compute = stages.logits
     assert compute is not None
@@ -71,14 +80,14 @@ def logits(stages: Stages, num_chunks: int, mesh: Mesh, specs: Any, params: Para
     return _on_mesh(on_stage, mesh, specs, columns)(params, batch, jax.random.key_data(jax.random.key(0)))
 
 
-def _on_mesh(on_stage: Any, mesh: Mesh, specs: Any, out_specs: Any) -> Any:
+def _on_mesh(on_stage: Callable[..., Arrays], mesh: Mesh, specs: Specs, out_specs: Specs) -> Callable[..., Arrays]:
     replicated = PartitionSpec()
     return on_shards(mesh, on_stage, (specs, replicated, replicated), out_specs, axes=MANUAL)
 
 
 def forward_only(
-    stages: Stages, params: Params, batch: Batch, rng: jax.Array, num_chunks: int, finish: Any, initial: Any
-) -> tuple[Any, LayerSums]:
+    stages: Stages, params: Params, batch: Batch, rng: jax.Array, num_chunks: int, finish: Finish, initial: Total
+) -> tuple[Total, LayerSums]:
     """Runs all microbatches through all stages and saves nothing for a backward pass.
 
     Each chunk is a pass of M + S - 1 rows: in row r stage s runs microbatch r - s, and idles where there is none.
@@ -101,10 +110,10 @@ def forward_only(
     layers, outer = ring.split_layers(stages, params)
     num_stages, num_parts = jax.lax.axis_size(PIPELINE), ring.num_microbatches(batch)
 
-    def embed(m: jax.Array) -> Any:
+    def embed(m: jax.Array) -> Activations:
         return stages.first(outer, ring.microbatch(batch, m), rng, False, PIPELINE)
 
-    def run_layers(chunk: int, x: Any, m: jax.Array) -> tuple[Any, LayerSums]:
+    def run_layers(chunk: int, x: Activations, m: jax.Array) -> tuple[Activations, LayerSums]:
         weights = ring.chunk_of(layers, jnp.int32(chunk), num_chunks)
         start = ring.first_layer(chunk, num_stages, stages.num_layers, num_chunks)
         return ring.run_layers(stages, weights, x, ring.microbatch(batch, m), rng, start, False)
@@ -113,13 +122,13 @@ def forward_only(
     shapes, sums_shapes = jax.eval_shape(lambda m: run_layers(0, embed(m), m), zero)
     inbox, layer_sums = ring.zeros_like(shapes), ring.zeros_like(sums_shapes)
 
-    def write(between: Any, y: Any, m: jax.Array) -> Any:
+    def write(between: Activations, y: Activations, m: jax.Array) -> Activations:
         return jax.tree.map(lambda leaf, x: leaf.at[m].set(x), between, y)
 
-    def read(between: Any, m: jax.Array) -> Any:
+    def read(between: Activations, m: jax.Array) -> Activations:
         return jax.tree.map(lambda leaf: ring.take(leaf, m), between)
 
-    source: Any = embed
+    source: Source = embed
     for chunk in range(num_chunks - 1):
         empty = jax.tree.map(lambda x: jnp.zeros((num_parts, *x.shape), x.dtype), shapes)
         run = functools.partial(run_layers, chunk)
@@ -130,7 +139,7 @@ def forward_only(
     return carry, layer_sums
 
 
-def _one_pass(run_layers: Any, source: Any, finish: Any, state: tuple[Any, Any, Any], num_parts: int) -> Any:
+def _one_pass(run_layers: RunLayers, source: Source, finish: Finish, state: State, num_parts: int) -> State:
     """Runs all microbatches through one chunk of every stage.
 
     Args:
@@ -145,7 +154,7 @@ def _one_pass(run_layers: Any, source: Any, finish: Any, state: tuple[Any, Any, 
     """
     num_stages, stage = jax.lax.axis_size(PIPELINE), jax.lax.axis_index(PIPELINE)
 
-    def row(state: tuple[Any, Any, Any], r: jax.Array, finishes: bool) -> tuple[Any, None]:
+    def row(state: State, r: jax.Array, finishes: bool) -> tuple[State, None]:
         inbox, carry, layer_sums = state
         x = ring.where(stage == 0, source(jnp.minimum(r, num_parts - 1)), inbox)
         m = r - stage

@@ -7,26 +7,27 @@ the weights and the microbatch.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from meshtrain.errors import UserError
-from meshtrain.models.task import LayerSums, Params
+from meshtrain.models.task import Activations, LayerSums, Params
 from meshtrain.sharding.jaxprs import depends, results
-from meshtrain.sharding.trees import merged, select
+from meshtrain.sharding.trees import Arrays, Masks, merged, select
 
-# (weights, activations, given) -> (activations, sums), see `Stages.repeated`; `given` is any tree of integers.
-Layer = Callable[[Params, Any, Any], tuple[Any, LayerSums]]
+Given: TypeAlias = Arrays  # what else a layer depends on, such as its index: any tree of integers
+# (weights, activations, given) -> (activations, sums), see `Stages.repeated`.
+Layer = Callable[[Params, Activations, Given], tuple[Activations, LayerSums]]
 
 
 class SplitLayer:
     """A layer, traced once, as a forward pass and a backward pass."""
 
-    def __init__(self, layer: Layer, weights: Params, x: Any, given: Any, mask: Any = None) -> None:
+    def __init__(self, layer: Layer, weights: Params, x: Activations, given: Given, mask: Masks = None) -> None:
         """Traces the layer for these shapes. Arrays that it closes over are read by both passes.
 
         Args:
@@ -60,11 +61,13 @@ class SplitLayer:
                 "save on the device or not at all; nearest: nothing_saveable"
             )
 
-    def _differentiated(self, layer: Layer, mask: Any, weights: Params, x: Any, given: Any) -> Any:
+    def _differentiated(
+        self, layer: Layer, mask: Masks, weights: Params, x: Activations, given: Given
+    ) -> tuple[Activations, LayerSums, list[jax.Array]]:
         """Returns (output, sums, residuals) of a layer. Remembers how its backward pass is made of residuals."""
         trained, frozen = select(weights, mask)
 
-        def differentiable(trained: Params, x: Any) -> tuple[tuple[Any, Any], Any]:
+        def differentiable(trained: Params, x: Activations) -> tuple[tuple[Activations, jax.Array | None], Arrays]:
             y, sums = layer(merged(trained, frozen), x, given)
             return ((y, None), None) if sums is None else ((y, sums[0]), sums[1])
 
@@ -81,7 +84,7 @@ class SplitLayer:
         """What `forward` returns for `backward`, abstract arrays of numbers in any dtypes."""
         return [jax.ShapeDtypeStruct(_aval(var).shape, _aval(var).dtype) for var in self._kept]
 
-    def forward(self, weights: Params, x: Any, given: Any) -> tuple[Any, LayerSums, list[jax.Array]]:
+    def forward(self, weights: Params, x: Activations, given: Given) -> tuple[Activations, LayerSums, list[jax.Array]]:
         """Returns the layer's output, its sums, and the residuals that depend on `x`."""
         arguments, num_outputs = jax.tree.leaves((weights, x, given)), len(self._outputs)
         found = results(self._closed, [*self._outputs, *self._kept], *arguments)
@@ -89,8 +92,8 @@ class SplitLayer:
         return y, sums, found[num_outputs:]
 
     def backward(
-        self, kept: list[jax.Array], weights: Params, given: Any, cotangent: Any, seed: jax.Array
-    ) -> tuple[Params, Any]:
+        self, kept: list[jax.Array], weights: Params, given: Given, cotangent: Activations, seed: jax.Array
+    ) -> tuple[Params, Activations]:
         """Returns the gradients of the trained weights, and the cotangent of the input's floating leaves.
 
         Args:
@@ -113,20 +116,20 @@ class SplitLayer:
         return gradients, floating(x_cotangent)
 
 
-def _aval(var: Any) -> Any:
+def _aval(var: Var) -> Any:
     return var.aval
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: jax.Array) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def floating(tree: Any) -> Any:
+def floating(tree: Arrays) -> Arrays:
     """Returns a tree with None in place of the leaves that have no cotangent: integers, bools, float0."""
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
 
 
-def with_float0(cotangent: Any, output: Any) -> Any:
+def with_float0(cotangent: Activations, output: Activations) -> Activations:
     """Returns a cotangent as the function from `jax.vjp` takes it: float0 zeros in place of each None of `floating`.
 
     Args:
@@ -134,7 +137,7 @@ def with_float0(cotangent: Any, output: Any) -> Any:
       output: arrays, or abstract arrays.
     """
 
-    def fill(leaf: Any, part: Any) -> Any:
+    def fill(leaf: jax.Array, part: jax.Array | None) -> jax.Array | np.ndarray:
         return np.zeros(leaf.shape, jax.dtypes.float0) if part is None else part
 
     return jax.tree.map(fill, output, cotangent)

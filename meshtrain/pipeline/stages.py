@@ -14,16 +14,16 @@ the replicas.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.errors import UserError
 from meshtrain.models.metrics import are_metrics, is_scalar
-from meshtrain.models.task import Batch, LayerSums, Params, Stages
+from meshtrain.models.task import Activations, Batch, LayerSums, Params, Stages
 from meshtrain.models.vocabulary.losses import psum_float32
 from meshtrain.sharding.stored import Names
+from meshtrain.sharding.trees import Arrays, Tree
 
 PIPELINE = "pipeline"
 MANUAL = frozenset({PIPELINE})
@@ -83,8 +83,8 @@ def unit_at(units: Params, place: jax.Array) -> Params:
 
 
 def run_layers(
-    stages: Stages, layers: Params, x: Any, batch: Batch, rng: jax.Array, start: Any, train: bool
-) -> tuple[Any, LayerSums]:
+    stages: Stages, layers: Params, x: Activations, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
+) -> tuple[Activations, LayerSums]:
     """Returns the result of `Stages.repeated`, (activations, sums), after checking it.
 
     Raises:
@@ -108,12 +108,12 @@ def run_layers(
     return y, sums
 
 
-def _text(tree: Any) -> str:
+def _text(tree: Tree) -> str:
     leaf_text = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)  # noqa: E731
     return str(jax.tree.map(leaf_text, tree)).replace("'", "")
 
 
-def _are_sums(sums: Any) -> bool:
+def _are_sums(sums: Tree) -> bool:
     is_pair = isinstance(sums, tuple) and len(sums) == 2 and is_scalar(sums[0]) and are_metrics(sums[1])
     return is_pair and all(getattr(leaf, "dtype", None) == jnp.float32 for leaf in jax.tree.leaves(sums))
 
@@ -146,7 +146,7 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
     return (chunk * num_stages + jax.lax.axis_index(PIPELINE)) * layers_in_chunk
 
 
-def from_stage(tree: Any, here: jax.Array) -> Any:
+def from_stage(tree: Arrays, here: jax.Array) -> Arrays:
     """Broadcasts the arrays of the one stage where `here` is true to all stages; zeros if it is true on none."""
 
     def broadcast(x: jax.Array) -> jax.Array:
@@ -158,29 +158,29 @@ def from_stage(tree: Any, here: jax.Array) -> Any:
     return jax.tree.map(broadcast, tree)
 
 
-def to_next(tree: Any, num_stages: int) -> Any:
+def to_next(tree: Arrays, num_stages: int) -> Arrays:
     """Sends each array to the next stage; the last stage sends to the first."""
     ring = [(s, (s + 1) % num_stages) for s in range(num_stages)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, ring), tree)
 
 
-def to_previous(tree: Any, num_stages: int) -> Any:
+def to_previous(tree: Arrays, num_stages: int) -> Arrays:
     """Sends each array to the previous stage; the first stage sends to the last."""
     ring = [(s, (s - 1) % num_stages) for s in range(num_stages)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, ring), tree)
 
 
-def where(condition: jax.Array, chosen: Any, otherwise: Any) -> Any:
+def where(condition: jax.Array, chosen: Arrays, otherwise: Arrays) -> Arrays:
     """Returns `chosen` where the condition holds, else `otherwise`, by selection: a product with 0 keeps infinities."""
     return jax.tree.map(lambda one, other: jnp.where(condition, one, other), chosen, otherwise)
 
 
-def add_if(condition: jax.Array, total: Any, part: Any) -> Any:
+def add_if(condition: jax.Array, total: Arrays, part: Arrays) -> Arrays:
     """Returns total + part where the condition holds, else `total`; `part` may then hold infinities and NaN."""
     return jax.tree.map(lambda total, part: jnp.where(condition, total + part, total), total, part)
 
 
-def zeros_like(tree: Any) -> Any:
+def zeros_like(tree: Arrays) -> Arrays:
     """Returns zeros for a tree of arrays or of abstract arrays."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
@@ -195,7 +195,7 @@ def layers_of_stage(stage: int, num_stages: int, num_layers: int, num_chunks: in
 CHUNKS = "chunks"
 
 
-def chunked(layers: Any, num_chunks: int) -> Any:
+def chunked(layers: Params, num_chunks: int) -> Params:
     """Returns a tree of [L, ...] as [V, L / V, ...]; the same tree where V is 1."""
     if num_chunks == 1:
         return layers
