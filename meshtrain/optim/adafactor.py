@@ -5,7 +5,7 @@ stacks layers it would mix the layers. Here the logical axes decide which dims a
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 
 from meshtrain.optim.masks import MatrixDims, matrix_dims, num_stacked
 from meshtrain.sharding.stored import Names
+from meshtrain.sharding.trees import Arrays, NamesTree, Tree
 
 # Section 9 of the paper: epsilon_1, epsilon_2, d and the exponent c of the decay 1 - step^-c.
 SQUARE_EPSILON = 1e-30
@@ -20,6 +21,9 @@ SMALLEST_SCALE = 1e-3
 LARGEST_RMS = 1.0
 DECAY_EXPONENT = 0.8
 SMALLEST_FACTORED_DIM = 128
+
+# Of one weight, float32; the node stands for a moment that the weight does not use.
+Moment: TypeAlias = jax.Array | optax.MaskedNode
 
 
 class FactoredState(NamedTuple):
@@ -35,34 +39,36 @@ class FactoredState(NamedTuple):
     """
 
     num_updates: jax.Array
-    row: Any
-    column: Any
-    full: Any
+    row: Arrays
+    column: Arrays
+    full: Arrays
 
 
 class _Moments(NamedTuple):
-    update: Any
-    row: Any
-    column: Any
-    full: Any
+    update: jax.Array | None
+    row: Moment
+    column: Moment
+    full: Moment
 
 
-def scale_by_adafactor(logical_axes: Any) -> optax.GradientTransformation:
+def scale_by_adafactor(logical_axes: NamesTree) -> optax.GradientTransformation:
     """Returns Adafactor's direction, scaled by the root mean square of each weight, without momentum.
 
     Args:
       logical_axes: a tree like the parameters, with a tuple of logical axes for each.
     """
 
-    def init(params: Any) -> FactoredState:
+    def init(params: Arrays) -> FactoredState:
         moments = jax.tree.map(_zeros, params, logical_axes)
         return FactoredState(jnp.zeros((), jnp.int32), *(_part(moments, index) for index in (1, 2, 3)))
 
-    def update(gradients: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
+    def update(gradients: Arrays, state: FactoredState, params: Arrays = None) -> tuple[Arrays, FactoredState]:
         assert params is not None, "Adafactor scales by the parameters: pass them to update"
         decay = 1 - (state.num_updates + 1).astype(jnp.float32) ** -DECAY_EXPONENT
 
-        def direction(g: jax.Array, axes: Names, row: Any, column: Any, full: Any, weight: jax.Array) -> _Moments:
+        def direction(
+            g: jax.Array, axes: Names, row: Moment, column: Moment, full: Moment, weight: jax.Array
+        ) -> _Moments:
             return _direction(g, _Moments(None, row, column, full), weight, axes, decay)
 
         moments = jax.tree.map(direction, gradients, logical_axes, state.row, state.column, state.full, params)
@@ -72,7 +78,7 @@ def scale_by_adafactor(logical_axes: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _part(moments: Any, index: int) -> Any:
+def _part(moments: Tree, index: int) -> Arrays:
     return jax.tree.map(lambda leaf: leaf[index], moments, is_leaf=lambda node: isinstance(node, _Moments))
 
 
@@ -84,7 +90,7 @@ def _factored(shape: tuple[int, ...], axes: Names) -> MatrixDims | None:
     return dims
 
 
-def _zeros(weight: Any, axes: Names) -> _Moments:
+def _zeros(weight: jax.Array, axes: Names) -> _Moments:
     nothing, dims = optax.MaskedNode(), _factored(weight.shape, axes)
     if dims is None:
         return _Moments(None, nothing, nothing, jnp.zeros(weight.shape, jnp.float32))

@@ -20,13 +20,14 @@ Tables decay as in GPT-2 and GPT-3 (Brown et al. 2020 name no exception for them
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from meshtrain.sharding import stored
 from meshtrain.sharding.rules import ADAPTER_HEAD_DIM
 from meshtrain.sharding.stored import ROUTER, Names, is_names
+from meshtrain.sharding.trees import Masks, NamesTree, Tree
 
 STACKED = (*stored.STACKED, "experts")
 NORM = "norm"
@@ -48,7 +49,7 @@ class MatrixDims(NamedTuple):
     output: tuple[int, ...]
 
 
-def map_axes(function: Callable[[Names], Any], logical_axes: Any) -> Any:
+def map_axes(function: Callable[[Names], Tree], logical_axes: NamesTree) -> Tree:
     """Returns a tree with the function's result for the logical axes of each weight."""
     return jax.tree.map(function, logical_axes, is_leaf=is_names)
 
@@ -87,7 +88,7 @@ def matrix_dims(axes: Names) -> MatrixDims | None:
     return MatrixDims(sum(features[:split], ()), sum(features[split:], ()))
 
 
-def decays(logical_axes: Any) -> Any:
+def decays(logical_axes: NamesTree) -> Masks:
     """Returns a tree of bool: True for each weight that decays, which are the matrices.
 
     >>> decays({"kernel": ("embed", "mlp"), "bias": ("mlp",)})

@@ -7,16 +7,17 @@ number of updates, the array and the element, not on the mesh.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from meshtrain.optim.eight_bits import LARGEST_BLOCK, SMALLEST_BLOCK, decoded, encoded, extents, num_blocks
 from meshtrain.optim.states import owners
 from meshtrain.sharding.stored import Names, is_names, num_parts
-from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
 FLOAT32, BFLOAT16, EIGHT_BITS = KINDS = ("float32", "bfloat16", "8bit")
 # The field of an optax state whose arrays are never negative.
@@ -35,8 +36,8 @@ class StoredMoments(NamedTuple):
     """
 
     num_updates: jax.Array
-    inner: Any
-    scales: Any
+    inner: Arrays
+    scales: Arrays
 
 
 def check_block(block: int, path: str) -> list[str]:
@@ -48,7 +49,11 @@ def check_block(block: int, path: str) -> list[str]:
 
 
 def problems(
-    block: int, params: Any, logical_axes: Any, column: Mapping[str, tuple[str, ...]], mesh_shape: Mapping[str, int]
+    block: int,
+    params: Arrays,
+    logical_axes: NamesTree,
+    column: Mapping[str, tuple[str, ...]],
+    mesh_shape: Mapping[str, int],
 ) -> list[str]:
     """Returns one line for each logical axis along which the mesh does not split weights between blocks.
 
@@ -90,7 +95,7 @@ def _below(block: int) -> list[int]:
 
 
 def stored(
-    inner: optax.GradientTransformation, kind: str, block: int, logical_axes: Any
+    inner: optax.GradientTransformation, kind: str, block: int, logical_axes: NamesTree
 ) -> optax.GradientTransformation:
     """Returns an optimizer that stores the moments of another one in fewer bytes.
 
@@ -107,11 +112,11 @@ def stored(
         return inner
     axes = {tuple(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_names)}
 
-    def packed(state: Any, params: Any, num_updates: jax.Array) -> StoredMoments:
+    def packed(state: Arrays, params: Arrays, num_updates: jax.Array) -> StoredMoments:
         shapes = {tuple(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), num_updates)
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-        arrays, scales = list[Any](), list[Any]()
+        arrays, scales = list[jax.Array](), list[jax.Array | optax.MaskedNode]()
         for index, ((path, leaf), owner) in enumerate(zip(leaves, owners(state, params), strict=True)):
             array, scale = leaf, optax.MaskedNode()
             if owner is not None and shapes[owner] == leaf.shape:
@@ -126,7 +131,7 @@ def stored(
             scales.append(scale)
         return StoredMoments(num_updates, *(jax.tree.unflatten(structure, part) for part in (arrays, scales)))
 
-    def init(params: Any) -> StoredMoments:
+    def init(params: Arrays) -> StoredMoments:
         state, count = inner.init(params), jnp.zeros((), jnp.int32)
         like = jax.eval_shape(packed, state, params, count)
         # Moments are zero at first, and so are their codes and scales.
@@ -135,7 +140,7 @@ def stored(
         )
         return StoredMoments(count, kept, jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), like.scales))
 
-    def update(gradients: Any, state: StoredMoments, params: Any = None) -> tuple[Any, StoredMoments]:
+    def update(gradients: Arrays, state: StoredMoments, params: Arrays = None) -> tuple[Arrays, StoredMoments]:
         assert params is not None, "which arrays are moments follows from the parameters: pass them to update"
         updates, after = inner.update(gradients, _unpacked(state), params)
         return updates, packed(after, params, optax.safe_increment(state.num_updates))
@@ -143,11 +148,11 @@ def stored(
     return optax.GradientTransformation(init, update)
 
 
-def _unpacked(state: StoredMoments) -> Any:
+def _unpacked(state: StoredMoments) -> Arrays:
     """Returns the optimizer's own state, with float32 moments."""
     scales = {tuple(path): scale for path, scale in jax.tree_util.tree_leaves_with_path(state.scales)}
 
-    def one(path: Any, leaf: jax.Array) -> jax.Array:
+    def one(path: KeyPath, leaf: jax.Array) -> jax.Array:
         if tuple(path) in scales:
             return decoded(leaf, scales[tuple(path)])
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
@@ -174,5 +179,5 @@ def to_bfloat16(x: jax.Array, random: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), exact, x).astype(jnp.bfloat16)
 
 
-def _is_second(path: Sequence[Any]) -> bool:
+def _is_second(path: KeyPath) -> bool:
     return any(isinstance(key, jax.tree_util.GetAttrKey) and key.name == SECOND_MOMENT for key in path)

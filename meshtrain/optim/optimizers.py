@@ -8,7 +8,6 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
 from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, raised
 from meshtrain.sharding.stored import Names
-from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
 KEY = "optimizer.name"
 
@@ -31,32 +30,34 @@ KEY = "optimizer.name"
 MUON_RMS = 0.2
 
 
-def _adam(axes: Any, *, beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
+def _adam(axes: NamesTree, *, beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
     return optax.scale_by_adam(beta1, beta2, epsilon, mu_dtype=jnp.float32)
 
 
-def _sgd(axes: Any, *, momentum: float) -> optax.GradientTransformation:
+def _sgd(axes: NamesTree, *, momentum: float) -> optax.GradientTransformation:
     return optax.trace(momentum, accumulator_dtype=jnp.float32)
 
 
-def _lion(axes: Any, *, beta1: float, beta2: float) -> optax.GradientTransformation:
+def _lion(axes: NamesTree, *, beta1: float, beta2: float) -> optax.GradientTransformation:
     return optax.scale_by_lion(beta1, beta2, mu_dtype=jnp.float32)
 
 
-def _muon(axes: Any, *, momentum: float, beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
+def _muon(
+    axes: NamesTree, *, momentum: float, beta1: float, beta2: float, epsilon: float
+) -> optax.GradientTransformation:
     labels = map_axes(lambda names: "muon" if is_hidden_matrix(names) else "adam", axes)
     adam = _adam(axes, beta1=beta1, beta2=beta2, epsilon=epsilon)
     return optax.partition({"muon": _of_matrices(momentum, axes), "adam": adam}, labels)
 
 
-def _of_matrices(momentum: float, logical_axes: Any) -> optax.GradientTransformation:
+def _of_matrices(momentum: float, logical_axes: NamesTree) -> optax.GradientTransformation:
     """Returns Muon (Jordan et al. 2024) for the hidden matrices of a tree that has a `MaskedNode` for any other weight.
 
     The dims of each matrix are passed explicitly. By default optax treats exactly the weights of two dims as matrices,
     so stacked layers would use Adam and stacked norms Muon.
     """
 
-    def dimension_numbers(axes: Names) -> Any:
+    def dimension_numbers(axes: Names) -> MuonDimensionNumbers | optax.MaskedNode:
         dims = matrix_dims(axes)
         return MuonDimensionNumbers(*dims) if dims is not None and is_hidden_matrix(axes) else optax.MaskedNode()
 
@@ -66,7 +67,7 @@ def _of_matrices(momentum: float, logical_axes: Any) -> optax.GradientTransforma
         sizes = [math.prod(update.shape[dim] for dim in part) for part in (dims.reduction_axis, dims.output_axis)]
         return update * (MUON_RMS * math.sqrt(max(sizes)))
 
-    def scale_all(updates: Any, params: Any) -> Any:
+    def scale_all(updates: Arrays, params: Arrays) -> Arrays:
         del params
         return jax.tree.map(scale, updates, dimensions)
 
@@ -178,7 +179,7 @@ def check(options: OptimizerOptions, path: str = "optimizer") -> list[str]:
     return above + trainable.check(options.trainable, f"{path}.trainable")
 
 
-def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) -> optax.GradientTransformation:
+def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: NamesTree) -> optax.GradientTransformation:
     """Returns the optimizer: from float32 parameters and gradients to float32 updates to add to the parameters.
 
     With direction u and learning rate a, the update of a weight w is -a (u + weight_decay * w). The second term
@@ -218,7 +219,7 @@ def optimizer(options: OptimizerOptions, schedule: Schedule, logical_axes: Any) 
     return optax.partition({"biases": optax.set_to_zero(), "others": moved}, labels)
 
 
-def _built_in(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.GradientTransformation:
+def _built_in(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
     direction = DIRECTIONS[options.name](axes, **{name: getattr(options, name) for name in _read(options.name)})
     if options.name in WITH_MOMENTS:
         direction = moments.stored(direction, options.moments, options.moment_block, axes)
@@ -230,7 +231,7 @@ def _built_in(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.Gr
     )
 
 
-def _own(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.GradientTransformation:
+def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.GradientTransformation:
     """Returns the optimizer of a user's function; its `init` traces an update and raises UserError if it is none."""
     wanted = "an optax.GradientTransformation"
     given = called(
@@ -247,12 +248,12 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.Gradien
             "optax.chain(...)"
         )
 
-    def first_update(params: Any) -> tuple[Any, ...]:
+    def first_update(params: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         state = given.init(params)
         updates, after = given.update(params, state, params)
         return params, state, updates, after
 
-    def init(params: Any) -> Any:
+    def init(params: Arrays) -> Arrays:
         try:
             like, state, updates, after = jax.eval_shape(first_update, params)
         except UserError:
@@ -272,7 +273,7 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: Any) -> optax.Gradien
     return optax.GradientTransformation(init, given.update)
 
 
-def _unlike(tree: Any, like: Any) -> str:
+def _unlike(tree: Arrays, like: Arrays) -> str:
     """Returns where abstract arrays differ from others in structure, shape or dtype; '' for nowhere."""
     arrays, others = (
         {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in leaves_with_paths(one)} for one in (tree, like)

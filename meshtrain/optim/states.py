@@ -1,18 +1,19 @@
 """Which weight each array of an optimizer's state belongs to, and the logical axes that follow from it."""
 
 import operator
-from typing import Any
 
 import jax
 import optax
+from jax.tree_util import KeyPath
 
 from meshtrain.sharding.stored import Names, is_names
+from meshtrain.sharding.trees import Arrays, NamesTree
 
 # The field of `moments.StoredMoments` whose arrays count blocks.
 SCALES = jax.tree_util.GetAttrKey("scales")
 
 
-def owners(state: Any, params: Any) -> list[Any]:
+def owners(state: Arrays, params: Arrays) -> list[KeyPath | None]:
     """Returns the path of the weight that each array of an optimizer's state belongs to, None for an array of none.
 
     It is the weight whose path is a suffix of the array's own.
@@ -32,7 +33,9 @@ def owners(state: Any, params: Any) -> list[Any]:
     return result
 
 
-def state_axes(transformation: optax.GradientTransformation, abstract_params: Any, logical_axes: Any) -> list[Names]:
+def state_axes(
+    transformation: optax.GradientTransformation, abstract_params: Arrays, logical_axes: NamesTree
+) -> list[Names]:
     """Returns the logical axes of each array in an optimizer's state.
 
     An array belongs to a parameter, see `owners`. A dim of the parameter's size has the parameter's logical axis

@@ -6,12 +6,11 @@ trained, and other weights beside them only if the expression is not empty.
 
 import difflib
 import re
-from typing import Any
 
 import jax
 
 from meshtrain.errors import UserError
-from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.sharding.trees import Arrays, Masks, leaves_with_paths
 
 OPTION = "optimizer.trainable"
 # Ends of the names of an adapter's two factors.
@@ -42,7 +41,7 @@ def pattern_errors(pattern: str) -> list[str]:
     return []
 
 
-def trained_mask(pattern: str, params: Any, *, has_adapters: bool = False) -> Any:
+def trained_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) -> Masks:
     """Returns a tree of bool like the parameters: True where a weight is trained.
 
     The pattern is searched anywhere in a path (`re.search`): `query` matches `layers/attention/query`, and `^layers/`
