@@ -10,7 +10,6 @@ would make the mesh and the microbatches part of the numbers, and need a state b
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from meshtrain.config import checks
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import BuiltIn
 from meshtrain.errors import nearest_divisor
-from meshtrain.models.layers import dropout
+from meshtrain.models.layers import Initializer, dropout
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
 from meshtrain.models.vocabulary.losses import cross_entropy
 from meshtrain.options import option
@@ -96,12 +95,12 @@ class ConvNet(nnx.Module):
         return self.head(x)
 
 
-def _he(*axes: str | None) -> Any:
+def _he(*axes: str | None) -> Initializer:
     """Returns an initializer for weights before a ReLU (He et al. 2015) with logical axes as metadata."""
     return nnx.with_metadata(nnx.initializers.he_normal(), axes=axes)
 
 
-def _zeros(*axes: str | None) -> Any:
+def _zeros(*axes: str | None) -> Initializer:
     return nnx.with_metadata(nnx.initializers.zeros_init(), axes=axes)
 
 

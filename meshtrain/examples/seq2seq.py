@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from meshtrain.models.attention.multi_head import Attention, Memory, Slots
 from meshtrain.models.decoder_options import ROTARY, TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.remat import MIDDLE, RESIDUAL
+from meshtrain.models.task import Params
 from meshtrain.models.transformer.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
 from meshtrain.models.vocabulary import head
 from meshtrain.models.vocabulary.embedding import look_up
@@ -261,6 +261,6 @@ def side_keys(keys: jax.Array, side: str) -> jax.Array:
     return jax.vmap(functools.partial(jax.random.fold_in, data=(SOURCE, TARGET).index(side)))(keys)
 
 
-def params_of(params: Any, name: str) -> dict[str, Any]:
+def params_of(params: Params, name: str) -> dict[str, Params]:
     """Returns the variables of a module that may have no parameters, for `apply`."""
     return {"params": params[name]} if name in params else {}

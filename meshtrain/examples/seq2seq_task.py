@@ -14,8 +14,7 @@ Post-norm has no "end", and tied embeddings have no "head".
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +44,13 @@ from meshtrain.models.entry import Entry
 from meshtrain.models.lora import with_adapters
 from meshtrain.models.metrics import Ratio
 from meshtrain.models.remat import RematOptions, casts_first
-from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Task, sequence_keys, token_batch
+from meshtrain.models.task import SEQUENCE_INDEX, Activations, Batch, Loss, Params, Task, sequence_keys, token_batch
 from meshtrain.models.transformer import cache as caches
-from meshtrain.models.transformer.decoder import layer_stack, run_layers
+from meshtrain.models.transformer.decoder import Given, layer_stack, run_layers
 from meshtrain.models.vocabulary import head, losses
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import default_rules
-from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.sharding.trees import Arrays, leaves_with_paths
 from meshtrain.step.precision import compute_name
 
 NOTHING_AGAIN = RematOptions("none")
@@ -148,11 +147,11 @@ class Seq2Seq:
         """Returns the activations [b, L, D] that enter the first layer of a side."""
         embedding = Embedding(self.options, self.placement, self.dtype)
         rows = self.source_length if side == SOURCE else self.target_length
-        x: Any = embedding.apply({"params": params["embedding"]}, side, tokens, positions, rows, keys, train)
+        x: Activations = embedding.apply({"params": params["embedding"]}, side, tokens, positions, rows, keys, train)
         return x
 
     def stack(
-        self, params: Params, x: jax.Array, given: tuple[Any, ...], train: bool, remat: RematOptions
+        self, params: Params, x: jax.Array, given: tuple[Given, ...], train: bool, remat: RematOptions
     ) -> jax.Array:
         """Returns the activations after all layers of a stack and its last norm, [b, L, D].
 
@@ -168,14 +167,14 @@ class Seq2Seq:
         indices = jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         x, sums = run_layers(self.options, layers, x, indices, given, place, dtype, train, remat, Layer)
         assert sums is None, "layers of an encoder-decoder add nothing to the loss"
-        y: Any = End(self.options, place).apply(params_of(params, "end"), x)
+        y: Activations = End(self.options, place).apply(params_of(params, "end"), x)
         return y
 
     def columns(self, params: Params, x: jax.Array, loss: head.Loss = head.logits) -> jax.Array:
         """Returns logits [b, T, V] in the output dtype, padding included, or what `loss` computes of them."""
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         module = Head(self.options, self.placement, self.dtype, self.output_dtype)
-        result: Any = module.apply(params_of(params, "head"), x, table, loss)
+        result: Arrays = module.apply(params_of(params, "head"), x, table, loss)
         return result
 
     def loss(self, params: Params, batch: Batch, rng: jax.Array, train: bool, *, remat: RematOptions) -> Loss:
@@ -278,8 +277,13 @@ class Seq2Seq:
         return self._next_logits(params, y), after
 
     def _one_token(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, stored: Any, given: tuple[Any, ...]
-    ) -> tuple[jax.Array, Any]:
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        stored: Mapping[str, Arrays],
+        given: tuple[Given, ...],
+    ) -> tuple[jax.Array, Arrays]:
         """Returns the decoder's output [R, 1, D] for one token of each row, int32 [R], and its keys and values.
 
         Args:
@@ -296,7 +300,7 @@ class Seq2Seq:
         variables = {"params": decoder["layers"], **stored}
         angles = angles_of(self.options, positions)
         (x, _), new = stack.apply(variables, x, jnp.arange(num_layers), keys, angles, *given, mutable=[NEW])
-        y: Any = End(self.options, self.placement).apply(params_of(decoder, "end"), x)
+        y: Activations = End(self.options, self.placement).apply(params_of(decoder, "end"), x)
         return y, new[NEW]
 
     def _next_logits(self, params: Params, x: jax.Array) -> jax.Array:
@@ -309,7 +313,7 @@ class Seq2Seq:
     def cast(self, params: Params) -> Params:
         """Returns the parameters in the dtypes in which they compute: norms in float32, the rest in `dtype`."""
 
-        def cast_one(path: Any, leaf: jax.Array) -> jax.Array:
+        def cast_one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
             is_norm = any(key.key.endswith("norm") for key in path)
             return leaf if is_norm else leaf.astype(self.dtype)
 
@@ -327,8 +331,8 @@ def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: j
         embedding.init(keys[0], side, ints, ints, rows, sequence, False)["params"]
         for side, rows in ((SOURCE, source_length), (TARGET, target_length))
     ]
-    params: dict[str, Any] = {"embedding": {**tables[0], **tables[1]}}
-    given: tuple[Any, ...] = (sequence, angles_of(options, ints), None, None)
+    params: dict[str, Params] = {"embedding": {**tables[0], **tables[1]}}
+    given: tuple[Given, ...] = (sequence, angles_of(options, ints), None, None)
     stacks = (
         ("encoder", options.num_encoder_layers, given),
         ("decoder", options.num_layers, (*given, Memory(x, None))),
@@ -341,7 +345,7 @@ def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: j
     return {**params, **_named("head", Head(options, nowhere, dtype, dtype).init(keys[5], x, table))}
 
 
-def _named(name: str, variables: Any) -> dict[str, Any]:
+def _named(name: str, variables: Mapping[str, Params]) -> dict[str, Params]:
     """Returns {name: parameters}, or {} for a module without parameters."""
     return {name: variables["params"]} if variables else {}
 

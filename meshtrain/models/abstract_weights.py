@@ -9,9 +9,10 @@ import jax
 from flax.core import meta
 
 from meshtrain.sharding.stored import Names
+from meshtrain.sharding.trees import Arrays, NamesTree
 
 
-def named_params(init: Callable[[jax.Array], Any], *, on_one_device: bool = False) -> tuple[Any, Any]:
+def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = False) -> tuple[Arrays, NamesTree]:
     """Returns abstract parameters in layer order, and their logical axes; touches no device.
 
     JAX caches what it traces by the function: for the same `init` the model is traced once.
@@ -31,7 +32,7 @@ def named_params(init: Callable[[jax.Array], Any], *, on_one_device: bool = Fals
     return meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
 
 
-def num_parameters(init: Callable[[jax.Array], Any], sizes: dict[str, int]) -> int:
+def num_parameters(init: Callable[[jax.Array], Arrays], sizes: dict[str, int]) -> int:
     """Returns the number of parameters of a model whose leaves are all boxed; touches no device.
 
     Args:
@@ -40,7 +41,7 @@ def num_parameters(init: Callable[[jax.Array], Any], sizes: dict[str, int]) -> i
     """
     params, axes = named_params(init)
 
-    def count(leaf: Any, names: Names) -> int:
+    def count(leaf: jax.ShapeDtypeStruct, names: Names) -> int:
         dims = zip(leaf.shape, names, strict=True)
         return math.prod(sizes[name] if name in sizes else size for size, name in dims)
 
@@ -48,5 +49,5 @@ def num_parameters(init: Callable[[jax.Array], Any], sizes: dict[str, int]) -> i
 
 
 @functools.cache
-def _abstract_key() -> Any:
+def _abstract_key() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key(0))

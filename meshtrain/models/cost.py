@@ -15,13 +15,14 @@ along tensor, A = b D a.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.launch.links import wire_share
 from meshtrain.models.attention.context_parallel import has_heads
+from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.remat import SUMS_AGAIN, RematOptions
 from meshtrain.models.vocabulary import head
 from meshtrain.sharding.axes import CONTEXT, EXPERT, PIPELINE, TENSOR, sequence_axes
@@ -91,7 +92,7 @@ def unknown(mesh_shape: Mapping[str, int], units: float) -> Cost:
 
 
 def of_transformer(
-    options: Any,
+    options: TransformerShape,
     num_layers: int,
     dtype: DTypeLike,
     output_dtype: DTypeLike,

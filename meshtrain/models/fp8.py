@@ -11,16 +11,17 @@ microbatches, which decides what one tensor is, hardly matters either.
 """
 
 import functools
-from typing import Any
 
 import jax
-import jax.custom_derivatives
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.typing import DTypeLike
 
 from meshtrain.sharding.placement import Placement
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+Residuals = tuple[jax.Array | None, jax.Array | None]  # x and w, or their gradients; None where no gradient needs it
 
 
 def product(x: jax.Array, w: jax.Array, placement: Placement) -> jax.Array:
@@ -50,17 +51,15 @@ def _product(x: jax.Array, w: jax.Array, placement: Placement) -> jax.Array:
     return _scaled(x, w, dims, (FORWARD, FORWARD), placement)
 
 
-def _forward(x: Any, w: Any, placement: Placement) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | None]]:
+def _forward(x: CustomVJPPrimal, w: CustomVJPPrimal, placement: Placement) -> tuple[jax.Array, Residuals]:
     # The residuals are those of a product in 16 bits, so `remat.policy` means what it means there. Of a frozen weight
     # (or an input without a gradient) the other one is not needed.
     return _product(x.value, w.value, placement), (x.value if w.perturbed else None, w.value if x.perturbed else None)
 
 
-def _backward(
-    placement: Placement, residuals: tuple[jax.Array | None, jax.Array | None], g: Any
-) -> tuple[jax.Array | None, jax.Array | None]:
+def _backward(placement: Placement, residuals: Residuals, g: jax.Array | SymbolicZero) -> Residuals:
     x, w = residuals
-    if isinstance(g, jax.custom_derivatives.SymbolicZero):
+    if isinstance(g, SymbolicZero):
         return None, None
     of_x = of_w = None
     if w is not None:

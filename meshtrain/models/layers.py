@@ -5,7 +5,6 @@ b: sequences in a microbatch, T: tokens a sequence, D: embed dim, F: mlp dim, H:
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from meshtrain.optim.trainable import ADAPTER_ENDS
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import ADAPTER_EXPERT_MLP, ADAPTER_HEAD_DIM, ADAPTER_MLP
 from meshtrain.sharding.stored import Names
+from meshtrain.sharding.trees import Arrays
 
 Initializer = Callable[..., jax.Array]
 
@@ -51,7 +51,7 @@ def weight(
       placement: the sharding of the gathered weight.
       dtype: of the result.
     """
-    value: Any = module.param(name, nn.with_logical_partitioning(initializer, axes), shape, jnp.float32)
+    value: Arrays = module.param(name, nn.with_logical_partitioning(initializer, axes), shape, jnp.float32)
     return placement.weight(value.astype(dtype), axes)
 
 

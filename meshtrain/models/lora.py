@@ -12,8 +12,7 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ from meshtrain.optim import trainable
 from meshtrain.optim.masks import is_hidden_matrix, matrix_dims, num_stacked
 from meshtrain.options import AllBut, option
 from meshtrain.sharding.stored import Names, is_names
-from meshtrain.sharding.trees import leaves_with_paths
+from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
 TARGETS = "lora.targets"
 
@@ -91,7 +90,7 @@ def _flops_per_token(task: Task, num_added: int) -> float:
     )
 
 
-def _scaling(function: Callable[..., Any], scale: float) -> Callable[..., Any]:
+def _scaling(function: Callable[..., Arrays], scale: float) -> Callable[..., Arrays]:
     return lambda params, *given, **named: function(scaled(params, scale), *given, **named)
 
 
@@ -109,7 +108,7 @@ def scaled(params: Params, scale: float) -> Params:
     The product stands outside of the layers because they know neither of the two numbers. B is the smallest factor.
     """
 
-    def one(path: Any, leaf: jax.Array) -> jax.Array:
+    def one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
         return leaf.astype(jnp.float32) * scale if path[-1].key.endswith(B) else leaf
 
     return jax.tree_util.tree_map_with_path(one, params)
@@ -125,8 +124,8 @@ def _init(init: Callable[[jax.Array], Params], options: LoraOptions, rng: jax.Ar
     """Returns the weights of `init`, bitwise, and the factors beside them, each boxed with its logical axes."""
     is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
 
-    def extended(tree: Any, above: str) -> Any:
-        result: dict[str, Any] = {}
+    def extended(tree: Params, above: str) -> Params:
+        result: dict[str, Params] = {}
         for name, part in tree.items():
             path = f"{above}{name}"
             result[name] = part if is_box(part) else extended(part, f"{path}/")
@@ -142,7 +141,7 @@ def _is_target(options: LoraOptions, path: str, names: Names) -> bool:
     return is_hidden_matrix(names) and re.search(options.targets, path) is not None
 
 
-def _factors(key: jax.Array, box: Any, rank: int) -> dict[str, Any]:
+def _factors(key: jax.Array, box: nn.LogicallyPartitioned, rank: int) -> dict[str, nn.LogicallyPartitioned]:
     """Returns A, uniform within 1 / sqrt(inputs) of 0 as in Hu et al.'s code, and B, zeros."""
     names, shape = box.names, meta.unbox(box).shape
     dims = matrix_dims(names)
@@ -164,8 +163,8 @@ def merged(params: Params, options: LoraOptions) -> Params:
     """
     scale = options.alpha / max(options.rank, 1)
 
-    def one(tree: Any) -> Any:
-        result: dict[str, Any] = {}
+    def one(tree: Params) -> Params:
+        result: dict[str, Params] = {}
         for name, part in tree.items():
             if isinstance(part, dict):
                 result[name] = one(part)
@@ -188,7 +187,7 @@ def _product(a: jax.Array, b: jax.Array, like: jax.Array) -> jax.Array:
     )  # fmt: skip
 
 
-def problems(options: LoraOptions, params: Any, axes: Any) -> list[str]:
+def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[str]:
     """Returns one line for each reason why these options fit no weight of a task, or train nothing.
 
     Args:

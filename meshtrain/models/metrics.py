@@ -7,10 +7,12 @@ E: experts.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+
+from meshtrain.sharding.trees import Tree
 
 # The metric of tokens that experts had no room for; `step.guard` skips a step where it is above 0.
 LEFT_OUT = "left_out_tokens"
@@ -41,16 +43,19 @@ class Load(NamedTuple):
     counts: jax.Array
 
 
-Metrics = Mapping[str, jax.Array | Ratio | Count | Load]
+Metric = jax.Array | Ratio | Count | Load
+Metrics = Mapping[str, Metric]
+# Of a metric, or the weight of the loss: a float32 scalar, or a number or numpy scalar where it was read.
+Number: TypeAlias = Any
 _KINDS = (Ratio, Count, Load)
 
 
-def divisor(weight: Any) -> Any:
+def divisor(weight: Number) -> Number:
     """Returns what a sum is divided by: its weight, or 1 where that is 0."""
     return weight + (weight == 0)
 
 
-def logged(metric: Any, weight: Any) -> Any:
+def logged(metric: Metric | float, weight: Number) -> Number:
     """Returns what is logged of a metric, a scalar.
 
     >>> print(logged(Load(jnp.float32([[3, 1, 0, 0], [1, 1, 1, 1]])), jnp.float32(7)))
@@ -70,7 +75,7 @@ def logged(metric: Any, weight: Any) -> Any:
     return metric / divisor(weight)
 
 
-def all_logged(metrics: Metrics, weight: Any) -> dict[str, Any]:
+def all_logged(metrics: Metrics, weight: Number) -> dict[str, Number]:
     """Returns what is logged of all metrics: a scalar of each, and of a `Load` the load of each expert, float32 [E].
 
     Args:
@@ -98,18 +103,18 @@ def num_left_out(metrics: Metrics) -> jax.Array | None:
     return metric.sum if isinstance(metric, Count) else None
 
 
-def are_metrics(metrics: Any) -> bool:
+def are_metrics(metrics: Tree) -> bool:
     """Returns whether this is a dict of metrics: scalars, and kinds whose fields are scalars, of a load any array."""
     return isinstance(metrics, Mapping) and all(_is_metric(metric) for metric in metrics.values())
 
 
-def _is_metric(metric: Any) -> bool:
+def _is_metric(metric: Tree) -> bool:
     if isinstance(metric, Load):
         return jnp.ndim(metric.counts) > 0
     fields = metric if isinstance(metric, _KINDS) else (metric,)
     return all(is_scalar(field) for field in fields)
 
 
-def is_scalar(value: Any) -> bool:
+def is_scalar(value: Tree) -> bool:
     """Returns whether this is one number or a scalar array, and no container."""
     return not isinstance(value, tuple | Mapping) and jnp.shape(value) == ()

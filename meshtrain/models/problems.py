@@ -1,12 +1,11 @@
 """Checks of the options of decoder and encoder-decoder against each other and the mesh: got, allowed, nearest fix."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshtrain.errors import nearest_divisor, nearest_multiple
 from meshtrain.models.attention.context_parallel import has_heads
 from meshtrain.models.cost import of_sequence
-from meshtrain.models.decoder_options import DecoderOptions
+from meshtrain.models.decoder_options import DecoderOptions, TransformerShape
 from meshtrain.models.layers import GATES
 from meshtrain.options import MOST
 from meshtrain.sharding.axes import CONTEXT, TENSOR, sequence_axes
@@ -52,7 +51,7 @@ def of_decoder(
     return problems
 
 
-def of_transformer(options: Any, computes_in: str, mesh_shape: Mapping[str, int]) -> list[str]:
+def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line for each contradiction of the options that both transformers share; see `of_decoder`."""
     problems, heads = [], options.num_heads
     if not options.head_dim and options.embed_dim % heads:
@@ -82,7 +81,7 @@ def of_transformer(options: Any, computes_in: str, mesh_shape: Mapping[str, int]
     return problems + _gathered_keys(options, mesh_shape)
 
 
-def _gathered_keys(options: Any, mesh_shape: Mapping[str, int]) -> list[str]:
+def _gathered_keys(options: TransformerShape, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line where keys and values are gathered, and the kernel that was asked for does not take them."""
     num_shards, size = of_sequence(mesh_shape), mesh_shape[CONTEXT]
     if size == 1 or options.attention in TAKE_PARTS or has_heads(options.num_heads, num_shards):

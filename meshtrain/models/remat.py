@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
 
 from meshtrain.errors import nearest_divisor
 from meshtrain.options import AllBut, option
@@ -26,6 +28,10 @@ _SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP, EXPERT_DOWN})
 # The primitive of cuDNN's attention. Its results are the heads and the softmax's statistics for its backward pass.
 _FUSED_ATTENTION = "dot_product_attention_fwd"
 
+Param: TypeAlias = Any  # a parameter of a primitive, such as its name or the dims of a product
+# (primitive, the shapes of its operands, its parameters) -> whether its results are saved, or where.
+Policy: TypeAlias = Callable[..., Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class RematOptions:
@@ -44,7 +50,7 @@ class RematOptions:
     )  # fmt: skip
 
 
-def checkpoint_policy(name: str, placement: Placement) -> Callable[..., Any] | None:
+def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
     """Returns the `jax.checkpoint` policy of a layer, None where all residuals may be saved.
 
     Gathered weights are saved only if `placement.keeps_gathered`. Otherwise the backward pass gathers them again:
@@ -91,7 +97,7 @@ def gathers_early(options: RematOptions, placement: Placement, *, splits_sequenc
     return placement.gathers_weights or not splits_sequence or options.policy not in SUMS_AGAIN
 
 
-def _activations(name: str) -> Callable[..., Any]:
+def _activations(name: str) -> Policy:
     policies = jax.checkpoint_policies
     if name == "offload":
         return policies.save_and_offload_only_these_names(
@@ -103,26 +109,26 @@ def _activations(name: str) -> Callable[..., Any]:
     return {"save_attention": _is_attention, "selective": _is_selected, "dots": _is_product, "full": _is_chosen}[name]
 
 
-def _is_chosen(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_chosen(primitive: Primitive, *_: ShapedArray, **params: Param) -> bool:
     return _is_named(primitive, params, (CHOSEN,))
 
 
-def _is_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_attention(primitive: Primitive, *_: ShapedArray, **params: Param) -> bool:
     return primitive.name.startswith(_FUSED_ATTENTION) or _is_named(primitive, params, (HEADS, CHOSEN))
 
 
-def _is_selected(primitive: Any, *shapes: Any, **params: Any) -> bool:
+def _is_selected(primitive: Primitive, *shapes: ShapedArray, **params: Param) -> bool:
     return _is_named(primitive, params, _SELECTED) or _is_attention(primitive, *shapes, **params)
 
 
-def _is_product(primitive: Any, *shapes: Any, **params: Any) -> bool:
+def _is_product(primitive: Primitive, *shapes: ShapedArray, **params: Param) -> bool:
     # Products of experts run in loops and kernels.
     if _is_named(primitive, params, (CHOSEN, EXPERT_UP, EXPERT_DOWN)):
         return True
     return bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params))
 
 
-def _is_named(primitive: Any, params: Mapping[str, Any], names: Collection[str]) -> bool:
+def _is_named(primitive: Primitive, params: Mapping[str, Param], names: Collection[str]) -> bool:
     return primitive.name == "name" and params["name"] in names
 
 

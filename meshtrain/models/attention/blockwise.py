@@ -10,11 +10,13 @@ G: key and value heads, R: query heads of each of them (N / G), H: head dim, t, 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.sharding.trees import Arrays
 
 # Scores of a block take b N 512 512 numbers; larger blocks compute more of the diagonal than is visible.
 LARGEST_BLOCK = 512
@@ -32,6 +34,10 @@ OF_KEYS = (((2, 3), (1, 3)), ((0, 1), (0, 2)))  # [b, G, t, R, s] x [b, t, G, R,
 TRACED_NAME = "blockwise_forward"
 
 Documents = tuple[jax.Array, jax.Array] | None
+Index: TypeAlias = Any  # of a block: an int, or a traced int32 scalar
+Pair = tuple[jax.Array, jax.Array]  # a block of queries and one of keys, by index
+Given = jax.Array | Documents  # an argument of `blockwise_forward`, None among them
+Sums: TypeAlias = Arrays  # what a pass adds up, block by block: three arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +69,14 @@ class Blocks:
     name: str
     is_part: bool = False
 
-    def first(self, i: Any) -> Any:
+    def first(self, i: Index) -> Index:
         """Returns the first block of keys that the block `i` of queries reads; `i` is a number or a traced one."""
         if not self.window or self.is_part:
             return 0 * i
         largest = max if isinstance(i, int) else jnp.maximum
         return largest(0, (i * self.queries - self.window + 1) // self.keys)
 
-    def last(self, i: Any) -> Any:
+    def last(self, i: Index) -> Index:
         """Returns the last block of keys that the block `i` of queries reads, likewise."""
         if not self.causal or self.is_part:
             return 0 * i + self.num_keys - 1
@@ -157,7 +163,7 @@ def _attend(
     return _named(blocks, blockwise_forward(blocks, q, k, v, documents, first))[0]
 
 
-def _forward(blocks: Blocks, *given: Any) -> tuple[jax.Array, Any]:
+def _forward(blocks: Blocks, *given: Given) -> tuple[jax.Array, tuple[Given, ...]]:
     heads, log_sums = _named(blocks, blockwise_forward(blocks, *given))
     return heads, (*given, heads, log_sums)
 
@@ -168,7 +174,7 @@ def _named(blocks: Blocks, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
 
 
 def _backward(
-    blocks: Blocks, residuals: Any, cotangent: jax.Array
+    blocks: Blocks, residuals: tuple[Given, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     return (*blockwise_backward(blocks, *residuals, cotangent), None, None)
 
@@ -191,7 +197,7 @@ def blockwise_forward(
       first: see `attend`.
     """
 
-    def add(carry: Any, nothing: None) -> tuple[Any, None]:
+    def add(carry: tuple[Pair, Sums], nothing: None) -> tuple[tuple[Pair, Sums], None]:
         (i, j), (sums, most, total) = carry
         scores, _, visible = _scores(blocks, q, k, documents, first, i, j)
         most_before, total_before = _cut(most, i, blocks.queries, 2), _cut(total, i, blocks.queries, 2)
@@ -242,7 +248,7 @@ def blockwise_backward(
     # Of a row of probabilities p with cotangents c: the softmax's backward is p (c - sum(p c)); that sum is this one.
     inner = jnp.sum(heads.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1).swapaxes(1, 2)
 
-    def add(carry: Any, nothing: None) -> tuple[Any, None]:
+    def add(carry: tuple[Pair, Sums], nothing: None) -> tuple[tuple[Pair, Sums], None]:
         (i, j), (dq, dk, dv) = carry
         scores, slope, visible = _scores(blocks, q, k, documents, first, i, j)
         weights = _where(visible, jnp.exp(scores - _cut(log_sums, i, blocks.queries, 2)[..., None]))
@@ -310,7 +316,7 @@ def _where(visible: jax.Array | None, weights: jax.Array) -> jax.Array:
     return weights if visible is None else jnp.where(visible, weights, 0)
 
 
-def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array, dims: jax.lax.DotDimensionNumbers) -> jax.Array:
     product: jax.Array = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
     return product
 

@@ -16,10 +16,12 @@ sequence, N: query heads, G: key and value heads, H: head dim; heads are those o
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from meshtrain.models.attention.blockwise import Documents
+from meshtrain.sharding.trees import Arrays
 
 # (q [b, T, N, H], k and v [b, S, G, H], the documents of queries and keys or None, further arguments) -> [b, T, N, H]
 Attend = Callable[..., jax.Array]
@@ -35,7 +37,9 @@ def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
       axes: the mesh axes that split sequences, n devices; n divides N.
     """
 
-    def exchanged(q: jax.Array, k: jax.Array, v: jax.Array, documents: Any, *others: Any) -> jax.Array:
+    def exchanged(
+        q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, *others: jax.Array | None
+    ) -> jax.Array:
         num_parts = jax.lax.axis_size(axes)
         assert q.shape[2] % num_parts == 0, "the parts of a sequence divide the heads"
         k, v = (_repeated(x, math.lcm(x.shape[2], num_parts)) for x in (k, v))
@@ -56,7 +60,9 @@ def by_keys(attend: Attend, axes: tuple[str, ...], *, causal: bool) -> Attend:
       causal: whether a query attends to the keys up to its own place only.
     """
 
-    def exchanged(q: jax.Array, k: jax.Array, v: jax.Array, documents: Any, *others: Any) -> jax.Array:
+    def exchanged(
+        q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, *others: jax.Array | None
+    ) -> jax.Array:
         k, v = (_gathered(x, axes) for x in (k, v))
         if documents is not None:
             documents = (documents[0], _gathered(documents[1], axes))
@@ -82,6 +88,6 @@ def _repeated(x: jax.Array, num_heads: int) -> jax.Array:
     return x if times == 1 else jnp.repeat(x.astype(jnp.float32), times, axis=2).astype(x.dtype)
 
 
-def _gathered(tree: Any, axes: tuple[str, ...]) -> Any:
+def _gathered(tree: Arrays, axes: tuple[str, ...]) -> Arrays:
     """Returns arrays [b, T / n, ...] as [b, T, ...]."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), tree)

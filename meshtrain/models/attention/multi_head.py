@@ -217,7 +217,7 @@ class Attention(nn.Module):
         tokens = [self.placement.activation_spec(array.shape[:2], ("batch", "sequence")) for array in (q, k)]
         replicated = None if is_global is None else PartitionSpec()
         in_specs = (queries, keys, keys, tuple(tokens) if segments else None, replicated)
-        on_device: Any = run
+        on_device: context_parallel.Attend = run
         if parts:
             on_device = (
                 context_parallel.by_keys(run, parts, causal=causal)
@@ -233,7 +233,7 @@ class Attention(nn.Module):
         _, parts, of_heads, _ = axes_of_dims(self.placement.activation_spec(q.shape, QUERIES), q.ndim)
         return bool(parts) and not context_parallel.has_heads(q.shape[2], self.placement.size((*parts, *of_heads)))
 
-    def _kernel(self, how: str, causal: bool, window: int | jax.Array) -> Any:
+    def _kernel(self, how: str, causal: bool, window: int | jax.Array) -> context_parallel.Attend:
         """Returns an implementation as a function of q, k, v and documents."""
         options: Any = {"causal": causal, "window": window, "scale": self.scale, "cap": self.cap}
         if how == "blockwise":

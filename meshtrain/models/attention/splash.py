@@ -5,7 +5,6 @@ G: key and value heads, H: head dim.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ def attend(
         segments = splash.SegmentIds(*(_longer(ids, -1) for ids in documents))
     q, k, v = (_longer(x, 0).swapaxes(1, 2) for x in (q, k, v))
     shape = (q.shape[2], k.shape[2])
-    mask: Any = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    mask: masks.Mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     if window:
         mask = masks.LocalMask(shape, (window - 1, 0), offset=0)
     of_q, of_kv = map(_block, shape)

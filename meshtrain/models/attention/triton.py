@@ -28,6 +28,10 @@ BACKWARD = (
     "return_residuals", "res", "do",
 )  # fmt: skip
 
+Static = tuple[float, bool, bool, str]  # the scale, whether it is causal, whether it is interpreted, a name
+# q, k, v, the documents, the heads, and the logarithms of the softmax's sums.
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+
 
 def takes(head_dim: int) -> bool:
     """Returns whether `auto` takes this kernel for heads of that dim; the tests compile it for 64, 128 and 256."""
@@ -101,11 +105,13 @@ def _longer(x: jax.Array, filler: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+def _attend(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
     return _forward(static, q, k, v, ids)[0]
 
 
-def _forward(static: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[jax.Array, Any]:
+def _forward(
+    static: Static, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+) -> tuple[jax.Array, Residuals]:
     *_, name = static
     with jax.named_scope(_scope(static)):
         _, residuals = _module().mha.fwd(q, *(_for_each_query(x, q) for x in (k, v)), ids, *_static(static, q))
@@ -114,7 +120,9 @@ def _forward(static: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Arr
     return heads, (q, k, v, ids, heads, log_sums)
 
 
-def _backward(static: Any, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(
+    static: Static, residuals: Residuals, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, ids, heads, log_sums = residuals
     repeated = (q, _for_each_query(k, q), _for_each_query(v, q), ids, heads, log_sums)
     with jax.named_scope(_scope(static)):
@@ -138,12 +146,12 @@ def _sum_of_queries(found: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(parts, axis=3, dtype=jnp.float32).astype(x.dtype)
 
 
-def _scope(static: Any) -> str:
+def _scope(static: Static) -> str:
     """Returns the name of the operations, from which the planner reads whether blocks are skipped."""
     return "triton_causal" if static[1] else "triton_full"
 
 
-def _static(static: Any, q: jax.Array) -> tuple[Any, ...]:
+def _static(static: Static, q: jax.Array) -> tuple[Any, ...]:
     scale, causal, interpret, _ = static
     # The largest with which heads of this dim fit into an A100's shared memory, 164 KiB.
     forward, backward = ((128, 64), 64) if q.shape[3] <= 128 else ((64, 64), 32)

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,14 @@ from jax.typing import DTypeLike
 
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.layers import GATES, A, B, Mlp, factor_axes, normal, weight
-from meshtrain.models.metrics import LEFT_OUT, Count, Load, Metrics
+from meshtrain.models.metrics import LEFT_OUT, Count, Load, Metric, Metrics
 from meshtrain.models.moe import grouped_matmul, routing
 from meshtrain.models.moe.routing import Routing, Tokens
 from meshtrain.models.remat import EXPERT_DOWN, EXPERT_UP
 from meshtrain.models.task import LayerSums, Params
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.stored import Names, axes_in, axes_of_dims
+from meshtrain.sharding.trees import Arrays, Specs
 
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
 MATRICES: Mapping[str, Names] = {"up": UP, "gate": UP, "down": DOWN}
@@ -115,11 +116,11 @@ class Experts(nn.Module):
         for name, axes in MATRICES.items():
             start = nn.with_logical_partitioning(normal(self.output_std if name == "down" else o.init_std), axes)
             shape = tuple(sizes[str(axis)] for axis in axes)
-            value: Any = self.param(name, start, shape, jnp.float32)
+            value: Arrays = self.param(name, start, shape, jnp.float32)
             result[name] = value.astype(self.dtype), axes
             if self.has_variable("params", name + A):
                 for end, of_factor in zip((A, B), factor_axes(axes), strict=True):
-                    factor: Any = self.get_variable("params", name + end)
+                    factor: Arrays = self.get_variable("params", name + end)
                     result[name + end] = factor.astype(self.dtype), of_factor
         return result
 
@@ -144,7 +145,7 @@ def _sums(
     """
     balance, z = routing.balance(to, counts, tokens), routing.z_loss(to, tokens)
     row = jnp.zeros((options.num_layers, options.num_experts), jnp.float32).at[layer].set(jnp.sum(counts, axis=0))
-    metrics: dict[str, Any] = {
+    metrics: dict[str, Metric] = {
         "balance_loss": balance / options.num_layers,
         "z_loss": z / options.num_layers,
         "router_entropy": routing.entropy(to, tokens) / options.num_layers,
@@ -166,7 +167,7 @@ def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
       params: float32, see `Task.after_update`.
       metrics: sums over the batch, with the load of each layer's experts.
     """
-    load: Any = metrics[LOAD]
+    load: Arrays = metrics[LOAD]
     experts = params["layers"]["experts"]
     moved = experts | {BIAS: experts[BIAS] + rate * routing.direction(load.counts)}
     return {**params, "layers": {**params["layers"], "experts": moved}}
@@ -227,7 +228,7 @@ class _Plan:
         return cls(of_x, residual if scatters else of_x, stored, whole, experts, inner, o, platform)
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
+    def inputs(self) -> tuple[Specs, ...]:
         """The specs of the arguments of `on_device`."""
         return self.x, self.x, self.x, dict(self.stored)
 

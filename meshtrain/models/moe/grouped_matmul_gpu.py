@@ -8,7 +8,7 @@ E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
 
 import functools
 import math
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -71,11 +71,11 @@ def times(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed:
 
 
 def _times(
-    pl: Any,
-    owners: Any,
-    rows: Any,
-    weights: Any,
-    result: Any,
+    pl: ModuleType,
+    owners: jax.Ref,
+    rows: jax.Ref,
+    weights: jax.Ref,
+    result: jax.Ref,
     *,
     step: int,
     columns: int,
@@ -129,7 +129,16 @@ def of_weights(
     return result
 
 
-def _of_weights(pl: Any, bounds: Any, rows: Any, cotangent: Any, result: Any, *, step: int, steps_a_block: int) -> None:
+def _of_weights(
+    pl: ModuleType,
+    bounds: jax.Ref,
+    rows: jax.Ref,
+    cotangent: jax.Ref,
+    result: jax.Ref,
+    *,
+    step: int,
+    steps_a_block: int,
+) -> None:
     expert = pl.program_id(2)
 
     def add(i: jax.Array, sums: jax.Array) -> jax.Array:
@@ -157,7 +166,7 @@ def _step(size: int, array: jax.Array) -> int:
     return math.gcd(size, STEP_BYTES // array.dtype.itemsize)
 
 
-def _modules() -> tuple[Any, Any]:
+def _modules() -> tuple[ModuleType, ModuleType]:
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 

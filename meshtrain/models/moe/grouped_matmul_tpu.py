@@ -5,6 +5,7 @@ The kernels visit the blocks that have rows, and leave those of no expert unwrit
 E: experts, m: rows a block, R: rows of all blocks, D, F: dims of a weight.
 """
 
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ def of_weights(
     return result
 
 
-def _module() -> Any:
+def _module() -> ModuleType:
     from jax.experimental.pallas.ops.tpu.megablox import ops
 
     # The package has a function in place of the module, whose cotangents of the weights this one has as well.

@@ -7,7 +7,7 @@ padded vocabulary on one shard of a manual axis (all of it without one).
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,23 @@ from jax.typing import DTypeLike
 
 from meshtrain.models.attention.multi_head import CACHE, NEW, Attention, Slots
 from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
+from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.moe.experts import Experts
 from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_policy
-from meshtrain.models.task import Batch, LayerSums
+from meshtrain.models.task import Batch, LayerSums, Params
 from meshtrain.models.transformer.cache import latest
 from meshtrain.models.vocabulary import head, losses
 from meshtrain.models.vocabulary.embedding import look_up
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.trees import Arrays
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
 # Scope of the attention of a layer that selects by its index, see `Cost.shares`.
 LOCAL_OR_GLOBAL = "local_or_global"
+
+Given: TypeAlias = Arrays  # an argument of each layer, such as its angles: an array, a `ByKind`, None
 
 
 class ByKind(NamedTuple):
@@ -38,8 +42,8 @@ class ByKind(NamedTuple):
     The layers are scanned, so a layer selects its own by its index.
     """
 
-    local: Any
-    everywhere: Any
+    local: Arrays
+    everywhere: Arrays
 
 
 class Embedding(nn.Module):
@@ -183,15 +187,15 @@ class Head(nn.Module):
 
 
 def layer_stack(
-    options: Any,
+    options: TransformerShape,
     num_layers: int,
     placement: Placement,
     dtype: DTypeLike,
     train: bool,
     remat: str,
-    layer: Any = Layer,
+    layer: type[nn.Module] = Layer,
     num_given: int = 5,
-) -> Any:
+) -> nn.Module:
     """Returns a stack of `num_layers` layers as one scanned Linen module.
 
     Args:
@@ -218,16 +222,16 @@ def layer_stack(
 
 
 def run_layers(
-    options: Any,
-    layers: Any,
+    options: TransformerShape,
+    layers: Params,
     x: jax.Array,
     indices: jax.Array,
-    given: tuple[Any, ...],
+    given: tuple[Given, ...],
     placement: Placement,
     dtype: DTypeLike,
     train: bool,
     remat: RematOptions,
-    layer: Any = Layer,
+    layer: type[nn.Module] = Layer,
 ) -> tuple[jax.Array, LayerSums]:
     """Returns the activations after K layers, [b, T, D], and the sums of these layers, see `Stages.repeated`.
 
@@ -245,13 +249,13 @@ def run_layers(
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
 
-    def run(x: jax.Array, some: tuple[Any, jax.Array], policy: str) -> tuple[jax.Array, LayerSums]:
+    def run(x: jax.Array, some: tuple[Params, jax.Array], policy: str) -> tuple[jax.Array, LayerSums]:
         layers, indices = some
         stack = layer_stack(options, indices.shape[0], placement, dtype, train, policy, layer, len(given))
         y, sums = stack.apply({"params": layers}, x, indices, *given)
         return y, _total(sums)
 
-    def group(x: jax.Array, some: tuple[Any, jax.Array]) -> tuple[jax.Array, LayerSums]:
+    def group(x: jax.Array, some: tuple[Params, jax.Array]) -> tuple[jax.Array, LayerSums]:
         parts = []
         # Unrolled: residuals of an inner scan would be copied out of it, which takes memory for another group.
         for i in range(every):
@@ -267,7 +271,7 @@ def run_layers(
     return y, _total(sums)
 
 
-def _total(sums: LayerSums) -> LayerSums:
+def _total(sums: Arrays) -> LayerSums:
     return jax.tree.map(lambda of_layers: jnp.sum(of_layers, axis=0), sums)
 
 
@@ -299,7 +303,7 @@ def slots_of(options: DecoderOptions, filled: jax.Array, own: jax.Array) -> Slot
     return ByKind(local, Slots(filled, own)) if options.alternates else local
 
 
-def _own(given: Any, is_global: jax.Array | None) -> Any:
+def _own(given: Given, is_global: jax.Array | None) -> Given:
     """Returns `given`, or the part of a `ByKind` that is for this layer."""
     if not isinstance(given, ByKind):
         return given

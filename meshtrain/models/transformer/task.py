@@ -10,8 +10,7 @@ params = {"embedding": {table [V, D], positions [T, D]}, "layers": {... each lea
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import RematOptions, casts_first
 from meshtrain.models.task import (
     SEQUENCE_INDEX,
+    Activations,
     Batch,
     LayerSums,
     Loss,
@@ -50,6 +50,7 @@ from meshtrain.models.transformer.decoder import (
 from meshtrain.models.transformer.decoder_cost import attention_flops_per_token, cost
 from meshtrain.models.vocabulary import head, losses
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.trees import Arrays
 
 NOTHING_AGAIN = RematOptions("none")
 IN_FLOAT32 = ("router", BIAS)
@@ -127,7 +128,7 @@ class Decoder:
         """Returns the activations that enter the first layer, [b, T, D]."""
         num_rows = params["embedding"]["table"].shape[0]
         embedding = Embedding(self.options, num_rows, self.num_positions, self.placement, self.dtype)
-        x: Any = embedding.apply({"params": params["embedding"]}, batch, sequence_keys(rng, batch), train, axis)
+        x: Activations = embedding.apply({"params": params["embedding"]}, batch, sequence_keys(rng, batch), train, axis)
         return x
 
     def repeated(
@@ -136,7 +137,7 @@ class Decoder:
         x: jax.Array,
         batch: Batch,
         rng: jax.Array,
-        start: Any,
+        start: jax.Array | int,
         train: bool,
         *,
         remat: RematOptions,
@@ -156,7 +157,7 @@ class Decoder:
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""
 
-        def cast_one(path: Any, leaf: jax.Array) -> jax.Array:
+        def cast_one(path: Sequence[jax.tree_util.DictKey], leaf: jax.Array) -> jax.Array:
             # Some norms stand inside of attention.
             is_norm = any(part.key.endswith("norm") for part in path)
             return leaf if is_norm or path[-1].key in IN_FLOAT32 else leaf.astype(self.dtype)
@@ -170,7 +171,7 @@ class Decoder:
         table = params["embedding"]["table"] if self.options.tied_embeddings else None
         num_columns = table.shape[0] if table is not None else params["head"]["kernel"].shape[1]
         module = Head(self.options, num_columns, self.placement, self.dtype, self.output_dtype)
-        result: Any = module.apply({"params": params["head"]}, x, table, axis, loss)
+        result: Arrays = module.apply({"params": params["head"]}, x, table, axis, loss)
         return result
 
     def logits(self, params: Params, x: jax.Array, axis: losses.Axis = None) -> jax.Array:
@@ -238,7 +239,7 @@ class Decoder:
 
     def _cached(
         self, params: Params, tokens: jax.Array, positions: jax.Array, cache: Cache, slots: Slots | ByKind | None
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Arrays]:
         """Returns the activations [R, T, D] of tokens int32 [R, T], and their keys and values [K, R, T, G, H]."""
         o, index = self.options, jnp.arange(tokens.shape[0])
         batch = {"tokens": tokens, "positions": positions, SEQUENCE_INDEX: index}

@@ -21,10 +21,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -32,12 +32,17 @@ from meshtrain.models.layers import capped
 from meshtrain.models.vocabulary import losses
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.stored import Names, axes_in, axes_of_dims
+from meshtrain.sharding.trees import Arrays
 
 KERNEL, TABLE = ("embed", "vocab"), ("vocab", "embed")
 X, RESIDUAL, TOKENS = ("batch", "sequence", None), ("batch", "residual_sequence", None), ("batch", "sequence")
 
 # (product, x [b, T, D], weight as it is stored, in its compute dtype) -> the logits, or a loss.
 Loss = Callable[["Product", jax.Array, jax.Array], jax.Array]
+
+# The gradients of x and of the weight, None where one is not wanted, and empty arrays of the dtypes of both.
+Residuals = tuple[Arrays, ...]
+Totals = tuple[jax.Array, Arrays]  # the loss so far, and the gradient of the weight, None where it is not wanted
 
 # Bytes of the logits of a chunk. With bfloat16 and 128 k columns it is 2,048 tokens: enough that the products take
 # several times as long as adding to the gradient of the weight.
@@ -139,7 +144,7 @@ def in_chunks(
     return _computed(loss, product, (x, weight, targets, weights), of_x=False, of_weight=False)[0]
 
 
-def _forward(loss: CrossEntropy, product: Product, *primals: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(loss: CrossEntropy, product: Product, *primals: CustomVJPPrimal) -> tuple[jax.Array, Residuals]:
     x, weight, targets, weights = (primal.value for primal in primals)
     given, wanted = (x, weight, targets, weights), [primal.perturbed for primal in primals[:2]]
     total, *gradients = _computed(loss, product, given, of_x=wanted[0], of_weight=wanted[1])
@@ -147,7 +152,7 @@ def _forward(loss: CrossEntropy, product: Product, *primals: Any) -> tuple[jax.A
 
 
 def _backward(
-    loss: CrossEntropy, product: Product, residuals: tuple[Any, ...], cotangent: Any
+    loss: CrossEntropy, product: Product, residuals: Residuals, cotangent: jax.Array | SymbolicZero
 ) -> tuple[jax.Array | None, jax.Array | None, None, None]:
     *gradients, like_x, like_weight = residuals
     if not isinstance(cotangent, jax.Array):  # a symbolic zero
@@ -283,7 +288,7 @@ def _looped(
         padded = jnp.pad(flat, ((0, -num_tokens % n), *((0, 0) for _ in flat.shape[1:])))
         return padded.reshape(n, 1, -1, *flat.shape[1:])
 
-    def one(carry: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, jax.Array | None]:
+    def one(carry: Totals, chunk: tuple[jax.Array, ...]) -> tuple[Totals, jax.Array | None]:
         total, sum_of_gradients = carry
         x, targets, weights = chunk
         raw = _dot(x, weight, (2, dim), product.output_dtype)
