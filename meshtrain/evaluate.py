@@ -10,7 +10,6 @@ import math
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ from meshtrain.errors import UserError, run
 from meshtrain.hf.config_json import is_described
 from meshtrain.launch import peers
 from meshtrain.models.task import Task
-from meshtrain.run.evaluation import first_examples, means, summed
+from meshtrain.run.evaluation import Sums, first_examples, means, summed
 from meshtrain.run.opened import open_data, open_files, text_of
 from meshtrain.run.stored_config import configuration
 from meshtrain.run.weights import Weights, assembled, restored
@@ -105,7 +104,7 @@ def evaluated(weights: Weights, scored: Scored) -> tuple[dict[str, Values], Valu
       weights: what is evaluated.
       scored: on what. All parts share one compiled step.
     """
-    assembly, values, total = weights.assembly, dict[str, Values](), dict[str, Any]()
+    assembly, values, total = weights.assembly, dict[str, Values](), Sums()
     for name, examples in tqdm(scored.parts.items(), desc="evaluate", disable=None, leave=False):
         sums = summed(assembly, weights.params, examples, scored.num_batches)
         if scored.byte_lengths is not None:
@@ -116,7 +115,7 @@ def evaluated(weights: Weights, scored: Scored) -> tuple[dict[str, Values], Valu
     return values, _values(total, assembly.task.unit)
 
 
-def _values(sums: Mapping[str, Any], unit: str) -> Values:
+def _values(sums: Sums, unit: str) -> Values:
     """Returns the values of one row. Bits per byte: nats / ln 2 / bytes, over the same targets."""
     of_task = means({name: value for name, value in sums.items() if name != "bytes"})
     values = {"loss": of_task.pop("loss")}

@@ -13,7 +13,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
+
+Json: TypeAlias = Any  # what a text of JSON holds: an object, a list, a text, a number, a bool or None
+JsonObject: TypeAlias = dict[str, Json]  # an object of JSON
 
 
 @contextlib.contextmanager
@@ -54,7 +57,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def read_json(text: str | bytes) -> Any:
+def read_json(text: str | bytes) -> Json:
     """Returns what a text of JSON holds; a whole number beyond float64, which would overflow later, is infinite.
 
     Raises:

@@ -11,11 +11,12 @@ Answers to the requests of an evaluation harness, by a run's weights: likelihood
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from meshtrain.cli import flags
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import UserError, unknown
+from meshtrain.files import Json
 from meshtrain.generation.answers import Wanted, answers, room_left
 from meshtrain.generation.sampling import Sampling
 from meshtrain.run import generating, likelihoods
@@ -24,8 +25,12 @@ from meshtrain.run.opened import text_of
 from meshtrain.run.stored_config import configuration
 from meshtrain.run.weights import Weights, assembled, restored
 
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM
 
-def language_model(workdir: str | Path, *words: str, step: int | None = None) -> Any:
+
+def language_model(workdir: str | Path, *words: str, step: int | None = None) -> "LM":
     """Returns a run's weights as an `lm_eval.api.model.LM`; for the arguments see `harness.opened`.
 
     Raises:
@@ -48,16 +53,16 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
             """Returns the name under which the harness caches requests."""
             return answered.tokenizer.name
 
-        def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        def loglikelihood(self, requests: Sequence["Instance"], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             """Returns (log probability, whether greedy) for each (context, continuation)."""
             likelihoods = answered.likelihoods([request.args for request in requests])
             return [(one.log_probability, one.is_greedy) for one in likelihoods]
 
-        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        def loglikelihood_rolling(self, requests: Sequence["Instance"], disable_tqdm: bool = False) -> list[float]:
             """Returns the log probability for each (text,)."""
             return answered.rolling([request.args[0] for request in requests])
 
-        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        def generate_until(self, requests: Sequence["Instance"], disable_tqdm: bool = False) -> list[str]:
             """Returns the text for each (prompt, options)."""
             return answered.generated([request.args for request in requests])
 
@@ -93,7 +98,7 @@ class Requests:
         pairs = [([self.tokenizer.end_id], self.tokenizer.encode(text)) for text in texts]
         return [one.log_probability for one in self._scored(pairs)]
 
-    def generated(self, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    def generated(self, prompts: Sequence[tuple[str, Mapping[str, Json]]]) -> list[str]:
         """Returns the text that follows each prompt, up to a stop string, an end of document, or its length.
 
         Args:
@@ -140,7 +145,7 @@ class Requests:
         positions = decode.max_positions or decode.trained_positions
         return ids[-max(positions - num_tokens, positions // 2, 1) :] if positions else ids
 
-    def _wanted(self, options: Mapping[str, Any]) -> Wanted:
+    def _wanted(self, options: Mapping[str, Json]) -> Wanted:
         for name in options:
             if name not in (*_GIVEN, *_LENGTHS):
                 raise UserError(f"{unknown('generation_kwargs', name, [*_GIVEN, *_LENGTHS])}; nearest: leave it out")

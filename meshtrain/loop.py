@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+
+import jax
 
 from meshtrain.errors import Interrupted, TrainingStopped
 from meshtrain.launch import peers
@@ -16,6 +17,7 @@ from meshtrain.observe.progress import Progress
 from meshtrain.observe.step_times import CompletedStep, StepClock, log_line, scalars
 from meshtrain.observe.throughput import Throughput
 from meshtrain.step import guard
+from meshtrain.step.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +57,14 @@ class Actions:
       outer_step: state -> state: joins the groups that train apart; it returns before the devices are done.
     """
 
-    train_step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
-    evaluate: Callable[[Any], Mapping[str, float]]
-    save: Callable[[int, Any], Mapping[str, float]]
+    train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Mapping[str, jax.Array]]]
+    evaluate: Callable[[TrainState], Mapping[str, float]]
+    save: Callable[[int, TrainState], Mapping[str, float]]
     finish_saving: Callable[[], None]
     rate: Callable[[int, Mapping[str, float]], None]
     write: Callable[[int, Mapping[str, float | None]], None]
-    diagnose: Callable[[Any, int], str]
-    outer_step: Callable[[Any], Any] = lambda state: state
+    diagnose: Callable[[TrainState, int], str]
+    outer_step: Callable[[TrainState], TrainState] = lambda state: state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +87,14 @@ class Observers:
 
 
 def run(
-    state: Any,
+    state: TrainState,
     start_step: int,
-    batches: Iterator[Any],
+    batches: Iterator[Mapping[str, jax.Array]],
     when: Timetable,
     throughput: Throughput,
     actions: Actions,
     observers: Observers,
-) -> tuple[Any, dict[str, float | None]]:
+) -> tuple[TrainState, dict[str, float | None]]:
     """Runs the steps after `start_step` up to `when.num_steps`.
 
     The state is that after `start_step` steps, and its buffers are donated. The batches are those of the steps to run.
@@ -142,13 +144,13 @@ def run(
 
 def dispatch(
     step: int,
-    state: Any,
-    batches: Iterator[Any],
+    state: TrainState,
+    batches: Iterator[Mapping[str, jax.Array]],
     clock: StepClock,
     when: Timetable,
     actions: Actions,
     observers: Observers,
-) -> tuple[Any, Mapping[str, Any]]:
+) -> tuple[TrainState, Mapping[str, jax.Array]]:
     """Takes a batch, and returns the state and the metrics of a step that the devices have yet to compute."""
     with clock.waiting_for_data():
         batch = next(batches)
@@ -209,7 +211,7 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def num_skipped_in_a_row(metrics: Mapping[str, Any]) -> int:
+def num_skipped_in_a_row(metrics: Mapping[str, jax.Array]) -> int:
     """Returns how many steps in a row, up to the one with these metrics, the guard skipped. Waits for that step."""
     return int(metrics[guard.IN_A_ROW])
 
@@ -228,7 +230,7 @@ def ends_badly(done: CompletedStep, when: Timetable) -> bool:
     return done.step == when.num_steps and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
 
 
-def stop_if_too_many_skipped(done: CompletedStep, state: Any, when: Timetable, actions: Actions) -> None:
+def stop_if_too_many_skipped(done: CompletedStep, state: TrainState, when: Timetable, actions: Actions) -> None:
     """Raises TrainingStopped after a completed step if the guard has skipped too many.
 
     Args:

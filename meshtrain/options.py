@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from meshtrain.errors import UserError, first_line, nearest, unknown
 from meshtrain.files import url_problems
@@ -24,6 +24,13 @@ from meshtrain.files import url_problems
 MOST = {int: 2**31 - 1, float: 3.4e38}
 
 WITH_OPTIONS = "function with options"  # of what `option` takes as `names`
+
+Value: TypeAlias = Any  # of an option: a number, a bool or a text; one of a user's may be anything until it is checked
+Values: TypeAlias = dict[str, Value]  # key of an option -> value; the key is dotted where groups are flattened
+Options: TypeAlias = Any  # a frozen dataclass of `option`s; of which class, a configuration says
+OptionsClass: TypeAlias = Any  # the class of `Options`
+Imported: TypeAlias = Any  # what a module has under a name that a configuration gives: anything until it is checked
+_T = TypeVar("_T")
 
 Conditions = Mapping[str, Container[object]]
 
@@ -44,7 +51,7 @@ class AllBut:
 
 
 def option(
-    default: Any,
+    default: _T,
     text: str,
     *,
     choices: Sequence[str] = (),
@@ -53,7 +60,7 @@ def option(
     only_for: Conditions | None = None,
     dim: str = "",
     names: str = "",
-) -> Any:
+) -> _T:
     """Returns a dataclass field with its default, one line of text, and its bounds.
 
     Args:
@@ -85,7 +92,7 @@ def option(
 
 
 def idle(
-    options: Any, path: str, known: Mapping[str, Any] | None = None, inherited: Conditions | None = None
+    options: Options, path: str, known: Mapping[str, Value] | None = None, inherited: Conditions | None = None
 ) -> dict[str, str]:
     """Returns dotted key -> the reason for each field that is not read: `key=value`, or a fact in words.
 
@@ -117,13 +124,13 @@ class NoOptions:
     """The options of a user's function that states none."""
 
 
-def naming(options: Any) -> str:
+def naming(options: Options) -> str:
     """Returns which option of a class names a function whose own options stand beside it; '' for none."""
     fields = [one.name for one in dataclasses.fields(options) if one.metadata.get("names") == WITH_OPTIONS]
     return fields[0] if fields else ""
 
 
-def with_own(options: Any, path: str, name: Any) -> Any:
+def with_own(options: Options, path: str, name: Value) -> Options:
     """Returns default options and, beside them, those of the user's function that `naming` names.
 
     The class of the result has both classes as bases, so that the function gets an object of its own class.
@@ -144,21 +151,21 @@ def with_own(options: Any, path: str, name: Any) -> Any:
     own = function.options if hasattr(function, "options") else NoOptions
     if line := options_problem(key, name, own) or _shared_problem(path, own, options):
         raise UserError(line)
-    group: Any = type(options)
+    group: OptionsClass = type(options)
     return _joined(own, group)()
 
 
 @functools.cache
-def _joined(own: Any, group: Any) -> Any:
+def _joined(own: OptionsClass, group: OptionsClass) -> OptionsClass:
     return dataclasses.dataclass(frozen=True)(type(group.__name__, (own, group), {"__doc__": group.__doc__}))
 
 
-def own_values(options: Any) -> dict[str, Any]:
+def own_values(options: Options) -> Values:
     """Returns field -> value for the options of the user's function beside which `with_own` has put others."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(type(options).__bases__[0])}
 
 
-def options_problem(key: str, name: str, options: Any) -> str:
+def options_problem(key: str, name: str, options: Imported) -> str:
     """Returns one line where the options of a user's function are no frozen dataclass of `option`s; '' where they are.
 
     Args:
@@ -180,7 +187,7 @@ def options_problem(key: str, name: str, options: Any) -> str:
     return ""
 
 
-def _shared_problem(path: str, own: type, group: Any) -> str:
+def _shared_problem(path: str, own: type, group: Options) -> str:
     """Returns one line where a user's option has the name of one beside it and another default; '' where none has.
 
     A configuration that begins with all defaults holds the other one, and does not say whether it was chosen.
@@ -195,7 +202,7 @@ def _shared_problem(path: str, own: type, group: Any) -> str:
     return ""
 
 
-def problems(options: Any, path: str) -> list[str]:
+def problems(options: Options, path: str) -> list[str]:
     """Returns one line for each field of a frozen dataclass outside its choices or bounds, or that is a URL.
 
     A function that stands in place of a choice is imported.
@@ -226,7 +233,7 @@ FORM = "package.module:function"
 _PACKAGE = str(Path(__file__).parent)
 
 
-def imported_function(key: str, name: str, names: Sequence[str], near: str = "") -> Any:
+def imported_function(key: str, name: str, names: Sequence[str], near: str = "") -> Imported:
     """Imports a module and returns its function of that name.
 
     Modules in the current folder are found too: it is searched last.
@@ -245,7 +252,7 @@ def imported_function(key: str, name: str, names: Sequence[str], near: str = "")
     if not (colon and module_name and path):
         raise UserError(f"{key}: got '{name}'; allowed: {allowed}{nearest(name, names) or f'; nearest: {near}'}")
     module = _imported(key, name, module_name, allowed, near)
-    found: Any = module
+    found: Imported = module
     for part in path.split("."):
         if not hasattr(found, part):
             here = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
@@ -271,8 +278,8 @@ def function_problems(key: str, name: str, names: Sequence[str], near: str = "")
 
 
 def called(
-    key: str, name: str, function: Callable[..., Any], given: Mapping[str, Any], *, takes: str, gives: str
-) -> Any:
+    key: str, name: str, function: Callable[..., _T], given: Mapping[str, Value], *, takes: str, gives: str
+) -> _T:
     """Calls a user's function and returns its result.
 
     Args:
@@ -308,7 +315,7 @@ def raised(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
 
 
-def _imported(key: str, name: str, module_name: str, allowed: str, near: str) -> Any:
+def _imported(key: str, name: str, module_name: str, allowed: str, near: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -330,7 +337,7 @@ def _imported(key: str, name: str, module_name: str, allowed: str, near: str) ->
         ) from error
 
 
-def function_name(given: Any) -> str:
+def function_name(given: Imported) -> str:
     """Returns `package.module:function`, the name by which `function` imports it."""
     kind = given if hasattr(given, "__qualname__") else type(given)
     return f"{kind.__module__}:{kind.__qualname__}"

@@ -3,19 +3,17 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
 
 import jax
-import ml_collections
 
 from meshtrain import loop, options
 from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, throughput_of
 from meshtrain.checkpoint.checkpoint import Checkpoints
-from meshtrain.config.config import Config, resolve
+from meshtrain.config.config import Config, Given, resolve
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import batches
@@ -59,7 +57,7 @@ class Result:
 
 
 def train(
-    config: Config | ml_collections.ConfigDict | Mapping[str, Any],
+    config: Given,
     directory: str | Path = "runs/default",
     make_task: MakeTask | None = None,
     make_data: MakeData | None = None,
@@ -132,7 +130,9 @@ def train_resolved(
     return Result(state, values, run, assembly)
 
 
-def _refuse_arguments(directory: str | Path, make_task: Any, make_data: Any) -> None:
+def _refuse_arguments(
+    directory: str | Path, make_task: MakeTask | str | None, make_data: MakeData | Rules | None
+) -> None:
     problems = url_problems("directory", str(directory))
     if make_task is not None and not callable(make_task):
         fix = f"default(task='{make_task}')" if isinstance(make_task, str) else "train(config, directory, my_task)"
@@ -152,7 +152,7 @@ def run_steps(
     checkpoints: Checkpoints,
     run: Path,
     watchdog: Watchdog,
-    show: Any,
+    show: Callable[[str], AbstractContextManager[Callable[[str], None]]],
     begun_seconds: float,
 ) -> tuple[TrainState, Mapping[str, float | None]]:
     """Makes or restores the state, compiles the step, and runs the loop; see `loop.run` for what comes back.

@@ -5,15 +5,15 @@ import pathlib
 import re
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from meshtrain.errors import UserError, first_line, nearest
 from meshtrain.files import what_is_at
+from meshtrain.options import Imported
 
 _MOST_LISTED = 20  # files of a folder
 
 
-def load(path: str, keys: Sequence[str]) -> Any:
+def load(path: str, keys: Sequence[str]) -> Imported:
     """Runs a configuration file and returns what its `get_config()` returns.
 
     Args:
@@ -26,7 +26,7 @@ def load(path: str, keys: Sequence[str]) -> Any:
     if (what := what_is_at(path)) != "a file":
         raise UserError(_no_file(path, what))
     # Compiled rather than imported: 3d.py is no legal module name, and an import would write a __pycache__.
-    module: dict[str, Any] = {"__name__": pathlib.Path(path).stem, "__file__": path}
+    module: dict[str, Imported] = {"__name__": pathlib.Path(path).stem, "__file__": path}
     try:
         exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module)
         if "get_config" not in module:

@@ -13,12 +13,12 @@ import re
 import sys
 import tempfile
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from meshtrain.errors import MOST_LINES, UserError, is_finite, nearest, unknown
 from meshtrain.files import expanded, is_utf8, url_problems, what_is_at
-from meshtrain.options import MOST
+from meshtrain.options import MOST, Options, Value, Values
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -36,11 +36,11 @@ class Entry:
     """One field of a configuration: type, default, meaning, legal names, what it names, bounds of a whole number."""
 
     kind: type
-    default: Any
+    default: Value
     text: str
     choices: tuple[str, ...]
     names: str = ""  # see `options.option`
-    bounds: tuple[Any, ...] = (1, MOST[int])
+    bounds: tuple[float, ...] = (1, MOST[int])
 
 
 def program() -> str:
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         text = f"{named[1]}: {named[2]}" if named else f"arguments: {message}"
         raise UserError(text if "allowed: " in text else f"{text}; allowed: {', '.join(words)}; nearest: {fix}")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Returns the parsed arguments. Raises UserError for unknown ones, with the closest known one, and for URLs."""
         parsed, rest = self.parse_known_args(args, namespace)
         known = [word for action in self._actions for word in action.option_strings]
@@ -168,7 +168,7 @@ def _unknown_argument(word: str, allowed: Sequence[str]) -> str:
     return line if "did you mean" in line else f"{line}; nearest: --help"
 
 
-def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
+def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
     """Returns dotted key -> Entry for a dataclass of options and the dataclasses in it, in order of declaration."""
     kinds = typing.get_type_hints(type(options))
     result: dict[str, Entry] = {}
@@ -183,7 +183,7 @@ def schema(options: Any, prefix: str = "") -> dict[str, Entry]:
     return result
 
 
-def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Value], prefix: str = "") -> Values:
     """Returns dotted key -> value for a nested mapping.
 
     An empty mapping inside another stays a value, and so does one below 20 levels.
@@ -191,7 +191,7 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     >>> flatten({"seed": 1, "mesh": {"data": 2, "fsdp": 4}})
     {'seed': 1, 'mesh.data': 2, 'mesh.fsdp': 4}
     """
-    flat: dict[str, Any] = {}
+    flat: Values = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         goes_on = isinstance(value, Mapping) and value and name.count(".") < _DEEPEST
@@ -200,8 +200,8 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def collect(
-    entries: Mapping[str, Entry], given: Mapping[str, Any], texts: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str]]:
+    entries: Mapping[str, Entry], given: Mapping[str, Value], texts: Mapping[str, str]
+) -> tuple[Values, list[str]]:
     """Converts values to the types of their fields.
 
     Args:
@@ -214,7 +214,7 @@ def collect(
       text is replaced by the value of `given`, and a wrong value by the default.
     """
     values = {key: entry.default for key, entry in entries.items()}
-    words: dict[str, Any] = {**given, **texts}
+    words: Values = {**given, **texts}
     problems = _unknown_keys({key: words[key] for key in words if key not in entries}, entries)
     for key, value in words.items():
         if key not in entries:
@@ -230,7 +230,7 @@ def collect(
     return values, problems
 
 
-def typed(value: Any, kind: type, *, is_text: bool = False, bounds: tuple[Any, ...] = Entry.bounds) -> Any:
+def typed(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[float, ...] = Entry.bounds) -> Value:
     """Returns a value as int, float, bool or str.
 
     >>> typed("1e3", int, is_text=True), typed("yes", bool, is_text=True)
@@ -253,7 +253,7 @@ def typed(value: Any, kind: type, *, is_text: bool = False, bounds: tuple[Any, .
         return _BOOLS[value.strip().lower()]
     if kind is bool and isinstance(value, bool):
         return value
-    fix, number = "", typing.cast(Any, _number(value) if is_text else value)
+    fix, number = "", typing.cast(Value, _number(value) if is_text else value)
     if kind in (int, float) and is_finite(number):
         if kind is float or number == int(number):
             return kind(number)
@@ -264,7 +264,7 @@ def typed(value: Any, kind: type, *, is_text: bool = False, bounds: tuple[Any, .
     raise ValueError(f"got {got}; allowed: {_WORDS[kind.__name__]} ({kind.__name__}){fix}")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Value) -> str:
     try:
         text = repr(value)
         return text if len(text) <= 400 else f"{text[:200]}...{text[-100:]}"
@@ -282,14 +282,14 @@ def _number(text: str) -> int | float | None:
     return None
 
 
-def _unknown_keys(given: Mapping[str, Any], entries: Mapping[str, Entry]) -> list[str]:
+def _unknown_keys(given: Mapping[str, Value], entries: Mapping[str, Entry]) -> list[str]:
     # More than there are fields are no misspelt ones, and the closest field of each would take minutes to find.
     listed = list(given) if len(given) <= len(entries) else list(given)[:MOST_LINES]
     more = [f"... and {len(given) - len(listed)} more keys like these"] if len(listed) < len(given) else []
     return [_unknown_key(key, given[key], entries) for key in listed] + more
 
 
-def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
+def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> str:
     groups = {name.partition(".")[0] for name in entries if "." in name}
     top, _, last = key.rpartition(".")
     if key in groups:
@@ -310,7 +310,7 @@ def _unknown_key(key: str, value: Any, entries: Mapping[str, Entry]) -> str:
     return f"{key}: unknown key; allowed: {allowed}{fix}"
 
 
-def construct(default: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+def construct(default: Options, values: Mapping[str, Value], prefix: str = "") -> Options:
     """Returns a copy of a dataclass, nested ones included, with each field replaced by `values[dotted key]`."""
     fields = {}
     for field in dataclasses.fields(default):

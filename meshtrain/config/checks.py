@@ -6,7 +6,6 @@ Sizes of the mesh come as {axis: size}. An axis of unknown size is passed as 1, 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.fields import Config
@@ -16,10 +15,11 @@ from meshtrain.errors import UserError, nearest_multiple
 from meshtrain.models import problems, remat
 from meshtrain.models.task import Task, entries
 from meshtrain.optim import moments, trainable
+from meshtrain.options import Options
 from meshtrain.sharding.axes import CONTEXT, DATA, expert_axes
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.stored import MAX_LEVEL, num_parts, tree_problems
-from meshtrain.sharding.trees import select
+from meshtrain.sharding.trees import Arrays, Masks, NamesTree, select
 from meshtrain.step import loss_scale
 from meshtrain.step.loss_scale import LossScaleOptions
 from meshtrain.step.precision import PrecisionOptions, compute_name, in_fp8
@@ -64,7 +64,7 @@ def scaling(options: LossScaleOptions, precision: PrecisionOptions) -> list[str]
     return loss_scale.check(options, computes_in_float16=compute_name(precision) == "float16")
 
 
-def vocabulary(options: Any, data: DataOptions) -> list[str]:
+def vocabulary(options: Options, data: DataOptions) -> list[str]:
     """Returns one line if the byte tokenizer has more tokens than the model. Others are checked when the data open."""
     if data.source not in DOCUMENTS["source"] or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
         return []
@@ -142,7 +142,7 @@ def parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Map
     ]
 
 
-def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: Any, rules: Rules) -> list[str]:
+def weights(config: Config, mesh_shape: Mapping[str, int], params: Arrays, axes: NamesTree, rules: Rules) -> list[str]:
     """Returns one line for each reason why a task's weights cannot be stored on a mesh of these sizes.
 
     The dim `layers` is left out: the pipeline's check, which knows the number of chunks, covers it.
@@ -170,7 +170,7 @@ def weights(config: Config, mesh_shape: Mapping[str, int], params: Any, axes: An
     )
 
 
-def trained(config: Config, params: Any) -> tuple[Any, list[str]]:
+def trained(config: Config, params: Arrays) -> tuple[Masks, list[str]]:
     """Returns which parameters `optimizer.trainable` trains, or None and one line if it matches none of them.
 
     A pattern that is no regular expression gives None without a line: `optimizers.check` reports it.
@@ -187,7 +187,7 @@ def trained(config: Config, params: Any) -> tuple[Any, list[str]]:
         return None, list(error.problems)
 
 
-def sizes_of_dims(options: Any) -> dict[str, tuple[str, int]]:
+def sizes_of_dims(options: Options) -> dict[str, tuple[str, int]]:
     """Returns logical axis -> (key, value) for each of a task's options that is the size of a dim of weights."""
     return {
         field.metadata["dim"]: (f"model.{field.name}", getattr(options, field.name))

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import ml_collections
 
@@ -33,7 +33,7 @@ from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries
 from meshtrain.observe import profiler
 from meshtrain.optim import learning_rate, optimizers
-from meshtrain.options import naming, problems, with_own
+from meshtrain.options import Options, Value, Values, naming, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.sharding import mesh
 from meshtrain.sharding.axes import CONTEXT, PIPELINE
@@ -41,11 +41,14 @@ from meshtrain.sharding.reduction import SUM
 from meshtrain.sharding.rules import Rules, default_rules
 from meshtrain.sharding.stored import level_problems, num_parts, rules_of_level
 
+# What a configuration file returns; fields that a mapping lacks have their defaults.
+Given: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
+
 
 class _Defaults(ml_collections.ConfigDict):
     """Defaults in which a file may set the fields of a group of a former version: `config.compression.kind`."""
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> Value:
         """Returns a field or a group; a former group is there once it is asked for."""
         if key in former.GROUPS and key not in self:
             self[key] = ml_collections.ConfigDict(type_safe=False)
@@ -75,7 +78,7 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
 
 
 def resolve(
-    given: Config | ml_collections.ConfigDict | Mapping[str, Any],
+    given: Given,
     overrides: Mapping[str, str] | None = None,
     also: Sequence[str] = (),
     *,
@@ -275,7 +278,7 @@ def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mappin
 
 
 def built(
-    given: Config | ml_collections.ConfigDict | Mapping[str, Any],
+    given: Given,
     overrides: Mapping[str, str],
     make_task: MakeTask | None = None,
 ) -> tuple[Config, list[str]]:
@@ -323,7 +326,7 @@ def built(
     return flags.construct(start, typed), problems + wrong
 
 
-def _with_reduction(start: Config, values: dict[str, Any], texts: dict[str, str]) -> tuple[Config, list[str]]:
+def _with_reduction(start: Config, values: Values, texts: dict[str, str]) -> tuple[Config, list[str]]:
     """Returns the defaults with the options of the reduction that is named, and one line if there is none of that name.
 
     Keys that would be unknown for that reason are taken out in place. Those are, besides all keys of a reduction that
@@ -349,11 +352,11 @@ def defaults_of(config: Config) -> Config:
     return Config(task=config.task, reduction=type(config.reduction)(name=SUM), **others)
 
 
-def _is_known(key: str, schema: Mapping[str, Any]) -> bool:
+def _is_known(key: str, schema: Mapping[str, flags.Entry]) -> bool:
     return key in schema or any(name.startswith(f"{key}.") for name in schema)
 
 
-def _options_of_data(values: Mapping[str, Any], texts: Mapping[str, str]) -> type[DataOptions]:
+def _options_of_data(values: Mapping[str, Value], texts: Mapping[str, str]) -> type[DataOptions]:
     """Returns the class of the options of the source that dotted keys, texts first, name."""
     names = [name for name in (texts.get("data.source"), values.get("data.source")) if isinstance(name, str)]
     given = [key.removeprefix("data.") for key in (*values, *texts) if key.startswith("data.")]
@@ -368,7 +371,7 @@ def _options_of(make_task: MakeTask, name: str, options: type) -> type:
     return options if name == tasks.name_of(make_task) else tasks.find(name).options
 
 
-def _with_own_options(start: Config, values: dict[str, Any], texts: dict[str, str]) -> tuple[Config, list[str]]:
+def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> tuple[Config, list[str]]:
     """Returns defaults in which the options of each user's function stand beside the one that names it.
 
     Takes out of `values`, in place, the options of a function in whose place `texts` names another. Where a function is
@@ -378,7 +381,7 @@ def _with_own_options(start: Config, values: dict[str, Any], texts: dict[str, st
     for name, options in groups(start).items():
         key = f"{name}.{naming(options)}"
         chosen = [given[key] for given in (texts, values) if key in given] or [""]
-        strange: list[dict[str, Any]] = [values] if chosen[0] != chosen[-1] else []
+        strange: list[Values] = [values] if chosen[0] != chosen[-1] else []
         try:
             options = with_own(options, name, chosen[0])
         except UserError as error:
@@ -394,13 +397,13 @@ def _with_own_options(start: Config, values: dict[str, Any], texts: dict[str, st
     return start, problems
 
 
-def groups(config: Config) -> dict[str, Any]:
+def groups(config: Config) -> dict[str, Options]:
     """Returns name -> options of each group of a configuration."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
 
 
-def _drop_other_defaults(start: Config, values: dict[str, Any], texts: Mapping[str, str]) -> list[str]:
+def _drop_other_defaults(start: Config, values: Values, texts: Mapping[str, str]) -> list[str]:
     """Takes another task's defaults out of `values`, in place; returns one line where that is ambiguous.
 
     A file that begins with `default()` and then names another task holds the whole `model` of the decoder. A value that

@@ -4,14 +4,13 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Iterable
-from typing import Any
 
 from meshtrain.config import side_rooms
 from meshtrain.data.built_in import SOURCES, Source
 from meshtrain.data.sources import DataOptions, fraction_problems, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import UserError, unknown
-from meshtrain.options import FORM, function_problems
+from meshtrain.options import FORM, Value, function_problems
 
 SEAM = "data.source"
 
@@ -43,13 +42,13 @@ def _own_options(name: str) -> type[DataOptions]:
     return find(name).options if name in names() else DataOptions
 
 
-def _fields(kind: type[DataOptions]) -> dict[str, dataclasses.Field[Any]]:
+def _fields(kind: type[DataOptions]) -> dict[str, dataclasses.Field[Value]]:
     return {field.name: field for field in dataclasses.fields(kind)}
 
 
 @functools.cache
 def _with_others(name: str) -> type[DataOptions]:
-    own, beside = _own_options(name), dict[str, tuple[str, type, Any]]()
+    own, beside = _own_options(name), dict[str, tuple[str, type, Value]]()
     for other in (find(one).options for one in names()):
         kinds = typing.get_type_hints(other)
         for field in _fields(other).values():

@@ -1,7 +1,6 @@
 """Every field of a configuration: the rooms' options in one frozen dataclass."""
 
 import dataclasses
-from typing import Any
 
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.data.sources import DataOptions
@@ -13,7 +12,7 @@ from meshtrain.observe.run_files import CONFIG_FILE as CONFIG_FILE
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.options import AllBut, option
+from meshtrain.options import AllBut, Options, option
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.offload import OffloadOptions
@@ -80,7 +79,7 @@ class Config:
     zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
     reduction: ReductionOptions = dataclasses.field(default_factory=ReductionOptions)
     offload: OffloadOptions = dataclasses.field(default_factory=OffloadOptions)
-    model: Any = dataclasses.field(default_factory=DecoderOptions)
+    model: Options = dataclasses.field(default_factory=DecoderOptions)
     lora: LoraOptions = dataclasses.field(default_factory=LoraOptions)
     pipeline: PipelineOptions = dataclasses.field(
         default_factory=PipelineOptions, metadata={"only_for": {"mesh.pipeline": AllBut(1)}}
@@ -92,7 +91,7 @@ class Config:
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     local_steps: LocalStepsOptions = dataclasses.field(default_factory=LocalStepsOptions)
     learning_rate: LearningRateOptions = dataclasses.field(default_factory=LearningRateOptions)
-    data: Any = dataclasses.field(default_factory=DataOptions)
+    data: Options = dataclasses.field(default_factory=DataOptions)
     checkpoint: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
     profile: ProfileOptions = dataclasses.field(default_factory=ProfileOptions)
     observe: ObserveOptions = dataclasses.field(default_factory=ObserveOptions)

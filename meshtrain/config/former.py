@@ -3,10 +3,10 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from meshtrain.cli import flags
 from meshtrain.errors import unknown
+from meshtrain.options import Value, Values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Gone:
       why: what takes the place of other values, or why there are none, as the end of "the only value now, ...".
     """
 
-    default: Any
+    default: Value
     why: str
 
 
@@ -69,7 +69,7 @@ FORMER: Mapping[str, str | Gone | Choice | Part] = {
 GROUPS = ("compression",)  # of former keys, which are no groups today
 
 
-def rename(values: dict[str, Any], texts: dict[str, str], defaults: Mapping[str, Any]) -> dict[str, str]:
+def rename(values: Values, texts: dict[str, str], defaults: Mapping[str, Value]) -> dict[str, str]:
     """Puts values of renamed keys under today's keys and takes those of gone keys out, both in place.
 
     Args:
@@ -100,7 +100,7 @@ def rename(values: dict[str, Any], texts: dict[str, str], defaults: Mapping[str,
     return renamed
 
 
-def _refused(key: str, value: Any, gone: Gone, *, is_text: bool) -> str:
+def _refused(key: str, value: Value, gone: Gone, *, is_text: bool) -> str:
     """Returns a line for a value of a key that is gone; '' for the default that it had."""
     default = json.dumps(gone.default)
     try:
@@ -111,7 +111,7 @@ def _refused(key: str, value: Any, gone: Gone, *, is_text: bool) -> str:
     return got and f"{key}: {got}; allowed: {default}, the only value now, {gone.why}; nearest: {key}={default}"
 
 
-def _chosen(key: str, row: Choice, value: list[Any], among: dict[str, Any], before: Mapping[str, Any]) -> str:
+def _chosen(key: str, row: Choice, value: list[Value], among: Values, before: Mapping[str, Value]) -> str:
     """Puts what a value chooses under today's key; returns a line for other values, or where that is chosen otherwise.
 
     The default takes back what this key itself could have chosen in the values `before`, and nothing else.
@@ -131,7 +131,7 @@ def _chosen(key: str, row: Choice, value: list[Any], among: dict[str, Any], befo
     return ""
 
 
-def _moved(key: str, now: str, value: list[Any], among: dict[str, Any], unchosen: Any) -> str:
+def _moved(key: str, now: str, value: list[Value], among: Values, unchosen: Value) -> str:
     """Puts a value, if there is one, under today's key; returns a line where that has been chosen with another value.
 
     What a file has under today's key may be `unchosen`, the default that it began with.

@@ -4,15 +4,13 @@ The function is (options, dtype) -> `Reduction`: see `sharding/reduction.py`.
 """
 
 import dataclasses
-import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from meshtrain import options
 from meshtrain.config import side_rooms
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
-from meshtrain.options import options_problem
+from meshtrain.options import Imported, options_problem
 from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.reduction import MAX_LEVEL, SUM, Reduction, ReductionOptions
@@ -21,15 +19,15 @@ from meshtrain.step.precision import reduce_dtype
 KEY = "reduction.name"
 
 
-def find(name: str) -> Callable[..., Any]:
+def find(name: str) -> Imported:
     """Returns the function of a name, which is not that of the built-in sum.
 
     Raises:
       UserError: one line: see `named.function`, or its options are no frozen dataclass of `option`s.
     """
     if name in side_rooms.names(KEY):
-        return typing.cast(Callable[..., Any], side_rooms.found(KEY, name))
-    function: Callable[..., Any] = options.imported_function(KEY, name, [SUM, *side_rooms.names(KEY)])
+        return side_rooms.found(KEY, name)
+    function: Imported = options.imported_function(KEY, name, [SUM, *side_rooms.names(KEY)])
     if hasattr(function, "options"):
         line = options_problem(KEY, name, function.options)
         if not line and not issubclass(function.options, ReductionOptions):
@@ -48,7 +46,7 @@ def options_of(name: str) -> ReductionOptions:
     Raises:
       UserError: see `find`.
     """
-    function: Any = None if name == SUM else find(name)
+    function: Imported = None if name == SUM else find(name)
     options: type[ReductionOptions] = function.options if hasattr(function, "options") else ReductionOptions
     return options(name=name)
 

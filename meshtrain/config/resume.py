@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from meshtrain.cli import flags
 from meshtrain.config import data_sources, former, tasks
@@ -11,7 +10,8 @@ from meshtrain.config.config import CONFIG_FILE, Config, built
 from meshtrain.config.effects import without_effect
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
-from meshtrain.files import read_json
+from meshtrain.files import Json, read_json
+from meshtrain.options import Value, Values
 from meshtrain.sharding.axes import AXES, DATA
 
 # What may change when a run is started again, and why. The longest name counts: `model.attention` before `model`.
@@ -72,7 +72,7 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
     return config
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:
     """Returns `key: was X, now Y` for each option that differs although it may not change when a run resumes.
 
     Options without effect (of an optimizer that is not in use, say) are not compared.
@@ -102,7 +102,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return result
 
 
-def _idle(values: Mapping[str, Any]) -> set[str]:
+def _idle(values: Mapping[str, Value]) -> set[str]:
     """Returns the dotted keys of the options without effect; an empty set for an illegal configuration."""
     try:
         config, problems = built(values, {})
@@ -113,7 +113,7 @@ def _idle(values: Mapping[str, Any]) -> set[str]:
     return set() if problems else set(without_effect(config, dict.fromkeys(AXES, 1) | {DATA: 2}))
 
 
-def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(values: Mapping[str, Value]) -> Values:
     """Returns dotted key -> default, for the task and the source of data that dotted keys name.
 
     There is no `model` if the task is a function without options.

@@ -4,9 +4,9 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
 
 from meshtrain.errors import UserError
+from meshtrain.options import Imported
 
 # Seam, as the option is called -> name -> `package.module:attribute`.
 SIDE_ROOMS: Mapping[str, Mapping[str, str]] = {
@@ -35,13 +35,13 @@ def names(seam: str) -> tuple[str, ...]:
     return tuple(name for name, room in rooms.items() if importlib.util.find_spec(room))
 
 
-def found(seam: str, name: str) -> Any:
+def found(seam: str, name: str) -> Imported:
     """Imports and returns what one of `names` stands for."""
     module, _, attribute = SIDE_ROOMS[seam][name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-def apart(period: int) -> Any:
+def apart(period: int) -> Imported:
     """Returns (configuration, replicas, placement, logical axes of the batch) -> `Apart`; None for a period of 0.
 
     Raises:

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
+
+from jax.typing import DTypeLike
 
 from meshtrain import options
 from meshtrain.config import checks, side_rooms
@@ -18,11 +20,13 @@ from meshtrain.errors import UserError
 from meshtrain.models import lora
 from meshtrain.models.abstract_weights import named_params
 from meshtrain.models.lora import LoraOptions, with_adapters
+from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Task
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.options import options_problem
+from meshtrain.options import Imported, options_problem
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.trees import Arrays, NamesTree
 from meshtrain.step.precision import compute_dtype, output_dtype
 
 MakeTask = Callable[[Config, Placement], Task]
@@ -68,7 +72,18 @@ class BuiltIn:
         return self.make(config, placement)
 
 
-def of_text(config: Config, placement: Placement) -> dict[str, Any]:
+class OfText(TypedDict):
+    """What the built-in tasks of text take besides their options; see `token_batch` for the sizes."""
+
+    batch_size: int
+    sequence_length: int
+    dtype: DTypeLike
+    output_dtype: DTypeLike
+    remat: RematOptions
+    placement: Placement
+
+
+def of_text(config: Config, placement: Placement) -> OfText:
     """Returns what the built-in tasks of text take besides their options."""
     return {
         "batch_size": config.batch_size,
@@ -112,7 +127,7 @@ def find(name: str) -> NamedTask:
     return typing.cast(NamedTask, function)
 
 
-def _refuse_options(name: str, function: Any) -> None:
+def _refuse_options(name: str, function: Imported) -> None:
     if not hasattr(function, "options"):
         raise UserError(
             f"task: got '{name}', which has no attribute 'options'; allowed: a frozen dataclass whose fields are "
@@ -151,7 +166,9 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
     return (make_task or find(config.task))(config, Placement.nowhere())
 
 
-def abstract_weights(config: Config, make_task: MakeTask, *, on_one_device: bool = False) -> tuple[Task, Any, Any]:
+def abstract_weights(
+    config: Config, make_task: MakeTask, *, on_one_device: bool = False
+) -> tuple[Task, Arrays, NamesTree]:
     """Returns a configuration's task without a mesh, its abstract parameters in layer order, and their logical axes.
 
     It uses no device. Results for built-in tasks are cached, because the planner asks for many meshes.
@@ -195,6 +212,6 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _built_in_weights(config: Config, make_task: BuiltIn) -> tuple[Task, Any, Any]:
+def _built_in_weights(config: Config, make_task: BuiltIn) -> tuple[Task, Arrays, NamesTree]:
     task = abstract_task(config, make_task)
     return task, *named_params(task.init)

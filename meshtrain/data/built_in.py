@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from meshtrain.data.chat import as_examples, lines_of, losses, open_chat, tokenized
 from meshtrain.data.corpus import Corpus, open_corpus, stream_of, tokenizer_for, vocabulary_of, vocabulary_problems
-from meshtrain.data.loader import Examples
+from meshtrain.data.loader import Examples, Shaped
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import TokenStream, pack
 from meshtrain.data.sources import INPUTS, DataOptions, check
@@ -16,6 +15,7 @@ from meshtrain.data.token_files import open_token_files
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problems, UserError, warn
 from meshtrain.launch import peers
+from meshtrain.options import Options
 
 ANY_VOCABULARY = 2**31 - 1  # ids are int32: every id is legal if the task states no vocabulary
 
@@ -32,7 +32,7 @@ class Asked:
       seed: of the run.
     """
 
-    batch: Mapping[str, Any]
+    batch: Mapping[str, Shaped]
     limits: Mapping[str, int]
     sequence_length: int
     vocab_size: int
@@ -59,12 +59,12 @@ class Source:
       open_files: (options, what a run asks) -> each file of `data.path` whole, by its path; None: it reads no files.
     """
 
-    open: Callable[[Any, Asked], Corpus | Data]
-    check: Callable[[Any, bool], list[str]]
-    tokenizer: Callable[[Any, int], Tokenizer]
-    vocab_size: Callable[[Any], int]
+    open: Callable[[Options, Asked], Corpus | Data]
+    check: Callable[[Options, bool], list[str]]
+    tokenizer: Callable[[Options, int], Tokenizer]
+    vocab_size: Callable[[Options], int]
     options: type[DataOptions] = DataOptions
-    open_files: Callable[[Any, Asked], Mapping[str, Examples]] | None = None
+    open_files: Callable[[Options, Asked], Mapping[str, Examples]] | None = None
 
 
 def _packed(options: DataOptions, asked: Asked) -> Corpus:

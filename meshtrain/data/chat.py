@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from meshtrain.data.sources import DataOptions, check
 from meshtrain.data.text import find_files, share
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
 from meshtrain.errors import Problems, UserError, nearest, warn
-from meshtrain.files import is_utf8
+from meshtrain.files import Json, is_utf8
 from meshtrain.launch import peers
 from meshtrain.options import problems as option_problems
 
@@ -122,11 +122,11 @@ def _line(line: bytes, where: str) -> Line:
     return Line(where, (fields["prompt"], fields["completion"]))
 
 
-def _messages(fields: Mapping[str, Any]) -> Any:
+def _messages(fields: Mapping[str, Json]) -> Json:
     """Returns the messages of a line, as OpenAI, ShareGPT or Alpaca have them, not checked; None: it has none."""
     if MESSAGES in fields:
         return None if fields.keys() & set(PAIR) else fields[MESSAGES]
-    turns: list[Any] = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
+    turns: list[Json] = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
     if set(ALPACA) <= fields.keys():
         asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
         strange = [one for one in asked if not isinstance(one, str)]
@@ -143,7 +143,7 @@ def _messages(fields: Mapping[str, Any]) -> Any:
     return turns
 
 
-def messages_of(given: Any) -> Sequence[Message]:
+def messages_of(given: Json) -> Sequence[Message]:
     """Returns the messages of a conversation, those in parts of text as one text each.
 
     Raises:
@@ -170,7 +170,7 @@ def messages_of(given: Any) -> Sequence[Message]:
     return given
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Json) -> str:
     """Returns a value as JSON, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

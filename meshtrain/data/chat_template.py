@@ -10,13 +10,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, settings, special_tokens
 from meshtrain.errors import UserError
-from meshtrain.files import is_utf8, what_is_at
+from meshtrain.files import Json, JsonObject, is_utf8, what_is_at
 
-Message = Mapping[str, Any]
+Message = Mapping[str, Json]
 Spans = tuple[tuple[int, int], ...]
 
 ASSISTANT = "assistant"
@@ -104,7 +104,7 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
     return compiled(source, name, special_tokens(content))
 
 
-def _of_settings(content: dict[str, Any]) -> str:
+def _of_settings(content: JsonObject) -> str:
     """Returns the template in a tokenizer_config.json; of several the one that is called `default`; `` without one."""
     given = content["chat_template"] if "chat_template" in content else ""
     if isinstance(given, list):
@@ -147,7 +147,7 @@ def compiled(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate:
 
         tags = {"generation"}  # noqa: RUF012  of the base class
 
-        def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN, END))
@@ -183,7 +183,7 @@ def _refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-def _as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+def _as_json(value: Json, ensure_ascii: bool = False, **options: Json) -> str:
     # Jinja's own filter of this name escapes <, > and & for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 

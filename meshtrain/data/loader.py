@@ -9,16 +9,31 @@ B * step, and a resumed run replays no data.
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import grain
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from meshtrain.errors import UserError, nearest
 
 # The abstract global batch: name -> shape [B, ...], dtype and sharding.
 Batch = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class Shaped(Protocol):
+    """An entry of the global batch, with or without a sharding."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, ...]."""
+        ...
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Of its elements."""
+        ...
 
 
 class Examples(Protocol):
@@ -53,7 +68,7 @@ def sample_order(
 
 
 def example_problems(
-    example: Mapping[str, np.ndarray], batch: Mapping[str, Any], limits: Mapping[str, int], where: str
+    example: Mapping[str, np.ndarray], batch: Mapping[str, Shaped], limits: Mapping[str, int], where: str
 ) -> list[str]:
     """Returns one line for each entry of a batch that an example lacks, or has with another shape, dtype or range.
 

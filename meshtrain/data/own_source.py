@@ -6,15 +6,17 @@ config -> `Data`, in plain Python or Grain.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshtrain.data.loader import Examples, example_problems
+from meshtrain.data.loader import Examples, Shaped, example_problems
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problems, UserError, nearest
 
-MakeData = Callable[[Any], Any]
+Configuration: TypeAlias = Any  # `config.fields.Config`, of a room that stands above this one
+FromUser: TypeAlias = Any  # what a user's function returns, or a part of it, before it is checked
+MakeData = Callable[[Configuration], FromUser]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Data:
     prompts: Sequence[str] = ()
 
 
-def opened(given: Any, batch: Mapping[str, Any], limits: Mapping[str, int], num_eval_batches: int) -> Data:
+def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], num_eval_batches: int) -> Data:
     """Returns the result of a user's data function. All examples of a list are checked, otherwise the first.
 
     Args:
@@ -85,7 +87,9 @@ def opened(given: Any, batch: Mapping[str, Any], limits: Mapping[str, int], num_
     return dataclasses.replace(data, summary=summary)
 
 
-def _split_problems(split: str, examples: Any, batch: Mapping[str, Any], limits: Mapping[str, int]) -> list[str]:
+def _split_problems(
+    split: str, examples: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int]
+) -> list[str]:
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         return [
             f"data.{split}: got {type(examples).__name__}; allowed: examples by number, with len() and [i]; nearest: "
@@ -105,14 +109,16 @@ def _split_problems(split: str, examples: Any, batch: Mapping[str, Any], limits:
     return problems.lines()
 
 
-def _example_problems(example: Any, batch: Mapping[str, Any], limits: Mapping[str, int], where: str) -> list[str]:
+def _example_problems(
+    example: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], where: str
+) -> list[str]:
     if not isinstance(example, Mapping):
         entries = ", ".join(f"'{name}': array" for name in batch)
         return [f"{where}: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
     return example_problems({name: np.asarray(value) for name, value in example.items()}, batch, limits, where)
 
 
-def _uneven_evaluation(num_examples: int, batch: Mapping[str, Any], num_eval_batches: int) -> list[str]:
+def _uneven_evaluation(num_examples: int, batch: Mapping[str, Shaped], num_eval_batches: int) -> list[str]:
     """Returns one line if an evaluation would count the padding of its last batch as examples.
 
     The last batch is padded with zeros in every entry. With an entry `weights`, padding has weight 0.

@@ -9,7 +9,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from meshtrain.files import Json, JsonObject
+
+if TYPE_CHECKING:
+    import tokenizers
+
 
 import numpy as np
 
@@ -125,7 +131,7 @@ def file_problems(path: str) -> list[str]:
     ]
 
 
-def _loaded(path: str) -> Any:
+def _loaded(path: str) -> "tokenizers.Tokenizer":
     """Returns the `tokenizers.Tokenizer` of a tokenizer.json or of its folder.
 
     Raises:
@@ -190,7 +196,9 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
     vocab_size = max(vocab.values(), default=-1) + 1
     end_id = _end_id(path, end_token, vocab)
 
-    def encoded(encode_batch: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
+    def encoded(
+        encode_batch: Callable[..., list["tokenizers.Encoding"]], texts: Sequence[str]
+    ) -> list["tokenizers.Encoding"]:
         try:
             return encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # as above; for example, a tokenizer without a token for unknown text
@@ -225,7 +233,7 @@ def open_tokenizer(name: str, end_token: str = "") -> Tokenizer:
     return byte_tokenizer() if name == "bytes" else file_tokenizer(name, end_token)
 
 
-def bytes_of_ids(loaded: Any, end_id: int, vocab_size: int) -> np.ndarray:
+def bytes_of_ids(loaded: "tokenizers.Tokenizer", end_id: int, vocab_size: int) -> np.ndarray:
     """Returns the bytes of the text that each id stands for, int32 [V]; 0 for the end of a document and for no text.
 
     Byte-level tokenizers write a byte as one character. Of others, the text of an id is what it adds behind another
@@ -250,7 +258,7 @@ def bytes_of_ids(loaded: Any, end_id: int, vocab_size: int) -> np.ndarray:
     return lengths
 
 
-def _decoders(decoder: Any) -> set[str]:
+def _decoders(decoder: Json) -> set[str]:
     """Returns the types of a tokenizer.json's decoder and of the decoders in its sequence."""
     if not decoder:
         return set()
@@ -258,7 +266,9 @@ def _decoders(decoder: Any) -> set[str]:
     return {decoder["type"]}.union(*map(_decoders, inner))
 
 
-def _lengths_behind_another(loaded: Any, pieces: dict[int, str], *, has_byte_pieces: bool) -> dict[int, int]:
+def _lengths_behind_another(
+    loaded: "tokenizers.Tokenizer", pieces: dict[int, str], *, has_byte_pieces: bool
+) -> dict[int, int]:
     """Returns the bytes that each id adds to the text of a token before it."""
     # A letter or digit of ASCII: nothing that a decoder joins with what follows, or cleans up.
     anchors = [index for index, piece in pieces.items() if re.fullmatch(r"[A-Za-z0-9]", piece)] or list(pieces)[:1]
@@ -290,7 +300,7 @@ def tokenizer_file(path: str) -> Path:
     return Path(path, TOKENIZER) if what_is_at(path) == "a folder" else Path(path)
 
 
-def settings(path: str, name: str = SETTINGS) -> dict[str, Any]:
+def settings(path: str, name: str = SETTINGS) -> JsonObject:
     """Returns the content of a file in a tokenizer's folder; {} where `path` is no folder, or has no such file.
 
     Raises:
@@ -311,7 +321,7 @@ def settings(path: str, name: str = SETTINGS) -> dict[str, Any]:
     return content
 
 
-def special_tokens(content: dict[str, Any]) -> dict[str, str]:
+def special_tokens(content: JsonObject) -> dict[str, str]:
     """Returns name -> text of the special tokens in a tokenizer_config.json, such as `eos_token`.
 
     >>> special_tokens({"eos_token": {"content": "</s>", "special": True}, "bos_token": None, "pad_token": "<pad>"})

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.generation.sampling import Sampling, choose, row_keys
+from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.models.decode import Cache, Decode
 from meshtrain.models.task import Params
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.stored import activation_sharding, num_parts
+from meshtrain.sharding.trees import Shardings
 
 CALL_TOKENS = 16  # tokens of a row between two looks of the host
 MOST_ROWS, MOST_CACHE_BYTES = 64, 2 << 30  # of a batch, and of its cache on one device
@@ -73,7 +75,7 @@ class Generator:
         mesh: Mesh,
         rules: Rules,
         end_ids: Sequence[int],
-        compiler_options: dict[str, Any] | None = None,
+        compiler_options: CompilerOptions | None = None,
     ) -> None:
         """Casts the weights to the dtypes in which they compute.
 
@@ -137,13 +139,15 @@ class Generator:
             tokens, is_last = tokens[:-1], True
         return take(request, tokens, is_last) or is_last
 
-    def _compiled(self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int) -> tuple[Any, Any]:
+    def _compiled(
+        self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int
+    ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
         """Returns `_prefill` and `_advance`, jitted for these shapes, with a sharding for each result."""
         entries = self.decode.cache(num_rows, prompt_length, num_steps)
         row = self._sharding((num_rows,), ("batch",))
         replicated = NamedSharding(self.mesh, PartitionSpec())  # so that each process can read it
         of_cache = {name: self._sharding(entry.shape, entry.axes) for name, entry in entries.items()}
-        of_state: list[Any] = [of_cache, row, row, replicated]
+        of_state: list[Shardings] = [of_cache, row, row, replicated]
         results = (State(*of_state), replicated)
 
         def empty() -> Cache:
@@ -161,6 +165,10 @@ class Generator:
 
     def _sharding(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:
         return activation_sharding(shape, axes, self.rules, self.mesh, path="cache")
+
+
+# Of the loop in `_advance`: how many tokens are drawn, the state, which rows are done, and the tokens of each row.
+Carry: TypeAlias = tuple[jax.Array, State, jax.Array, jax.Array]
 
 
 def _prefill(
@@ -195,11 +203,11 @@ def _advance(
     It ends early where all rows are done, bool [R], or have `num_tokens` tokens.
     """
 
-    def goes_on(carry: Any) -> jax.Array:
+    def goes_on(carry: Carry) -> jax.Array:
         count, state, done, _ = carry
         return (count < CALL_TOKENS) & (state.index < num_tokens) & ~jnp.all(done)
 
-    def one(carry: Any) -> Any:
+    def one(carry: Carry) -> Carry:
         count, state, done, drawn = carry
         logits, cache = decode.step(params, state.tokens, state.cache)
         tokens = next_tokens(logits, state.keys, state.index)

@@ -4,7 +4,6 @@ R: rows, P: tokens a prompt after padding, T: tokens a sequence, V: padded vocab
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from meshtrain.models.task import Batch, Params
 Logits = Callable[[Params, Batch], jax.Array]
 
 
-def by_window(logits: Logits, batch: Mapping[str, Any]) -> Decode:
+def by_window(logits: Logits, batch: Mapping[str, Entry] | Mapping[str, jax.ShapeDtypeStruct]) -> Decode:
     """Returns how a task with logits generates tokens; its cache is the last T tokens of each row.
 
     A prompt counts with its last T - 1 tokens (the last one if T is 1). Once T tokens are there, the first of them is

@@ -11,16 +11,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import jax
 import numpy as np
 
-from meshtrain.files import write_whole
+from meshtrain.files import JsonObject, write_whole
 from meshtrain.hf import export, names, tensor_files
 from meshtrain.hf.config_json import ADAPTERS_FILE
 from meshtrain.hf.names import Weight
 from meshtrain.models.layers import A, B
 from meshtrain.models.lora import LoraOptions
+from meshtrain.models.task import Params
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.trees import leaves_with_paths
 
@@ -29,7 +30,13 @@ _PREFIX = "base_model.model."  # the model inside of peft's own two modules
 
 
 def write(
-    folder: Path, family: str, options: DecoderOptions, adapters: LoraOptions, params: Any, dtype: str, base: str | None
+    folder: Path,
+    family: str,
+    options: DecoderOptions,
+    adapters: LoraOptions,
+    params: Params,
+    dtype: str,
+    base: str | None,
 ) -> int:
     """Writes adapter_config.json and adapter_model.safetensors, and returns the bytes of the tensors.
 
@@ -63,7 +70,7 @@ def write(
     )
 
 
-def _modules(family: str, options: DecoderOptions, leaves: Mapping[str, Any]) -> list[list[Weight]]:
+def _modules(family: str, options: DecoderOptions, leaves: Mapping[str, jax.Array]) -> list[list[Weight]]:
     """Returns, for each matrix with an adapter on any part of it, the rows of all its parts."""
     by_name = collections.defaultdict(list)
     for weight in names.weights(family, options):
@@ -71,7 +78,7 @@ def _modules(family: str, options: DecoderOptions, leaves: Mapping[str, Any]) ->
     return [rows for rows in by_name.values() if _adapted(rows, leaves)]
 
 
-def _adapted(rows: Sequence[Weight], leaves: Mapping[str, Any]) -> list[Weight]:
+def _adapted(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> list[Weight]:
     return [row for row in rows if f"{row.path}{A}" in leaves]
 
 
@@ -80,7 +87,7 @@ def _names(row: Weight, layer: int) -> list[str]:
     return [f"{module}.lora_A.weight", f"{module}.lora_B.weight"]
 
 
-def _shapes(rows: Sequence[Weight], leaves: Mapping[str, Any]) -> tuple[tuple[int, int], tuple[int, int]]:
+def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the shapes of lora_A and lora_B; the parts of a matrix have equal sizes."""
     own = _adapted(rows, leaves)
     a, b = (leaves[f"{own[0].path}{end}"].shape for end in (A, B))
@@ -88,7 +95,7 @@ def _shapes(rows: Sequence[Weight], leaves: Mapping[str, Any]) -> tuple[tuple[in
     return (rank, math.prod(a[1:-1])), (len(rows) * math.prod(b[2:]), rank)
 
 
-def _factors(rows: Sequence[Weight], leaves: Mapping[str, Any], layer: int) -> tuple[np.ndarray, np.ndarray]:
+def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns lora_A and lora_B of a layer."""
     of_a, of_b = (np.zeros(shape, np.float32) for shape in _shapes(rows, leaves))
     own = _adapted(rows, leaves)
@@ -102,8 +109,8 @@ def _factors(rows: Sequence[Weight], leaves: Mapping[str, Any], layer: int) -> t
 
 
 def _config(
-    modules: Sequence[Sequence[Weight]], adapters: LoraOptions, leaves: Mapping[str, Any], base: str | None
-) -> dict[str, Any]:
+    modules: Sequence[Sequence[Weight]], adapters: LoraOptions, leaves: Mapping[str, jax.Array], base: str | None
+) -> JsonObject:
     """Returns the object of an adapter_config.json."""
     named = {rows[0].name.partition("{}.")[2].removesuffix(".weight"): len(_adapted(rows, leaves)) for rows in modules}
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha

@@ -1,9 +1,9 @@
 """Options of the decoder as a config.json, in the newer and the older spelling; the inverse of `hf.config_json`."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshtrain.errors import UserError
+from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import in_no_table
 from meshtrain.hf.families import FAMILIES
 from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOWED
@@ -57,8 +57,8 @@ def family_of(options: DecoderOptions) -> str:
 
 
 def as_json(
-    options: DecoderOptions, family: str, dtype: str, length: int, end_id: int, original: Mapping[str, Any]
-) -> dict[str, Any]:
+    options: DecoderOptions, family: str, dtype: str, length: int, end_id: int, original: Mapping[str, Json]
+) -> JsonObject:
     """Returns the object of a config.json.
 
     Args:
@@ -71,7 +71,7 @@ def as_json(
         dtype. Empty: none.
     """
     rows = FAMILIES[family]
-    stated: dict[str, Any] = {"architectures": [rows.architecture], "model_type": family}
+    stated: JsonObject = {"architectures": [rows.architecture], "model_type": family}
     values = {key: getattr(options, name) for key, name in rows.fields.items()}
     stated |= values | {rows.activation[0]: rows.activation[1][0]}
     if rows.is_rotary:
@@ -90,7 +90,7 @@ def as_json(
     return stated | _both_ropes(original, stated) | ignored | {"dtype": dtype, "torch_dtype": dtype}
 
 
-def _rope(options: DecoderOptions) -> dict[str, Any]:
+def _rope(options: DecoderOptions) -> JsonObject:
     """Returns rotary positions in both spellings."""
     theta, scaling = {"rope_theta": options.rope_base}, None
     if options.rope_factor != 1.0:
@@ -104,7 +104,7 @@ def _rope(options: DecoderOptions) -> dict[str, Any]:
     return {"rope_parameters": (scaling or {"rope_type": "default"}) | theta, "rope_scaling": scaling, **theta}
 
 
-def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Any]) -> dict[str, Any]:
+def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
     """Returns rotary positions of layers with a window and of those without, in both spellings."""
     has_own = options.window > 0 and options.rope_local_base > 0
     base = options.rope_local_base if has_own else options.rope_base
@@ -112,11 +112,11 @@ def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Any]) -> dict[
     return {"rope_parameters": {FULL: stated["rope_parameters"], WINDOWED: local}, LOCAL_BASE: base}
 
 
-def _gemma(options: DecoderOptions, family: str) -> dict[str, Any]:
+def _gemma(options: DecoderOptions, family: str) -> JsonObject:
     """Returns what Gemma alone has; a cap of 0 is null, and without a window all layers are full."""
     every = options.global_every if options.window else 1
     kinds = [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, options.num_layers + 1)]
-    stated: dict[str, Any] = {
+    stated: JsonObject = {
         "query_pre_attn_scalar": options.attention_scalar or options.width_of_head,
         "attn_logit_softcapping": options.attention_cap or None,
         "final_logit_softcapping": options.logit_cap or None,
@@ -127,15 +127,15 @@ def _gemma(options: DecoderOptions, family: str) -> dict[str, Any]:
     return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
 
 
-def _experts(options: DecoderOptions, family: str) -> dict[str, Any]:
+def _experts(options: DecoderOptions, family: str) -> JsonObject:
     """Returns what models of experts alone have; the weight of the loss is that of the run."""
-    stated: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": options.balance_weight}
+    stated: JsonObject = {"output_router_logits": False, "router_aux_loss_coef": options.balance_weight}
     if family == "mixtral":
         return stated | {"router_jitter_noise": 0.0}
     return stated | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
 
 
-def _window(options: DecoderOptions, family: str) -> dict[str, Any]:
+def _window(options: DecoderOptions, family: str) -> JsonObject:
     if family == "llama":
         return {}
     window = options.window or None
@@ -150,7 +150,7 @@ def _window(options: DecoderOptions, family: str) -> dict[str, Any]:
     return {**stated, "layer_types": [kind] * options.num_layers}
 
 
-def _both_ropes(original: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+def _both_ropes(original: Mapping[str, Json], stated: Mapping[str, Json]) -> JsonObject:
     """Returns the original keys, but for a spelling of rotary positions that it has with null."""
     kept = dict(original)
     if kept.get("rope_parameters") is None:

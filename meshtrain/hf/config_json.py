@@ -8,16 +8,16 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from meshtrain import options
 from meshtrain.data.tokenizer import TOKENIZER
 from meshtrain.errors import UserError
-from meshtrain.files import expanded, read_json, what_is_at
+from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at
 from meshtrain.hf import positions
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, ONLY, Family
 from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, typed
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.options import Options, Value, Values
 
 CONFIG_FILE = "config.json"
 ADAPTERS_FILE = "adapter_config.json"  # in its place where a folder has adapters alone
@@ -57,7 +57,7 @@ def is_described(directory: str | Path) -> bool:
     return "model_type" in given or "architectures" in given
 
 
-def is_decoder(model: Any) -> bool:
+def is_decoder(model: Options) -> bool:
     """Returns whether the options of a task are the decoder's, which every model of the table is."""
     return isinstance(model, DecoderOptions)
 
@@ -121,7 +121,7 @@ def differences(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: i
     return problems
 
 
-def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Any:
+def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Value:
     if name == "head_dim":
         return shape.width_of_head
     if name == "attention_scalar":
@@ -133,7 +133,7 @@ def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Any:
     return getattr(shape, name)
 
 
-def _loaded(path: Path) -> dict[str, Any]:
+def _loaded(path: Path) -> JsonObject:
     """Returns the JSON object of a file."""
     if (what := what_is_at(path)) != "a file":
         if what_is_at(path.with_name(ADAPTERS_FILE)) == "a file":
@@ -151,7 +151,7 @@ def _loaded(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not read ({error}); allowed: a JSON object; {PUBLISHED}") from error
 
 
-def _renamed(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, list[str]]:
     """Returns the object with one name for each key, and one line for each key with two values."""
     renamed, problems = dict(given), list[str]()
     for key, other in family.same.items():
@@ -162,7 +162,7 @@ def _renamed(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], 
     return renamed, problems
 
 
-def _fields(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
     """Returns options of the decoder, and one line for each key that is missing or has a value of another type."""
     kinds, fields, problems = typing.get_type_hints(DecoderOptions), dict(family.fixed), list[str]()
     for key, name in family.fields.items():
@@ -184,7 +184,7 @@ def _fields(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], l
     return fields, problems
 
 
-def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
+def _refused(given: Mapping[str, Json], kind: str) -> list[str]:
     """Returns one line for each key that changes numbers, and that the decoder does not have with its value."""
     family = FAMILIES[kind]
     understood = {*family.fields, *family.idle, *positions.keys(kind)}
@@ -194,7 +194,7 @@ def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
     for key, value in {**given, **unsaid}.items():
         if value is None or key in understood or key not in DIFFERENT:
             continue
-        legal: Sequence[Any] = only[key] if key in only else ()
+        legal: Sequence[Json] = only[key] if key in only else ()
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in legal):
             allowed = ", ".join(map(str, legal)) or f"keys that meshtrain understands in a {kind}"
             fix = UNQUANTIZED if key == "quantization_config" else f"{NO_WAY}: {DIFFERENT[key]} would differ"
@@ -202,13 +202,13 @@ def _refused(given: Mapping[str, Any], kind: str) -> list[str]:
     return problems
 
 
-def in_no_table(given: Mapping[str, Any]) -> list[str]:
+def in_no_table(given: Mapping[str, Json]) -> list[str]:
     """Returns the keys of a config.json of which it is not known whether they change numbers."""
     known = HARMLESS | DIFFERENT.keys()
     return [key for key in given if given[key] is not None and not (key in known or key.startswith("unsloth_"))]
 
 
-def _strange(given: Mapping[str, Any], ignore: str) -> list[str]:
+def _strange(given: Mapping[str, Json], ignore: str) -> list[str]:
     """Returns one line for each key in no table that is not ignored, and for each ignored one that is none of them."""
     strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
     why = "keys that meshtrain understands; nothing that it knows of would differ"

@@ -6,16 +6,17 @@ import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from meshtrain.files import replacing, write_whole
+from meshtrain.files import Json, JsonObject, replacing, write_whole
 from meshtrain.hf import names, tensor_files
 from meshtrain.hf.names import Weight
 from meshtrain.models import lora
 from meshtrain.models.layers import A, B
+from meshtrain.models.task import Params
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.trees import leaves_with_paths
 
@@ -64,7 +65,7 @@ def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
 
 
 def write_weights(
-    folder: Path, family: str, options: DecoderOptions, params: Any, dtype: str, adapters: lora.LoraOptions
+    folder: Path, family: str, options: DecoderOptions, params: Params, dtype: str, adapters: lora.LoraOptions
 ) -> int:
     """Writes the safetensors files and their index, and returns the bytes of the tensors.
 
@@ -99,7 +100,7 @@ def write_weights(
 
 
 def write_rest(
-    folder: Path, config: Mapping[str, Any], original: Path | None, of_text: Path | None, written: Mapping[str, str]
+    folder: Path, config: Mapping[str, Json], original: Path | None, of_text: Path | None, written: Mapping[str, str]
 ) -> None:
     """Writes config.json, generation_config.json and the files of the tokenizer.
 
@@ -125,7 +126,7 @@ def write_rest(
 def byte_files() -> dict[str, str]:
     """Returns name -> content of the files of the byte tokenizer's folder."""
     # Without its class named, readers take the model's own, which adds tokens.
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN}
+    settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN}
     settings["clean_up_tokenization_spaces"] = False
     return {TOKENIZER_FILE: byte_tokenizer(), SETTINGS_FILE: json.dumps(settings, indent=2) + "\n"}
 
@@ -171,7 +172,7 @@ def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable
     """
     stated = DTYPES[dtype]
     wanted = tensor_files.READABLE[stated]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    header: JsonObject = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + int(np.prod(shape)) * wanted.itemsize
@@ -196,7 +197,7 @@ def _part(leaf: jax.Array, index: Sequence[int]) -> jax.Array:
     return leaf
 
 
-def _merged(leaves: Mapping[str, Any], path: str, index: Sequence[int], adapters: lora.LoraOptions) -> np.ndarray:
+def _merged(leaves: Mapping[str, jax.Array], path: str, index: Sequence[int], adapters: lora.LoraOptions) -> np.ndarray:
     """Returns a weight, or a part of it, with what its adapter adds."""
     if f"{path}{A}" not in leaves:
         return on_host(leaves[path], *index)

@@ -5,7 +5,10 @@ that always stands in published files has to be there.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from meshtrain.files import Json
+from meshtrain.options import Value
 
 
 class Family(NamedTuple):
@@ -27,13 +30,13 @@ class Family(NamedTuple):
 
     architecture: str
     fields: Mapping[str, str]
-    fixed: Mapping[str, Any]
-    absent: Mapping[str, Any]
+    fixed: Mapping[str, Value]
+    absent: Mapping[str, Json]
     length: str
     activation: tuple[str, tuple[str, ...]]
     is_rotary: bool = True
     off: tuple[str, ...] = ()
-    only: Mapping[str, tuple[Any, ...]] = {}
+    only: Mapping[str, tuple[Json, ...]] = {}
     same: Mapping[str, str] = {}
     idle: tuple[str, ...] = ()
 
@@ -79,7 +82,7 @@ _QWEN3_MOE_FIELDS = {
 }
 # Losses of routers are options of a run; they change no logits.
 _OF_ROUTERS = ("output_router_logits", "router_aux_loss_coef")
-_GEMMA: Mapping[str, Any] = {
+_GEMMA: Mapping[str, Value] = {
     "activation": "geglu",
     "centered_scales": True,
     "post_norms": True,
@@ -91,7 +94,7 @@ _LIKE_GEMMA = ("max_position_embeddings", ("hidden_activation", _TANH))
 # Published files have the older key beside the newer one.
 _GEMMA_ONLY = {"hidden_act": _TANH, "use_bidirectional_attention": (False,)}
 _SWIGLU = ("hidden_act", ("silu",))
-_UNTIED: Mapping[str, Any] = {"head_dim": None, "tie_word_embeddings": False}
+_UNTIED: Mapping[str, Json] = {"head_dim": None, "tie_word_embeddings": False}
 _LIKE_LLAMA = ("max_position_embeddings", _SWIGLU)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -156,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 # Legal in every family with these values alone; the decoder has nothing for another one.
-ONLY: Mapping[str, tuple[Any, ...]] = {
+ONLY: Mapping[str, tuple[Json, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),

@@ -9,8 +9,8 @@ The names are those of the state dicts of the package transformers (Wolf et al. 
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -142,7 +142,7 @@ def weights(family: str, options: DecoderOptions) -> list[Weight]:
     return [*_TABLES[family], *(() if options.tied_embeddings else (_HEAD,))]
 
 
-def as_in_files(table: Sequence[Weight], names: Mapping[str, Any]) -> list[Weight]:
+def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]:
     """Returns the table with the names and layouts that files use.
 
     Old files of GPT-2 have no prefix, and some of experts have one tensor for all experts of a layer.
@@ -211,7 +211,7 @@ def stored_shape(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def as_ours(tensor: Any, weight: Weight, size: Mapping[str, int]) -> Any:
+def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.ndarray:
     """Returns a tensor of a file, of shape `stored_shape`, in our layout: a view, which reads nothing.
 
     Args:
@@ -228,7 +228,7 @@ def as_ours(tensor: Any, weight: Weight, size: Mapping[str, int]) -> Any:
     return apart.transpose([letters.index(letter) for letter in weight.layout.split()])
 
 
-def as_stored(leaves: Sequence[Any], rows: Sequence[Weight], size: Mapping[str, int]) -> Any:
+def as_stored(leaves: Sequence[np.ndarray], rows: Sequence[Weight], size: Mapping[str, int]) -> np.ndarray:
     """Returns the tensor of a file from the weights that it holds; the inverse of `as_ours`.
 
     Args:

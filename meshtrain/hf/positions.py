@@ -5,11 +5,12 @@ The rules are those of the configuration classes of the package transformers (Wo
 
 import typing
 from collections.abc import Mapping
-from typing import Any
 
+from meshtrain.files import Json, JsonObject
 from meshtrain.hf.families import FAMILIES, Family
 from meshtrain.hf.values import PUBLISHED, refusal, shown, typed
 from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.options import Value, Values
 
 _ROPE_KEYS = {"rope_type": "", "rope_theta": "rope_base"}
 _LLAMA3_KEYS = {
@@ -43,7 +44,7 @@ def keys(kind: str) -> set[str]:
     return result | ({LOCAL_BASE} if kind == GEMMA3 else set())
 
 
-def rotary(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns the options of rotary positions, and one line for each problem with them.
 
     In files of Gemma 3 `rope_parameters` has an object for layers with a window and one for those without; in older
@@ -73,14 +74,14 @@ def rotary(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[st
     return fields | ({"rope_local_base": local["rope_base"]} if "rope_base" in local else {}), problems
 
 
-def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
     """Returns the options of rotary positions, and one line for each problem with them.
 
     Newer files have `rope_parameters`, older ones `rope_theta` and `rope_scaling`; some have both, with equal values.
     """
     if not family.is_rotary:
         return {}, []
-    problems, sides = list[str](), list[dict[str, Any]]()
+    problems, sides = list[str](), list[JsonObject]()
     for key in ("rope_scaling", "rope_parameters"):
         inner = given[key] if key in given and given[key] is not None else {}
         if not isinstance(inner, dict):
@@ -103,7 +104,7 @@ def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     if stated["rope_type"] not in ("default", "llama3"):
         return {}, [*problems, refusal(f"{where}.rope_type", stated["rope_type"], "default, llama3")]
     wanted = _ROPE_KEYS | (_LLAMA3_KEYS if stated["rope_type"] == "llama3" else {})
-    fields, kinds = dict[str, Any](), typing.get_type_hints(DecoderOptions)
+    fields, kinds = dict[str, Value](), typing.get_type_hints(DecoderOptions)
     for name, option in wanted.items():
         if not option:
             continue
@@ -117,7 +118,7 @@ def _rope(given: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     return fields, problems
 
 
-def windows(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns the options of windows, and one line for each problem with them.
 
     Args:
@@ -136,7 +137,7 @@ def windows(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[s
     return fields, problems
 
 
-def _in_turns(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns `window` and `global_every`, the length of a turn: by `layer_types`, otherwise by a pattern's length."""
     values = {key: given[key] if key in given else None for key in _WINDOW_KEYS[kind]}
     num_layers, window, types = given.get("num_hidden_layers"), values["sliding_window"], values["layer_types"]
@@ -162,7 +163,7 @@ def _in_turns(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list
         return {}, [f"sliding_window: {error}"]
 
 
-def _alike(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns the option `window`, and one line if some layers have a window and others have none."""
     values = {key: given[key] if key in given else None for key in _WINDOW_KEYS[kind]}
     window = values["sliding_window"]
@@ -185,7 +186,7 @@ def _alike(given: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[st
         return {}, [*problems, f"sliding_window: {error}"]
 
 
-def _windowed_layers(values: Mapping[str, Any], given: Mapping[str, Any], window: Any) -> set[str]:
+def _windowed_layers(values: Mapping[str, Json], given: Mapping[str, Json], window: Json) -> set[str]:
     """Returns the kinds of layers: those of `layer_types`, otherwise a window from layer `max_window_layers` on."""
     types = values["layer_types"]
     if types is not None:

@@ -8,7 +8,6 @@ of a host is one shard.
 import collections
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,12 +16,13 @@ from tqdm import tqdm
 from meshtrain.errors import UserError
 from meshtrain.hf import names, tensor_files
 from meshtrain.hf.folder import Folder
+from meshtrain.models.task import Params
 from meshtrain.sharding.trees import leaves_with_paths
 
 Index = tuple[slice, ...]
 
 
-def read(folder: Folder, abstract_params: Any, *, shows_bar: bool = False) -> Any:
+def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) -> Params:
     """Reads the weights of a folder onto shardings; dtypes are converted, rows of padding are zero.
 
     Args:
@@ -52,7 +52,7 @@ def read(folder: Folder, abstract_params: Any, *, shows_bar: bool = False) -> An
     return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
 
 
-def refuse_other_params(folder: Folder, abstract_params: Any) -> None:
+def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
     """Compares the paths and shapes of parameters with those of a folder; reads no tensor.
 
     Raises:
@@ -62,7 +62,7 @@ def refuse_other_params(folder: Folder, abstract_params: Any) -> None:
         raise UserError(*problems)
 
 
-def _problems(folder: Folder, leaves: Sequence[tuple[str, Any]]) -> list[str]:
+def _problems(folder: Folder, leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]]) -> list[str]:
     options, size = folder.model.options, names.sizes(folder.model.options)
     shapes = {}
     for weight in folder.table:
@@ -102,7 +102,7 @@ def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
     return sum(int(np.prod([end - begin for begin, end in spans])) * leaf.dtype.itemsize for spans in _by_index(leaf))
 
 
-def _array(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, bar: Any, *, stack: tuple[int, ...]) -> jax.Array:
+def _array(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, bar: tqdm, *, stack: tuple[int, ...]) -> jax.Array:
     """Returns a leaf; its leading dims are those of `stack`, and `views` has the tensor of each place in them."""
     shards = []
     for spans, devices in _by_index(leaf).items():

@@ -1,15 +1,15 @@
 """Values of a config.json in the types of options, and the lines that refuse others."""
 
-from typing import Any
-
 from meshtrain.cli import flags
+from meshtrain.files import Json
+from meshtrain.options import Value
 
 NO_WAY = "nearest: none, this model cannot be imported"
 PUBLISHED = "nearest: the config.json that was published with the weights"
 UNQUANTIZED = "nearest: the copy of this model that is not quantized, in bfloat16 or float32"
 
 
-def typed(value: Any, kind: type) -> Any:
+def typed(value: Json, kind: type) -> Value:
     """Returns a value of JSON as this type.
 
     Raises:
@@ -23,12 +23,12 @@ def typed(value: Any, kind: type) -> Any:
         raise ValueError(str(error) if "nearest: " in str(error) else f"{error}; {PUBLISHED}") from error
 
 
-def refusal(key: str, value: Any, allowed: str, near: str = NO_WAY) -> str:
+def refusal(key: str, value: Json, allowed: str, near: str = NO_WAY) -> str:
     """Returns the line about a key with a value for which the decoder has nothing."""
     return f"{key}: got {shown(value)}; allowed: {allowed}; {near}"
 
 
-def shown(value: Any) -> str:
+def shown(value: Json) -> str:
     """Returns a value as text of at most 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

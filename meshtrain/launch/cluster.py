@@ -11,7 +11,7 @@ import importlib.util
 import re
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypedDict
 
 from meshtrain.errors import UserError
 
@@ -61,7 +61,17 @@ class Meeting:
         return int(self.address.rpartition(":")[2])
 
 
-def processes(environ: Mapping[str, str], platforms: str) -> dict[str, Any] | None:
+class Arguments(TypedDict, total=False):
+    """The arguments of `jax.distributed.initialize` that are given; it finds out the others."""
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int]
+    cluster_detection_method: str
+
+
+def processes(environ: Mapping[str, str], platforms: str) -> Arguments | None:
     """Returns the arguments for `jax.distributed.initialize`, or None where this process is alone.
 
     It reads only the environment, so that a machine outside a cluster neither waits for a network nor fails.
@@ -207,7 +217,7 @@ def _is_address(text: str) -> bool:
     return bool(host) and _is_whole(port) and 0 < int(port) < 2**16
 
 
-def _explicit(environ: Mapping[str, str]) -> dict[str, Any] | None:
+def _explicit(environ: Mapping[str, str]) -> Arguments | None:
     address, count, index = (environ.get(name) or "" for name in EXPLICIT)
     if count == "1":
         return None
@@ -225,8 +235,8 @@ def _explicit(environ: Mapping[str, str]) -> dict[str, Any] | None:
     }
 
 
-def _scheduler(environ: Mapping[str, str], method: str, num_tasks: int, one_on_each_host: bool) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"cluster_detection_method": method, "num_processes": num_tasks}
+def _scheduler(environ: Mapping[str, str], method: str, num_tasks: int, one_on_each_host: bool) -> Arguments:
+    arguments: Arguments = {"cluster_detection_method": method, "num_processes": num_tasks}
     # JAX gives process i of a host only the i-th device, which is wrong where a process is alone on its host, and
     # where the scheduler already shows each process its own device and no other. An empty list means: all it sees.
     bound = "CUDA_VISIBLE_DEVICES" in environ and "," not in environ["CUDA_VISIBLE_DEVICES"]
@@ -246,7 +256,7 @@ def _open_mpi(environ: Mapping[str, str]) -> str:
     )
 
 
-def _cloud_tpu(environ: Mapping[str, str], platforms: str) -> dict[str, Any] | None:
+def _cloud_tpu(environ: Mapping[str, str], platforms: str) -> Arguments | None:
     if "tpu" not in platforms:
         return None
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""

@@ -8,10 +8,13 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeAlias
 
 # The line with which a compiler announces that it aborts the process: it has to reach the terminal before that.
 FATAL = re.compile(r"[FE]\d{4} .*Check fail|F\d{4} ")
+
+XlaValue: TypeAlias = bool | int | float | str  # of an option of the compiler
+CompilerOptions: TypeAlias = dict[str, XlaValue]  # name, as XLA knows it -> value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class CompilerOption:
     """
 
     name: str
-    value: Any
+    value: XlaValue
     reason: str
     before: str = "999"
     since: str = "0"
@@ -146,12 +149,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def compiler_options(device_kind: str, layer_bytes: int = 0, **when: bool) -> dict[str, Any]:
+def compiler_options(device_kind: str, layer_bytes: int = 0, **when: bool) -> CompilerOptions:
     """Returns the argument `compiler_options` of `jax.jit` for the step; for the arguments see `options_of`."""
     return {option.name: option.value for option in options_of(device_kind, layer_bytes, **when)}
 
 
-def init_compiler_options(device_kind: str) -> dict[str, Any]:
+def init_compiler_options(device_kind: str) -> CompilerOptions:
     """Returns the compiler options for the program that makes the initial weights, which runs once.
 
     On CPUs LLVM's first level of optimization takes half of the compile time; speed and results are the same.

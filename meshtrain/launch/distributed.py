@@ -212,7 +212,7 @@ def _refuse_flags(flags: str) -> None:
         raise UserError(f"XLA_FLAGS: got {flags}; allowed: what XLA takes ({match[1]}); nearest: leave that out")
 
 
-def _meet(how: Mapping[str, Any]) -> None:
+def _meet(how: cluster.Arguments) -> None:
     """Connects this process with the others, unless it is connected already.
 
     Raises:

@@ -16,10 +16,9 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from meshtrain.errors import Problems, UserError, is_finite
-from meshtrain.files import expanded, what_is_at
+from meshtrain.files import Json, JsonObject, expanded, what_is_at
 from meshtrain.launch.hardware import find as find_accelerator
 
 # As XLA names them. The ring is an all-reduce written with permutes, which no compiled step has.
@@ -113,7 +112,7 @@ def link_for(links: Links, axis: str, operation: str, group_size: int, num_hosts
     return dataclasses.replace(closest, group_size=group_size, num_hosts=num_hosts, latency_seconds=latency)
 
 
-def to_json(links: Links) -> dict[str, Any]:
+def to_json(links: Links) -> JsonObject:
     """Returns the content of the file; more keys may be added to it."""
     return {"platform": links.platform, "links": [dataclasses.asdict(link) for link in links.links]}
 
@@ -174,7 +173,7 @@ def refuse_other_platform(path: str, links: Links, device_kind: str) -> None:
     )
 
 
-def _top(path: str, content: Any, problems: Problems) -> tuple[str, Sequence[Any]]:
+def _top(path: str, content: Json, problems: Problems) -> tuple[str, Sequence[Json]]:
     """Returns the platform and the list of links; a value of a wrong type is a problem, and is replaced."""
     keys = ("platform", "links")
     missing = [key for key in keys if not (isinstance(content, dict) and key in content)]
@@ -197,7 +196,7 @@ def _top(path: str, content: Any, problems: Problems) -> tuple[str, Sequence[Any
     return str(platform), listed
 
 
-def _entry_problems(where: str, entry: Any) -> list[str]:
+def _entry_problems(where: str, entry: Json) -> list[str]:
     names = [field.name for field in dataclasses.fields(Link)]
     missing = [name for name in names if not (isinstance(entry, dict) and name in entry)]
     if missing:

@@ -9,8 +9,9 @@ import queue
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from meshtrain.files import Json
 from meshtrain.launch import peers
 
 _LAST_SECONDS = 5.0  # for what is not yet published at the end
@@ -20,7 +21,7 @@ _exchanges = itertools.count()  # a program may train several times
 class Exchange:
     """Publishes reports from a thread while its `with` block is open. All processes open the same ones in one order."""
 
-    def __init__(self, name: str, complete: Callable[[int, dict[int, Any]], None]) -> None:
+    def __init__(self, name: str, complete: Callable[[int, dict[int, Json]], None]) -> None:
         """Makes an exchange; its thread starts with the `with` block.
 
         Args:
@@ -48,7 +49,7 @@ class Exchange:
         """Calls a function in the thread, after all that was given to it before."""
         self._jobs.put(job)
 
-    def publish(self, number: int, report: Callable[[], Any]) -> None:
+    def publish(self, number: int, report: Callable[[], Json]) -> None:
         """Publishes a report from the thread.
 
         Args:
@@ -57,7 +58,7 @@ class Exchange:
         """
         self._jobs.put(lambda: self._publish(number, report()))
 
-    def _publish(self, number: int, report: Any) -> None:
+    def _publish(self, number: int, report: Json) -> None:
         peers.report(self._name, number, report)
         if not peers.is_main_process():
             return

@@ -17,6 +17,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from meshtrain.errors import LostPeer, UserError
+from meshtrain.files import Json
 
 _PATIENCE_SECONDS = 600  # wait for the slowest process: it may be reading a large file
 _ROOM = "meshtrain"
@@ -49,7 +50,7 @@ def count() -> int:
     return jax.process_count()
 
 
-def gathered(name: str, value: Any) -> list[Any]:
+def gathered(name: str, value: Json) -> list[Json]:
     """Returns the values of all processes, by process index. All processes call it, with the same names in one order.
 
     Args:
@@ -82,7 +83,7 @@ def num_machines() -> int:
     return len(set(gathered("machine", socket.gethostname())))
 
 
-def refuse_differences(what: str, facts: Mapping[str, Any]) -> None:
+def refuse_differences(what: str, facts: Mapping[str, Json]) -> None:
     """Compares values that have to be equal in all processes. All processes call it.
 
     Args:
@@ -97,7 +98,7 @@ def refuse_differences(what: str, facts: Mapping[str, Any]) -> None:
         raise UserError(*problems)
 
 
-def differences(what: str, facts: Sequence[Mapping[str, Any]]) -> list[str]:
+def differences(what: str, facts: Sequence[Mapping[str, Json]]) -> list[str]:
     """Returns one line for each fact in which a process differs from process 0.
 
     Args:
@@ -142,7 +143,7 @@ def signs_of_life() -> dict[int, str]:
     return {int(key.rpartition("/")[2]): value for key, value in beats}
 
 
-def report(name: str, number: int, value: Any) -> None:
+def report(name: str, number: int, value: Json) -> None:
     """Publishes a numbered value of this process, without waiting for any other; see `reports`.
 
     Args:
@@ -153,9 +154,9 @@ def report(name: str, number: int, value: Any) -> None:
     _service().key_value_set(f"{_ROOM}/{name}/{number}/{index()}", json.dumps(value))
 
 
-def reports(name: str) -> dict[int, dict[int, Any]]:
+def reports(name: str) -> dict[int, dict[int, Json]]:
     """Returns {number: {process: value}} of the reports that processes have published until now."""
-    result: dict[int, dict[int, Any]] = {}
+    result: dict[int, dict[int, Json]] = {}
     for key, value in _service().key_value_dir_get(f"{_ROOM}/{name}/"):
         number, process = key.split("/")[-2:]
         result.setdefault(int(number), {})[int(process)] = json.loads(value)
@@ -167,7 +168,7 @@ def forget_reports(name: str, number: int) -> None:
     _service().key_value_delete(f"{_ROOM}/{name}/{number}/")
 
 
-def _wait_for(key: str, process: int) -> Any:
+def _wait_for(key: str, process: int) -> Json:
     try:
         return json.loads(_service().blocking_key_value_get(key, _PATIENCE_SECONDS * 1000))
     except jax.errors.JaxRuntimeError as error:

@@ -13,10 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from meshtrain.errors import LostPeer, UserError
-from meshtrain.files import read_json
+from meshtrain.files import Json, read_json
 from meshtrain.launch.cluster import Meeting
 
 LINE_SECONDS = 15.0  # between two lines about those that are awaited
@@ -31,8 +31,8 @@ _CONNECT_SECONDS = 5.0
 _GRACE_SECONDS = 10.0  # process 0 waits for the others first, and answers then
 _MEET, _AWAITED, _REFUSED = "meet", "awaited", "refused"
 _T = TypeVar("_T")
-_Message = Mapping[str, Any]
-Said = dict[int, Any]  # process -> its value, as JSON holds it
+_Message = Mapping[str, Json]
+Said = dict[int, Json]  # process -> its value
 
 
 class Unreachable(Exception):
@@ -77,7 +77,7 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> None:
 
 
 def roll_call(
-    meeting: Meeting, environ: Mapping[str, str], value: Any, seconds: float, *, needs_all: bool
+    meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float, *, needs_all: bool
 ) -> "tuple[Hub | Member, Said]":
     """Returns the open connection to the others, and process -> value; prints every 15 s who is awaited.
 
@@ -182,7 +182,7 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._server)
 
-    def exchange(self, name: str, value: Any, seconds: float) -> Said:
+    def exchange(self, name: str, value: Json, seconds: float) -> Said:
         """Returns process -> value, of those that answered in time, and tells them the same."""
         self._pump(time.monotonic() + seconds, lambda: self._has_all(name))
         answers = {0: value, **{i: one.said[name] for i, one in sorted(self._own.items()) if name in one.said}}
@@ -304,7 +304,7 @@ class Member:
         self._connection.close()
 
     def exchange(
-        self, name: str, value: Any, seconds: float, say: Callable[[Sequence[int]], None] = lambda _: None
+        self, name: str, value: Json, seconds: float, say: Callable[[Sequence[int]], None] = lambda _: None
     ) -> Said:
         """Returns what `Hub.exchange` returns in process 0.
 
@@ -357,7 +357,7 @@ class _Connection:
     def __init__(self, connected: socket.socket, meeting: Meeting, address: str) -> None:
         self.socket = connected
         self.address = address
-        self.said: dict[str, Any] = {}
+        self.said: dict[str, Json] = {}
         self.is_open = True
         self.strange = b""
         self._from = {"process": meeting.index, "num_processes": meeting.num_processes}
@@ -366,7 +366,7 @@ class _Connection:
     def close(self) -> None:
         self.socket.close()
 
-    def send(self, name: str, value: Any) -> None:
+    def send(self, name: str, value: Json) -> None:
         if self.is_open:
             try:
                 self.socket.settimeout(_CONNECT_SECONDS)

@@ -12,11 +12,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 
+from meshtrain.files import Json
 from meshtrain.launch.peer_reports import Exchange
 from meshtrain.observe.stragglers import Judgement, Slow, Times
 
@@ -72,7 +73,7 @@ class OwnTimes:
         result = self._product(self._matrix, own)
         self._exchange.do(lambda: self._measure(own, result))
 
-    def exchange(self, step: int, values: Mapping[str, Any], say: Callable[[str], None]) -> dict[str, float | None]:
+    def exchange(self, step: int, values: Mapping[str, Json], say: Callable[[str], None]) -> dict[str, float | None]:
         """Publishes this process's times at a logged step, and returns what is known of the steps before.
 
         Args:
@@ -110,7 +111,7 @@ class OwnTimes:
         self._slow = self._judgement.of({process: Times(**report) for process, report in reports.items()})
 
 
-def _compiled(device: jax.Device) -> tuple[Any, jax.Array]:
+def _compiled(device: jax.Device) -> tuple[jax.stages.Compiled, jax.Array]:
     on_cpu = device.platform == "cpu"
     dim, num_products = (_CPU_DIM, _CPU_NUM_PRODUCTS) if on_cpu else (_DIM, _NUM_PRODUCTS)
 

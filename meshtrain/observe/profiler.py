@@ -6,12 +6,12 @@ import os
 import pathlib
 import re
 import sys
-from typing import Any
 
 import jax
 
 from meshtrain.errors import UserError
 from meshtrain.options import option
+from meshtrain.sharding.trees import Arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Profiler:
         """
         self._steps = first_and_last_step(options)
         self.directory = pathlib.Path(directory) / "profile"
-        self._last_result: Any = None
+        self._last_result: Arrays = None
         self._is_tracing = False
         self._annotation = contextlib.ExitStack()
 
@@ -92,7 +92,7 @@ class Profiler:
         if self._is_tracing:
             self._annotation.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
-    def after(self, step: int, result: Any) -> None:
+    def after(self, step: int, result: Arrays) -> None:
         """Ends the trace if this was the last step to trace, once its result is ready.
 
         Args:

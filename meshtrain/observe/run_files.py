@@ -5,16 +5,15 @@ Names of the files in a run's folder that are read back, besides `metrics.jsonl`
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from meshtrain.errors import is_finite
-from meshtrain.files import read_json
+from meshtrain.files import Json, JsonObject, read_json
 
 EVALUATED = "eval_"  # what the names of an evaluation's metrics begin with
 OF_EACH = re.compile(r"(.+)_each/(\d{1,9})")  # the load of one expert: the name of the metric, and the expert
 
 
-def row_of(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> JsonObject | None:
     """Returns the row that a line of `metrics.jsonl` holds, None if it holds none."""
     # Without its newline a line may be a number cut short, which still parses.
     if not line.endswith(b"\n"):
@@ -26,13 +25,13 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def has_goodput(row: Mapping[str, Any]) -> bool:
+def has_goodput(row: Mapping[str, Json]) -> bool:
     """Returns whether a row says how long the run has taken: its useful seconds, and their share."""
     wanted = ("useful_seconds", "timed_steps", "goodput")
     return all(is_finite(row.get(name)) for name in wanted) and row["goodput"] > 0
 
 
-def passed_seconds(row: Mapping[str, Any]) -> float:
+def passed_seconds(row: Mapping[str, Json]) -> float:
     """Returns the seconds from the run's first start to a row with goodput."""
     return row["useful_seconds"] / row["goodput"]
 

@@ -13,12 +13,12 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
 from meshtrain.observe.run_files import OF_EACH
+from meshtrain.sharding.trees import Arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CompletedStep:
     """
 
     step: int
-    result: Any
+    result: Arrays
     step_seconds: float
     data_seconds: float
     is_first: bool
@@ -59,7 +59,7 @@ class StepClock:
     """
 
     def __init__(
-        self, *, now: Callable[[], float] = time.perf_counter, wait: Callable[[Any], Any] = jax.block_until_ready
+        self, *, now: Callable[[], float] = time.perf_counter, wait: Callable[[Arrays], Arrays] = jax.block_until_ready
     ) -> None:
         """Starts the clock.
 
@@ -69,7 +69,7 @@ class StepClock:
         """
         self._now = now
         self._wait = wait
-        self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
+        self._in_flight: collections.deque[tuple[int, Arrays]] = collections.deque()
         self._last_completion_seconds = now()
         self._waited_seconds = 0.0
         self._host_seconds = self._device_wait_seconds = 0.0  # since the last averages
@@ -96,7 +96,7 @@ class StepClock:
         """
         self._host_seconds += self._now() - self._free_since_seconds
 
-    def dispatched(self, step: int, result: Any) -> list[CompletedStep]:
+    def dispatched(self, step: int, result: Arrays) -> list[CompletedStep]:
         """Records that a step was dispatched, and waits for the one before it.
 
         Args:
@@ -184,7 +184,7 @@ class StepClock:
         return completed
 
 
-def scalars(result: Mapping[str, Any]) -> dict[str, float]:
+def scalars(result: Mapping[str, jax.Array]) -> dict[str, float]:
     """Fetches the scalars of a completed step's result: {name: array []} to {name: float}, one transfer for all.
 
     An array [E] becomes E scalars, named after it: `NAME/0`, `NAME/1` and so on. Arrays that span several processes

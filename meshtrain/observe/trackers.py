@@ -306,7 +306,7 @@ class WandB:
             # Arguments take precedence over the variables.
             own = {"project": "meshtrain", "name": directory.name, "run_id": self._id(directory, resume_step)}
             given = {name: None if f"WANDB_{name.upper()}" in os.environ else value for name, value in own.items()}
-            self._run: Any = wandb.init(
+            self._run: wandb.Run = wandb.init(
                 project=given["project"],
                 name=given["name"],
                 id=given["run_id"],

@@ -14,9 +14,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from google.protobuf.empty_pb2 import Empty
@@ -27,6 +28,7 @@ from jaxlib._hlo import HloModule
 
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
+from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.plan.planner import shape_on
 from meshtrain.plan.target.attention_tracing import as_on_target
 from meshtrain.plan.target.clusters import GPUS, Cluster, open_cluster, parse
@@ -35,7 +37,9 @@ from meshtrain.plan.target.compile import Compiled, Compiler, compile_step
 COMPARED = ("0.10.2", "0.12.0.1")  # with these `scripts/bench plan_ratio` finds the plans of whole compilations
 POLL_SECONDS = 0.05
 OF_THREAD, PARAMETER, OUTPUT, MEMORY, CONSTANT = 3, 5, 7, 8, 12  # of a BufferAllocationProto
-Work = Callable[..., Any]  # by a process of its own
+Pickled: TypeAlias = Any  # what one process sends another
+Datum: TypeAlias = Any  # of a field of a message: an int, or the bytes of a text or of a message
+Work = Callable[..., Pickled]  # by a process of its own
 FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates
 
 
@@ -81,14 +85,14 @@ def server(config: Config, name: str) -> Work | None:
             os._exit(0)
     others.close()
 
-    def call(work: Work, *arguments: Any) -> Any:
+    def call(work: Work, *arguments: Pickled) -> Pickled:
         jobs.send((work, arguments))
         return jobs.recv()
 
     return call
 
 
-def begun(work: Work, *arguments: Any) -> Callable[[], Any]:
+def begun(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
     """Starts `work(by, *arguments)` in a copy of this process; returns what waits for its result.
 
     `by` is for `compile_step`. The result is pickled. It is None if the process does not bring the work to an end.
@@ -100,7 +104,7 @@ def begun(work: Work, *arguments: Any) -> Callable[[], Any]:
     process.start()
     writing.close()
 
-    def result() -> Any:
+    def result() -> Pickled:
         result = None
         with folder, reading:
             with contextlib.suppress(EOFError):
@@ -111,7 +115,7 @@ def begun(work: Work, *arguments: Any) -> Callable[[], Any]:
     return result
 
 
-def _send(writing: Any, folder: Path, work: Work, *arguments: Any) -> None:
+def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) -> None:
     """Sends what `work` returns, and ends the process."""
     os.environ["TMPDIR"] = str(folder)  # where XLA leaves its files when it ends so
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache is not dumped
@@ -123,14 +127,14 @@ def _send(writing: Any, folder: Path, work: Work, *arguments: Any) -> None:
         os._exit(0)
 
 
-def _compiled(by: Compiler, config: Config, name: str) -> dict[str, Any]:
+def _compiled(by: Compiler, config: Config, name: str) -> dict[str, Pickled]:
     """Returns what is compiled but its assembly, whose devices are this process's."""
     cluster = open_cluster(name)
     made = compile_step(config, shape_on(config, cluster), cluster, by)
     return {key: value for key, value in vars(made).items() if key != "assembly"}
 
 
-def _scheduled(folder: Path, lowered: Any) -> tuple[SimpleNamespace, dict[str, Any]]:
+def _scheduled(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespace, CompilerOptions]:
     """Returns what stands for a `jax.stages.Compiled`, and no added options; a thread goes on compiling."""
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True}
     compiling = threading.Thread(target=lowered.compile, kwargs={"compiler_options": options}, daemon=True)
@@ -192,9 +196,9 @@ def _peak(trace: bytes, size: Mapping[int, int]) -> int:
     return peak
 
 
-def _fields(message: bytes) -> dict[int, list[Any]]:
+def _fields(message: bytes) -> dict[int, list[Datum]]:
     """Returns number -> values of each field of a serialized message; raises DecodeError if it is not complete."""
-    result: dict[int, list[Any]] = {}
+    result: dict[int, list[Datum]] = {}
     for one in UnknownFieldSet(Empty.FromString(message)):
         result.setdefault(one.field_number, []).append(one.data)
     return result

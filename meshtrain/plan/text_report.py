@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.files import JsonObject
 from meshtrain.launch.compiler import options_of
 from meshtrain.plan.cost.context_sizes import longest
 from meshtrain.plan.cost.lower_bound import idle_share
@@ -270,7 +271,7 @@ def _findings(plan: Plan) -> str:
     return "\n".join(["findings", *(f"  - {finding.line()}" for finding in plan.findings)])
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(plan: Plan) -> JsonObject:
     """Returns the plan for programs: numbers in bytes, seconds and FLOPs; null means unknown."""
     memory, stats, timing = plan.memory, plan.memory.compiler, plan.timing
     assembly = plan.compiled.assembly
@@ -331,14 +332,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _links_json(timing: Timing) -> list[dict[str, Any]]:
+def _links_json(timing: Timing) -> list[JsonObject]:
     return [
         {"axis": axes, "kind": kind, "link": link and dataclasses.asdict(link)}
         for (axes, kind), link in timing.links.items()
     ]
 
 
-def _outer_json(plan: Plan) -> dict[str, Any] | None:
+def _outer_json(plan: Plan) -> JsonObject | None:
     outer = plan.outer
     if outer is None:
         return None

@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import ModuleType
 
 from meshtrain import options
 from meshtrain.cli import flags
 from meshtrain.errors import UserError, leave_at_once, run
+from meshtrain.files import Json, JsonObject
 from meshtrain.launch import cluster
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Hub, Member, Said, Unreachable, roll_call
@@ -28,9 +29,9 @@ _LIMIT_SECONDS = 120.0
 _FACT_SECONDS = 60.0  # to read one fact of this machine
 _END_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _NUM_CLOCK_ROUNDS = 8
-_Exchange = Callable[[str, Any, float], Said]  # (name, value, seconds) -> process -> value
-_Exercise = Callable[[], Any]  # imports JAX, and returns the module `exercise`
-_Work = Callable[[Callable[[str], None]], dict[str, Any]]  # given what to tell when it begins to wait for something
+_Exchange = Callable[[str, Json, float], Said]  # (name, value, seconds) -> process -> value
+_Exercise = Callable[[], ModuleType]  # imports JAX, and returns the module `exercise`
+_Work = Callable[[Callable[[str], None]], JsonObject]  # given what to tell when it begins to wait for something
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     leave_at_once(code)
 
 
-def _exercise() -> Any:
+def _exercise() -> ModuleType:
     # Imported here, by name: the first stages need no JAX, and find out whether it is whole.
     return options.imported_modules("meshtrain.probe.checks.job")[0]
 
@@ -157,7 +158,7 @@ def _together(
     return code
 
 
-def _introduction(found: Sequence[Finding], environ: Mapping[str, str]) -> dict[str, Any]:
+def _introduction(found: Sequence[Finding], environ: Mapping[str, str]) -> JsonObject:
     return {
         "host": socket.gethostname(),
         "token": f"{os.getpid()}-{time.time_ns()}",
@@ -194,12 +195,12 @@ def _as_job(
     return results + (all_processes.held_up(answers, num_processes, limit) or _judged(answers, arguments.gpus))
 
 
-def _within_limit(limit: float, first: str, work: _Work) -> dict[str, Any]:
+def _within_limit(limit: float, first: str, work: _Work) -> JsonObject:
     """Returns what `work` returns, or why it does not: `refused`, `failed` or `stuck` in a part for `limit` seconds.
 
     It runs in a thread, so that this one can give up and tell the others.
     """
-    progress, result = [(time.monotonic(), first)], dict[str, Any]()
+    progress, result = [(time.monotonic(), first)], JsonObject()
 
     def act() -> None:
         try:

@@ -5,13 +5,13 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 from meshtrain.cli import flags
 from meshtrain.errors import UserError, run
 from meshtrain.files import target_problems, write_whole
 from meshtrain.observe.charts import svg
 from meshtrain.observe.page import WIDE, escaped, heading
+from meshtrain.options import Options
 from meshtrain.pipeline.chart import figure
 from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import PipelineOptions, Schedule, chosen, is_own
@@ -118,7 +118,7 @@ def _schedule(one: Run) -> Schedule | None:
         return None  # a schedule of another version
 
 
-def _options(one: Run, group: str, default: Any) -> Any:
+def _options(one: Run, group: str, default: Options) -> Options:
     """Returns a group of a run's configuration; values of a wrong type are replaced by their defaults."""
     given = one.config[group] if group in one.config else {}
     names = {field.name for field in dataclasses.fields(default)}

@@ -7,10 +7,11 @@ import html
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
+from meshtrain.files import JsonObject
 from meshtrain.observe.run_files import EVALUATED, OF_EACH
 from meshtrain.report.logs import Curve, Log
 
@@ -125,7 +126,11 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     return np.unique(np.concatenate(of_each))
 
 
-def figure(runs: Mapping[str, Log]) -> dict[str, Any]:
+Column: TypeAlias = Sequence[float | None]  # a number for each point of a curve; None where it is not known
+Place: TypeAlias = tuple[Column, Column, Column]  # of a curve's points: steps, units since the start, seconds
+
+
+def figure(runs: Mapping[str, Log]) -> JsonObject:
     """Returns a Plotly figure: `data`, a trace for each run and metric, and `layout`.
 
     A run is one entry of the legend, which shows and hides it in all panels. Panels zoom together.
@@ -158,7 +163,7 @@ def figure(runs: Mapping[str, Log]) -> dict[str, Any]:
     return {"data": traces, "layout": layout}
 
 
-def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.ndarray, curve: Curve) -> dict[str, Any]:
+def _trace(name: str, colour: str, panel: int, steps: Sequence[int], kept: np.ndarray, curve: Curve) -> JsonObject:
     suffix = str(panel + 1) if panel else ""
     return {
         "type": "scatter",
@@ -181,10 +186,10 @@ def _rounded(values: np.ndarray, digits: int = 7) -> list[float | int | None]:
     return [int(value) if value is not None and value.is_integer() else value for value in numbers]
 
 
-def _layout(panels: Sequence[str], places: Sequence[tuple[Any, Any, Any]], units: str) -> dict[str, Any]:
+def _layout(panels: Sequence[str], places: Sequence[Place], units: str) -> JsonObject:
     num_rows = max(1, -(-len(panels) // COLUMNS))
     inner_pixels = num_rows * PANEL_PIXELS
-    layout: dict[str, Any] = {
+    layout: JsonObject = {
         "height": inner_pixels + TOP_PIXELS + BOTTOM_PIXELS,
         "margin": {"t": TOP_PIXELS, "b": BOTTOM_PIXELS, "l": 60, "r": 20},
         "grid": {"rows": num_rows, "columns": COLUMNS, "pattern": "independent", "xgap": 0.2, "ygap": 0.3},
@@ -207,23 +212,21 @@ def _layout(panels: Sequence[str], places: Sequence[tuple[Any, Any, Any]], units
     return layout
 
 
-def _buttons(
-    panels: Sequence[str], places: Sequence[tuple[Any, Any, Any]], units: str, inner_pixels: int
-) -> list[dict[str, Any]]:
+def _buttons(panels: Sequence[str], places: Sequence[Place], units: str, inner_pixels: int) -> list[JsonObject]:
     """Returns the buttons over the panels: what the curves are drawn over, and the scale of the losses."""
     suffixes = [str(number + 1) if number else "" for number in range(len(panels))]
     over = []
     for index, (label, text) in enumerate((("steps", "steps"), (units, units), ("time", "seconds since the start"))):
         if all(value is None for place in places for value in place[index]):
             continue  # rows that say nothing of it
-        axes: dict[str, Any] = {f"xaxis{suffix}.title.text": text for suffix in suffixes[-COLUMNS:]}
+        axes: JsonObject = {f"xaxis{suffix}.title.text": text for suffix in suffixes[-COLUMNS:]}
         axes |= {f"xaxis{suffix}.autorange": True for suffix in suffixes}
         x = {"x": [place[index] for place in places]}
         over.append({"label": html.escape(label), "method": "update", "args": [x, axes]})
     losses = [suffix for suffix, metric in zip(suffixes, panels, strict=True) if metric.endswith("loss")]
     scales = []
     for kind, scale in (("linear", "linear"), ("logarithmic", "log")):
-        change: dict[str, Any] = {f"yaxis{suffix}.type": scale for suffix in losses}
+        change: JsonObject = {f"yaxis{suffix}.type": scale for suffix in losses}
         change |= {f"yaxis{suffix}.autorange": True for suffix in losses}
         scales.append({"label": f"loss: {kind}", "method": "relayout", "args": [change]})
     top = 1 + (TOP_PIXELS - 8) / inner_pixels

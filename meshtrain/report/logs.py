@@ -7,11 +7,11 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from meshtrain.errors import is_finite
+from meshtrain.files import Json, JsonObject
 from meshtrain.observe.run_files import has_goodput, passed_seconds, row_of
 
 _MOST_STEPS = 1 << 53  # above, float64 would merge neighbouring steps
@@ -68,7 +68,7 @@ def read(path: pathlib.Path) -> Log | None:
     Raises:
       OSError: the file cannot be read.
     """
-    kept = list[dict[str, Any]]()
+    kept = list[JsonObject]()
     with path.open("rb") as file:
         for line in file:
             row = row_of(line)
@@ -86,7 +86,7 @@ def read(path: pathlib.Path) -> Log | None:
     return Log(curves, unit, units_per_step, Curve(clock.steps, np.maximum.accumulate(clock.values)))
 
 
-def _curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+def _curves(rows: Iterable[Mapping[str, Json]]) -> dict[str, Curve]:
     found = dict[str, dict[int, float]]()
     for row in rows:
         for name, value in row.items():
@@ -100,7 +100,7 @@ def _curve(points: Mapping[int, float]) -> Curve:
     return Curve(np.fromiter(points, np.int64, len(points)), np.fromiter(points.values(), np.float64, len(points)))
 
 
-def _unit(rows: Iterable[Mapping[str, Any]]) -> tuple[str, float]:
+def _unit(rows: Iterable[Mapping[str, Json]]) -> tuple[str, float]:
     """Returns the unit of a run and how many a step has, from the newest row with a rate, `UNIT_per_second`."""
     names = {name.removesuffix("_per_second") for row in rows for name in row if name.endswith("_per_second")}
     for row in reversed(list(rows)):

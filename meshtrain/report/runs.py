@@ -3,10 +3,9 @@
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from meshtrain.errors import UserError, nearest
-from meshtrain.files import expanded, is_utf8, read_json, what_is_at
+from meshtrain.files import Json, JsonObject, expanded, is_utf8, read_json, what_is_at
 from meshtrain.observe.run_files import CONFIG_FILE, DEVICE_FILE, SAMPLES_FILE
 from meshtrain.observe.trackers import METRICS_FILE
 from meshtrain.report import logs
@@ -29,9 +28,9 @@ class Run:
 
     name: str
     path: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Json]
     log: logs.Log
-    device: Mapping[str, Any]
+    device: Mapping[str, Json]
     sample: str
 
 
@@ -91,7 +90,7 @@ def _run(path: str, name: str, folder: pathlib.Path) -> Run:
     return Run(name, path, config, log, device, sample)
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+def _json(path: pathlib.Path) -> JsonObject:
     try:
         result = read_json(path.read_text(encoding="utf-8"))
         if not isinstance(result, dict):

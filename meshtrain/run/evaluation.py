@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -15,7 +15,10 @@ from meshtrain.data.own_source import Data
 from meshtrain.models.metrics import logged
 from meshtrain.models.task import Params, limits
 from meshtrain.observe.run_files import EVALUATED
+from meshtrain.sharding.trees import Arrays
 from meshtrain.step.state import TrainState
+
+Sums: TypeAlias = dict[str, Arrays]  # name -> float64 [], or a kind of `metrics.py` that holds them
 
 
 def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> dict[str, float]:
@@ -24,7 +27,7 @@ def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> di
     return {EVALUATED + name: value for name, value in means(sums).items()}
 
 
-def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> dict[str, Any]:
+def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> Sums:
     """Returns the sums of `Assembly.eval_step` over examples, each of them counted once; empty without any example.
 
     Args:
@@ -42,7 +45,7 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
         num_epochs=1,
         num_threads=config.data.num_threads,
     )
-    total = dict[str, Any]()
+    total = Sums()
     for batch in itertools.islice(stream, num_batches or None):
         # Added up in float64: an evaluation may have millions of batches.
         new = jax.tree.map(np.float64, jax.device_get(dict(assembly.eval_step(params, batch))))
@@ -50,7 +53,7 @@ def summed(assembly: Assembly, params: Params, examples: Examples, num_batches: 
     return total
 
 
-def means(sums: dict[str, Any]) -> dict[str, float]:
+def means(sums: Sums) -> dict[str, float]:
     """Returns loss and metrics of `summed`, each divided by its weight; empty where the sums are."""
     return {name: float(logged(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
 

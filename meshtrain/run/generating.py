@@ -1,7 +1,7 @@
 """What a run's weights generate: whether its task can, and the generator on the run's devices."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
@@ -9,6 +9,7 @@ from meshtrain.assemble import Assembly, assemble, kept_params
 from meshtrain.config.tasks import MakeTask
 from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
+from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.models.decode import Decode
 from meshtrain.models.task import Params, token_batch
 from meshtrain.run.generation_mesh import without_pipeline
@@ -61,7 +62,7 @@ def decode_of(assembly: Assembly) -> Decode:
 
 
 def generator(
-    assembly: Assembly, params: Params, end_ids: Sequence[int], compiler_options: dict[str, Any] | None = None
+    assembly: Assembly, params: Params, end_ids: Sequence[int], compiler_options: CompilerOptions | None = None
 ) -> Generator:
     """Returns what generates with these weights.
 

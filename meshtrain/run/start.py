@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,8 +26,10 @@ from meshtrain.config.resume import from_json
 from meshtrain.errors import UserError, warn
 from meshtrain.files import what_is_at
 from meshtrain.launch import peers
+from meshtrain.models.task import Params
 from meshtrain.observe import trackers
 from meshtrain.optim.trainable import is_adapter
+from meshtrain.options import Values
 from meshtrain.run import weights, workdir
 from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.trees import leaves_with_paths, merged, select
@@ -96,7 +97,7 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
     peers.refuse_differences("configuration", compared(config, run))
 
 
-def compared(config: Config, run: Path) -> dict[str, Any]:
+def compared(config: Config, run: Path) -> Values:
     """Returns name -> value of what has to be the same in all processes besides versions: workdir and configuration."""
     return {"workdir": str(run), **flags.flatten(json.loads(to_json(config)))}
 
@@ -111,7 +112,7 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
         weights.refuse_other_params(assembly.config.init_from, *_taken(assembly))
 
 
-def _taken(assembly: Assembly) -> tuple[Any, list[str]]:
+def _taken(assembly: Assembly) -> tuple[Params, list[str]]:
     """Returns which of its abstract parameters a run takes from `init_from`, and the paths of those that it rounds.
 
     It takes all of them. From a run without adapters it takes all but the adapters, and None stands in their place.
@@ -218,7 +219,7 @@ def as_saved(state: TrainState, num_saved: int) -> TrainState:
       num_saved: replicas of the run that saved. Data splits the first dim if it divides it.
     """
 
-    def saved(leaf: Any) -> jax.ShapeDtypeStruct:
+    def saved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         mesh = leaf.sharding.mesh
         replicas = DATA if num_saved % mesh.shape[DATA] == 0 else None
         sharding = NamedSharding(mesh, PartitionSpec(replicas, *leaf.sharding.spec[1:]))
@@ -227,7 +228,7 @@ def as_saved(state: TrainState, num_saved: int) -> TrainState:
     return dataclasses.replace(state, residual=jax.tree.map(saved, state.residual))
 
 
-def shared_out(state: TrainState, like: TrainState, reshard: Callable[[Any, int], Any]) -> TrainState:
+def shared_out(state: TrainState, like: TrainState, reshard: Callable[[jax.Array, int], jax.Array]) -> TrainState:
     """Returns a state from `as_saved` with the residuals of as many replicas as `like` has.
 
     Args:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.checkpoint import other_runs
@@ -133,7 +133,7 @@ def paths(directory: str | Path) -> list[str]:
         return list(checkpoints.shapes(_newest(checkpoints)))
 
 
-def refuse_other_params(directory: str | Path, abstract_params: Any, rounded: Collection[str] = ()) -> None:
+def refuse_other_params(directory: str | Path, abstract_params: Params, rounded: Collection[str] = ()) -> None:
     """Compares shapes of weights with those of a model, for a workdir dtypes too; reads no array.
 
     Args:
@@ -158,8 +158,8 @@ def _newest(checkpoints: Checkpoints) -> int:
 
 
 def restore_params(
-    directory: str | Path, step: int | None, abstract_params: Any, rounded: Collection[str] = ()
-) -> tuple[Any, int]:
+    directory: str | Path, step: int | None, abstract_params: Params, rounded: Collection[str] = ()
+) -> tuple[Params, int]:
     """Reads weights onto this run's shardings. All processes call it together.
 
     Args:

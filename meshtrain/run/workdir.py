@@ -15,7 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
+
+import jax
 
 from meshtrain.assemble import Assembly
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
@@ -23,7 +25,7 @@ from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.resume import difference
 from meshtrain.errors import UserError, is_finite, warn
-from meshtrain.files import read_json, what_is_at, write_whole
+from meshtrain.files import Json, JsonObject, read_json, what_is_at, write_whole
 from meshtrain.launch import peers
 from meshtrain.launch.signals import undone
 from meshtrain.observe.run_files import DEVICE_FILE, SAMPLES_FILE
@@ -214,7 +216,7 @@ def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
         )
 
 
-def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bool) -> Any:
+def kept(run: pathlib.Path, name: str, compute: Callable[[], Json], *, writes: bool) -> Json:
     """Returns an entry of corpus.json; computes and writes it if it is missing.
 
     Args:
@@ -231,7 +233,7 @@ def kept(run: pathlib.Path, name: str, compute: Callable[[], Any], *, writes: bo
     return facts[name]
 
 
-def _facts(run: pathlib.Path) -> dict[str, Any]:
+def _facts(run: pathlib.Path) -> JsonObject:
     """Returns the entries of corpus.json, after a check of their types."""
     facts = _read_json(run / CORPUS_FILE)
     for name, value in facts.items():
@@ -244,7 +246,7 @@ def _facts(run: pathlib.Path) -> dict[str, Any]:
     return facts
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def _read_json(path: pathlib.Path) -> JsonObject:
     """Returns the JSON object of a file; an empty one if the file is missing."""
     try:
         content = read_json(path.read_text(encoding="utf-8"))
@@ -259,7 +261,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         ) from None
 
 
-def record_device(run: Path, assembly: Assembly, step: Any, *, writes: bool) -> None:
+def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled, *, writes: bool) -> None:
     """Writes `device.json`, anew at each start, because the mesh may change on resume. A disk error is one warning.
 
     Args:
@@ -277,7 +279,7 @@ def record_device(run: Path, assembly: Assembly, step: Any, *, writes: bool) -> 
         warn(f"{path}: {error}; a report of this run will not show the memory of a device")
 
 
-def facts(assembly: Assembly, step: Any) -> dict[str, Any]:
+def facts(assembly: Assembly, step: jax.stages.Compiled) -> JsonObject:
     """Returns `mesh` (axis -> size), `device` (the kind), and the bytes of one device.
 
     `parameters_bytes`, `gradients_bytes`, `moments_bytes`, `residual_bytes`, `on_host_bytes` and `batch_bytes` follow

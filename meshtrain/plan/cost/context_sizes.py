@@ -4,7 +4,6 @@ T: tokens a sequence, n: devices along context.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshtrain.config.config import Config
 from meshtrain.errors import divisors
@@ -30,7 +29,7 @@ def sizes_to_try(config: Config, num_devices: int) -> list[int]:
     return [1, *(size for size in powers if tokens % size == 0 and FEWEST_TOKENS <= tokens // size <= MOST_TOKENS)]
 
 
-def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, Any]:
+def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, int]:
     """Returns the change that halves the tokens of a microbatch on a device; empty where there is none.
 
     Sequences get twice as many parts, and an axis that splits the batch half its size. A device then has twice as many

@@ -1,9 +1,9 @@
 """A scaling as tables for people, and as JSON for programs. All of its seconds are modelled."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.files import JsonObject
 from meshtrain.plan.scaling.efficiency import Curve, Row
 from meshtrain.plan.scaling.scaling import Scaling
 from meshtrain.plan.scaling.strategies import STRONG, Point
@@ -135,7 +135,7 @@ def _of_model(found: Scaling) -> list[str]:
     return found.assumptions.lines(accelerator)
 
 
-def to_json(found: Scaling) -> dict[str, Any]:
+def to_json(found: Scaling) -> JsonObject:
     """Returns the scaling for programs: seconds, bytes and shares; null means unknown."""
     return {
         "cluster": found.cluster.text,
@@ -162,9 +162,9 @@ def to_json(found: Scaling) -> dict[str, Any]:
     }
 
 
-def _row_json(curve: Curve, row: Row) -> dict[str, Any]:
+def _row_json(curve: Curve, row: Row) -> JsonObject:
     point, spent = row.point, row.spent
-    run: dict[str, Any] = {"mesh": None, "arguments": None}
+    run: JsonObject = {"mesh": None, "arguments": None}
     if point.config is not None:
         mesh = {f"mesh.{axis}": size for axis, size in point.shape.items()}
         run = {"mesh": point.shape, "arguments": arguments({**mesh, **dict(point.way.options)})}

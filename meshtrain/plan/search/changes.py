@@ -3,12 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from meshtrain.cli.flags import construct, flatten
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import Config, check, num_microbatches
 from meshtrain.errors import UserError
+from meshtrain.options import Values
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
 from meshtrain.plan.cost.memory import Memory, memory
 from meshtrain.plan.planner import Plan, shape_on
@@ -23,7 +23,7 @@ MAX_COMPILED = 11
 FROZEN_DTYPE, FROZEN = "precision.frozen_dtype", "bfloat16"  # in which frozen weights take half of the bytes
 SPLITS_SUMS = 2  # the ZeRO level from which on sums of gradients are split
 
-Change = dict[str, Any]
+Change = Values  # dotted key -> its new value
 
 
 def with_change(config: Config, change: Change) -> Config:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from meshtrain.sharding.axes import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, sto
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import default_rules
 from meshtrain.sharding.stored import axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
-from meshtrain.sharding.trees import leaves_with_paths, select
+from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths, select
 from meshtrain.step.precision import as_stored, cast, compute_dtype, product_name
 from meshtrain.step.shardings import abstract_params
 
@@ -48,10 +47,10 @@ class Weights:
     """
 
     task: Task
-    params: Any
-    axes: Any
+    params: Arrays
+    axes: NamesTree
     trained: Mapping[str, bool]
-    moments: tuple[tuple[Any, tuple[str | None, ...]], ...]
+    moments: tuple[tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]], ...]
 
     @property
     def num_parameters(self) -> int:
@@ -100,7 +99,7 @@ def weights_of(config: Config) -> Weights:
     return Weights(task, params, axes, dict(leaves_with_paths(mask)), moments)
 
 
-def _zeros(tree: Any) -> Any:
+def _zeros(tree: Arrays) -> Arrays:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 

@@ -2,11 +2,11 @@
 
 import dataclasses
 import time
-from typing import Any
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.config.config import Config
 from meshtrain.errors import UserError
+from meshtrain.files import JsonObject
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.plan import planner
 from meshtrain.plan.planner import Plan
@@ -160,7 +160,7 @@ def text(found: Found) -> str:
     return "\n".join(lines)
 
 
-def to_json(found: Found) -> dict[str, Any]:
+def to_json(found: Found) -> JsonObject:
     """Returns the ranking for programs; each entry is what a plan writes, and the arguments that make it."""
     return {
         "cluster": found.cluster.text,

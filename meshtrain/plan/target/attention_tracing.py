@@ -8,7 +8,6 @@ return the target's values. Only this module does so; a test fails if JAX moves 
 import contextlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 from jax._src.cudnn import fused_attention_stablehlo as private
 
@@ -45,7 +44,7 @@ def as_on_target(cluster: Cluster) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(module: ModuleType, **functions: Callable[..., Any]) -> Iterator[None]:
+def replaced(module: ModuleType, **functions: Callable[..., int | bool]) -> Iterator[None]:
     """Replaces functions of a module, and puts the original ones back afterwards.
 
     Raises:

@@ -12,7 +12,6 @@ import pkgutil
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -45,7 +44,7 @@ class Cluster:
 
     text: str
     platform: str
-    devices: Sequence[Any]
+    devices: Sequence[jax.Device]
     num_hosts: int
     accelerator: Accelerator | None
     compute_capability: tuple[int, int] | None = None
@@ -104,12 +103,12 @@ def open_cluster(text: str) -> Cluster:
     return Cluster(text, "tpu", chips, num_hosts, find(chips[0].device_kind))
 
 
-def _described(text: str, **description: str) -> Sequence[Any]:
+def _described(text: str, **description: str) -> Sequence[jax.Device]:
     try:
         with captured():  # without an accelerator each compiler prints long warnings
             jax.devices()  # loads the plugins here, so that their warnings are captured
             try:
-                devices: Sequence[Any] = topologies.get_topology_desc(**description).devices
+                devices: Sequence[jax.Device] = topologies.get_topology_desc(**description).devices
             except RuntimeError as error:
                 if "topology not implemented" not in str(error):
                     raise

@@ -3,13 +3,15 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import TypeAlias
 
+import jax
 from jax.errors import JaxRuntimeError
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
-from meshtrain.launch.compiler import captured, compiler_options
+from meshtrain.launch.compiler import CompilerOptions, XlaValue, captured, compiler_options
 from meshtrain.models import fp8, layers
 from meshtrain.plan.hlo.parse import Program, read
 from meshtrain.plan.target.attention_tracing import as_on_target
@@ -21,9 +23,10 @@ from meshtrain.step.device_memory import Statistics, statistics
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 # Without a GPU nothing tunes the tiles of Triton's products, and for some products XLA then finds none at all.
 NO_TILES = "Couldn't find output tile sizes"
-WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
-# `jax.stages.Lowered` -> (`jax.stages.Compiled` or what stands for it, options that a second compilation added).
-Compiler = Callable[[Any], tuple[Any, dict[str, Any]]]
+WITHOUT_TRITON: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+Executable: TypeAlias = jax.stages.Compiled | SimpleNamespace  # the latter stands for one, see `plan.scheduled_dump`
+# What is lowered -> (it compiled, options that a second compilation added).
+Compiler = Callable[[jax.stages.Lowered], tuple[Executable, CompilerOptions]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Compiled:
     text: str | None
     outer_text: str | None
     statistics: Statistics | None
-    options: Mapping[str, Any]
-    added_options: Mapping[str, Any]
+    options: Mapping[str, XlaValue]
+    added_options: Mapping[str, XlaValue]
     attention: str
     traced_flops: float
     messages: tuple[str, ...]
@@ -80,7 +83,7 @@ def compile_step(
         with captured() as messages:
             traced = assembly.train_step.trace(assembly.state, assembly.batch)
             lowered = traced.lower(lowering_platforms=(cluster.platform,))
-            compiled, outer, refusal, added = None, None, "", dict[str, Any]()
+            compiled, outer, refusal, added = None, None, "", CompilerOptions()
             try:
                 compiled, added = (by or with_tiles)(lowered)
                 if assembly.outer_step is not None:
@@ -113,7 +116,7 @@ def compile_step(
     )
 
 
-def with_tiles(lowered: Any) -> tuple[Any, dict[str, Any]]:
+def with_tiles(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, CompilerOptions]:
     """Returns (the compiled program, the options that a second compilation added, if it took one).
 
     Training does not need the second: on a GPU the compiler tunes its tiles.
@@ -132,7 +135,7 @@ def with_tiles(lowered: Any) -> tuple[Any, dict[str, Any]]:
     return lowered.compile(compiler_options=WITHOUT_TRITON), dict(WITHOUT_TRITON)
 
 
-def _of_both(step: Any, outer: Any) -> Statistics:
+def _of_both(step: Executable, outer: jax.stages.Compiled | None) -> Statistics:
     """Returns the compiler's account of a step, with the peak of the outer step where that is larger."""
     found = statistics(step.memory_analysis())
     peak = statistics(outer.memory_analysis()).peak_bytes if outer else 0

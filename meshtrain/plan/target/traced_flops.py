@@ -6,7 +6,7 @@ sizes of these axes. Inside `jax.shard_map` shapes are already a device's own al
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax.extend import core
@@ -25,6 +25,8 @@ from meshtrain.plan.hlo.flops import (
 )
 from meshtrain.plan.hlo.parse import share_in
 from meshtrain.sharding.jaxprs import inner_jaxprs
+
+Equation: TypeAlias = Any  # a `core.JaxprEqn` of arrays; for mypy the `aval` of its variables has no shape
 
 FLOATS = (jnp.bfloat16, jnp.float32)
 ATTENTION = {
@@ -87,17 +89,17 @@ def _flops(
     return total
 
 
-def _kernel(equation: Any) -> str:
+def _kernel(equation: core.JaxprEqn) -> str:
     """Returns the name of a Pallas kernel; '' of one without a name, and of any other operation."""
     return (equation.params["name"] or "") if equation.primitive.name == "pallas_call" else ""
 
 
-def _scopes(equation: Any, above: str) -> str:
+def _scopes(equation: core.JaxprEqn, above: str) -> str:
     """Returns the scopes of an operation, from the outermost, and the name of a kernel."""
     return f"{above}/{equation.source_info.name_stack}/{_kernel(equation)}"
 
 
-def _of_blocks(part: str, equation: Any, used_share: float) -> float:
+def _of_blocks(part: str, equation: Equation, used_share: float) -> float:
     """Returns the FLOPs of a kernel in `models/moe/grouped_matmul.py`, of blocks that have rows."""
     arrays = [variable.aval for variable in equation.invars]
     first, second = (array.shape for array in arrays if array.ndim >= 2)
@@ -123,7 +125,7 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
     return "xla"
 
 
-def _turns(equation: Any) -> int:
+def _turns(equation: core.JaxprEqn) -> int:
     """Returns how often a loop that counts from 0 to a constant runs; 1 for any other `while`."""
     closed = equation.params["cond_jaxpr"]
     tests, bound = closed.jaxpr.eqns, None
@@ -132,13 +134,13 @@ def _turns(equation: Any) -> int:
     return bound or 1
 
 
-def _product(equation: Any) -> float:
+def _product(equation: Equation) -> float:
     ((contracted, _), _) = equation.params["dimension_numbers"]
     left, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     return 2.0 * math.prod(result) * math.prod(left[dim] for dim in contracted)
 
 
-def _convolution(equation: Any) -> float:
+def _convolution(equation: Equation) -> float:
     """Returns 2 x result x input features x the window's positions that hold data, as `flops.convolution_flops`."""
     given, numbers = equation.params, equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)
@@ -156,17 +158,17 @@ def _convolution(equation: Any) -> float:
     return 2.0 * outer * right[numbers.rhs_spec[1]] * places / given["batch_group_count"]
 
 
-def _first_two(equation: Any) -> list[tuple[int, ...]]:
+def _first_two(equation: Equation) -> list[tuple[int, ...]]:
     """Returns the dims of an operation's first two arrays."""
     return [variable.aval.shape for variable in equation.invars[:2]]
 
 
-def _attention(equation: Any) -> float:
+def _attention(equation: Equation) -> float:
     query, key = _first_two(equation)
     return 2.0 * math.prod(query) * key[1]
 
 
-def _query_and_key(equation: Any) -> list[tuple[int, ...]]:
+def _query_and_key(equation: Equation) -> list[tuple[int, ...]]:
     """Returns the dims of query and key: the kernel's first arrays that are neither mask nor segment ids."""
     arrays = [variable.aval for variable in equation.invars]
     return [array.shape for array in arrays if array.ndim >= 3 and array.dtype in FLOATS][:2]

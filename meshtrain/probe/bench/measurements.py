@@ -1,8 +1,7 @@
 """The measurements of collectives as text for people, and as JSON for programs and for `plan --links`."""
 
-from typing import Any
-
 from meshtrain.cli.tables import aligned, format_bytes
+from meshtrain.files import JsonObject
 from meshtrain.launch.links import Links, to_json
 from meshtrain.probe.bench.link_fit import Fit
 from meshtrain.probe.bench.sweep import Sweep
@@ -70,7 +69,7 @@ def _fit_row(one: Fit) -> tuple[str, ...]:
     )
 
 
-def json_of(found: Sweep) -> dict[str, Any]:
+def json_of(found: Sweep) -> JsonObject:
     """Returns the content of a file that `plan --links` reads: the fitted links, and all measurements beside them."""
     links = Links(found.platform, tuple(one.link for one in found.fits if one.link))
     return {

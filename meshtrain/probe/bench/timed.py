@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ _MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # all odd: a firs
 # with one of them each round would copy the array. The others compute in place.
 _IN_PAIRS = ("all-to-all", "collective-permute")
 _ITEM_BYTES = 4  # float32
+Index: TypeAlias = Any  # of a shard in its array: a slice of each dim; JAX's own type has None besides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +130,14 @@ def inputs(mesh: Mesh, num_elements: int) -> jax.Array:
     """Returns float32 [mesh.size, E], a row on each device, in the order of the mesh: `base` and the row's `shift`."""
     common = base(num_elements)
 
-    def row(index: Any) -> np.ndarray:
+    def row(index: Index) -> np.ndarray:
         return (common + np.float32(shift(_row(index))))[None]
 
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.make_array_from_callback((mesh.size, num_elements), sharding, row)
 
 
-def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> Any:
+def program(mesh: Mesh, axis: str, name: str, num_repeats: int) -> jax.stages.Wrapped:
     """Returns the compiled function [mesh.size, E] -> (after the first collective, after the last of an odd number).
 
     Sums grow with each repeat, to infinity at last, which takes no longer than other numbers.
@@ -182,5 +183,5 @@ def difference(mesh: Mesh, axis: str, name: str, result: jax.Array) -> str:
     return ""
 
 
-def _row(index: Any) -> int:
+def _row(index: Index) -> int:
     return int(index[0].start or 0)

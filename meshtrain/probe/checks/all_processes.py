@@ -6,8 +6,8 @@ A test plants a fault by calling a check with other facts or other times.
 import collections
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from meshtrain.files import Json
 from meshtrain.launch.cluster import Meeting
 from meshtrain.launch.rendezvous import Occupied, Refused, Unreachable
 from meshtrain.probe.checks.verdicts import Finding, error, named, ok, warning
@@ -174,7 +174,7 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     return results or [ok("devices", f"{most} x {kind} in each process")]
 
 
-def held_up(said: Mapping[int, Mapping[str, Any]], num_processes: int, limit: float) -> list[Finding]:
+def held_up(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: float) -> list[Finding]:
     """Names the processes that hold up the others: those that refuse, fail or have ended, else those furthest behind.
 
     Args:

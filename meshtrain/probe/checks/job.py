@@ -2,12 +2,12 @@
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
 from meshtrain.config.config import Config, check_filled, configure
 from meshtrain.errors import UserError
+from meshtrain.files import JsonObject
 from meshtrain.launch import distributed, peers
 from meshtrain.probe import job_mesh
 from meshtrain.probe.bench.timed import timed
@@ -30,7 +30,7 @@ def compared(given: argparse.Namespace) -> dict[str, str]:
     return {name: repr(value) for name, value in facts.items()}
 
 
-def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> dict[str, Any]:
+def exercised(given: argparse.Namespace, begin: Callable[[str], None]) -> JsonObject:
     """Returns what this process has seen, as JSON holds it.
 
     `devices` (number and kind of its own), `without_gpus` (whether JAX cannot use those that are there), `times` (axis

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -71,7 +70,7 @@ def timed_pairs(
     return result
 
 
-def _exchange(mesh: Mesh, spec: PartitionSpec, pairs: Sequence[tuple[int, int]]) -> Any:
+def _exchange(mesh: Mesh, spec: PartitionSpec, pairs: Sequence[tuple[int, int]]) -> jax.stages.Wrapped:
     both = [*pairs, *((b, a) for a, b in pairs)]
 
     def many(x: jax.Array) -> jax.Array:
