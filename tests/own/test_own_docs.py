@@ -72,7 +72,7 @@ def test_blocks_of_the_page_run_one_after_another():
 
 
 def test_block_with_rules_of_ones_own_runs():
-    block = re.search(r"```python\n(from meshtrain\.layout.*?)```", PAGE, re.DOTALL).group(1)
+    block = re.search(r"```python\n(from meshtrain\.sharding.*?)```", PAGE, re.DOTALL).group(1)
     given = {}
     names = {"train": lambda *_, rules: given.update(rules=rules), "config": None, "directory": None, "make_task": None}
     exec(compile(block, "docs/guide/own_model.md", "exec"), names)

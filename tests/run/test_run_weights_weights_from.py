@@ -50,7 +50,11 @@ def assert_equal(got, want):
 def test_a_run_begins_with_the_weights_of_a_folder(assembly, params):
     own = dataclasses.replace(assembly.kept_state, params=None, step=jax.numpy.int32(0))
     there = types.SimpleNamespace(
-        config=assembly.config, kept_state=assembly.kept_state, state=assembly.state, init=lambda key_data: own
+        config=assembly.config,
+        kept_state=assembly.kept_state,
+        state=assembly.state,
+        apart=None,
+        init=lambda key_data: own,
     )
     start.refuse_other_weights(there, FIXTURES / "nowhere")
     assert_equal(start.beginning(there).params, params)
