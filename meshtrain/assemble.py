@@ -178,7 +178,7 @@ def assemble(
         state = init_state(params, transformation, rng, scaling, trained, residual, late_metrics)
         return apart.begun(state) if apart else state
 
-    abstract = jax.eval_shape(init, jax.random.key_data(jax.random.key(0)))
+    abstract = jax.eval_shape(lambda: init(jax.random.key_data(jax.random.key(0))))
     of_fields = axes_of_fields(abstract, transformation, params, axes, trained)
     of_fields = apart.axes_of_fields(of_fields, abstract, params, axes) if apart else of_fields
     names = axes_of_leaves(abstract, of_fields)

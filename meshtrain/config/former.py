@@ -22,9 +22,6 @@ class Gone:
     why: str
 
 
-_NUMBERS = "as data.source=numbers, which reads it, is not here"
-
-
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """A key whose values are names of another key today.
@@ -52,6 +49,7 @@ class Part:
 
 
 _NAME, _PACKED = "reduction.name", ("int8", "topk")
+_NUMBERS = "as data.source=numbers, which reads it, is not here"
 # Former key -> today's key, or why it is gone. A row has no effect where the options have a key of that name.
 FORMER: Mapping[str, str | Gone | Choice | Part] = {
     "compression.kind": Choice(_NAME, {"none": "sum", "int8": "int8", "topk": "topk"}),
@@ -120,7 +118,7 @@ def _chosen(key: str, row: Choice, value: list[Value], among: Values, before: Ma
     for one in map(str, value):
         if one not in row.values:
             line = unknown(key, one, list(row.values))
-            return line if "did you mean" in line else f"{line}; nearest: {list(row.values)[-1]}"
+            return line if "did you mean" in line else f"{line}; nearest: {next(iter(row.values))}, the default"
         name, taken = row.values[one], among.get(row.now)
         if name == default and (taken or before.get(row.now) not in row.values.values()):
             continue
