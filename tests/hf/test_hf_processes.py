@@ -29,8 +29,8 @@ from meshtrain.run import weights
 
 here, found = pathlib.Path(sys.argv[1]), {}
 devices, _ = distributed.start(2)
-copy, maps, opened = reading._fill, [], reading.files.opened
-reading.files.opened = lambda stored: maps.append(opened(stored)) or maps[-1]  # mapped until the end
+copy, maps, opened = reading._fill, [], reading.tensor_files.opened
+reading.tensor_files.opened = lambda stored: maps.append(opened(stored)) or maps[-1]  # mapped until the end
 
 for axis in ("fsdp", "pipeline"):
     model, copied = folder.opened(here / axis).model, []
