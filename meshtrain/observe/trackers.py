@@ -18,7 +18,7 @@ import sys
 import time
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from meshtrain.errors import UserError
 from meshtrain.files import write_whole
@@ -30,6 +30,7 @@ METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
 KEY, NAMES = "observe.tracker", ("none", "wandb")
 _PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
+Run: TypeAlias = Any  # a `wandb.Run`, whose package may be missing; None once it has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +307,7 @@ class WandB:
             # Arguments take precedence over the variables.
             own = {"project": "meshtrain", "name": directory.name, "run_id": self._id(directory, resume_step)}
             given = {name: None if f"WANDB_{name.upper()}" in os.environ else value for name, value in own.items()}
-            self._run: wandb.Run = wandb.init(
+            self._run: Run = wandb.init(
                 project=given["project"],
                 name=given["name"],
                 id=given["run_id"],

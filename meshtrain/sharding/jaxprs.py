@@ -349,8 +349,8 @@ def called_once(function: ArrayFunction) -> ArrayFunction:
 
 def _copy(value: Param) -> Param:
     """Returns a parameter of an equation with a copy of each jaxpr in it that has a manual region."""
-    if isinstance(value, tuple):
-        return tuple(map(_copy, value))
+    if isinstance(value, tuple) and any(isinstance(part, Jaxpr | ClosedJaxpr) for part in value):
+        return tuple(map(_copy, value))  # and no named tuple, such as the implementation of random keys
     if isinstance(value, Jaxpr) and _has_region(value):  # of newer versions a ClosedJaxpr, too
         copies = [{name: _copy(param) for name, param in equation.params.items()} for equation in value.eqns]
         return value.replace(eqns=[one.replace(params=params) for one, params in zip(value.eqns, copies, strict=True)])

@@ -140,3 +140,10 @@ def test_no_function_with_a_manual_region_is_called_twice(mesh):
     assert max(num_calls(shared.lower(GIVEN).as_text()).values()) > 1
     assert set(num_calls(own.lower(GIVEN).as_text()).values()) == {1}
     np.testing.assert_array_equal(own(GIVEN), shared(GIVEN))
+
+
+def test_a_function_with_random_keys_is_called_once():
+    """The implementation of keys is a named tuple in an equation's parameters."""
+    data = jax.random.key_data(jax.random.key(3))
+    drawn = lambda key_data: jax.random.normal(jax.random.wrap_key_data(key_data), (2,))  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jaxprs.called_once(drawn))(data), jax.jit(drawn)(data))
