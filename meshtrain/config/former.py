@@ -118,7 +118,8 @@ def _chosen(key: str, row: Choice, value: list[Value], among: Values, before: Ma
     for one in map(str, value):
         if one not in row.values:
             line = unknown(key, one, list(row.values))
-            return line if "did you mean" in line else f"{line}; nearest: {next(iter(row.values))}, the default"
+            near = list(row.values)[-1 if one.isdigit() else 0]  # a number that is no value is above all of them
+            return line if "did you mean" in line else f"{line}; nearest: {near}"
         name, taken = row.values[one], among.get(row.now)
         if name == default and (taken or before.get(row.now) not in row.values.values()):
             continue
