@@ -144,18 +144,14 @@ def choose(
             f"{num_processes} processes; nearest: axes whose product is {len(found)}, or one axis of -1"
         )
     if num_devices_needed > len(found):
+        fix = f"one axis of -1, or JAX_PLATFORMS=cpu, which simulates {num_devices_needed}"
+        if found[0].platform == "cpu":  # JAX was in use before: too late to simulate more
+            fix = f"restart Python, and before anything uses JAX call meshtrain.simulate({num_devices_needed})"
         raise UserError(
             f"mesh: got {num_devices_needed} devices; allowed: at most the {len(found)} {what} devices there are; "
-            f"nearest: {_nearest_fix(found, num_devices_needed)}"
+            f"nearest: {fix}"
         )
     return list(found[:num_devices_needed]), [f"the mesh takes the first {num_devices_needed} of {len(found)} devices"]
-
-
-def _nearest_fix(found: Sequence[jax.Device], num_devices_needed: int) -> str:
-    if found[0].platform == "cpu":
-        # Only possible where JAX was in use before: too late to simulate more.
-        return f"restart Python, and before anything uses JAX call meshtrain.simulate({num_devices_needed})"
-    return f"one axis of -1, or JAX_PLATFORMS=cpu, which simulates {num_devices_needed}"
 
 
 def _setting(name: str) -> Any:

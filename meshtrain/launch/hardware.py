@@ -15,36 +15,36 @@ class Accelerator:
       name: the short name, as users write it.
       device_kinds: what `jax.Device.device_kind` says for it.
       bfloat16_flops_per_second: dense matrix multiplications of bfloat16 inputs; float16 has the same peak on GPUs.
-      float32_flops_per_second: dense matrix multiplications of float32 inputs rounded to TF32, which is what XLA does
-        on NVIDIA GPUs by default; None if none is published (a TPU multiplies float32 in passes of bfloat16).
-      float8_flops_per_second: dense matrix multiplications of two 8-bit floats; None where there are none or no peak
-        is published.
       memory_bytes: device memory.
       memory_bytes_per_second: reads and writes of device memory together.
       num_links: fast links of one device (NVLink to the switch, ICI to the neighbours in the torus).
       link_bytes_per_second: what one device can send over all of its fast links together, in one direction.
-      network_bytes_per_second: what one device's share of its host can send to other hosts (GPU) or other slices (TPU),
-        in one direction; None if none is published.
       product_share: of the peak, that large matrix products in 16 bits reach while the card runs at its full power.
-      num_units: streaming multiprocessors of a GPU, which compute tiles of products; 0 for a TPU.
       source: where the numbers stand.
       product_source: where `product_share` comes from, or what it is assumed from.
+      float32_flops_per_second: dense matrix multiplications of float32 inputs rounded to TF32, which is what XLA does
+        on NVIDIA GPUs by default; None if none is published (a TPU multiplies float32 in passes of bfloat16).
+      float8_flops_per_second: dense matrix multiplications of two 8-bit floats; None where there are none or no peak
+        is published.
+      network_bytes_per_second: what one device's share of its host can send to other hosts (GPU) or other slices (TPU),
+        in one direction; None if none is published.
+      num_units: streaming multiprocessors of a GPU, which compute tiles of products; 0 for a TPU.
     """
 
     name: str
     device_kinds: tuple[str, ...]
     bfloat16_flops_per_second: float
-    float32_flops_per_second: float | None
-    float8_flops_per_second: float | None
     memory_bytes: int
     memory_bytes_per_second: float
     num_links: int
     link_bytes_per_second: float
-    network_bytes_per_second: float | None
     product_share: float
-    num_units: int
     source: str
     product_source: str
+    float32_flops_per_second: float | None = None
+    float8_flops_per_second: float | None = None
+    network_bytes_per_second: float | None = None
+    num_units: int = 0
 
 
 # NVIDIA's memory_bytes is what the driver reports, from openxla/xla xla/backends/gpu/target_config/specs/*.txtpb: a
@@ -57,7 +57,6 @@ ACCELERATORS = (
         device_kinds=("NVIDIA A100-SXM4-80GB",),
         bfloat16_flops_per_second=312e12,
         float32_flops_per_second=156e12,
-        float8_flops_per_second=None,
         memory_bytes=85_100_068_864,
         memory_bytes_per_second=2.039e12,
         num_links=12,
@@ -124,15 +123,11 @@ ACCELERATORS = (
         name="v4",
         device_kinds=("TPU v4",),
         bfloat16_flops_per_second=275e12,
-        float32_flops_per_second=None,
-        float8_flops_per_second=None,
         memory_bytes=32 * 2**30,
         memory_bytes_per_second=1.2e12,
         num_links=6,
         link_bytes_per_second=300e9,
-        network_bytes_per_second=None,
         product_share=0.75,
-        num_units=0,
         source="cloud.google.com/tpu/docs/v4; links: six of 50 GB/s, Jouppi et al. 2023 (arXiv:2304.01433), table 4",
         product_source="assumed",
     ),
@@ -140,15 +135,12 @@ ACCELERATORS = (
         name="v5e",
         device_kinds=("TPU v5 lite", "TPU v5e"),
         bfloat16_flops_per_second=197e12,
-        float32_flops_per_second=None,
-        float8_flops_per_second=None,
         memory_bytes=16 * 2**30,
         memory_bytes_per_second=819e9,
         num_links=4,
         link_bytes_per_second=200e9,
         network_bytes_per_second=3.125e9,
         product_share=0.75,
-        num_units=0,
         source="cloud.google.com/tpu/docs/v5e; network: 6.4 Tb/s for a pod of 256",
         product_source="assumed; MaxText's whole steps reach 0.67 (its README, 32B on a v5e-256)",
     ),
@@ -156,15 +148,12 @@ ACCELERATORS = (
         name="v5p",
         device_kinds=("TPU v5", "TPU v5p"),
         bfloat16_flops_per_second=459e12,
-        float32_flops_per_second=None,
-        float8_flops_per_second=None,
         memory_bytes=95 * 2**30,
         memory_bytes_per_second=2.765e12,
         num_links=6,
         link_bytes_per_second=600e9,
         network_bytes_per_second=6.25e9,
         product_share=0.75,
-        num_units=0,
         source="cloud.google.com/tpu/docs/v5p; network: 50 Gb/s a chip",
         product_source="assumed; MaxText's whole steps reach 0.71 (its README, 32B on a v5p-128)",
     ),
@@ -172,15 +161,12 @@ ACCELERATORS = (
         name="v6e",
         device_kinds=("TPU v6 lite", "TPU v6e"),
         bfloat16_flops_per_second=918e12,
-        float32_flops_per_second=None,
-        float8_flops_per_second=None,
         memory_bytes=32 * 2**30,
         memory_bytes_per_second=1.64e12,
         num_links=4,
         link_bytes_per_second=400e9,
         network_bytes_per_second=12.5e9,
         product_share=0.75,
-        num_units=0,
         source="cloud.google.com/tpu/docs/v6e; network: 25.6 Tb/s for a pod of 256",
         product_source="assumed",
     ),

@@ -5,7 +5,6 @@ lines are printed with its index in front. The exit code is that of the first pr
 """
 
 import collections
-import contextlib
 import ctypes
 import dataclasses
 import os
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import IO
 
 from meshtrain import errors
@@ -56,7 +55,8 @@ class Workers:
     """The processes of one start."""
 
     def __init__(self, job: Job) -> None:
-        address = f"127.0.0.1:{_free_port()}"
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
         self.processes = [_start(job, index, address) for index in range(job.num_processes)]
         self.last_words: list[collections.deque[str]] = [
             collections.deque(maxlen=_NUM_LAST_WORDS) for _ in self.processes
@@ -127,10 +127,14 @@ def run(job: Job, num_restarts: int = 0) -> int:
     for passed_on in heeded():
         signal.signal(passed_on, pass_on)
     for number in range(num_restarts + 1):
-        with _held_back():
+        # Until all processes are started: one that got the same SIGINT twice would end without a save.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        try:
             if arrived:
                 return code
             workers = Workers(job)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         index, code = workers.wait()
         if code:
             _say(f"process {index} ended first, with code {code}; its last words:")
@@ -204,19 +208,6 @@ def _prepared() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
-@contextlib.contextmanager
-def _held_back() -> Iterator[None]:
-    """Blocks signals until all processes are started, so that each of them gets each signal once.
-
-    A process that got the same SIGINT twice would end without a save.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-
-
 def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.deque[str]) -> None:
     """Copies a process' lines, each in one write, so that those of several processes do not mix."""
     for line in stream:
@@ -226,12 +217,6 @@ def _copy(stream: IO[str], target: IO[str], index: int, last_words: collections.
             target.flush()
         except OSError:
             errors.leave_at_once(errors.lost_output())  # the kernel then ends the processes too
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def _say(what: str) -> None:

@@ -5,12 +5,14 @@ it moves. With a single process every function returns that process' own message
 """
 
 import collections
+import contextlib
 import itertools
 import json
+import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax._src import distributed
@@ -20,11 +22,13 @@ from meshtrain.errors import LostPeer, UserError
 from meshtrain.files import Json
 
 _PATIENCE_SECONDS = 600  # wait for the slowest process: it may be reading a large file
+_LAST_SECONDS = 5.0  # for reports that are not yet published at the end
 _ROOM = "meshtrain"
 FINISHED = "finished"  # instead of a heartbeat
 _num_calls: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _beats = itertools.count()
+_exchanges = itertools.count()  # a program may train several times
 
 
 def index() -> int:
@@ -143,29 +147,67 @@ def signs_of_life() -> dict[int, str]:
     return {int(key.rpartition("/")[2]): value for key, value in beats}
 
 
-def report(name: str, number: int, value: Json) -> None:
-    """Publishes a numbered value of this process, without waiting for any other; see `reports`.
+class Exchange:
+    """Publishes numbered reports from a thread while its `with` block is open; nobody waits for another process.
 
-    Args:
-      name: of the reports.
-      number: of this one.
-      value: anything that JSON holds.
+    Process 0 knows a report once every process has published it: the others may be a while behind. All processes open
+    the same exchanges in one order.
     """
-    _service().key_value_set(f"{_ROOM}/{name}/{number}/{index()}", json.dumps(value))
 
+    def __init__(self, name: str, complete: Callable[[int, dict[int, Json]], None]) -> None:
+        """Makes an exchange; its thread starts with the `with` block.
 
-def reports(name: str) -> dict[int, dict[int, Json]]:
-    """Returns {number: {process: value}} of the reports that processes have published until now."""
-    result: dict[int, dict[int, Json]] = {}
-    for key, value in _service().key_value_dir_get(f"{_ROOM}/{name}/"):
-        number, process = key.split("/")[-2:]
-        result.setdefault(int(number), {})[int(process)] = json.loads(value)
-    return result
+        Args:
+          name: of the reports.
+          complete: (number, {process: report}) -> None; called in the thread of process 0, in the order of the numbers,
+            once all processes have published a report of that number.
+        """
+        self._room = f"{_ROOM}/{name}/{next(_exchanges)}"
+        self._complete = complete
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True, name=f"exchange of {name}")
 
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
-def forget_reports(name: str, number: int) -> None:
-    """Removes the reports of this number from the store."""
-    _service().key_value_delete(f"{_ROOM}/{name}/{number}/")
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._jobs.put(None)
+        if kind is None:  # otherwise another process may be gone, and nothing answers
+            self._thread.join(_LAST_SECONDS)
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Calls a function in the thread, after all that was given to it before."""
+        self._jobs.put(job)
+
+    def publish(self, number: int, report: Callable[[], Json]) -> None:
+        """Publishes a report from the thread.
+
+        Args:
+          number: larger than those before, and the same in all processes.
+          report: returns anything that JSON holds; it may wait for a device.
+        """
+        self.do(lambda: self._publish(number, report()))
+
+    def _publish(self, number: int, report: Json) -> None:
+        service = _service()
+        service.key_value_set(f"{self._room}/{number}/{index()}", json.dumps(report))
+        if not is_main_process():
+            return
+        reports = collections.defaultdict[int, dict[int, Json]](dict)
+        for key, value in service.key_value_dir_get(f"{self._room}/"):
+            known, process = map(int, key.split("/")[-2:])
+            reports[known][process] = json.loads(value)
+        for known, of_each in sorted(reports.items()):
+            if len(of_each) == count():
+                service.key_value_delete(f"{self._room}/{known}/")
+                self._complete(known, of_each)
+
+    def _work(self) -> None:
+        # RuntimeError: raised by JAX when process 0 or a device is gone, which the watchdog and the loop notice.
+        with contextlib.suppress(RuntimeError):
+            while (job := self._jobs.get()) is not None:
+                job()
 
 
 def _wait_for(key: str, process: int) -> Json:

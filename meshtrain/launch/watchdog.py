@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -83,11 +82,9 @@ class Watchdog:
             threading.Thread(target=self._exchange, daemon=True, name="heartbeats").start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._is_over.set()
-        if kind is not None and issubclass(kind, jax.errors.JaxRuntimeError) and self._num_processes > 1:
+        if isinstance(error, jax.errors.JaxRuntimeError) and self._num_processes > 1:
             # A collective failed because another process is gone; a regular exit would wait for that process.
             leave_at_once(
                 EXIT_LOST_PEER, f"meshtrain: lost: a process is gone: {str(error).splitlines()[0]}; {_ADVICE}"

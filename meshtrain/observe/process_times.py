@@ -11,14 +11,13 @@ devices are slow. It starts when the result of a logged step is there, and a thr
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.files import Json
-from meshtrain.launch.peer_reports import Exchange
+from meshtrain.launch.peers import Exchange
 from meshtrain.observe.stragglers import Judgement, Slow, Times
 
 SHARE = 1e-3  # of the time, at most, for the product
@@ -55,10 +54,8 @@ class OwnTimes:
         self._exchange.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._exchange.__exit__(kind, error, traceback)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._exchange.__exit__(kind)
 
     def probe(self, of_step: jax.Array) -> None:
         """Dispatches the product after a step, unless it would take more than its share.

@@ -1,4 +1,4 @@
-"""Times of steps under asynchronous dispatch, throughput and MFU, and the log line.
+"""Times of steps under asynchronous dispatch, and the log line.
 
 A step ends when its result is ready, not when it is dispatched. Waiting for each step at once would leave the device
 idle while the host prepares the next one. So the clock waits for the step *before the last*:
@@ -76,7 +76,6 @@ class StepClock:
         self._free_since_seconds = self._last_completion_seconds
         self._unaveraged: list[CompletedStep] = []
         self._is_first = True
-        self.first_step_seconds: float | None = None
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -107,10 +106,11 @@ class StepClock:
           The steps newly known to be complete, oldest first: the one before, or the very first.
         """
         self._in_flight.append((step, result))
-        start_seconds, is_first = self._now(), self._is_first
-        completed = self._complete(0 if is_first else 1)
-        if not is_first:
-            self._device_wait_seconds += self._now() - start_seconds
+        if self._is_first:
+            return self._complete(0)
+        start_seconds = self._now()
+        completed = self._complete(1)
+        self._device_wait_seconds += self._now() - start_seconds
         return completed
 
     def drain(self) -> list[CompletedStep]:
@@ -173,11 +173,8 @@ class StepClock:
             self._wait(result)
             now_seconds = self._now()
             step_seconds = now_seconds - self._last_completion_seconds
-            done = CompletedStep(step, result, step_seconds, self._waited_seconds, self._is_first)
-            self._last_completion_seconds, self._waited_seconds = now_seconds, 0.0
-            if done.is_first:
-                self._is_first, self.first_step_seconds = False, step_seconds
-            completed.append(done)
+            completed.append(CompletedStep(step, result, step_seconds, self._waited_seconds, self._is_first))
+            self._last_completion_seconds, self._waited_seconds, self._is_first = now_seconds, 0.0, False
         self._free_since_seconds = self._now()
         # Averages need the times only; keeping the results would hold device memory until the next log line.
         self._unaveraged += [dataclasses.replace(done, result=None) for done in completed]
@@ -197,30 +194,6 @@ def scalars(result: Mapping[str, jax.Array]) -> dict[str, float]:
         else:
             found[name] = float(value)
     return found
-
-
-def model_flops_per_second(flops_per_token: float, tokens_per_second: float) -> float:
-    """Returns the rate of useful work of all devices together, in FLOP/s.
-
-    Args:
-      flops_per_token: the task's own count for one unit (a token, an image).
-      tokens_per_second: units a second over all devices.
-    """
-    return flops_per_token * tokens_per_second
-
-
-def mfu(flops_per_second: float, num_devices: int, peak_flops_per_second: float | None) -> float | None:
-    """Returns the model FLOP/s utilization, 0 to 1: useful work over the peak of all devices.
-
-    Chowdhery et al. 2022 (PaLM), appendix B, defines it as observed tokens per second over those at peak FLOP/s: the
-    same ratio.
-
-    Args:
-      flops_per_second: from `model_flops_per_second`, over all devices.
-      num_devices: devices of the mesh.
-      peak_flops_per_second: of one device; None where it is not known, and then so is the result.
-    """
-    return None if peak_flops_per_second is None else flops_per_second / (num_devices * peak_flops_per_second)
 
 
 def log_line(values: Mapping[str, float | None], num_steps: int = 0) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from meshtrain.observe.step_times import StepClock, mfu, model_flops_per_second
+from meshtrain.observe.step_times import StepClock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +26,18 @@ class Throughput:
     def since_last_row(self, step: int, clock: StepClock) -> dict[str, float | None]:
         """Returns the units up to a step, and the clock's averages and rates since the row before.
 
+        `mfu` (0 to 1, None where no peak is known) is the useful work of all devices over their peak. Chowdhery et al.
+        2022 (PaLM), appendix B, defines it as observed tokens per second over those at peak FLOP/s: the same ratio.
+
         Args:
           step: number of the completed step.
           clock: has timed the steps; its averages start again after this call.
         """
-        values: dict[str, float | None] = {self.unit: step * self.units_per_step}
-        values |= clock.averages(self.units_per_step, self.unit)
-        name = f"{self.unit}_per_second"
-        if name in values and self.flops_per_unit:
-            rate = values[name]
-            assert rate is not None
-            flops = model_flops_per_second(self.flops_per_unit, rate)
+        averages = clock.averages(self.units_per_step, self.unit)
+        values: dict[str, float | None] = {self.unit: step * self.units_per_step, **averages}
+        rate, peak = f"{self.unit}_per_second", self.peak_flops_per_second
+        if rate in averages and self.flops_per_unit:
+            flops = self.flops_per_unit * averages[rate]
             values["model_flops_per_second"] = flops
-            values["mfu"] = mfu(flops, self.num_devices, self.peak_flops_per_second)
+            values["mfu"] = None if peak is None else flops / (self.num_devices * peak)
         return values

@@ -14,13 +14,12 @@ import numbers
 import os
 import pathlib
 import secrets
-import sys
 import time
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from meshtrain.errors import UserError
+from meshtrain.errors import UserError, warn
 from meshtrain.files import write_whole
 from meshtrain.observe.goodput import Done
 from meshtrain.observe.run_files import CONFIG_FILE, has_goodput, passed_seconds, row_of
@@ -30,7 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
 KEY, NAMES = "observe.tracker", ("none", "wandb")
 _PEEK_BYTES = 1 << 20  # of a file of metrics, to see whether it is one
-Run: TypeAlias = Any  # a `wandb.Run`, whose package may be missing; None once it has ended
+Run: TypeAlias = Any  # a `wandb.Run`, whose package may be missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +85,18 @@ class Trackers:
         self.done = Done()  # nothing is logged by processes other than 0
         if not is_main:
             return
+        directory = pathlib.Path(directory)
         with contextlib.ExitStack() as opened:
-            metrics = MetricsFile(pathlib.Path(directory) / METRICS_FILE, resume_step)
+            metrics = opened.enter_context(contextlib.closing(MetricsFile(directory / METRICS_FILE, resume_step)))
             self.done = metrics.done
             self._trackers.append(metrics)
-            opened.callback(self._trackers[-1].close)
             if options.tensorboard:
-                self._trackers.append(TensorBoard(pathlib.Path(directory) / "tensorboard", resume_step))
-                opened.callback(self._trackers[-1].close)
+                board = TensorBoard(directory / "tensorboard", resume_step)
+                self._trackers.append(opened.enter_context(contextlib.closing(board)))
             if options.tracker != "none":
                 make = WandB if options.tracker == "wandb" else functools.partial(_own, options)
-                self._trackers.append(Guarded(options.tracker, make(pathlib.Path(directory), resume_step)))
-                opened.callback(self._trackers[-1].close)
+                guarded = Guarded(options.tracker, make(directory, resume_step))
+                self._trackers.append(opened.enter_context(contextlib.closing(guarded)))
             self._opened = opened.pop_all()
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -234,7 +233,7 @@ class TensorBoard:
             action()
         except OSError as error:
             # Readers stop at a torn record of an event file, so later events would be lost.
-            _warn_once(False, f"{self.directory}: {error}; training goes on, without TensorBoard")
+            warn(f"{self.directory}: {error}; training goes on, without TensorBoard")
             self._writer = None
 
 
@@ -339,10 +338,8 @@ class WandB:
         self._run.log(row | {"step": step})
 
     def close(self) -> None:
-        """Sends what is left and ends the run; a second time is fine."""
-        if self._run is not None:
-            run, self._run = self._run, None
-            run.finish()
+        """Sends what is left and ends the run."""
+        self._run.finish()
 
 
 def missing(options: ObserveOptions) -> list[str]:
@@ -402,5 +399,5 @@ def _json_number(value: Any) -> float | int | None:
 def _warn_once(has_warned: bool, message: str) -> bool:
     # Not warnings.warn: under -W error it would end the training.
     if not has_warned:
-        print(f"meshtrain: WARNING: {message}", file=sys.stderr, flush=True)
+        warn(message)
     return True

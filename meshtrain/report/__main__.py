@@ -63,9 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def meshes(runs: Sequence[Run]) -> list[str]:
     """Returns HTML with a picture of each different mesh; none for runs whose folder does not name its mesh."""
     parts = []
-    for names, one in together(runs, _known_mesh):
-        shape = _known_mesh(one)
-        assert shape is not None
+    for names, shape in together(runs, _known_mesh):
         parts += [heading(names, 3)] * (len(runs) > 1)
         parts.append(WIDE.format(svg(mesh_figure(dict(shape)), "picture of the mesh")))
     return [heading("Mesh"), *parts] if parts else []
@@ -81,20 +79,17 @@ def _known_mesh(one: Run) -> tuple[tuple[str, int], ...] | None:
 def schedules(runs: Sequence[Run]) -> list[str]:
     """Returns HTML with a chart of each different pipeline schedule; none for runs without a pipeline."""
     parts = []
-    for names, one in together(runs, _schedule):
-        problems = _schedule(one)
-        assert problems is not None
+    for names, schedule in together(runs, _schedule):
         parts += [heading(names, 3)] * (len(runs) > 1)
-        num_actions = sum(action is not None for row in problems.rows for action in row)
-        size = f"{problems.num_stages} stages and {problems.num_microbatches} microbatches"
-        if is_own(problems.name):
-            parts.append(f"<p>{escaped(problems.name)}: {size}, a function of one's own, which a page does not run</p>")
-            continue
-        if num_actions > MOST_ACTIONS:
-            parts.append(f"<p>{escaped(problems.name)}: {size}, too many to draw here</p>")
-            continue
-        costs = Costs(FORWARD / problems.num_chunks, BACKWARD / problems.num_chunks)
-        parts.append(WIDE.format(svg(figure(problems, costs), "chart of the schedule")))
+        num_actions = sum(action is not None for row in schedule.rows for action in row)
+        what = f"{escaped(schedule.name)}: {schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
+        if is_own(schedule.name):
+            parts.append(f"<p>{what}, a function of one's own, which a page does not run</p>")
+        elif num_actions > MOST_ACTIONS:
+            parts.append(f"<p>{what}, too many to draw here</p>")
+        else:
+            costs = Costs(FORWARD / schedule.num_chunks, BACKWARD / schedule.num_chunks)
+            parts.append(WIDE.format(svg(figure(schedule, costs), "chart of the schedule")))
     return [heading("Schedule"), *parts] if parts else []
 
 

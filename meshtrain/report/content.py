@@ -1,8 +1,10 @@
 """The page of one or several runs: a table, their curves, what differs between them, memory, and samples."""
 
+import collections
 import json
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +21,7 @@ CURVES = "curves"  # the id of the element that holds them
 _HELD = {"parameters": "parameters", "gradients": "gradients", "moments": "optimizer", "batch": "batch"}
 _ABSENT = "-"
 MOST_DEVICES = 1 << 18  # more than a cluster has
+_T = TypeVar("_T")
 
 
 def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
@@ -164,36 +167,36 @@ def _shown(value: object) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def together(runs: Sequence[Run], what: Callable[[Run], Hashable]) -> list[tuple[str, Run]]:
-    """Returns (names, run) once for all runs of which `what` is the same; runs of which it is None are left out."""
-    groups = dict[Hashable, list[Run]]()
+def together(runs: Sequence[Run], what: Callable[[Run], _T | None]) -> list[tuple[str, _T]]:
+    """Returns (names, value) once for all runs with the same value of `what`; runs of which it is None are left out."""
+    groups = dict[_T, list[str]]()
     for run in runs:
-        if (key := what(run)) is not None:
-            groups.setdefault(key, []).append(run)
-    return [(", ".join(run.name for run in group), group[0]) for group in groups.values()]
+        if (value := what(run)) is not None:
+            groups.setdefault(value, []).append(run.name)
+    return [(", ".join(names), value) for value, names in groups.items()]
 
 
 def _memory(runs: Sequence[Run]) -> list[str]:
     parts = []
-    for names, run in together(runs, _held):
-        held = _held(run)
-        assert held is not None
+    for names, (held, on_host_bytes) in together(runs, _held):
         parts += [heading(names, 3)] * (len(runs) > 1)
-        parts.append(bars(list(held), None))
-        if _is_count(run.device, "on_host_bytes") and run.device["on_host_bytes"]:
-            text = f"{format_bytes(run.device['on_host_bytes'])} of moments in its host's memory"
-            parts.append(f"<p>{escaped(text)}</p>")
+        parts.append(bars(held, None))
+        if on_host_bytes:
+            text = escaped(f"{format_bytes(on_host_bytes)} of moments in its host's memory")
+            parts.append(f"<p>{text}</p>")
     return parts
 
 
-def _held(run: Run) -> tuple[tuple[str, float], ...] | None:
-    """Returns (what, bytes) for each part of a device's memory, None where the run's folder does not say."""
-    if not all(_is_count(run.device, f"{name}_bytes") for name in _HELD):
+def _held(run: Run) -> tuple[tuple[tuple[str, float], ...], int] | None:
+    """Returns (what, bytes) for each part of a device's memory, and bytes in its host's; None without such a record."""
+    counts = {name.removesuffix("_bytes"): run.device[name] for name in run.device if _is_count(run.device, name)}
+    found = collections.Counter[str](counts)  # 0 for what is not there
+    if not set(_HELD) <= set(found):
         return None
-    held = [(label, float(run.device[f"{name}_bytes"])) for name, label in _HELD.items()]
-    if _is_count(run.device, "residual_bytes") and run.device["residual_bytes"]:
-        held.append((RESIDUAL, float(run.device["residual_bytes"])))
-    if all(_is_count(run.device, f"{name}_bytes") for name in ("temporary", "peak")):
-        temporary = max(0, run.device["temporary_bytes"] - run.device["gradients_bytes"])
-        held += [(ACTIVATIONS, float(temporary)), (PEAK, run.device["peak_bytes"])]
-    return tuple(held)
+    held = {label: found[name] for name, label in _HELD.items()}
+    if found["residual"]:
+        held[RESIDUAL] = found["residual"]
+    if {"temporary", "peak"} <= set(found):
+        held |= {ACTIVATIONS: max(0, found["temporary"] - found["gradients"]), PEAK: found["peak"]}
+    parts = tuple((label, float(num_bytes)) for label, num_bytes in held.items())
+    return parts, found["on_host"]

@@ -19,7 +19,6 @@ class Run:
 
     Attributes:
       name: the end of its path that no other run of the report has.
-      path: as the user wrote it.
       config: the nested dict of config.json.
       log: its metrics.
       device: the entries of device.json; empty if there is none.
@@ -27,7 +26,6 @@ class Run:
     """
 
     name: str
-    path: str
     config: Mapping[str, Json]
     log: logs.Log
     device: Mapping[str, Json]
@@ -87,7 +85,7 @@ def _run(path: str, name: str, folder: pathlib.Path) -> Run:
     sample = ""
     if what_is_at(folder / SAMPLES_FILE) == "a file":
         sample = (folder / SAMPLES_FILE).read_text(encoding="utf-8", errors="replace")
-    return Run(name, path, config, log, device, sample)
+    return Run(name, config, log, device, sample)
 
 
 def _json(path: pathlib.Path) -> JsonObject:

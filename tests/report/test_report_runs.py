@@ -12,7 +12,7 @@ def test_a_folder_is_read_whole(tmp_path):
     path = folder(tmp_path / "3d", sample="def f\xe4(x)")
     ([run], problems) = opened([str(path)])
     assert problems == []
-    assert (run.name, run.path, run.config, run.sample) == ("3d", str(path), CONFIG, "def f\xe4(x)")
+    assert (run.name, run.config, run.sample) == ("3d", CONFIG, "def f\xe4(x)")
     assert run.device["peak_bytes"] == 15 << 20
     assert run.log.curves["eval_loss"].values.tolist() == [3.25]
 

@@ -1,6 +1,7 @@
 """Reads the facts about this machine that the doctor's checks judge. Imports no JAX; each read has a time limit."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -87,9 +88,12 @@ def findings(
     if {"cuda", "gpu", ""} & set((environ.get("JAX_PLATFORMS") or "").split(",")) or num_gpus is not None:
         results.append(one_machine.gpus(listed, failure, visible, expected, versions))
     results.append(one_machine.interface(environ.get("NCCL_SOCKET_IFNAME") or "", interfaces(), num_hosts))
-    results += _folder("workdir", workdir, limit)
+    folders = {"workdir": workdir}
     if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
-        results += _folder("cache", expanded(cache), limit)
+        folders["cache"] = expanded(cache)
+    for what, path in folders.items():
+        dead = error(what, f"{path}: no answer in {limit:.0f} s", "a file system that answers: is its server up?")
+        results += within(limit, functools.partial(_folder, what, path), [dead])
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     results += [
         one_machine.memory(*memory()),
@@ -213,26 +217,18 @@ def memory(proc: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgr
     return available, total
 
 
-def _folder(what: str, path: Path, limit: float) -> list[Finding]:
-    dead = error(what, f"{path}: no answer in {limit:.0f} s", "a file system that answers: is its server up?")
-    refused = within(limit, lambda: flags.unwritable(path), None)  # as the job asks
-    if refused is None:
-        return [dead]
-    if what == "workdir" and refused:
+def _folder(what: str, path: Path) -> list[Finding]:
+    refused = flags.unwritable(path) if what == "workdir" else []  # as the job asks
+    if refused:
         return [error(what, line, "") for line in refused]
-    seconds, failure = within(limit, lambda: write(path), (-1.0, ""))
-    if seconds < 0:
-        return [dead]
+    seconds, failure = write(path)
     folder = existing(path)
     results = [one_machine.folder(what, str(folder), seconds, failure)]
     if what == "workdir" and not failure:
-        free = within(limit, lambda: os.statvfs(folder), None)
-        if free is None:
-            return [dead]
+        free = os.statvfs(folder)
         # Some network file systems say 0 for both: they have no inodes.
-        results.append(
-            one_machine.disk(str(folder), free.f_bavail * free.f_frsize, free.f_favail if free.f_files else -1)
-        )
+        num_files = free.f_favail if free.f_files else -1
+        results.append(one_machine.disk(str(folder), free.f_bavail * free.f_frsize, num_files))
     return results
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from meshtrain.launch import peer_reports, peers
+from meshtrain.launch import peers
 
 
 class Store:
@@ -33,13 +33,13 @@ def store(monkeypatch):
     monkeypatch.setattr(peers, "_service", lambda: store)
     monkeypatch.setattr(peers, "index", lambda: 0)
     monkeypatch.setattr(peers, "count", lambda: 2)
-    monkeypatch.setattr(peer_reports, "_exchanges", iter(range(9)))
+    monkeypatch.setattr(peers, "_exchanges", iter(range(9)))
     return store
 
 
 def test_a_report_is_known_once_all_have_published_it_and_then_leaves_the_store(store):
     found = []
-    with peer_reports.Exchange("own", lambda number, reports: found.append((number, reports))) as opened:
+    with peers.Exchange("own", lambda number, reports: found.append((number, reports))) as opened:
         opened.publish(10, lambda: "a")
         opened.do(lambda: store.key_value_set("meshtrain/own/0/10/1", '"b"'))
         opened.do(lambda: store.key_value_set("meshtrain/own/0/20/1", '"d"'))  # ahead of this process
@@ -51,7 +51,7 @@ def test_a_report_is_known_once_all_have_published_it_and_then_leaves_the_store(
 
 def test_the_next_run_of_a_program_has_reports_of_its_own(store):
     for letter in ("a", "b"):
-        with peer_reports.Exchange("own", lambda *_: None) as opened:
+        with peers.Exchange("own", lambda *_: None) as opened:
             opened.publish(10, lambda letter=letter: letter)
     assert list(store.values.values()) == ['"a"', '"b"']
 
@@ -65,7 +65,7 @@ def test_nobody_waits_for_a_report(store):
         raise RuntimeError("the device is gone")
 
     def fails():
-        with peer_reports.Exchange("own", lambda *_: None) as opened:
+        with peers.Exchange("own", lambda *_: None) as opened:
             opened.publish(10, late)
             assert not made.is_set()
             raise ZeroDivisionError
@@ -81,7 +81,7 @@ def test_a_service_that_is_gone_ends_the_thread(store, monkeypatch):
         raise RuntimeError("UNAVAILABLE: the coordination service is gone")
 
     monkeypatch.setattr(store, "key_value_set", gone)
-    with peer_reports.Exchange("own", lambda *_: None) as opened:
+    with peers.Exchange("own", lambda *_: None) as opened:
         opened.publish(10, lambda: "a")
         opened.publish(20, lambda: "b")
     assert store.values == {}
