@@ -13,6 +13,8 @@ from typing import TypeAlias
 # The line with which a compiler announces that it aborts the process: it has to reach the terminal before that.
 FATAL = re.compile(r"[FE]\d{4} .*Check fail|F\d{4} ")
 
+CACHE = "~/.cache/meshtrain/jax"  # of compiled programs, where JAX_COMPILATION_CACHE_DIR names no other folder
+
 XlaValue: TypeAlias = bool | int | float | str  # of an option of the compiler
 CompilerOptions: TypeAlias = dict[str, XlaValue]  # name, as XLA knows it -> value
 

@@ -21,12 +21,11 @@ import jax
 from meshtrain.errors import UserError
 from meshtrain.files import is_url
 from meshtrain.launch import cluster, peers
-from meshtrain.launch.compiler import captured
+from meshtrain.launch.compiler import CACHE, captured
 from meshtrain.launch.local_processes import MAX_SIMULATED
 from meshtrain.launch.rendezvous import meet
 
 _NUM_DEVICES_TO_FILL = 8  # simulated on CPU where a mesh says "what is left"
-_CACHE = Path("~/.cache/meshtrain/jax")
 # JAX keeps only what took a second to compile; small programs are most of the start-up time on a CPU.
 _CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
@@ -262,7 +261,7 @@ def _keep_compilations() -> list[str]:
     """Turns the persistent compilation cache on; returns a line where its directory cannot be written."""
     if not _setting("jax_enable_compilation_cache"):
         return []
-    directory = _setting("jax_compilation_cache_dir") or str(_CACHE)
+    directory = _setting("jax_compilation_cache_dir") or CACHE
     if not is_url(directory):
         try:
             path = Path(directory).expanduser().absolute()

@@ -153,7 +153,8 @@ def tried(act: Callable[[], _T], seconds: float) -> _T:
             return act()
         except (OSError, UnicodeError) as failure:  # UnicodeError: no name can be like that
             if time.monotonic() + _RETRY_SECONDS > deadline:
-                raise OSError(None, _why(failure)) from failure
+                why = failure.strerror if isinstance(failure, OSError) else ""
+                raise OSError(None, why or str(failure)) from failure
         time.sleep(_RETRY_SECONDS)
 
 
@@ -280,21 +281,20 @@ class Member:
         self._unread: list[_Message] = []
         self.has_answer = False
         deadline = time.monotonic() + seconds
-        while True:
+
+        def connect() -> socket.socket:
             patience = max(0.1, min(_CONNECT_SECONDS, deadline - time.monotonic()))
-            try:
-                connected = socket.create_connection((meeting.host, meeting.port), timeout=patience)
-                self._connection = _Connection(connected, meeting, meeting.address)
-                return
-            except TimeoutError:
-                reason = f"{meeting.address} does not answer"
-            except ConnectionRefusedError:
-                reason = f"{meeting.address} refuses the connection: nothing listens there"
-            except (OSError, UnicodeError) as failure:
-                reason = f"{meeting.address}: {_why(failure)}"
-            if time.monotonic() + _RETRY_SECONDS >= deadline:
-                raise Unreachable(reason)
-            time.sleep(_RETRY_SECONDS)
+            return socket.create_connection((meeting.host, meeting.port), timeout=patience)
+
+        try:
+            self._connection = _Connection(tried(connect, seconds), meeting, meeting.address)
+        except OSError as failure:
+            what = f": {failure.strerror}"
+            if isinstance(failure.__cause__, TimeoutError):
+                what = " does not answer"
+            elif isinstance(failure.__cause__, ConnectionRefusedError):
+                what = " refuses the connection: nothing listens there"
+            raise Unreachable(f"{meeting.address}{what}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -394,7 +394,3 @@ class _Connection:
                 case _:
                     self.is_open, self.strange = False, line
         return messages
-
-
-def _why(failure: OSError | UnicodeError) -> str:
-    return (failure.strerror if isinstance(failure, OSError) else "") or str(failure)

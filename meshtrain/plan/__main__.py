@@ -19,7 +19,7 @@ from meshtrain.config.config import Config, built, configure
 from meshtrain.errors import UserError, run
 from meshtrain.files import target_problems, write_whole
 from meshtrain.launch.links import read, refuse_other_platform
-from meshtrain.observe.line_charts import picture
+from meshtrain.observe.charts import picture
 from meshtrain.observe.progress import phase
 from meshtrain.plan import html_page, planner, scheduled_dump, text_report
 from meshtrain.plan.scaling import cluster_sizes, scaling, scaling_report

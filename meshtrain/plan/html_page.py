@@ -1,7 +1,6 @@
 """A plan or a search as one self-contained HTML page: charts as SVG, and the text of the report."""
 
-from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, bars, scatter
-from meshtrain.observe.line_charts import Line, Panel, line_chart
+from meshtrain.observe.charts import ACTIVATIONS, PEAK, RESIDUAL, Line, Panel, bars, line_chart, scatter
 from meshtrain.observe.page import as_it_stands, escaped, heading, page
 from meshtrain.plan import text_report
 from meshtrain.plan.planner import Plan

@@ -35,7 +35,10 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
       ModuleNotFoundError: Plotly is not installed.
     """
     parts = [table(*_overview(runs)), heading("Curves"), *_curves(runs)]
-    if drawn := _loads(runs):
+    drawn = [
+        part for run in runs for load in loads.of_experts(run.log) for part in (heading(run.name, 3), loads.chart(load))
+    ]
+    if drawn:
         parts += [heading("Load of each expert over the mean, mean of layers"), *drawn]
     parts += [heading("Configuration"), *_configurations(runs)]
     if memory := _memory(runs):
@@ -126,12 +129,6 @@ def _curves(runs: Sequence[Run]) -> list[str]:
         div_id=CURVES,
     )
     return [f"<script>{get_plotlyjs()}</script>", drawn]
-
-
-def _loads(runs: Sequence[Run]) -> list[str]:
-    """Returns a chart for each metric of a run that is the load of experts."""
-    charts = [(run.name, load) for run in runs for load in loads.of_experts(run.log)]
-    return [part for name, load in charts for part in (heading(name, 3), loads.chart(load))]
 
 
 def _configurations(runs: Sequence[Run]) -> list[str]:

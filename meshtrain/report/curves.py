@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from meshtrain.files import JsonObject
+from meshtrain.observe import charts
 from meshtrain.observe.run_files import EVALUATED, OF_EACH
 from meshtrain.report.logs import Curve, Log
 
@@ -19,7 +20,7 @@ from meshtrain.report.logs import Curve, Log
 MOST_POINTS = 48_000
 MOST_POINTS_A_CURVE = 4_000
 FEWEST_POINTS_A_CURVE = 30
-COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#17807a", "#c0392b", "#8a7a12")
+COLOURS = (*charts.COLOURS, "#c0392b", "#8a7a12")
 PANEL_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 250, 124, 50
 TITLE_PIXELS, TITLE_CHARACTERS = 38, 40  # of a panel's title: the height of two lines, and the width of one
 COLUMNS = 3

@@ -87,8 +87,7 @@ def test_the_pods_of_a_job_are_named_by_their_number(monkeypatch):
 
 
 def test_by_hand_or_alone():
-    by_hand = {"JAX_COORDINATOR_ADDRESS": "[::1]:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    found = meeting(by_hand)
+    found = meeting({**BY_HAND, "JAX_COORDINATOR_ADDRESS": "[::1]:1234"})
     assert dataclasses.astuple(found) == ("[::1]:1234", 2, 1, None, ())
     assert (found.host, found.port) == ("::1", 1234)
     assert meeting({}) is None
@@ -119,6 +118,8 @@ def test_by_hand_or_alone():
         ({**BY_HAND, "JAX_NUM_PROCESSES": "x"}, "JAX_NUM_PROCESSES"),
         ({**BY_HAND, "JAX_NUM_PROCESSES": "9" * 5000}, "JAX_NUM_PROCESSES"),
         ({**BY_HAND, "JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID"),
+        ({**BY_HAND, "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID"),
+        *(({**BY_HAND, name: ""}, name) for name in BY_HAND),
     ],
 )
 def test_junk_is_a_line_that_names_the_variable(environ, name):

@@ -7,8 +7,6 @@ import subprocess
 import pytest
 import yaml
 
-from meshtrain.launch import cluster
-
 ROOT = pathlib.Path(__file__).parents[2]
 SBATCH = ROOT / "scripts" / "slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
@@ -97,9 +95,3 @@ def test_the_account_may_read_what_jax_asks_for(kubernetes):
         == kubernetes["ServiceAccount"]["metadata"]["name"]
     )
     assert kubernetes["RoleBinding"]["roleRef"]["name"] == kubernetes["Role"]["metadata"]["name"]
-
-
-def test_a_pod_of_the_job_is_recognized(monkeypatch):
-    monkeypatch.setattr(cluster, "_installed", lambda package: package == "kubernetes")
-    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
-    assert cluster.processes(environ, "cpu") == {"cluster_detection_method": "k8s"}

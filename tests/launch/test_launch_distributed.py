@@ -73,22 +73,6 @@ def test_the_three_variables_win_over_every_scheduler():
     }
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"JAX_COORDINATOR_ADDRESS": ""},
-        {"JAX_COORDINATOR_ADDRESS": "host"},
-        {"JAX_NUM_PROCESSES": ""},
-        {"JAX_NUM_PROCESSES": "two"},
-        {"JAX_PROCESS_ID": ""},
-        {"JAX_PROCESS_ID": "2"},
-    ],
-)
-def test_half_a_description_is_refused(change):
-    with pytest.raises(UserError, match="allowed: host:port"):
-        processes({**MEET, **change})
-
-
 def test_slurm_gives_each_process_its_share_of_a_hosts_devices():
     method = {"cluster_detection_method": "slurm"}
     one_on_each_host = {**SLURM, "SLURM_STEP_NUM_TASKS": "2"}
@@ -250,10 +234,9 @@ assert len(devices) == 1, devices
 assert len(lines) == 1 and lines[0].startswith("compilation cache off: "), lines
 jax.jit(lambda x: x + 1)(1)
 """
-    plain, quiet = "jax.devices()", {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
+    _, errors = finish(launch(code, JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=cache))
     # The first line of a notebook is JAX's alone: compilers of GPUs that are not there may complain to it.
-    (_, expected), (_, errors) = finish(launch(plain, **quiet)), finish(launch(code, **quiet))
-    assert len(errors.splitlines()) == len(expected.splitlines()), errors
+    assert "cache" not in errors, errors
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """The table of accelerators: found by JAX's names and by nothing that resembles them."""
 
-import subprocess
-import sys
-
 import pytest
 
 from meshtrain.launch import compiler, hardware
@@ -60,8 +57,6 @@ def test_peaks_by_dtype():
 def test_every_device_has_one_entry_with_its_source():
     kinds = [kind for accelerator in hardware.ACCELERATORS for kind in accelerator.device_kinds]
     assert len(set(kinds)) == len(kinds)
-    names = [accelerator.name for accelerator in hardware.ACCELERATORS]
-    assert names == ["a100-80", "h100", "h200", "b200", "v4", "v5e", "v5p", "v6e"]
     assert all(accelerator.source for accelerator in hardware.ACCELERATORS)
 
 
@@ -82,8 +77,3 @@ def test_units_agree():
 def test_only_cpus_compile_the_initial_weights_with_less_optimization():
     assert compiler.init_compiler_options("cpu") == {"xla_backend_optimization_level": 1}
     assert compiler.init_compiler_options("NVIDIA H200") == compiler.init_compiler_options("TPU v5") == {}
-
-
-def test_imports_no_jax():
-    script = "import sys, meshtrain.launch.hardware; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

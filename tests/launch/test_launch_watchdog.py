@@ -1,6 +1,5 @@
 """The watchdog by a clock of ours: what it waits for, and whom it blames."""
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -117,61 +116,6 @@ def test_a_hang_ends_the_process_with_4_and_all_stacks():
     last = done.stderr.splitlines()[-1]
     assert last.startswith("meshtrain: hang: no step for ")
     assert "after step 3 (allowed: 2)" in last
-
-
-def test_differences_between_processes_are_named_by_process():
-    facts = [{"jax": "1", "a": 1}, {"jax": "1", "a": 1}, {"jax": "2", "b": 1}]
-    lines = peers.differences("versions", facts)
-    assert [line.split(";")[0] for line in lines] == [
-        "processes: versions differs: a is nothing in process 2 and 1 in process 0",
-        "processes: versions differs: b is 1 in process 2 and nothing in process 0",
-        "processes: versions differs: jax is '2' in process 2 and '1' in process 0",
-    ]
-
-
-def test_who_is_alone_gets_its_own_words_back():
-    assert peers.gathered("something", {"a": [1]}) == [{"a": [1]}]
-    assert peers.share_problems("something", ["one", "one", "two"]) == ["one", "two"]
-
-
-TALK = """
-from meshtrain import errors
-from meshtrain.launch import distributed, peers
-distributed.start(2)
-assert peers.gathered("a", peers.index()) == [0, 1]
-assert peers.gathered("a", f"{peers.index()} again") == ["0 again", "1 again"]
-peers.beat(5)
-peers.gathered("both have", None)
-assert {process: sign.split()[0] for process, sign in peers.signs_of_life().items()} == {0: "5", 1: "5"}
-peers.gathered("both have looked", None)
-peers.say_finished()
-errors.run(lambda: peers.refuse_differences("start", {"x": peers.index()}))
-"""
-
-
-def test_an_error_of_ours_ends_all_at_once_though_others_wait_for_its_farewell():
-    code = (
-        "from meshtrain import errors\nfrom meshtrain.launch import distributed, peers\ndistributed.start(2)\n"
-        "errors.run(lambda: peers.gathered('a', None) if peers.index() else 1 / 0)"
-    )
-    command = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c", code]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "[0] ZeroDivisionError: division by zero" in done.stderr
-    assert "process 0 ended first, with code 1" in done.stderr
-
-
-def test_processes_talk_through_the_service_that_jax_keeps():
-    """Tells when JAX has moved what `peers` reaches for."""
-    command = [sys.executable, "-m", "meshtrain.launch", "--processes=2", "--devices=1", "--", "-c", TALK]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2, done.stderr
-    # XLA may add a word of its own about the one that has left first.
-    said = sorted(line for line in done.stderr.splitlines() if line.startswith("[") and "meshtrain: " in line)
-    difference = "meshtrain: error: processes: start differs: x is 1 in process 1 and 0 in process 0; allowed: "
-    assert [line.partition("the same")[0] for line in said] == [f"[0] {difference}", f"[1] {difference}"]
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf"])

@@ -5,8 +5,8 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from meshtrain.observe import charts, line_charts
-from meshtrain.observe.line_charts import Line, Panel
+from meshtrain.observe import charts
+from meshtrain.observe.charts import Line, Panel
 from meshtrain.observe.page import STYLE
 
 
@@ -52,7 +52,12 @@ def test_a_chart_is_an_element_that_needs_nothing_else_and_changes_nothing_else(
     assert charts.bars([("a", 1.0)], None) == charts.bars([("a", 1.0)], None), "the same bytes each time"
 
 
-PANEL = Panel("strong", [Line("data", [(8, 8.0), (16, 14.0)])])
+PANEL = Panel(
+    "strong",
+    [Line("data", [(8, 8.0), (16, 14.0)]), Line("fsdp", [(8, 7.0)])],
+    True,
+    Line("in proportion", [(8, 8.0), (16, 16.0)]),
+)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ PANEL = Panel("strong", [Line("data", [(8, 8.0), (16, 14.0)])])
     [
         lambda: charts.bars([("a", 1.0)], None),
         lambda: charts.scatter([(1.0, 1 << 30, "data 2", True)], None),
-        lambda: line_charts.line_chart([PANEL], "a note"),
+        lambda: charts.line_chart([PANEL], "a note"),
     ],
     ids=["bars", "scatter", "lines"],
 )
@@ -72,3 +77,25 @@ def test_charts_are_as_wide_as_the_page(drawn):
 
 def test_dollars_are_text():
     assert ">$a$ and $b$<" in charts.bars([("$a$ and $b$", 1.0)], None)
+
+
+def test_each_point_has_a_marker():
+    (place,) = charts.figure_of([PANEL], "a note").axes
+    marked = [line for line in place.lines if line.get_marker() == "o"]
+    assert [list(line.get_ydata()) for line in marked] == [[8.0, 14.0], [7.0]]
+    assert [text.get_text() for text in place.get_legend().get_texts()] == ["in proportion", "data", "fsdp"]
+    assert (place.get_xscale(), place.get_yscale()) == ("log", "log")
+
+
+def test_shares_start_at_zero():
+    (place,) = charts.figure_of([Panel("weak", [Line("data", [(8, 1.0), (16, 1.1)])])], "").axes
+    bottom, top = place.get_ylim()
+    assert bottom == 0
+    assert top > 1.1
+    assert place.get_yscale() == "linear"
+
+
+def test_a_chart_of_a_page_says_what_it_is():
+    drawn = charts.line_chart([PANEL], "a note")
+    assert drawn.startswith('<svg class="still" role="img" aria-label="lines over devices"')
+    assert "a note" in drawn

@@ -8,7 +8,7 @@ import pytest
 
 from meshtrain.errors import UserError
 from meshtrain.launch.links import Link, Links
-from meshtrain.observe.line_charts import picture
+from meshtrain.observe.charts import picture
 from meshtrain.plan import __main__ as program
 from meshtrain.plan import html_page, planner
 from meshtrain.plan.scaling import scaling, scaling_report, strategies

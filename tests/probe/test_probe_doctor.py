@@ -77,13 +77,6 @@ def test_a_healthy_2_x_4_has_nothing_to_do(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_processes_are_judged_without_jax_and_agree_on_the_code(tmp_path):
-    codes, (first, second) = together(tmp_path, ["well", "well"])
-    assert codes == [0, 0]
-    assert problems(first) == []
-    assert second == []
-
-
 def test_a_process_that_dies_in_jax_is_named_and_leaves_nobody_waiting(tmp_path):
     codes, (lines, _) = together(tmp_path, ["well", "dies"], "--limit=5")
     assert codes == [2, 9]

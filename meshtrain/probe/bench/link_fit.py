@@ -1,6 +1,7 @@
 """Latency and bandwidth of a link, fitted to the times of collectives of several sizes."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,14 +22,14 @@ class Fit:
       axis: of the mesh.
       operation: one of `links.OPERATIONS`.
       link: the fitted latency and bandwidth; None where the times allow none.
-      error: the median of |fitted - measured| / measured; None without a line.
+      error: the median of |fitted - measured| / measured; not-a-number without a line.
       why_not: the reason why there is no link; empty otherwise.
     """
 
     axis: str
     operation: str
     link: Link | None
-    error: float | None
+    error: float
     why_not: str
 
 
@@ -44,7 +45,7 @@ def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
     """
     axis, operation = rows[0].axis, rows[0].operation
     if why_not := _unusable(rows):
-        return Fit(axis, operation, None, None, why_not)
+        return Fit(axis, operation, None, math.nan, why_not)
     seconds = np.array([row.fastest_seconds for row in rows])
     wire_bytes = np.array([row.wire_bytes for row in rows])
     scale = wire_bytes.max()  # without it one column is 1e9 times the other

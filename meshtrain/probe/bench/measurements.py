@@ -2,8 +2,7 @@
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.files import JsonObject
-from meshtrain.launch.links import Links, to_json
-from meshtrain.probe.bench.link_fit import Fit
+from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.probe.bench.sweep import Sweep
 from meshtrain.probe.bench.timed import Timed
 
@@ -19,7 +18,7 @@ def text(found: Sweep) -> str:
     """Returns the tables of all measurements and of the fits, and what is doubtful about them."""
     header = ("axis", "operation", "devices", "bytes", "us", "spread", "algorithm GB/s", "bus GB/s", "value")
     fitted = ("axis", "operation", "devices", "hosts", "latency us", "GB/s", "error")
-    fits = [_fit_row(one) for one in found.fits if one.link]
+    fits = [_fit_row(one.link, one.error) for one in found.fits if one.link]
     parts = [aligned([_row(row) for row in found.rows], header, "<<>>>>>><")]
     parts += [aligned(fits, fitted, "<<>>>>>")] if fits else []
     lines = _left_out(found)
@@ -54,18 +53,15 @@ def _row(row: Timed) -> tuple[str, ...]:
     )
 
 
-def _fit_row(one: Fit) -> tuple[str, ...]:
-    assert one.link is not None
-    assert one.error is not None
-    link = one.link
+def _fit_row(link: Link, error: float) -> tuple[str, ...]:
     return (
-        one.axis,
-        one.operation,
+        link.axis,
+        link.operation,
         str(link.group_size),
         str(link.num_hosts),
         f"{link.latency_seconds * 1e6:.1f}",
         f"{link.bytes_per_second / 1e9:.3g}",
-        f"{one.error:.0%}",
+        f"{error:.0%}",
     )
 
 

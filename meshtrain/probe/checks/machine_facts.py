@@ -21,6 +21,7 @@ from typing import TypeVar
 from meshtrain.cli import flags
 from meshtrain.files import expanded, is_url
 from meshtrain.launch.cluster import Meeting
+from meshtrain.launch.compiler import CACHE
 from meshtrain.launch.rendezvous import tried
 from meshtrain.probe.checks import one_machine
 from meshtrain.probe.checks.verdicts import Finding, error
@@ -28,7 +29,6 @@ from meshtrain.probe.checks.verdicts import Finding, error
 _PACKAGE = Path(__file__).parents[2]
 _WRITTEN_BYTES = 2**24
 _LOOK_SECONDS, _POLL_SECONDS = 5.0, 0.05
-_CACHE = "~/.cache/meshtrain/jax"
 _NET = Path("/sys/class/net")
 _UP, _LOOPBACK = 0x1, 0x8  # of an interface's flags, linux/if.h
 _CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -89,7 +89,7 @@ def findings(
         results.append(one_machine.gpus(listed, failure, visible, expected, versions))
     results.append(one_machine.interface(environ.get("NCCL_SOCKET_IFNAME") or "", interfaces(), num_hosts))
     folders = {"workdir": workdir}
-    if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or _CACHE):
+    if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or CACHE):
         folders["cache"] = expanded(cache)
     for what, path in folders.items():
         dead = error(what, f"{path}: no answer in {limit:.0f} s", "a file system that answers: is its server up?")
