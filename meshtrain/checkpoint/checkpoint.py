@@ -9,8 +9,6 @@ On disk (Orbax, one directory a step, OCDBT format)::
 
 Arrays are stored under the path of their leaf (`params/layers/attention/query`), never under the Python class that
 held them, so neither a mesh nor a container type has to be the same when they are read again.
-
-Why a checkpoint could not be written, in one line that names the disk.
 """
 
 import contextlib
@@ -24,25 +22,28 @@ from collections.abc import Collection, Mapping
 from concurrent import futures
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from meshtrain.checkpoint import integrity, retention
-from meshtrain.checkpoint.arrays import leaves_by_path, nested, refuse_mismatches
 from meshtrain.checkpoint.manager import EXTRA, STATE, manager, renamed
 from meshtrain.checkpoint.retention import CheckpointOptions
 from meshtrain.cli.tables import format_bytes
-from meshtrain.errors import SaveFailed, UserError
+from meshtrain.errors import SaveFailed, UserError, nearest
+from meshtrain.files import JsonObject
 from meshtrain.launch import peers
-from meshtrain.sharding.trees import Arrays, Shaped
-
-JsonObject: TypeAlias = dict[str, Any]  # anything that JSON can hold, by name
+from meshtrain.sharding.trees import Arrays, Leaf, Shaped, Tree, leaves_with_paths
 
 CHECKPOINTS = "checkpoints"  # the directory's name inside a workdir
 _PARAMS = "params"
 _LOOK_SECONDS = 1.0
+_MAX_MISMATCHES = 5
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore quotes the system's error, behind a long path
+_MAX_REASON = 300  # characters of what a library says, which may quote whole stacks
 
 
 class _Save(NamedTuple):
@@ -123,7 +124,7 @@ class Checkpoints:
             return False
         json.dumps(dict(extra))  # raises here, with the caller on the stack, instead of later in a thread
         items = ocp.args.Composite(
-            **{STATE: ocp.args.PyTreeSave(nested(leaves_by_path(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
+            **{STATE: ocp.args.PyTreeSave(_nested(leaves_by_path(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
         )
         try:
             _create(self.directory)
@@ -136,7 +137,7 @@ class Checkpoints:
 
     def rate(self, step: int, values: Mapping[str, float]) -> None:
         """Records the metrics of a step's evaluation, for `CheckpointOptions.keep_best`. One process calls it."""
-        retention.write_ratings(self.directory, {**retention.read_ratings(self.directory), step: values})
+        retention.rate(self.directory, step, values)
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """Returns the newest step with matching checksums and state, and a line for each newer one that is damaged.
@@ -150,10 +151,10 @@ class Checkpoints:
         self.wait()
         damaged, newest = dict[int, str](), None
         for step in reversed(retention.saved_steps(self.directory)):
-            if not (lines := self._damage(step)):
+            if not (line := self._damage(step)):
                 newest = step
                 break
-            damaged[step] = f"checkpoint {self.directory / str(step)}: {lines[0]}"
+            damaged[step] = line
         if newest is None and any(integrity.is_sealed(self.directory / str(step)) for step in damaged):
             raise UserError(
                 *damaged.values(),
@@ -174,16 +175,17 @@ class Checkpoints:
           UserError: no such step, or it is damaged.
         """
         self.refuse_unknown(step)
-        if lines := self._damage(step):
-            damage = f"checkpoint {self.directory / str(step)}: {lines[0]}"
+        if line := self._damage(step):
             others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
-            raise UserError(f"{damage}; allowed: one that is whole; nearest: step {others}")
+            raise UserError(f"{line}; allowed: one that is whole; nearest: step {others}")
 
-    def _damage(self, step: int) -> list[str]:
+    def _damage(self, step: int) -> str:
+        """Returns one line with what is wrong first, "" for a whole checkpoint; processes call it together."""
         directory = self.directory / str(step)
         problems = integrity.damage(directory, peers.index(), peers.count())
         lines = [line for part in peers.gathered(f"damage {step}", problems) for line in part]
-        return lines or renamed(directory)
+        lines = lines or renamed(directory)
+        return f"checkpoint {directory}: {lines[0]}" if lines else ""
 
     def restore(self, step: int, abstract_state: Arrays) -> Arrays:
         """Reads the whole state of a step, each array straight onto its sharding.
@@ -199,7 +201,7 @@ class Checkpoints:
           UserError: no such step; or an array is missing, is left over, or has another shape or dtype.
         """
         wanted = leaves_by_path(abstract_state)
-        refuse_mismatches(self.directory / str(step), self._stored(step), wanted)
+        _refuse_mismatches(self.directory / str(step), self._stored(step), wanted)
         return self._read(step, wanted, abstract_state)
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
@@ -236,17 +238,7 @@ class Checkpoints:
         """
         stored = {path: leaf for path, leaf in self._stored(step).items() if path.startswith(f"{_PARAMS}/")}
         wanted, of_state = leaves_by_path({_PARAMS: abstract_params}), {f"{_PARAMS}/{path}" for path in rounded}
-        refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
-
-    def extra(self, step: int) -> JsonObject:
-        """Returns the JSON object that was saved beside the state of a step.
-
-        Raises:
-          UserError: no such step.
-        """
-        self.refuse_unknown(step)
-        items = ocp.args.Composite(**{EXTRA: ocp.args.JsonRestore()})
-        return dict(self._manager.restore(step, args=items)[EXTRA])
+        _refuse_mismatches(self.directory / str(step), stored, wanted, of_state)
 
     def wait(self) -> None:
         """Returns when the save in flight is complete and sealed.
@@ -259,7 +251,11 @@ class Checkpoints:
         save, self._in_flight = self._in_flight, None
         try:
             self._manager.wait_until_finished()
-            self._wait_for_seal(save)
+            while not futures.wait([save.sealed], _LOOK_SECONDS).done:
+                # Only process 0 checks: another machine of a shared file system may see the folder later.
+                if peers.is_main_process() and not (directory := self.directory / str(save.step)).is_dir():
+                    raise FileNotFoundError(f"{directory} has vanished")
+            save.sealed.result()
         except Exception as error:
             save.has_failed.set()  # otherwise the sealing thread would wait forever, and later saves with it
             futures.wait([save.sealed])
@@ -278,20 +274,17 @@ class Checkpoints:
         if is_sealed and peers.is_main_process():
             retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
 
-    def _wait_for_seal(self, save: "_Save") -> None:
-        directory = self.directory / str(save.step)
-        while not futures.wait([save.sealed], _LOOK_SECONDS).done:
-            # Only process 0 checks: another machine of a shared file system may see the folder later.
-            if peers.is_main_process() and not directory.is_dir():
-                raise FileNotFoundError(f"{directory} has vanished")
-        save.sealed.result()
-
     def _failure(self, step: int, error: Exception) -> SaveFailed:
         """Returns the exception for a failed save, and makes a new manager, so that the next save may succeed."""
-        failed = self.newest_failure = save_failed(self.directory / str(step), error)
+        directory = self.directory / str(step)
+        disk = f" ({free})" if (free := _free_space(directory)) else ""  # before the save's files are deleted
+        self.newest_failure = SaveFailed(
+            f"checkpoint {directory}: not written: {_reason(error)}{disk}; nearest: free space there, or another "
+            "--workdir"
+        )
         # Orbax's manager would count the failed step as saved: a new one replaces it.
         self._manager = self._new_manager()
-        return failed
+        return self.newest_failure
 
     def _new_manager(self) -> ocp.CheckpointManager:
         writes = self._options is not None
@@ -306,7 +299,7 @@ class Checkpoints:
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Arrays) -> Arrays:
         assert all(leaf.sharding is not None for leaf in wanted.values()), "every leaf says where it goes"
-        abstract = nested(wanted)
+        abstract = _nested(wanted)
         items = ocp.args.PyTreeRestore(
             item=abstract,
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -335,25 +328,65 @@ def _create(directory: Path) -> None:
         ) from error
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore quotes the system's error, behind a long path
-_MAX_REASON = 300  # characters of what a library says, which may quote whole stacks
+def leaves_by_path(tree: Tree) -> dict[str, Leaf]:
+    """Returns path -> leaf in the order of `jax.tree.leaves`, whatever containers hold the leaves."""
+    leaves = leaves_with_paths(tree)
+    by_path = dict(leaves)
+    assert len(by_path) == len(leaves), "two leaves share a path: a key holds a '/'"
+    return by_path
 
 
-def save_failed(directory: Path, error: BaseException) -> SaveFailed:
-    """Returns the exception for a failed save. Call it before deleting the save's files, to report the free space.
+def _nested(leaves: Mapping[str, Leaf]) -> dict[str, Tree]:
+    """Returns nested dicts of names from path -> leaf: the structure in which Orbax stores them."""
+    root: dict[str, Tree] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split("/")
+        node = root
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return root
+
+
+def _refuse_mismatches(
+    directory: Path, stored: Mapping[str, Shaped], wanted: Mapping[str, Shaped], rounded: Collection[str] = ()
+) -> None:
+    """Compares the arrays of a checkpoint with those that the run needs, both by path.
+
+    A dtype counts because a reader would otherwise convert silently, and a resumed run would not be the same run.
 
     Args:
-      directory: the checkpoint's folder.
-      error: what the library raised.
+      directory: of the checkpoint, for the error.
+      stored: its arrays, anything with `.shape` and `.dtype`.
+      wanted: those of the run, likewise.
+      rounded: paths of arrays that the run asks for in another dtype.
+
+    Raises:
+      UserError: one is missing, left over, or of another shape or dtype; the first five are named
     """
-    disk = f" ({free})" if (free := free_space(directory)) else ""
-    return SaveFailed(
-        f"checkpoint {directory}: not written: {reason(error)}{disk}; nearest: free space there, or another --workdir"
-    )
+    lines = []
+    for path, leaf in wanted.items():
+        if path not in stored:
+            lines.append(f"{path}: not in the checkpoint{nearest(path, stored.keys() - wanted.keys())}")
+            continue
+        got, allowed = _signature(stored[path]), _signature(leaf)
+        if got != allowed and not (path in rounded and tuple(stored[path].shape) == tuple(leaf.shape)):
+            lines.append(f"{path}: got {got}; allowed: {allowed}")
+    lines += [f"{path}: in the checkpoint, not in this run" for path in stored if path not in wanted]
+    if lines:
+        more = len(lines) - _MAX_MISMATCHES
+        raise UserError(
+            *(f"checkpoint {directory}: {line}" for line in lines[:_MAX_MISMATCHES]),
+            *([f"checkpoint {directory}: {more} more arrays differ"] if more > 0 else []),
+            "nearest: the model and optimizer options the checkpoint was written with, or another workdir",
+        )
 
 
-def reason(error: BaseException) -> str:
+def _signature(leaf: Shaped) -> str:
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def _reason(error: Exception) -> str:
     """Returns the system's message if the disk is full or TensorStore has its error code, else the library's, cut."""
     quoted = _CODE.search(str(error))
     if quoted:
@@ -363,7 +396,7 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
 
 
-def free_space(directory: Path) -> str:
+def _free_space(directory: Path) -> str:
     """Returns `12.0 MiB free on /mount/point` for the disk of a directory, which need not exist; "" if unknown."""
     path = directory.absolute()
     try:

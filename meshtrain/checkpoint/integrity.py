@@ -78,7 +78,11 @@ def checksums(directory: Path, is_wanted: Callable[[str], bool]) -> Files:
       is_wanted: whether to include a file, by its name relative to the folder.
     """
     names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-    return {name: _entry(directory / name) for name in names if not name.startswith("manifest.") and is_wanted(name)}
+    return {
+        name: {"bytes": (directory / name).stat().st_size, "sha256": _sha256(directory / name)}
+        for name in names
+        if not name.startswith("manifest.") and is_wanted(name)
+    }
 
 
 def damage(directory: Path, index: int = 0, num_processes: int = 1) -> list[str]:
@@ -109,10 +113,6 @@ def _difference(path: Path, name: str, expected: FileEntry) -> str:
         return f"{name}: missing"
     except OSError as error:
         return f"{name}: {error.strerror or error}"
-
-
-def _entry(path: Path) -> FileEntry:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

@@ -12,12 +12,7 @@ from meshtrain.launch import peers
 from meshtrain.sharding.trees import Arrays
 
 
-def restore_params(directory: str | Path, abstract_params: Arrays, rounded: Collection[str] = ()) -> Arrays:
-    """Reads the weights of another run's newest checkpoint onto this run's shardings; see `restore_params_of`."""
-    return restore_params_of(directory, None, abstract_params, rounded)[0]
-
-
-def restore_params_of(
+def restore_params(
     directory: str | Path, step: int | None, abstract_params: Arrays, rounded: Collection[str] = ()
 ) -> tuple[Arrays, int]:
     """Reads the weights of one of another run's checkpoints onto this run's shardings.

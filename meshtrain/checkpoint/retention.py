@@ -68,14 +68,10 @@ def read_ratings(directory: Path) -> dict[int, dict[str, float]]:
         return {}
 
 
-def write_ratings(directory: Path, ratings: Ratings) -> None:
-    """Replaces the file of {step: {metric: value}} in a folder of checkpoints.
-
-    Raises:
-      OSError: it cannot be written.
-    """
-    content = {str(step): dict(values) for step, values in sorted(ratings.items())}
-    write_whole(directory / RATINGS, json.dumps(content))
+def rate(directory: Path, step: int, values: Mapping[str, float]) -> None:
+    """Adds the metrics of a step to the file that `read_ratings` reads. Raises OSError: it cannot be written."""
+    ratings = read_ratings(directory) | {step: dict(values)}
+    write_whole(directory / RATINGS, json.dumps(dict(sorted(ratings.items()))))
 
 
 def saved_steps(directory: Path) -> list[int]:

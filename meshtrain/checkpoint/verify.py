@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from meshtrain.checkpoint import integrity, retention
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS
@@ -24,7 +23,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("directory", metavar="DIR", help="a workdir, its checkpoints, or one of them")
     given = expanded(parser.parse_args(argv).directory).absolute()
     what = what_is_at(given)
-    checkpoints = checkpoints_in(given) if what == "a folder" else []
+    checkpoints = []
+    if what == "a folder" and given.name.isdecimal():
+        checkpoints = [given]
+    elif what == "a folder":
+        inner = given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
+        checkpoints = [inner / str(step) for step in retention.saved_steps(inner)]
     if not checkpoints:
         got = "no checkpoint in it" if what == "a folder" else what
         raise UserError(
@@ -39,14 +43,6 @@ def main(argv: Sequence[str]) -> int:
         for line in damage[1:]:
             print(f"    {line}")
     return int(is_damaged)
-
-
-def checkpoints_in(given: Path) -> list[Path]:
-    """Returns the folder itself if it is a checkpoint, else the checkpoints in it, oldest first."""
-    if given.name.isdecimal() and given.is_dir():
-        return [given]
-    inner = given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
-    return [inner / str(step) for step in retention.saved_steps(inner)]
 
 
 if __name__ == "__main__":

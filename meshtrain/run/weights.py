@@ -172,10 +172,10 @@ def restore_params(
       A pytree of jax.Array of the same structure; and the step, 0 for a Hugging Face folder.
 
     Raises:
-      UserError: see `checkpoint.other_runs.restore_params_of` and `hf.folder.opened`; or processes see other files.
+      UserError: see `checkpoint.other_runs.restore_params` and `hf.folder.opened`; or processes see other files.
     """
     if not hf_config.is_described(directory):
-        return other_runs.restore_params_of(directory, step, abstract_params, rounded)
+        return other_runs.restore_params(directory, step, abstract_params, rounded)
     found = hf_folder.opened(directory, ignore=None)
     hf_folder.refuse_differences(found)
     return reading.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0

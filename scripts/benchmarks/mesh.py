@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshtrain.checkpoint.arrays import leaves_by_path
+from meshtrain.checkpoint.checkpoint import leaves_by_path
 from meshtrain.errors import UserError, run, unknown
 from scripts.benchmarks.witness import WORKDIR, hashed
 

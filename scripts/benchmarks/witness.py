@@ -25,7 +25,7 @@ import numpy as np
 from jax._src import cache_key
 
 from meshtrain import training
-from meshtrain.checkpoint.arrays import leaves_by_path
+from meshtrain.checkpoint.checkpoint import leaves_by_path
 from meshtrain.errors import run
 from meshtrain.main import main as train
 from meshtrain.run import saving, start

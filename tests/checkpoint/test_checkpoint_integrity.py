@@ -121,7 +121,7 @@ def test_none_whole_is_an_error_and_nothing_is_moved_or_deleted(saved):
     assert "got no checkpoint that is whole" in caught.value.problems[-1]
     assert {path.name for path in saved.iterdir()} == {"1", "2", "3"}
     with pytest.raises(UserError, match="got no checkpoint that is whole"):
-        restore_params(saved, wanted()["params"])
+        restore_params(saved, None, wanted()["params"])
 
 
 def test_saves_that_were_never_finished_are_a_run_not_begun(saved):
@@ -136,7 +136,8 @@ def test_saves_that_were_never_finished_are_a_run_not_begun(saved):
 
 def test_weights_are_taken_from_the_newest_whole_save(saved, capsys):
     flip(data_file(saved, 3))
-    got = restore_params(saved, wanted()["params"])
+    got, step = restore_params(saved, None, wanted()["params"])
+    assert step == 2
     np.testing.assert_array_equal(got["w"], state(2)["params"]["w"])
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"meshtrain: WARNING: checkpoint {saved / '3'}: ")
@@ -166,7 +167,7 @@ def test_a_save_under_the_name_of_another_step_is_treated_as_damaged(place, newe
     assert capsys.readouterr().out.splitlines()[-1] == f"{directory / '4'}: damaged: {said}"
     with Checkpoints(directory, None) as checkpoints, pytest.raises(UserError, match=f"{said}; allowed: .*nearest"):
         checkpoints.refuse_damaged(4)
-    restore_params(tmp_path, wanted()["params"])
+    restore_params(tmp_path, None, wanted()["params"])
     assert f"WARNING: checkpoint {directory / '4'}: {said}" in capsys.readouterr().err
     with Checkpoints(directory, CheckpointOptions()) as checkpoints:
         assert checkpoints.newest_whole() == (newest, [f"checkpoint {directory / '4'}: {said}"])

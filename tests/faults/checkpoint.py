@@ -11,7 +11,7 @@ FAULTS = (
         "checkpoint/test_checkpoint_integrity.py::test_verify_says_what_is_whole",
     ),
     Fault(
-        "checkpoint/arrays.py",
+        "checkpoint/checkpoint.py",
         'return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"',
         'return f"{list(leaf.shape)}"',
         "an array of another dtype is converted instead of refused",
@@ -20,8 +20,8 @@ FAULTS = (
     # Once no test noticed these.
     Fault(
         "checkpoint/checkpoint.py",
-        "return lines or renamed(directory)",
-        "return lines",
+        "lines = lines or renamed(directory)",
+        "lines = lines",
         "a renamed checkpoint resumes at the wrong step",
         "checkpoint/test_checkpoint_integrity.py::test_a_save_under_the_name_of_another_step_is_treated_as_damaged",
     ),

@@ -109,7 +109,7 @@ def test_a_text_that_the_model_would_write_is_greedy(scored):
 def test_a_mesh_changes_no_likelihood(straight, scored):
     config = dataclasses.replace(scored[0].config, mesh=dataclasses.replace(scored[0].config.mesh, fsdp=1))
     other = assemble(config, DATA_AND_TENSOR, jax.devices()[:4])
-    params = stored_params(other, restore_params(straight.directory, other.kept_state.params))
+    params = stored_params(other, restore_params(straight.directory, None, other.kept_state.params)[0])
     found = likelihoods.likelihoods(other, scorer(other), params, TEXTS)
     own = [one.log_probability for one in scored[2]]
     np.testing.assert_allclose([one.log_probability for one in found], own, rtol=1e-5)
