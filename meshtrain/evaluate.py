@@ -25,11 +25,10 @@ from meshtrain.data.tokenizer import Tokenizer, bytes_of_targets
 from meshtrain.errors import UserError, run
 from meshtrain.hf.config_json import is_described
 from meshtrain.launch import peers
-from meshtrain.models.task import Task
+from meshtrain.models.task import Params, Task
 from meshtrain.run.evaluation import Sums, first_examples, means, summed
 from meshtrain.run.opened import open_data, open_files, text_of
-from meshtrain.run.stored_config import configuration
-from meshtrain.run.weights import Weights, assembled, restored
+from meshtrain.run.weights import assembled, configuration, restored
 from meshtrain.sharding.mesh import describe
 
 Values = Mapping[str, float]
@@ -94,19 +93,20 @@ def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray
     return np.pad(lengths, (0, max(task.vocab_size - len(lengths), 0)))
 
 
-def evaluated(weights: Weights, scored: Scored) -> tuple[dict[str, Values], Values]:
+def evaluated(assembly: Assembly, params: Params, scored: Scored) -> tuple[dict[str, Values], Values]:
     """Returns name -> values of each part, and the values of all parts together.
 
     Values are `loss`, `perplexity` (of tokens), `bits_per_byte` (of text), the task's metrics, the sum of the targets'
     weights under the name of the task's unit (`tokens`), and `bytes` (of text).
 
     Args:
-      weights: what is evaluated.
+      assembly: what is evaluated.
+      params: its weights.
       scored: on what. All parts share one compiled step.
     """
-    assembly, values, total = weights.assembly, dict[str, Values](), Sums()
+    values, total = dict[str, Values](), Sums()
     for name, examples in tqdm(scored.parts.items(), desc="evaluate", disable=None, leave=False):
-        sums = summed(assembly, weights.params, examples, scored.num_batches)
+        sums = summed(assembly, params, examples, scored.num_batches)
         if scored.byte_lengths is not None:
             indices = first_examples(assembly.config, len(examples), scored.num_batches)
             sums["bytes"] = bytes_of_targets(examples, indices, scored.byte_lengths)
@@ -182,14 +182,14 @@ def main(argv: Sequence[str]) -> int:
     if is_described(arguments.workdir) and VALIDATION in scored.parts:  # a folder brings no data of its own
         parts = {f"{VALIDATION} of data.source={config.data.source}": scored.parts[VALIDATION]}
         scored = dataclasses.replace(scored, parts=parts)
-    weights = restored(assembly, arguments.workdir, arguments.step)
-    values, total = evaluated(weights, scored)
+    params, step = restored(assembly, arguments.workdir, arguments.step)
+    values, total = evaluated(assembly, params, scored)
     if not peers.is_main_process():
         return 0
     if arguments.json:
-        print(as_json(values, total, str(arguments.workdir), weights.step))
+        print(as_json(values, total, str(arguments.workdir), step))
     else:
-        what = "" if is_described(arguments.workdir) else f"step {weights.step} of "  # a folder has no steps
+        what = "" if is_described(arguments.workdir) else f"step {step} of "  # a folder has no steps
         print(f"{what}{arguments.workdir} on {describe(assembly.mesh)}\n")
         print(table(values, total, assembly.task.unit))
     return 0

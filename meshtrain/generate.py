@@ -1,8 +1,6 @@
 """A run's weights continue prompts (a decoder) or answer them (an encoder-decoder), on any mesh.
 
 python -m meshtrain generate --workdir=runs/tiny --prompt="def " --temperature=0
-
-Texts on the terminal while they are drawn: one after the other, in the order of the request.
 """
 
 import argparse
@@ -10,23 +8,21 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from meshtrain.cli import flags
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenizer import Tokenizer, end_ids
 from meshtrain.errors import Problems, UserError, run, warn
 from meshtrain.files import is_utf8, target_problems, write_whole
-from meshtrain.generation.answers import Wanted, answers, fitting, room_left, trained_left
-from meshtrain.generation.detokenize import Text
+from meshtrain.generation.answers import Shown, Text, Wanted, answers, fitting, room_left, trained_left
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.launch import peers
 from meshtrain.models.decode import Decode
 from meshtrain.run.generating import decode_of, generator, problems_of_task
 from meshtrain.run.opened import text_of
-from meshtrain.run.stored_config import configuration
-from meshtrain.run.weights import assembled, restored
+from meshtrain.run.weights import assembled, configuration, restored
 
 MAX_TEMPERATURE = 1_000_000  # at which all tokens are equally probable
 MAX_TOKENS, MAX_SAMPLES, MAX_SEED, MAX_STEP = 1_000_000, 100_000, 2**32 - 1, 10**12
@@ -177,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         asked = in_chat(prompts, open_template(config.data.tokenizer, config.data.chat_template))
     ids = encoded(asked, tokenizer.encode, assembly.task.vocab_size, decode)
     num_tokens = _num_tokens(arguments.num_tokens, decode, max(len(one) for one in ids))
-    params = restored(assembly, arguments.workdir, arguments.step).params
+    params, _ = restored(assembly, arguments.workdir, arguments.step)
     default_temperature = DEFAULT_TEMPERATURE if continues else 0.0
     temperature = default_temperature if arguments.temperature is None else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p)
@@ -204,36 +200,3 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     run(lambda: main(sys.argv[1:]))
-
-
-class Shown:
-    """Writes texts as they come; a text is written while it is drawn if those before it have ended."""
-
-    def __init__(self, write: Callable[[str], object], heads: Sequence[str]) -> None:
-        """Begins with nothing written.
-
-        Args:
-          write: takes pieces of text.
-          heads: what stands before each text: a title, the prompt that it continues.
-        """
-        self._write = write
-        self._heads = heads
-        self._texts: dict[int, Text] = {}
-        self._current = 0
-        self._num_written = -1  # characters of the current text; -1: its head is not written yet
-
-    def __call__(self, index: int, text: Text) -> None:
-        """Writes what is new: `text`, at this index, has become longer or has ended."""
-        self._texts[index] = text
-        while self._current in self._texts:
-            text = self._texts[self._current]
-            if self._num_written < 0:
-                self._write(self._heads[self._current])
-                self._num_written = 0
-            if new := text.text[self._num_written :]:
-                self._write(new)
-            self._num_written = len(text.text)
-            if not text.ended:
-                return
-            self._write("\n")
-            self._current, self._num_written = self._current + 1, -1

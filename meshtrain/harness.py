@@ -4,8 +4,6 @@ import lm_eval
 from meshtrain.harness import language_model
 
 lm_eval.simple_evaluate(model=language_model("runs/tiny"), tasks=["lambada_openai"])
-
-Answers to the requests of an evaluation harness, by a run's weights: likelihoods of texts, and generated texts.
 """
 
 import dataclasses
@@ -13,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshtrain.assemble import Assembly
 from meshtrain.cli import flags
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import UserError, unknown
 from meshtrain.files import Json
-from meshtrain.generation.answers import Wanted, answers, room_left
+from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.sampling import Sampling
+from meshtrain.models.task import Params
 from meshtrain.run import generating, likelihoods
 from meshtrain.run.likelihoods import Likelihood, Score
 from meshtrain.run.opened import text_of
-from meshtrain.run.stored_config import configuration
-from meshtrain.run.weights import Weights, assembled, restored
+from meshtrain.run.weights import assembled, configuration, restored
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -79,13 +78,15 @@ class Requests:
     """What answers the three kinds of requests of the harness.
 
     Attributes:
-      weights: of a task without `likelihoods.problems_of_task`, on a mesh without a pipeline.
+      assembly: of a task without `likelihoods.problems_of_task`, on a mesh without a pipeline.
+      params: the weights, with the shapes and shardings of `assembly.state.params`.
       tokenizer: of the run. Its end of document stands before a text without a context. Training predicts no first
         token of a document, so that the first token of such a text is less probable than it might be.
       score: `likelihoods.scorer` of the assembly; it compiles once.
     """
 
-    weights: Weights
+    assembly: Assembly
+    params: Params
     tokenizer: Tokenizer
     score: Score
 
@@ -110,16 +111,13 @@ class Requests:
         same: dict[Wanted, list[int]] = {}
         for index, (_, options) in enumerate(prompts):
             same.setdefault(self._wanted(options), []).append(index)
-        assembly, texts = self.weights.assembly, [""] * len(prompts)
+        texts = [""] * len(prompts)
         ends = (self.tokenizer.end_id, *self.tokenizer.also_end)
-        generator = generating.generator(assembly, self.weights.params, ends)
+        generator = generating.generator(self.assembly, self.params, ends)
         for wanted, indices in same.items():
             ids = [self._prompt(prompts[index][0], wanted.num_tokens) for index in indices]
-            longest = max(map(len, ids))
-            room = room_left(generator.decode, longest)
-            fits = dataclasses.replace(
-                wanted, num_tokens=min(wanted.num_tokens, room) if room >= 0 else wanted.num_tokens
-            )
+            room = fitting(generator.decode, max(map(len, ids)), wanted.num_tokens, within_training=False)
+            fits = dataclasses.replace(wanted, num_tokens=room)
             for index, text in zip(indices, answers(generator, self.tokenizer.decode, ids, fits), strict=True):
                 texts[index] = text.text
         return texts
@@ -136,12 +134,12 @@ class Requests:
         return before or [self.tokenizer.end_id], joined_tokens[len(before) :]
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
-        return likelihoods.likelihoods(self.weights.assembly, self.score, self.weights.params, pairs)
+        return likelihoods.likelihoods(self.assembly, self.score, self.params, pairs)
 
     def _prompt(self, text: str, num_tokens: int) -> list[int]:
         """Returns the last ids of a prompt that leave room for the new tokens, at least for half of the positions."""
         ids = self.tokenizer.encode(text) or [self.tokenizer.end_id]
-        decode = generating.decode_of(self.weights.assembly)
+        decode = generating.decode_of(self.assembly)
         positions = decode.max_positions or decode.trained_positions
         return ids[-max(positions - num_tokens, positions // 2, 1) :] if positions else ids
 
@@ -157,7 +155,7 @@ class Requests:
             num_tokens=int(lengths[0]) if lengths else MAX_GEN_TOKS,
             sampling=sampling if given["do_sample"] else Sampling(),
             stops=tuple(stop for stop in until if stop),
-            seed=self.weights.assembly.config.seed,
+            seed=self.assembly.config.seed,
         )
 
 
@@ -184,4 +182,5 @@ def opened(workdir: str | Path, *words: str, step: int | None = None) -> Request
         )
     if problems:
         raise UserError(*problems)
-    return Requests(restored(assembly, arguments.workdir, step), tokenizer, likelihoods.scorer(assembly))
+    params, _ = restored(assembly, arguments.workdir, step)
+    return Requests(assembly, params, tokenizer, likelihoods.scorer(assembly))

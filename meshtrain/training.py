@@ -31,7 +31,6 @@ from meshtrain.observe.trackers import Trackers
 from meshtrain.run import saving, start, summary, workdir
 from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.run.workdir import record_device
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.rules import Rules
@@ -126,7 +125,7 @@ def train_resolved(
         with workdir.locked(run), saving.checkpoints_of(assembly, run) as checkpoints:
             state, values = run_steps(assembly, corpus, checkpoints, run, watchdog, show, begun_seconds)
         with watchdog.patient():
-            summary.show(assembly, corpus, state, values, run, make_task, rules, is_main=is_main)
+            summary.show(assembly, corpus, state, values, run, make_task, rules)
     return Result(state, values, run, assembly)
 
 
@@ -175,10 +174,10 @@ def run_steps(
             say(f"from {config.init_from}" if config.init_from and not start_step else f"step {start_step}")
         if is_main and start_step:
             start.warn_of_another_rate(assembly, run, state)
-        workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)), writes=is_main)
+        workdir.record(run, config, corpus.fingerprint, table(array_rows(assembly)))
         with show("compile") as say:
             train_step, outer_step = compiling.result()
-            record_device(run, assembly, train_step, writes=is_main)
+            workdir.record_device(run, assembly, train_step)
             say(parameters_text(assembly))
     with (
         closing(Trackers(config.observe, run, start_step, is_main=is_main)) as trackers,
@@ -198,7 +197,7 @@ def run_steps(
             diagnose=functools.partial(saving.diagnosis, checkpoints),
             outer_step=outer_step,
         )
-        run_begun_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds, writes=is_main)
+        run_begun_seconds = workdir.begun_seconds(run, begun_seconds, trackers.done.passed_seconds)
         goodput = Goodput(run_begun_seconds, trackers.done)
         observers = loop.Observers(progress, profiler, watchdog, goodput, own_times)
         stream = _batches(assembly, corpus, start_step)

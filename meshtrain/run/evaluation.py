@@ -58,11 +58,6 @@ def means(sums: Sums) -> dict[str, float]:
     return {name: float(logged(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
 
 
-def evaluated_examples(config: Config, corpus: Corpus | Data) -> list[int]:
-    """Returns which validation examples `evaluate` counts, so that a baseline can be scored on the same."""
-    return first_examples(config, len(corpus.validation), config.num_eval_batches)
-
-
 def first_examples(config: Config, num_examples: int, num_batches: int) -> list[int]:
     """Returns which of `num_examples` examples `summed` counts in so many batches, 0 for all, in its order."""
     order = sample_order(num_examples, seed=config.seed, num_epochs=1)

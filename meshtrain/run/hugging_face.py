@@ -30,8 +30,7 @@ from meshtrain.hf.config_json import described, differences, is_decoder, is_desc
 from meshtrain.launch import peers
 from meshtrain.models.moe.experts import MATRICES
 from meshtrain.run import weights
-from meshtrain.run.stored_config import configuration
-from meshtrain.run.weights import assembled
+from meshtrain.run.weights import assembled, configuration
 
 ACTIONS = ("config", "import", "export")
 ORIGINAL = "hugging_face"  # the folder in an imported workdir with the files that came beside the weights

@@ -1,10 +1,6 @@
 """Log-likelihoods of texts under a run's weights, many at a time: packed into rows, batched, summed on the devices.
 
-B: rows in a batch, T: tokens a row.
-
-How probable given targets are, token by token, and summed over the segments of packed rows.
-
-B: rows, T: tokens a row, V: padded vocabulary, S: segments in a row.
+B: rows in a batch, T: tokens a row, V: padded vocabulary, S: segments in a row.
 """
 
 import dataclasses

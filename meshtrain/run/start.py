@@ -1,8 +1,7 @@
 """The state that a run starts from: its own newest checkpoint, another run's weights, or initial weights.
 
-Residuals of gradients on another number of replicas, as `Reduction.reshard` has them.
-
-A checkpoint has the residual of each replica. On a mesh with as many replicas they go on bitwise.
+A checkpoint has the residual of each replica. On a mesh with as many replicas they go on bitwise, on another one as
+`Reduction.reshard` has them.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""The summary that a run prints at its end.
-
-The sample that a run draws at its end.
-"""
+"""What a run prints at its end: losses, speed, files, and a sample of text that it draws."""
 
 import functools
 import math
@@ -17,11 +14,12 @@ from meshtrain.errors import UserError, warn
 from meshtrain.files import write_whole
 from meshtrain.generation.answers import Wanted, answers, fitting
 from meshtrain.generation.sampling import Sampling
+from meshtrain.launch import peers
 from meshtrain.models.task import Params
 from meshtrain.observe.run_files import EVALUATED, SAMPLES_FILE
 from meshtrain.run import workdir
-from meshtrain.run.evaluation import evaluated_examples
-from meshtrain.run.generating import TextOfTokens, decode_of, folded, generator, problems_of_task
+from meshtrain.run.evaluation import first_examples
+from meshtrain.run.generating import decode_of, folded, generator, problems_of_task
 from meshtrain.sharding.rules import Rules
 from meshtrain.step.state import TrainState
 
@@ -36,8 +34,6 @@ def show(
     run: Path,
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
-    *,
-    is_main: bool,
 ) -> None:
     """Prints the summary: losses beside the bigram's, tokens, speed, the run's files, and a sample of text.
 
@@ -51,16 +47,14 @@ def show(
       run: its folder.
       make_task: the caller's task function, as in `assemble`.
       rules: the caller's rules, as in `assemble`.
-      is_main: whether this process is the one that prints and writes (process 0).
     """
-    config = assembly.config
     lines = ["", f"done: step {int(state.step)}"]
     if (loss := values.get("eval_loss")) is not None:
         units_text = (
             f" nats a token (perplexity {math.exp(min(loss, 50.0)):.2f})" if assembly.task.unit == "tokens" else ""
         )
         lines.append(f"validation loss   {loss:.4f}{units_text}")
-        bigram = bigram_of(config, corpus, run, is_main=is_main) if isinstance(corpus, Corpus) else None
+        bigram = bigram_of(assembly.config, corpus, run) if isinstance(corpus, Corpus) else None
         if bigram is not None:
             verdict = "better" if loss < bigram else "not better"
             lines.append(f"bigram model      {bigram:.4f} on the same text: the run is {verdict}")
@@ -74,18 +68,14 @@ def show(
     lines.append(f"in                {shown}: {', '.join(places(run))}")
     if sampled := sample(assembly, corpus, state.params, make_task, rules):
         lines += ["a sample", *(f"  | {line}" for line in sampled.splitlines())]
-        if is_main:
-            keep_sample(run, sampled)
-    if is_main:
-        print("\n".join(lines), flush=True)
-
-
-def keep_sample(run: Path, text: str) -> None:
-    """Writes the sample into the run's folder, for its report; a disk error is one warning."""
-    try:
-        write_whole(run / SAMPLES_FILE, text)
-    except OSError as error:
-        warn(f"{run / SAMPLES_FILE}: {error}; the sample is shown here only")
+    if not peers.is_main_process():
+        return
+    if sampled:
+        try:
+            write_whole(run / SAMPLES_FILE, sampled)
+        except OSError as error:
+            warn(f"{run / SAMPLES_FILE}: {error}; the sample is shown here only")
+    print("\n".join(lines), flush=True)
 
 
 def metrics_of_evaluation(values: Mapping[str, float | None]) -> dict[str, float]:
@@ -94,18 +84,17 @@ def metrics_of_evaluation(values: Mapping[str, float | None]) -> dict[str, float
     return {name: value for name, value in evaluated.items() if name != "loss" and value is not None}
 
 
-def bigram_of(config: Config, corpus: Corpus, run: Path, *, is_main: bool) -> float | None:
+def bigram_of(config: Config, corpus: Corpus, run: Path) -> float | None:
     """Returns the loss of a bigram model on the validation examples that the run is scored on; None without one.
 
     Args:
       config: how many these are.
       corpus: text that the bigram model learns from.
       run: the run's folder, which stores the result.
-      is_main: whether this process is the one that writes (process 0).
     """
-    scored = evaluated_examples(config, corpus)
+    scored = first_examples(config, len(corpus.validation), config.num_eval_batches)
     compute = functools.partial(bigram_loss, corpus.train, corpus.validation, indices=scored)
-    result: float | None = workdir.kept(run, f"bigram_loss_on_{len(scored)}", compute, writes=is_main)
+    result: float | None = workdir.kept(run, f"bigram_loss_on_{len(scored)}", compute)
     return result
 
 
@@ -148,7 +137,7 @@ def sample(
       make_task: the caller's task function, as in `assemble`.
       rules: the caller's rules, as in `assemble`.
     """
-    text = text_of_data(corpus)
+    text = corpus.text if isinstance(corpus, Data) else corpus if corpus.has_text else None
     most = sample_tokens(assembly.config, assembly.task.num_parameters)
     if text is None or not most or problems_of_task(assembly):
         return ""
@@ -168,13 +157,6 @@ def sample(
     between = "" if decode.continues else " -> "
     shown = [f"{prompt}{between}{one.text}" for prompt, one in zip(prompts, drawn, strict=True)]
     return "\n".join([*([f"({line})"] if line else []), *shown])
-
-
-def text_of_data(corpus: Corpus | Data) -> TextOfTokens | None:
-    """Returns what encodes and decodes the text of a run's data; None where they are no text."""
-    if isinstance(corpus, Corpus):
-        return corpus if corpus.has_text else None
-    return corpus.text
 
 
 def sample_tokens(config: Config, num_parameters: int) -> int:

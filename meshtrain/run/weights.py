@@ -1,45 +1,97 @@
-"""The weights of a run that is there, on this machine's devices, for commands that only compute with them.
+"""A run that is there, for commands that read its weights: its configuration, its assembly here, its weights.
 
-Weights that were made elsewhere: in another run's workdir, or in a Hugging Face folder.
+A workdir or a Hugging Face folder, of this user or a stranger.
 """
 
+import argparse
 import dataclasses
 import json
+import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.checkpoint import other_runs
 from meshtrain.checkpoint.checkpoint import Checkpoints
-from meshtrain.config.config import Config
+from meshtrain.cli import flags
+from meshtrain.cli.config_file import load
+from meshtrain.config.config import CONFIG_FILE, Config, built, configure, resolve
+from meshtrain.config.former import FORMER
+from meshtrain.config.from_hugging_face import of_folder
+from meshtrain.config.resume import from_json
 from meshtrain.data.sources import DOCUMENTS
 from meshtrain.data.tokenizer import TOKENIZER, settings, tokenizer_file
 from meshtrain.errors import UserError, warn
-from meshtrain.files import what_is_at
+from meshtrain.files import read_json, what_is_at
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
 from meshtrain.hf import reading
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import distributed, peers
 from meshtrain.models.task import Params
-from meshtrain.run.generation_mesh import without_pipeline
+from meshtrain.run.generating import without_pipeline
 from meshtrain.sharding.mesh import mesh_shape, num_needed
 
 
-class Weights(NamedTuple):
-    """A run's weights with what computes with them.
+def configuration(arguments: argparse.Namespace, also: Sequence[str], *, reads_data: bool) -> Config:
+    """Returns the configuration of the run in the workdir, changed by the command line's overrides.
 
-    Attributes:
-      assembly: mesh, task, shardings and functions.
-      params: with the shapes and shardings of `assembly.state.params`.
-      step: of the checkpoint that they are from.
+    The base is the run's own config.json, so options of its command line need not be repeated. `--config` is read only
+    if the workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. Of a Hugging
+    Face folder in place of a workdir, it is what `of_folder` makes of its config.json. Either may be a stranger's: no
+    function is imported that only its config.json names.
+
+    Args:
+      arguments: from `flags.arguments`.
+      also: problems of other flags, to be reported with those of the arguments and the configuration.
+      reads_data: see `resolve`.
+
+    Raises:
+      UserError: all problems, one line each.
     """
+    if hf_config.is_described(arguments.workdir):
+        ignore = arguments.overrides.get("init_ignore") or ""
+        hf_folder.opened(arguments.workdir, ignore)  # problems of config.json and of the files together
+        given = of_folder(arguments.workdir, ignore)
+        return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
+    own = arguments.workdir / CONFIG_FILE
+    if what_is_at(own) != "a file":
+        return configure(arguments, also, reads_data=reads_data)
+    if arguments.config is not None and arguments.workdir != flags.default_workdir(arguments.config):
+        warn(f"--config={arguments.config} is not read: {own} describes the weights; --config.GROUP.FIELD changes it")
+    try:
+        text = own.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{own}: not UTF-8 ({error}); allowed: what a run wrote; nearest: another --workdir") from error
+    instead = {key: value for key, value in arguments.overrides.items() if key in FORMER}
+    given = from_json(text, instead | _refuse_functions(text, own, arguments))
+    return resolve(given, arguments.overrides, [*arguments.problems, *also], reads_data=reads_data)
 
-    assembly: Assembly
-    params: Params
-    step: int
+
+def _refuse_functions(text: str, place: Path, arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns dotted key -> the command line's value, of the options that may name a function.
+
+    Raises:
+      UserError: config.json names one that neither the command line nor the file of `--config` names; one line.
+    """
+    schema = flags.schema(Config())
+    keys = [key for key, entry in schema.items() if entry.names.startswith("function")]
+    chosen = {key: arguments.overrides[key] for key in keys if key in arguments.overrides}
+    try:
+        values = flags.flatten(read_json(text))
+    except (ValueError, AttributeError):
+        return chosen  # `from_json` says what is wrong
+    foreign = {key: str(values[key]) for key in keys if key in values and ":" in str(values[key]) and key not in chosen}
+    if foreign and arguments.config is not None:
+        of_user = flags.flatten(dataclasses.asdict(built(load(arguments.config, list(schema)), {})[0]))
+        foreign = {key: name for key, name in foreign.items() if of_user[key] != name}
+    if not foreign:
+        return chosen
+    got = ", ".join(f"{key}: got '{name}'" for key, name in foreign.items())
+    fix = shlex.join([*arguments.command, *(f"--config.{key}={name}" for key, name in foreign.items())])
+    allowed = "a function that the command line or the file of --config names too, because it would run here"
+    raise UserError(f"{place}: {got}; allowed: {allowed}; nearest: {fix}")
 
 
 def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline: bool = False) -> Assembly:
@@ -49,7 +101,7 @@ def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline
       config: of the run in the workdir, overrides included.
       workdir: the run's folder, or a Hugging Face folder.
       step: of the checkpoint; None: the newest.
-      folds_pipeline: whether the pipeline axis is folded into others, see `run.generation_mesh`; one line says so.
+      folds_pipeline: whether the pipeline axis is folded into others, see `without_pipeline`; one line says so.
 
     Raises:
       UserError: the configuration does not fit the devices, or there is no such checkpoint.
@@ -64,14 +116,14 @@ def assembled(config: Config, workdir: Path, step: int | None, *, folds_pipeline
     return assemble(config, shape, devices, also=also)
 
 
-def restored(assembly: Assembly, workdir: Path, step: int | None) -> Weights:
-    """Returns the weights of a checkpoint; for the arguments see `assembled`.
+def restored(assembly: Assembly, workdir: Path, step: int | None) -> tuple[Params, int]:
+    """Returns the weights of a checkpoint, as `assembly.state.params` has them, and its step; see `assembled`.
 
     Raises:
       UserError: the checkpoint is damaged, or of another model.
     """
     kept, found = restore_params(workdir, step, assembly.kept_state.params)
-    return Weights(assembly, stored_params(assembly, kept), found)
+    return stored_params(assembly, kept), found
 
 
 def weights_problems(config: Config, directory: str | Path, step: int | None = None) -> list[str]:

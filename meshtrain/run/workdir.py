@@ -1,6 +1,6 @@
 """A run's own folder: config.json, corpus.json, device.json, layout.txt, metrics.jsonl, checkpoints/ and the rest.
 
-`device.json` in a run's folder: the mesh, and what one device holds by arithmetic and by the compiler's account.
+Process 0 writes for all of them.
 """
 
 import contextlib
@@ -8,7 +8,6 @@ import datetime
 import fcntl
 import json
 import os
-import pathlib
 import shutil
 import socket
 import tempfile
@@ -38,7 +37,7 @@ _FILES = (CONFIG_FILE, CORPUS_FILE, "layout.txt", METRICS_FILE, LOCK_FILE, DEVIC
 _FOLDERS = (CHECKPOINTS, "tensorboard", WANDB_FOLDER)
 
 
-def check(run: pathlib.Path, config: Config) -> list[str]:
+def check(run: Path, config: Config) -> list[str]:
     """Returns one line for each reason why a configuration cannot run here; writes nothing.
 
     Args:
@@ -60,7 +59,7 @@ def check(run: pathlib.Path, config: Config) -> list[str]:
     ]
 
 
-def _out_of_place(run: pathlib.Path) -> list[str]:
+def _out_of_place(run: Path) -> list[str]:
     """Returns one line for each name in a run's folder that is not the file or folder expected, or is not writable."""
     problems = []
     for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
@@ -75,7 +74,7 @@ def _out_of_place(run: pathlib.Path) -> list[str]:
     return problems
 
 
-def _can_write(path: pathlib.Path) -> bool:
+def _can_write(path: Path) -> bool:
     try:
         if path.is_dir():
             with tempfile.TemporaryDirectory(dir=path, prefix=".meshtrain-"):
@@ -87,7 +86,7 @@ def _can_write(path: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(run: pathlib.Path) -> Iterator[None]:
+def locked(run: Path) -> Iterator[None]:
     """Locks the folder against other runs during the block; process 0 holds the lock for all processes.
 
     The system releases the lock when the process ends, also when it is killed. A remaining file `.lock` locks nothing.
@@ -121,7 +120,7 @@ def locked(run: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def _lock(path: pathlib.Path, held: contextlib.ExitStack) -> TextIO:
+def _lock(path: Path, held: contextlib.ExitStack) -> TextIO:
     """Opens and locks a file, for as long as `held` is open.
 
     Raises:
@@ -135,7 +134,7 @@ def _lock(path: pathlib.Path, held: contextlib.ExitStack) -> TextIO:
             return file
 
 
-def _remove_beginning(run: pathlib.Path, names: Sequence[str], made: Sequence[pathlib.Path]) -> None:
+def _remove_beginning(run: Path, names: Sequence[str], made: Sequence[Path]) -> None:
     """Removes the files of a run that has neither logged nor saved a step; leaves any other run alone.
 
     Args:
@@ -156,7 +155,7 @@ def _remove_beginning(run: pathlib.Path, names: Sequence[str], made: Sequence[pa
             folder.rmdir()
 
 
-def begun_seconds(run: pathlib.Path, own_seconds: float, logged_seconds: float, *, writes: bool) -> float:
+def begun_seconds(run: Path, own_seconds: float, logged_seconds: float) -> float:
     """Returns when the run's first process began, on this process' monotonic clock.
 
     The first start writes the date, as seconds since the epoch, into corpus.json, because a monotonic clock restarts
@@ -167,14 +166,13 @@ def begun_seconds(run: pathlib.Path, own_seconds: float, logged_seconds: float, 
       own_seconds: when this process began, by `time.monotonic`.
       logged_seconds: the run's age at its last logged row. It is at least that old, though the system's clock may have
         been set back.
-      writes: whether this process is the one that writes (process 0).
     """
     date = time.time() - (time.monotonic() - own_seconds)
-    age_seconds = date - float(kept(run, "begun_seconds", lambda: date, writes=writes))
+    age_seconds = date - float(kept(run, "begun_seconds", lambda: date))
     return own_seconds - max(age_seconds, logged_seconds)
 
 
-def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, writes: bool) -> None:
+def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
     """Writes config.json, layout.txt and corpus.json, after all checks have passed.
 
     Args:
@@ -182,12 +180,11 @@ def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, 
       config: of the run.
       fingerprint: the hash of its data.
       layout: a line for each array.
-      writes: whether this process is the one that writes (process 0).
 
     Raises:
       UserError: the folder cannot be written.
     """
-    if not writes:
+    if not peers.is_main_process():
         return
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -201,7 +198,7 @@ def record(run: pathlib.Path, config: Config, fingerprint: str, layout: str, *, 
         ) from None
 
 
-def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
+def refuse_other_corpus(run: Path, fingerprint: str) -> None:
     """Compares the fingerprint of the data with the one in corpus.json.
 
     Raises:
@@ -216,24 +213,17 @@ def refuse_other_corpus(run: pathlib.Path, fingerprint: str) -> None:
         )
 
 
-def kept(run: pathlib.Path, name: str, compute: Callable[[], Json], *, writes: bool) -> Json:
-    """Returns an entry of corpus.json; computes and writes it if it is missing.
-
-    Args:
-      run: the run's folder.
-      name: of the entry.
-      compute: () -> its value.
-      writes: whether this process is the one that writes (process 0).
-    """
+def kept(run: Path, name: str, compute: Callable[[], Json]) -> Json:
+    """Returns an entry of corpus.json; if it is missing, `compute` returns its value, and it is written."""
     facts = _facts(run)
     if name not in facts:
         facts[name] = compute()
-        if writes:
+        if peers.is_main_process():
             write_whole(run / CORPUS_FILE, json.dumps(facts))
     return facts[name]
 
 
-def _facts(run: pathlib.Path) -> JsonObject:
+def _facts(run: Path) -> JsonObject:
     """Returns the entries of corpus.json, after a check of their types."""
     facts = _read_json(run / CORPUS_FILE)
     for name, value in facts.items():
@@ -246,7 +236,7 @@ def _facts(run: pathlib.Path) -> JsonObject:
     return facts
 
 
-def _read_json(path: pathlib.Path) -> JsonObject:
+def _read_json(path: Path) -> JsonObject:
     """Returns the JSON object of a file; an empty one if the file is missing."""
     try:
         content = read_json(path.read_text(encoding="utf-8"))
@@ -261,39 +251,24 @@ def _read_json(path: pathlib.Path) -> JsonObject:
         ) from None
 
 
-def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled, *, writes: bool) -> None:
+def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> None:
     """Writes `device.json`, anew at each start, because the mesh may change on resume. A disk error is one warning.
+
+    It holds `mesh` (axis -> size), `device` (the kind), and the bytes of one device. `temporary_bytes` and `peak_bytes`
+    are the compiler's account of the step, null where it gives none; the gradients are among its temporaries. The other
+    bytes follow from shapes and shardings.
 
     Args:
       run: the run's folder.
       assembly: what is trained.
       step: its compiled step.
-      writes: whether this process is the one that writes (process 0).
     """
-    if not writes:
+    if not peers.is_main_process():
         return
-    path = run / DEVICE_FILE
-    try:
-        write_whole(path, json.dumps(facts(assembly, step), indent=2) + "\n")
-    except OSError as error:
-        warn(f"{path}: {error}; a report of this run will not show the memory of a device")
-
-
-def facts(assembly: Assembly, step: jax.stages.Compiled) -> JsonObject:
-    """Returns `mesh` (axis -> size), `device` (the kind), and the bytes of one device.
-
-    `parameters_bytes`, `gradients_bytes`, `moments_bytes`, `residual_bytes`, `on_host_bytes` and `batch_bytes` follow
-    from shapes and shardings. `temporary_bytes` and `peak_bytes` are the compiler's account of the step, None where it
-    gives none; the gradients are among its temporaries.
-
-    Args:
-      assembly: what is trained.
-      step: its compiled step.
-    """
     state = held(assembly.state, assembly.replicas)
     analysis = step.memory_analysis()
     of_compiler = None if analysis is None else statistics(analysis)
-    return {
+    facts = {
         "mesh": {axis: int(size) for axis, size in assembly.mesh.shape.items()},
         "device": assembly.mesh.devices.flat[0].device_kind,
         "parameters_bytes": state.parameters,
@@ -305,3 +280,8 @@ def facts(assembly: Assembly, step: jax.stages.Compiled) -> JsonObject:
         "temporary_bytes": of_compiler and of_compiler.temporary_bytes,
         "peak_bytes": of_compiler and of_compiler.peak_bytes,
     }
+    path = run / DEVICE_FILE
+    try:
+        write_whole(path, json.dumps(facts, indent=2) + "\n")
+    except OSError as error:
+        warn(f"{path}: {error}; a report of this run will not show the memory of a device")

@@ -24,8 +24,7 @@ from meshtrain.cli import flags
 from meshtrain.errors import run
 from meshtrain.hf.config_json import described
 from meshtrain.run import hugging_face
-from meshtrain.run.stored_config import configuration
-from meshtrain.run.weights import assembled, restored
+from meshtrain.run.weights import assembled, configuration, restored
 
 FIXTURES = Path(__file__).parents[2] / "tests" / "hf" / "fixtures"
 ADAPTED = ("gemma3", "gpt2", "llama", "llama-tied-headdim", "qwen3")
@@ -48,14 +47,15 @@ def ours(workdir: Path, ids: np.ndarray) -> np.ndarray:
     """Returns this program's logits of a run or a folder, float32 [texts, LENGTH, padded vocabulary]."""
     arguments = flags.arguments([f"--workdir={workdir}", *QUIET])
     config = configuration(arguments, [], reads_data=False)
-    weights = restored(assembled(config, workdir, None), workdir, None)
+    assembly = assembled(config, workdir, None)
+    params, _ = restored(assembly, workdir, None)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)
     ones = np.ones(ids.shape, np.int32)
     batch = {"tokens": ids, "targets": ids, "segment_ids": ones, "positions": positions}
     batch["weights"] = ones.astype(np.float32)
-    logits: Any = weights.assembly.logits
-    of_batch = {name: jax.device_put(batch[name], like.sharding) for name, like in weights.assembly.batch.items()}
-    return np.asarray(logits(weights.params, of_batch))
+    logits: Any = assembly.logits
+    of_batch = {name: jax.device_put(batch[name], like.sharding) for name, like in assembly.batch.items()}
+    return np.asarray(logits(params, of_batch))
 
 
 def theirs(folder: Path, ids: np.ndarray, adapters: Path | None = None) -> np.ndarray:

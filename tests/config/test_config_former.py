@@ -12,7 +12,7 @@ from meshtrain.config.config import Config, configure, resolve, to_json
 from meshtrain.config.former import FORMER, Gone
 from meshtrain.config.resume import difference, is_free
 from meshtrain.errors import UserError
-from meshtrain.run.stored_config import configuration
+from meshtrain.run.weights import configuration
 
 ROWS = {
     "optimizer.first_decay": "optimizer.beta1",
@@ -27,7 +27,7 @@ PLAN = 'allowed: "", the only value now, as pipeline.schedule takes its place; n
 @pytest.fixture(autouse=True)
 def _rows(monkeypatch):
     monkeypatch.setattr(former, "FORMER", ROWS)
-    monkeypatch.setattr("meshtrain.run.stored_config.FORMER", ROWS)
+    monkeypatch.setattr("meshtrain.run.weights.FORMER", ROWS)
 
 
 def refused(given, overrides=None):

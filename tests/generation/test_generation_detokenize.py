@@ -3,8 +3,7 @@
 import pytest
 
 from meshtrain.data.tokenizer import byte_tokenizer, number_tokenizer
-from meshtrain.generate import Shown
-from meshtrain.generation.detokenize import Text, first_stop, settled
+from meshtrain.generation.answers import Shown, Text, first_stop, settled
 
 BYTES = byte_tokenizer()
 

@@ -10,7 +10,7 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.hf import folder, reading
-from meshtrain.run.generation_mesh import without_pipeline
+from meshtrain.run.generating import without_pipeline
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 DATA = DataOptions(source="synthetic")  # whose vocabulary is the model's

@@ -4,7 +4,7 @@ import pytest
 
 from meshtrain.config import default, resolve
 from meshtrain.errors import UserError
-from meshtrain.run.generation_mesh import without_pipeline
+from meshtrain.run.generating import without_pipeline
 from meshtrain.sharding.axes import AXES
 
 ONE = dict.fromkeys(AXES, 1)

@@ -12,7 +12,7 @@ from meshtrain.run import workdir
 
 def begun(run, logged_seconds=0.0):
     own_seconds = time.monotonic() - 3.0  # this process began three seconds ago
-    return own_seconds - workdir.begun_seconds(run, own_seconds, logged_seconds, writes=True)
+    return own_seconds - workdir.begun_seconds(run, own_seconds, logged_seconds)
 
 
 def test_the_first_process_began_the_run(tmp_path):
