@@ -15,7 +15,6 @@ from meshtrain.assemble import Assembly, array_rows, assemble, compiled_steps, t
 from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.config.config import Config, Given, resolve
 from meshtrain.config.tasks import MakeTask
-from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import batches
 from meshtrain.data.own_source import Data, MakeData
 from meshtrain.errors import UserError
@@ -147,7 +146,7 @@ def _refuse_arguments(
 
 def run_steps(
     assembly: Assembly,
-    corpus: Corpus | Data,
+    corpus: Data,
     checkpoints: Checkpoints,
     run: Path,
     watchdog: Watchdog,
@@ -207,7 +206,7 @@ def run_steps(
         return last
 
 
-def _batches(assembly: Assembly, corpus: Corpus | Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
+def _batches(assembly: Assembly, corpus: Data, start_step: int) -> Iterator[dict[str, jax.Array]]:
     """Yields the global batches of the steps after `start_step`, forever."""
     config = assembly.config
     return batches(

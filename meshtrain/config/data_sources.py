@@ -6,8 +6,8 @@ import typing
 from collections.abc import Iterable
 
 from meshtrain.config import side_rooms
-from meshtrain.data.built_in import SOURCES, Source
-from meshtrain.data.sources import DataOptions, fraction_problems, is_own
+from meshtrain.data.corpus import SOURCES
+from meshtrain.data.sources import DataOptions, Source, fraction_problems, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import UserError, unknown
 from meshtrain.options import FORM, Value, function_problems

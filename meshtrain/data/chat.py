@@ -17,16 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain.data.chat_template import ASSISTANT, BEGIN, END, ChatTemplate, Message, Spans, open_template
-from meshtrain.data.corpus import vocabulary_problems
 from meshtrain.data.own_source import Data
 from meshtrain.data.packing import FirstFitExamples, TokenStream, pack_whole
-from meshtrain.data.sources import DataOptions, check
-from meshtrain.data.text import find_files, share
-from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
+from meshtrain.data.sources import Asked, DataOptions, checked_files
+from meshtrain.data.text import share
+from meshtrain.data.tokenizer import Tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError, nearest, warn
 from meshtrain.files import Json, is_utf8
 from meshtrain.launch import peers
-from meshtrain.options import problems as option_problems
 
 PAIR = ("prompt", "completion")
 ALPACA = ("instruction", "output")
@@ -236,22 +234,25 @@ class Fitted:
     num_dropped: int
 
 
-def open_chat(options: DataOptions, *, sequence_length: int, vocab_size: int) -> Data:
+def open_chat(options: DataOptions, asked: Asked) -> Data:
     """Opens fine-tuning data.
 
     Args:
       options: `path`, `tokenizer`, `chat_template`, `end_token` and `validation_fraction`.
-      sequence_length: T.
-      vocab_size: the model's, which every id must be below.
+      asked: by the run; its batch has an entry `weights`.
 
     Raises:
-      UserError: one line for each broken line of a file; or the tokenizer does not fit; or no answer is left.
+      UserError: one line for each broken line of a file; or the tokenizer or the task does not fit; or no answer is
+        left.
     """
-    if problems := option_problems(options, "data") + check(options):
-        raise UserError(*problems)
-    files, _ = find_files(options.path)
+    if "weights" not in asked.batch:
+        raise UserError(
+            "data.source: got chat, whose answers alone count, with a task whose batch has no 'weights'; allowed: a "
+            "task whose loss is weighted by them; nearest: task=decoder"
+        )
+    files, sequence_length = checked_files(options), asked.sequence_length
     tokenizer = open_tokenizer(options.tokenizer, options.end_token)
-    lines = lines_of(options, files, tokenizer, vocab_size)
+    lines = lines_of(options, files, tokenizer, asked.ids_below)
     splits = _split(lines, options.validation_fraction)
     tokens = [tokenized(tokenizer, split) for split in splits]
     fitted = [as_examples(split, sequence_length, tokenizer) for split in tokens]
@@ -273,6 +274,27 @@ def open_chat(options: DataOptions, *, sequence_length: int, vocab_size: int) ->
         text=tokenizer,
         prompts=_prompts(splits[1] or splits[0]),
     )
+
+
+def open_whole(
+    options: DataOptions, files: Iterable[Path], tokenizer: Tokenizer, asked: Asked
+) -> dict[str, FirstFitExamples]:
+    """Returns the path of each file -> its examples; see `corpus.open_whole`."""
+    examples, empty = dict[str, FirstFitExamples](), Problems()
+    for path in files:
+        lines = tokenized(tokenizer, lines_of(options, [path], tokenizer, asked.ids_below))
+        one = as_examples(lines, asked.sequence_length, tokenizer)
+        examples[str(path)] = one.examples
+        if not one.num_lines:
+            empty.add(
+                f"data.path: '{path}' has no line with a token of an answer; allowed: files with an answer; nearest: "
+                "leave it out"
+            )
+        elif (one.num_truncated or one.num_dropped) and peers.is_main_process():
+            warn(f"{path}: {losses([one])}")
+    if empty.count:
+        raise UserError(*empty.lines())
+    return examples
 
 
 def lines_of(options: DataOptions, files: Iterable[Path], tokenizer: Tokenizer, vocab_size: int) -> list[Written]:

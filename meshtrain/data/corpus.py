@@ -1,6 +1,4 @@
-"""Options -> Corpus: train and validation examples by number, a fingerprint, text <-> ids.
-
-And what a bigram model makes of it.
+"""The sources of packed tokens: text, token files, fine-tuning data, synthetic data; and a bigram model of them.
 
 Shapes: T sequence_length, V vocabulary.
 """
@@ -9,17 +7,19 @@ import dataclasses
 import hashlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from meshtrain.data import chat
+from meshtrain.data.own_source import Data
 from meshtrain.data.packing import Example, Examples, TokenPairs, TokenStream, pack
-from meshtrain.data.sources import DataOptions, check, is_own
-from meshtrain.data.text import find_files, read_documents, share, standard_library, tokens_as_text
+from meshtrain.data.sources import INPUTS, Asked, DataOptions, Source, check, checked_files, is_own
+from meshtrain.data.text import find_files, read_documents, share, standard_library
 from meshtrain.data.token_files import open_token_files, read_sidecar, token_file_tokenizer
-from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer
+from meshtrain.data.tokenizer import Tokenizer, byte_tokenizer, number_tokenizer, open_tokenizer, vocabulary_problems
 from meshtrain.errors import Problems, UserError
-from meshtrain.options import problems as option_problems
 
 # Fewer documents than this are split at one position instead of by hash: the share of few hashes would be far off.
 _SPLIT_BY_HASH_FROM = 100
@@ -33,33 +33,16 @@ _STRENGTHS = tuple(2.0**power for power in range(-6, 13))
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Opened data.
+class Corpus(Data):
+    """Data whose examples are packed tokens, of which a bigram model can count the pairs.
 
-    Attributes:
-      train: examples by number; each a dict of tokens, targets, segment_ids, positions (int32 [T]) and weights
-        (float32 [T]).
-      validation: the same, from documents or tokens that `train` does not hold; may have length 0.
-      fingerprint: hexadecimal sha256 over the ids and the position of the split; it identifies the corpus.
-      summary: one line for people.
-      num_tokens: ids in both splits, end of documents included.
-      vocab_size: one more than the largest id that the tokenizer can give.
-      end_id: the id that ends a document; -1 where nothing does.
-      encode: text -> ids.
-      decode: ids -> text.
-      has_text: whether `decode` gives text that people read.
+    An example has tokens, targets, segment_ids, positions (int32 [T]) and weights (float32 [T]). Validation examples
+    are from documents or tokens that `train` does not hold. The fingerprint is a hexadecimal sha256 over the ids and
+    the position of the split.
     """
 
     train: Examples
     validation: Examples
-    fingerprint: str
-    summary: str
-    num_tokens: int
-    vocab_size: int
-    end_id: int
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Iterable[int]], str]
-    has_text: bool
 
 
 def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
@@ -80,10 +63,8 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
             "synthetic; nearest: --config.data.source=python, whose tokens are bytes"
         )
     if options.source == "tokens":
-        files, problems = find_files(options.path)
-        if problems:
-            raise UserError(*problems)
-        return token_file_tokenizer(files[0], read_sidecar(files[0]))
+        first = _first_file(options)
+        return token_file_tokenizer(first, read_sidecar(first))
     return open_tokenizer(options.tokenizer, options.end_token)
 
 
@@ -93,31 +74,16 @@ def vocabulary_of(options: DataOptions) -> int:
     Raises:
       UserError: the tokenizer or the description of the tokens is missing or wrong.
     """
-    if options.source == "synthetic":
-        return byte_tokenizer().vocab_size
     if options.source == "tokens":
-        files, problems = find_files(options.path)
-        if problems:
-            raise UserError(*problems)
-        return read_sidecar(files[0]).vocab_size
-    return open_tokenizer(options.tokenizer, options.end_token).vocab_size
+        return read_sidecar(_first_file(options)).vocab_size
+    return tokenizer_for(options, byte_tokenizer().vocab_size).vocab_size
 
 
-def _documents(options: DataOptions) -> list[tuple[str, str]]:
-    """Returns (key whose hash decides the split, text) of each document of a text source."""
-    if options.source == "python":
-        return standard_library()
-    files, found = find_files(options.path)
-    problems = Problems(found or tokens_as_text(files))
-    documents: list[tuple[str, str]] = []
-    for path in files if not problems.count else []:
-        # The key is the content: a document stays in its split when its file is renamed or copied.
-        documents += [(text, text) for text, _ in read_documents(path, options.text_field, problems)]
-        if problems.is_enough():
-            break
-    if problems.count:
-        raise UserError(*problems.lines())
-    return documents
+def _first_file(options: DataOptions) -> Path:
+    files, problems = find_files(options.path)
+    if problems:
+        raise UserError(*problems)
+    return files[0]
 
 
 def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
@@ -130,121 +96,165 @@ def stream_of(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenStream:
     return TokenStream((array,), tokenizer.end_id)
 
 
+def _texts(options: DataOptions, files: Sequence[Path]) -> list[list[str]]:
+    """Returns the documents of each file.
+
+    Raises:
+      UserError: a line for each file, or line of one, that holds none.
+    """
+    problems, texts = Problems(), []
+    for path in files:
+        texts.append([text for text, _ in read_documents(path, options.text_field, problems)])
+        if problems.is_enough():
+            break
+    if problems.count:
+        raise UserError(*problems.lines())
+    return texts
+
+
+def _text_streams(options: DataOptions, files: Sequence[Path], tokenizer: Tokenizer) -> tuple[TokenStream, TokenStream]:
+    """Returns the streams of both splits: of each document by a hash, or one stream of few documents cut in two.
+
+    The hash is of a document's content, which keeps its split when its file is renamed or copied; of the standard
+    library's, it is of the path.
+    """
+    if options.source == "python":
+        documents = standard_library()
+    else:
+        documents = [(text, text) for texts in _texts(options, files) for text in texts]
+    if len(documents) < _SPLIT_BY_HASH_FROM:
+        return _cut(stream_of(tokenizer, [text for _, text in documents]), options.validation_fraction)
+    splits: tuple[list[str], list[str]] = ([], [])
+    for key, text in documents:
+        splits[share(key) < options.validation_fraction].append(text)
+    return stream_of(tokenizer, splits[0]), stream_of(tokenizer, splits[1])
+
+
 def _cut(stream: TokenStream, validation_fraction: float) -> tuple[TokenStream, TokenStream]:
     """Splits a stream at one position; the part after it is for validation."""
     place = len(stream) - int(len(stream) * validation_fraction)
     return stream.cut(0, place), stream.cut(place, len(stream))
 
 
-def _text_streams(options: DataOptions, tokenizer: Tokenizer) -> tuple[TokenStream, TokenStream, str]:
-    documents = _documents(options)
-    if len(documents) < _SPLIT_BY_HASH_FROM:
-        train, validation = _cut(stream_of(tokenizer, [text for _, text in documents]), options.validation_fraction)
-    else:
-        splits: tuple[list[str], list[str]] = ([], [])
-        for key, text in documents:
-            splits[share(key) < options.validation_fraction].append(text)
-        train, validation = stream_of(tokenizer, splits[0]), stream_of(tokenizer, splits[1])
-    digest = hashlib.sha256()
-    for stream in (train, validation):
-        for part in stream.parts:
-            digest.update(np.ascontiguousarray(part).data)
-    return train, validation, digest.hexdigest()
-
-
-def _too_little(name: str, stream: TokenStream, examples: Examples, sequence_length: int) -> list[str]:
-    if len(examples):
-        return []
-    return [
-        f"data: {len(stream)} tokens are left for {name}; allowed: at least one sequence, sequence_length + 1 = "
-        f"{sequence_length + 1} tokens; nearest: a smaller sequence_length, more data, or another validation_fraction"
-    ]
-
-
-def _synthetic(sequence_length: int, vocab_size: int, seed: int) -> Corpus:
-    if vocab_size < 2:
-        raise UserError(f"model.vocab_size: got {vocab_size}; allowed for synthetic data: at least 2; nearest: 2")
-    tokenizer = number_tokenizer(vocab_size)
-    return Corpus(
-        train=SyntheticExamples(NUM_TRAIN_EXAMPLES, sequence_length, vocab_size, seed, split=0),
-        validation=SyntheticExamples(NUM_VALIDATION_EXAMPLES, sequence_length, vocab_size, seed, split=1),
-        fingerprint=hashlib.sha256(f"synthetic {sequence_length} {vocab_size} {seed}".encode()).hexdigest(),
-        summary=f"synthetic counting, {vocab_size} ids",
-        num_tokens=(NUM_TRAIN_EXAMPLES + NUM_VALIDATION_EXAMPLES) * sequence_length,
-        vocab_size=vocab_size,
-        end_id=tokenizer.end_id,
-        encode=tokenizer.encode,
-        decode=tokenizer.decode,
-        has_text=False,
-    )
-
-
-def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """Returns one line if the tokenizer, with its end of document, has ids that the model does not have."""
-    if tokenizer.vocab_size <= vocab_size:
-        return []
-    return [
-        f"model.vocab_size: got {vocab_size}; allowed for tokenizer '{tokenizer.name}' with its end of document: at "
-        f"least {tokenizer.vocab_size}; nearest: {tokenizer.vocab_size}"
-    ]
-
-
-def _streams(options: DataOptions, tokenizer: Tokenizer, vocab_size: int) -> tuple[TokenStream, TokenStream, str, str]:
+def _streams(
+    options: DataOptions, files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[TokenStream, TokenStream, str, str]:
     """Returns the streams of both splits, the digest of their ids, and a description of the source."""
     if options.source == "tokens":
-        files, _ = find_files(options.path)
         arrays, digest = open_token_files(files, vocab_size)
         train, validation = _cut(TokenStream(tuple(arrays), tokenizer.end_id), options.validation_fraction)
         return train, validation, digest, f"{len(files)} token file(s)"
     if problems := vocabulary_problems(tokenizer, vocab_size):
         raise UserError(*problems)
-    train, validation, digest = _text_streams(options, tokenizer)
+    train, validation = _text_streams(options, files, tokenizer)
+    ids = hashlib.sha256()
+    for part in (*train.parts, *validation.parts):
+        ids.update(np.ascontiguousarray(part).data)
     version = ".".join(str(number) for number in sys.version_info[:3])
     what = f"standard library of Python {version}" if options.source == "python" else f"text of {options.path}"
-    return train, validation, digest, what
+    return train, validation, ids.hexdigest(), what
 
 
-def open_corpus(options: DataOptions, *, sequence_length: int, vocab_size: int, seed: int) -> Corpus:
+def open_corpus(options: DataOptions, asked: Asked) -> Corpus:
     """Opens the data. Token files stay on disk; text is held as ids.
 
     Args:
-      options: which data.
-      sequence_length: T, tokens an example.
-      vocab_size: the model's, which every id must be below.
-      seed: decides synthetic examples; real data does not depend on it.
+      options: of `python`, `text`, `tokens` or `synthetic` data; real data does not depend on the run's seed.
+      asked: by the run.
 
     Raises:
       UserError: a line for each thing wrong with the data: missing, empty, unreadable, not UTF-8, ids past the
         vocabulary, too little for one sequence.
     """
-    problems = option_problems(options, "data") + check(options)
-    if problems:
-        raise UserError(*problems)
+    files = checked_files(options)
     if options.source == "synthetic":
-        return _synthetic(sequence_length, vocab_size, seed)
-    tokenizer = tokenizer_for(options, vocab_size=vocab_size)
-    train_stream, validation_stream, digest, what = _streams(options, tokenizer, vocab_size)
-    train = pack(train_stream, sequence_length, options.packing)
-    validation = pack(validation_stream, sequence_length, options.packing)
-    problems = _too_little("training", train_stream, train, sequence_length)
-    if options.validation_fraction:
-        problems += _too_little("validation", validation_stream, validation, sequence_length)
+        return _synthetic(asked)
+    tokenizer = tokenizer_for(options, asked.ids_below)
+    *streams, digest, what = _streams(options, files, tokenizer, asked.ids_below)
+    names = ("training", "validation") if options.validation_fraction else ("training",)
+    splits = [pack(stream, asked.sequence_length, options.packing) for stream in streams]
+    problems = [
+        f"data: {len(stream)} tokens are left for {name}; allowed: at least one sequence, sequence_length + 1 = "
+        f"{asked.sequence_length + 1} tokens; nearest: a smaller sequence_length, more data, or another "
+        "validation_fraction"
+        for name, stream, examples in zip(names, streams, splits, strict=False)
+        if not len(examples)
+    ]
     if problems:
         raise UserError(*problems)
-    split = f"{len(train_stream)} {len(validation_stream)} {tokenizer.end_id}"
-    num_tokens = len(train_stream) + len(validation_stream)
+    (train, validation), lengths = splits, [len(stream) for stream in streams]
     return Corpus(
         train=train,
         validation=validation,
-        fingerprint=hashlib.sha256(f"{digest} {split}".encode()).hexdigest(),
-        summary=f"{what}: {num_tokens:,} tokens, {len(train):,} + {len(validation):,} sequences",
-        num_tokens=num_tokens,
-        vocab_size=tokenizer.vocab_size,
-        end_id=tokenizer.end_id,
-        encode=tokenizer.encode,
-        decode=tokenizer.decode,
-        has_text=True,
+        fingerprint=hashlib.sha256(f"{digest} {lengths[0]} {lengths[1]} {tokenizer.end_id}".encode()).hexdigest(),
+        summary=f"{what}: {sum(lengths):,} tokens, {len(train):,} + {len(validation):,} sequences",
+        text=tokenizer,
     )
+
+
+def _synthetic(asked: Asked) -> Corpus:
+    if not asked.vocab_size:
+        raise UserError(
+            "data.source: got synthetic, and this task states no vocabulary (Task.vocab_size = 0); allowed: a task "
+            "with a vocabulary, or other data; nearest: data.source=python"
+        )
+    if asked.vocab_size < 2:
+        raise UserError(f"model.vocab_size: got {asked.vocab_size}; allowed for synthetic data: at least 2; nearest: 2")
+    made = (asked.sequence_length, asked.vocab_size, asked.seed)
+    return Corpus(
+        train=SyntheticExamples(NUM_TRAIN_EXAMPLES, *made, split=0),
+        validation=SyntheticExamples(NUM_VALIDATION_EXAMPLES, *made, split=1),
+        fingerprint=hashlib.sha256(" ".join(map(str, ("synthetic", *made))).encode()).hexdigest(),
+        summary=f"synthetic counting, {asked.vocab_size} ids",
+    )
+
+
+def open_whole(options: DataOptions, asked: Asked) -> Mapping[str, Examples]:
+    """Returns the path of each file -> its examples, in which every token but a document's first is a target once.
+
+    Of fine-tuning data, tokens of answers alone are targets; a warning says where lines were truncated or dropped.
+    Documents are packed whole into padded rows (`first_fit`), whatever `data.packing` says: windows of a stream would
+    leave out the tokens after the last whole window.
+
+    Args:
+      options: of a source of packed tokens that reads `path`.
+      asked: by the run.
+
+    Raises:
+      UserError: a line for each thing wrong with the files, and for each file without a document of two tokens.
+    """
+    files, vocab_size = checked_files(options), asked.ids_below
+    tokenizer = tokenizer_for(options, vocab_size)
+    if options.source == "chat":
+        return chat.open_whole(options, files, tokenizer, asked)
+    if options.source == "tokens":
+        streams = [TokenStream((array,), tokenizer.end_id) for array in open_token_files(files, vocab_size)[0]]
+    elif problems := vocabulary_problems(tokenizer, vocab_size):
+        raise UserError(*problems)
+    else:
+        streams = [stream_of(tokenizer, texts) for texts in _texts(options, files)]
+    packed = [pack(stream, asked.sequence_length, "first_fit") for stream in streams]
+    empty = [
+        f"data.path: '{path}' has no document of two tokens; allowed: files with a token to predict; nearest: leave it "
+        "out"
+        for path, examples in zip(files, packed, strict=True)
+        if not len(examples)
+    ]
+    if empty:
+        raise UserError(*Problems(empty).lines())
+    return {str(path): examples for path, examples in zip(files, packed, strict=True)}
+
+
+SOURCES: Mapping[str, Source] = {
+    name: Source(
+        open=chat.open_chat if name == "chat" else open_corpus,
+        check=check,
+        tokenizer=tokenizer_for,
+        vocab_size=vocabulary_of,
+        open_files=open_whole if "path" in inputs else None,
+    )
+    for name, inputs in INPUTS.items()
+}
 
 
 @dataclasses.dataclass(frozen=True)

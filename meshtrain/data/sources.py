@@ -1,15 +1,18 @@
-"""The options of the data, and those checks of packed tokens that read none of them."""
+"""What a source of data by name is made of; the options of the data, and the checks that read no packed tokens."""
 
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 
 from meshtrain.data import chat_template
+from meshtrain.data.loader import Examples, Shaped
+from meshtrain.data.own_source import Data
 from meshtrain.data.text import find_files, tokens_as_text
 from meshtrain.data.token_files import read_sidecar
-from meshtrain.data.tokenizer import file_problems
+from meshtrain.data.tokenizer import Tokenizer, file_problems
 from meshtrain.errors import Problems, UserError
-from meshtrain.options import option
+from meshtrain.options import Options, option
+from meshtrain.options import problems as option_problems
 
 # Sources of packed tokens -> what they read of what a user may name.
 INPUTS: Mapping[str, tuple[str, ...]] = {
@@ -24,6 +27,7 @@ PACKINGS = ("stream", "first_fit")
 DOCUMENTS = {"source": ("python", "text", "chat")}  # documents go through data.tokenizer
 READ = {"source": ("python", "text", "tokens")}
 CHATS = (*READ["source"], "chat")  # whose models can be asked by `generate --chat`
+ANY_VOCABULARY = 2**31 - 1  # ids are int32: every id is legal if the task states no vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,53 @@ class DataOptions:
     )
     num_threads: int = option(2, "threads that read ahead; 0 reads when asked", minimum=0, maximum=1024)
     num_prefetch_batches: int = option(4, "batches read ahead, on the host", minimum=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a run asks of its data.
+
+    Attributes:
+      batch: the entries of the global batch, each with shape [B, ...] and dtype.
+      limits: name -> the number that the entry's integers have to be below.
+      sequence_length: T, tokens an example.
+      vocab_size: the task's, which every id must be below; 0: it states none.
+      seed: of the run.
+    """
+
+    batch: Mapping[str, Shaped]
+    limits: Mapping[str, int]
+    sequence_length: int
+    vocab_size: int
+    seed: int
+
+    @property
+    def ids_below(self) -> int:
+        """The number that every id has to be below."""
+        return self.vocab_size or ANY_VOCABULARY
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A source of data, as `data.source` names it.
+
+    Attributes:
+      open: (options, what a run asks) -> its examples. It raises UserError where they are missing, wrong, or fit no
+        such task.
+      check: (options, whether their files must exist on this machine) -> one line for each problem that can be seen
+        before the data are opened.
+      tokenizer: (options, the task's vocabulary) -> what encodes and decodes text; it reads no examples.
+      vocab_size: options -> the vocabulary of a model that is as large as the data's.
+      options: the frozen dataclass under `config.data`, each field an `option(default, text)`.
+      open_files: (options, what a run asks) -> each file of `data.path` whole, by its path; None: it reads no files.
+    """
+
+    open: Callable[[Options, Asked], Data]
+    check: Callable[[Options, bool], list[str]]
+    tokenizer: Callable[[Options, int], Tokenizer]
+    vocab_size: Callable[[Options], int]
+    options: type[DataOptions] = DataOptions
+    open_files: Callable[[Options, Asked], Mapping[str, Examples]] | None = None
 
 
 def is_own(options: DataOptions) -> bool:
@@ -142,6 +193,17 @@ def check(options: DataOptions, reads_data: bool = True) -> list[str]:
         if not found:
             problems += Problems(_KINDS[options.source](files)).lines()
     return problems
+
+
+def checked_files(options: DataOptions) -> list[Path]:
+    """Returns the files of `data.path`, of a source of packed tokens.
+
+    Raises:
+      UserError: a line for each problem of the options and of these files, see `check`.
+    """
+    if problems := option_problems(options, "data") + check(options):
+        raise UserError(*problems)
+    return find_files(options.path)[0]
 
 
 def _sidecar_problems(files: Iterable[Path]) -> list[str]:

@@ -166,18 +166,13 @@ def open_token_files(files: Sequence[Path], vocab_size: int) -> tuple[list[np.nd
       One read-only array [num_tokens] a file, and the digest of them all.
 
     Raises:
-      UserError: a description is missing or wrong, the files differ in tokenizer, or ids do not fit.
+      UserError: the files differ in tokenizer, ids do not fit, or a description is missing or wrong.
     """
     problems: list[str] = []
     described: list[TokenFile] = []
     digest = hashlib.sha256()
     for path in files:
-        try:
-            one = read_sidecar(path)
-        except UserError as error:
-            problems += error.problems
-            continue
-        described.append(one)
+        described.append(one := read_sidecar(path))
         names = ("vocab_size", "end_id", "tokenizer_sha256")
         differing = [name for name in names if getattr(one, name) != getattr(described[0], name)]
         problems += [

@@ -5,23 +5,21 @@ V: vocabulary.
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshtrain.files import Json, JsonObject
-
-if TYPE_CHECKING:
-    import tokenizers
-
-
 import numpy as np
 
 from meshtrain.data.packing import Examples
 from meshtrain.errors import UserError, nearest, unknown
-from meshtrain.files import read_json, what_is_at
+from meshtrain.files import Json, JsonObject, read_json, what_is_at
+
+if TYPE_CHECKING:
+    import tokenizers
 
 NUM_BYTES = 256
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -40,7 +38,6 @@ class Tokenizer:
       vocab_size: one more than the largest id, the end id among them.
       end_id: the id that ends a document; -1 where there are no documents.
       encode_documents: texts -> one unsigned integer array each, without the end id.
-      encode: text -> ids, without the end id.
       decode: ids -> text; ids that are not text (the end id, padding of the vocabulary) are left out.
       byte_lengths: () -> UTF-8 bytes of the text that each id stands for, int32 [vocab_size]; None: ids are no text.
       with_places: texts -> for each, its ids, and where each id begins and ends in the text's characters, int64 [N, 2];
@@ -53,7 +50,6 @@ class Tokenizer:
     vocab_size: int
     end_id: int
     encode_documents: Callable[[Sequence[str]], list[np.ndarray]]
-    encode: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
     byte_lengths: Callable[[], np.ndarray] | None = None
     with_places: Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]] | None = None
@@ -64,15 +60,17 @@ class Tokenizer:
         """The smaller of little-endian uint16 and uint32 that holds every id."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of one text, without the end id."""
+        [ids] = self.encode_documents([text])
+        return [int(one) for one in ids]
+
 
 def byte_tokenizer() -> Tokenizer:
     """Returns the tokenizer whose ids are UTF-8 bytes, and 256 the end of a document."""
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-    def encode(text: str) -> list[int]:
-        return list(text.encode())
 
     def decode(ids: Iterable[int]) -> str:
         # A model may emit an incomplete character, which is shown as a replacement character.
@@ -84,7 +82,7 @@ def byte_tokenizer() -> Tokenizer:
     def with_places(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [(ids, _characters(text)) for text, ids in zip(texts, encode_documents(texts), strict=True)]
 
-    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_documents, encode, decode, byte_lengths, with_places)
+    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_documents, decode, byte_lengths, with_places)
 
 
 def _characters(text: str) -> np.ndarray:
@@ -96,23 +94,20 @@ def _characters(text: str) -> np.ndarray:
 def number_tokenizer(vocab_size: int) -> Tokenizer:
     """Returns the tokenizer of synthetic data, whose text is ids written as numbers with spaces between."""
 
-    def encode(text: str) -> list[int]:
-        words = text.split()
-        bad = [word for word in words if not word.isdecimal() or int(word) >= vocab_size]
-        if bad:
-            raise UserError(
-                f"got '{bad[0]}'; allowed without a tokenizer: token ids, numbers from 0 to {vocab_size - 1}; "
-                "nearest: 0"
-            )
-        return [int(word) for word in words]
-
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.asarray(encode(text), np.uint32) for text in texts]
+        words = [text.split() for text in texts]
+        for word in itertools.chain(*words):
+            if not word.isdecimal() or int(word) >= vocab_size:
+                raise UserError(
+                    f"got '{word}'; allowed without a tokenizer: token ids, numbers from 0 to {vocab_size - 1}; "
+                    "nearest: 0"
+                )
+        return [np.asarray([int(word) for word in document], np.uint32) for document in words]
 
     def decode(ids: Iterable[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
 
-    return Tokenizer("numbers", vocab_size, -1, encode_documents, encode, decode)
+    return Tokenizer("numbers", vocab_size, -1, encode_documents, decode)
 
 
 def file_problems(path: str) -> list[str]:
@@ -216,21 +211,28 @@ def file_tokenizer(path: str, end_token: str = "") -> Tokenizer:
             for one in encoded(loaded.encode_batch, texts)
         ]
 
-    def encode(text: str) -> list[int]:
-        return list(loaded.encode(text, add_special_tokens=False).ids)
-
     def decode(ids: Iterable[int]) -> str:
         return str(loaded.decode([int(i) for i in ids if 0 <= i < vocab_size and i != end_id]))
 
     whole_size = max(vocab_size, end_id + 1)
     byte_lengths = functools.partial(bytes_of_ids, loaded, end_id, whole_size)
     also_end = end_ids(path)
-    return Tokenizer(path, whole_size, end_id, encode_documents, encode, decode, byte_lengths, with_places, also_end)
+    return Tokenizer(path, whole_size, end_id, encode_documents, decode, byte_lengths, with_places, also_end)
 
 
 def open_tokenizer(name: str, end_token: str = "") -> Tokenizer:
     """Returns the tokenizer called `name`: `bytes`, or the path of a tokenizer.json or its folder."""
     return byte_tokenizer() if name == "bytes" else file_tokenizer(name, end_token)
+
+
+def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Returns one line if the tokenizer, with its end of document, has ids that the model does not have."""
+    if tokenizer.vocab_size <= vocab_size:
+        return []
+    return [
+        f"model.vocab_size: got {vocab_size}; allowed for tokenizer '{tokenizer.name}' with its end of document: at "
+        f"least {tokenizer.vocab_size}; nearest: {tokenizer.vocab_size}"
+    ]
 
 
 def bytes_of_ids(loaded: "tokenizers.Tokenizer", end_id: int, vocab_size: int) -> np.ndarray:

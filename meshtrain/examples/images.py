@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtrain.data.built_in import Asked, Source
 from meshtrain.data.corpus import tokenizer_for, vocabulary_of
 from meshtrain.data.own_source import Data, opened
-from meshtrain.data.sources import DataOptions, fraction_problems, unread
+from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unread
 from meshtrain.errors import UserError
 from meshtrain.examples.idx import find_images, read_pairs
 from meshtrain.options import option

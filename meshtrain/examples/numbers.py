@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from meshtrain.data.built_in import Asked, Source
 from meshtrain.data.own_source import Data
-from meshtrain.data.sources import DataOptions, fraction_problems, unread
+from meshtrain.data.sources import Asked, DataOptions, Source, fraction_problems, unread
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import UserError, nearest
 from meshtrain.examples.pairs import packed
@@ -116,7 +115,7 @@ def tokenizer(spelling: str) -> Tokenizer:
     ids = ids_of(spelling)
     tokens = list(ids)
 
-    def encode(text: str) -> list[int]:
+    def encoded(text: str) -> np.ndarray:
         result = []
         for word in text.split():
             parts = list(word) if re.fullmatch("[0-9]+", word) else [word]
@@ -127,16 +126,16 @@ def tokenizer(spelling: str) -> Tokenizer:
                     f"{UNITS[0]} to {known[-1]}{nearest(word, known) or '; nearest: 407'}"
                 )
             result += [ids[part] for part in parts]
-        return result
+        return np.asarray(result, np.uint16)
 
     def encode_documents(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.asarray(encode(text), np.uint16) for text in texts]
+        return [encoded(text) for text in texts]
 
     def decode(given: Iterable[int]) -> str:
         words = [tokens[int(one)] for one in given if 0 <= one < len(tokens) and one != END_ID]
         return re.sub(r"(?<=\d) (?=\d)", "", " ".join(words))
 
-    return Tokenizer(f"numbers in {spelling}", len(ids), END_ID, encode_documents, encode, decode)
+    return Tokenizer(f"numbers in {spelling}", len(ids), END_ID, encode_documents, decode)
 
 
 def num_held_out(options: NumberOptions) -> int:
@@ -162,18 +161,22 @@ def _hashes(numbers: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def open_numbers(options: NumberOptions, *, source_length: int, target_length: int, vocab_size: int) -> Data:
+def open_numbers(options: NumberOptions, asked: Asked) -> Data:
     """Returns the numbers below `options.numbers_below` as packed pairs.
 
     Args:
       options: `numbers_below`, `num_held_out` and `spelling`.
-      source_length: S, tokens of sources in an example.
-      target_length: T, tokens of targets.
-      vocab_size: the model's, which every id must be below.
+      asked: by the run; the entries of its batch say how many tokens of sources and of targets are in an example.
 
     Raises:
-      UserError: a line for each size that is too small.
+      UserError: the task takes no pairs; or a line for each size that is too small.
     """
+    if missing := [name for name in SIDES if name not in asked.batch]:
+        raise UserError(
+            f"data.source: got {options.source}, pairs of a source and a target, with a task whose batch has no "
+            f"'{missing[0]}'; allowed: a task whose batch has {' and '.join(SIDES)}; nearest: task=seq2seq"
+        )
+    source_length, target_length = (asked.batch[name].shape[1] for name in SIDES)
     text, (train, validation) = tokenizer(options.spelling), split(options)
     splits = [NumberPairs(numbers, options.spelling) for numbers in (train, validation)]
     most_source, most_target = np.max([pairs.lengths().max(axis=0) for pairs in splits], axis=0)
@@ -183,7 +186,7 @@ def open_numbers(options: NumberOptions, *, source_length: int, target_length: i
         for key, got, least, what in (
             ("model.source_length", source_length, most_source, "the digits of the longest and an end"),
             ("sequence_length", target_length, most_target, "the words of the longest and an end"),
-            ("model.vocab_size", vocab_size, text.vocab_size, "the end, the digits and the words"),
+            ("model.vocab_size", asked.ids_below, text.vocab_size, "the end, the digits and the words"),
         )
         if got < least
     ]
@@ -205,16 +208,6 @@ def open_numbers(options: NumberOptions, *, source_length: int, target_length: i
     )
 
 
-def _opened(options: NumberOptions, asked: Asked) -> Data:
-    if missing := [name for name in SIDES if name not in asked.batch]:
-        raise UserError(
-            f"data.source: got {options.source}, pairs of a source and a target, with a task whose batch has no "
-            f"'{missing[0]}'; allowed: a task whose batch has {' and '.join(SIDES)}; nearest: task=seq2seq"
-        )
-    source_length, target_length = (asked.batch[name].shape[1] for name in SIDES)
-    return open_numbers(options, source_length=source_length, target_length=target_length, vocab_size=asked.ids_below)
-
-
 def check(options: NumberOptions, reads_data: bool) -> list[str]:
     """Returns one line for each problem of the options; numbers are made, so nothing is read."""
     problems = unread(options, ()) + fraction_problems(options)
@@ -227,7 +220,7 @@ def check(options: NumberOptions, reads_data: bool) -> list[str]:
 
 
 numbers = Source(
-    open=_opened,
+    open=open_numbers,
     check=check,
     tokenizer=lambda options, vocab_size: tokenizer(options.spelling),
     vocab_size=lambda options: tokenizer(options.spelling).vocab_size,

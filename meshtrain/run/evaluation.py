@@ -9,7 +9,6 @@ import numpy as np
 
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
-from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import Examples, batches, sample_order
 from meshtrain.data.own_source import Data
 from meshtrain.models.metrics import logged
@@ -21,7 +20,7 @@ from meshtrain.step.state import TrainState
 Sums: TypeAlias = dict[str, Arrays]  # name -> float64 [], or a kind of `metrics.py` that holds them
 
 
-def evaluate(assembly: Assembly, corpus: Corpus | Data, state: TrainState) -> dict[str, float]:
+def evaluate(assembly: Assembly, corpus: Data, state: TrainState) -> dict[str, float]:
     """Returns mean loss and metrics over the same validation sequences each time, each of them counted once."""
     sums = summed(assembly, state.params, corpus.validation, assembly.config.num_eval_batches)
     return {EVALUATED + name: value for name, value in means(sums).items()}

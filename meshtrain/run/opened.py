@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from meshtrain import options
 from meshtrain.config import data_sources
 from meshtrain.config.config import Config
-from meshtrain.data.built_in import Asked
 from meshtrain.data.corpus import Corpus, tokenizer_for
 from meshtrain.data.loader import Examples, example_problems
 from meshtrain.data.own_source import Data, MakeData, opened
-from meshtrain.data.sources import is_own
+from meshtrain.data.sources import Asked, is_own
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import UserError
 from meshtrain.models.task import Task, entries, limits
@@ -21,7 +20,7 @@ def asked(config: Config, task: Task) -> Asked:
     return Asked(batch, limits(task), config.sequence_length, task.vocab_size, config.seed)
 
 
-def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> Corpus | Data:
+def open_data(config: Config, task: Task, make_data: MakeData | None = None) -> Data:
     """Opens the data of a run, and compares its first example with the task's batch.
 
     Args:

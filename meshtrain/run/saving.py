@@ -11,7 +11,6 @@ import jax
 from meshtrain.assemble import Assembly
 from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.config.config import to_json
-from meshtrain.data.corpus import Corpus
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
 from meshtrain.errors import SaveFailed, UserError, unknown, warn
@@ -21,9 +20,7 @@ from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
 
 
-def save(
-    assembly: Assembly, checkpoints: Checkpoints, corpus: Corpus | Data, step: int, state: TrainState
-) -> dict[str, float]:
+def save(assembly: Assembly, checkpoints: Checkpoints, corpus: Data, step: int, state: TrainState) -> dict[str, float]:
     """Starts to save a step, and returns values to log as soon as the state's buffers may be donated.
 
     A save that fails is a warning and does not end the run: there may be space on the disk at the next one.
@@ -77,7 +74,7 @@ def checkpoints_of(assembly: Assembly, run: Path) -> Checkpoints:
     return Checkpoints(run / CHECKPOINTS, options, higher_is_better=higher_is_better)
 
 
-def refuse_unknown_metric(assembly: Assembly, corpus: Corpus | Data) -> None:
+def refuse_unknown_metric(assembly: Assembly, corpus: Data) -> None:
     """Compares `checkpoint.best_metric` with the metrics of an evaluation, which are traced and not compiled.
 
     Raises:

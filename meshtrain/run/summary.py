@@ -28,7 +28,7 @@ _PLACES = ("config.json", "layout.txt", "metrics.jsonl", "tensorboard", "profile
 
 def show(
     assembly: Assembly,
-    corpus: Corpus | Data,
+    corpus: Data,
     state: TrainState,
     values: Mapping[str, float | None],
     run: Path,
@@ -121,7 +121,7 @@ NUM_TOKENS, MOST_PARAMETERS = 160, 10_000_000
 
 def sample(
     assembly: Assembly,
-    corpus: Corpus | Data,
+    corpus: Data,
     params: Params,
     make_task: MakeTask | None = None,
     rules: Rules | None = None,
@@ -137,12 +137,12 @@ def sample(
       make_task: the caller's task function, as in `assemble`.
       rules: the caller's rules, as in `assemble`.
     """
-    text = corpus.text if isinstance(corpus, Data) else corpus if corpus.has_text else None
+    text = corpus.text
     most = sample_tokens(assembly.config, assembly.task.num_parameters)
     if text is None or not most or problems_of_task(assembly):
         return ""
     decode = decode_of(assembly)
-    prompts = (corpus.prompts if isinstance(corpus, Data) else ()) or (PROMPTS if decode.continues else ())
+    prompts = corpus.prompts or (PROMPTS if decode.continues else ())
     try:
         ids = [text.encode(prompt) for prompt in prompts]
         length = fitting(decode, max(map(len, ids), default=0), most, within_training=assembly.config.sample_tokens < 0)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from meshtrain.data.built_in import Asked, open_whole
 from meshtrain.data.chat import Tokens, Written, as_examples, in_spans, open_chat, tokenized
-from meshtrain.data.sources import DataOptions, check
+from meshtrain.data.corpus import open_whole
+from meshtrain.data.sources import Asked, DataOptions, check
 from meshtrain.data.tokenizer import byte_tokenizer, open_tokenizer
 from meshtrain.errors import UserError
 
@@ -29,7 +29,7 @@ def options(tmp_path, lines, **changes):
 
 
 def opened(given, sequence_length=32, vocab_size=512):
-    return open_chat(given, sequence_length=sequence_length, vocab_size=vocab_size)
+    return open_chat(given, Asked({"weights": None}, {}, sequence_length, vocab_size, 0))
 
 
 def test_which_tokens_have_a_character_of_an_answer():

@@ -9,13 +9,13 @@ import pytest
 
 from meshtrain.data import corpus as corpus_module
 from meshtrain.data.corpus import open_corpus, tokenizer_for
-from meshtrain.data.sources import DataOptions, check
+from meshtrain.data.sources import Asked, DataOptions, check
 from meshtrain.data.text import share, standard_library
 from meshtrain.errors import UserError
 
 
-def opened(options, **changes):
-    return open_corpus(options, **({"sequence_length": 16, "vocab_size": 257, "seed": 0} | changes))
+def opened(options, sequence_length=16, vocab_size=257, seed=0):
+    return open_corpus(options, Asked({}, {}, sequence_length, vocab_size, seed))
 
 
 def text_of(examples):
@@ -29,10 +29,10 @@ def library():
 
 
 def test_standard_library_is_the_default(library):
-    assert library.num_tokens > 8_000_000
+    assert len(library.train.stream) > 8_000_000
     assert 0.02 < len(library.validation) / (len(library.train) + len(library.validation)) < 0.1
-    assert library.vocab_size == 257
-    assert library.decode(library.encode("def f():\n")) == "def f():\n"
+    assert library.text.vocab_size == 257
+    assert library.text.decode(library.text.encode("def f():\n")) == "def f():\n"
     assert opened(DataOptions(), sequence_length=128).fingerprint == library.fingerprint
 
 
@@ -49,7 +49,7 @@ def test_standard_library_is_split_by_file(library):
     held_out = [path for path, _ in standard_library() if share(path) < 0.05]
     assert 10 < len(held_out) < 100
     name, text = next((path, text) for path, text in standard_library() if path == held_out[0])
-    found = library.decode(text_of(dataclasses.replace(library.validation, sequence_length=128)))
+    found = library.text.decode(text_of(dataclasses.replace(library.validation, sequence_length=128)))
     assert text[:2000] in found, name
 
 
@@ -85,8 +85,7 @@ def test_text_files_globs_and_lines(tmp_path):
     wanted = [token for text in ("first", "second", "third", "fünf") for token in [*text.encode(), 256]]
     assert documents_of(corpus.train) == wanted
     assert len(corpus.validation) == 0
-    assert corpus.num_tokens == len(wanted)
-    assert corpus.has_text
+    assert corpus.summary.endswith(f": {len(wanted)} tokens, 6 + 0 sequences")
 
 
 def test_few_documents_are_cut_at_one_place_and_many_by_content(tmp_path):
@@ -135,7 +134,7 @@ def test_synthetic_is_random_access_and_seeded():
     rows = [corpus.train[7], corpus.train[8], corpus.validation[7], opened(options, vocab_size=32, seed=1).train[7]]
     assert len({row["tokens"].tobytes() for row in rows}) == len(rows)
     assert corpus.fingerprint != opened(options, vocab_size=32, seed=1).fingerprint
-    assert not corpus.has_text
+    assert corpus.text is None
     steps = np.diff(np.append(example["tokens"], example["targets"][-1])) % 32
     assert (steps == np.bincount(steps).argmax()).mean() > 0.5
     with pytest.raises(UserError, match="at least 2"):

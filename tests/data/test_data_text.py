@@ -5,13 +5,13 @@ import pytest
 
 from meshtrain.data.corpus import open_corpus
 from meshtrain.data.prepare import main, prepare
-from meshtrain.data.sources import DataOptions, check
+from meshtrain.data.sources import Asked, DataOptions, check
 from meshtrain.errors import Problems, UserError, unknown
 
 
 def opened(path, **changes):
     options = DataOptions(source="text", path=str(path), validation_fraction=0, **changes)
-    return open_corpus(options, sequence_length=4, vocab_size=257, seed=0)
+    return open_corpus(options, Asked({}, {}, 4, 257, 0))
 
 
 @pytest.fixture

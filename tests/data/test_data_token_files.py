@@ -9,7 +9,7 @@ from meshtrain.data import prepare as prepare_module
 from meshtrain.data import token_files
 from meshtrain.data.corpus import open_corpus, tokenizer_for
 from meshtrain.data.prepare import main, prepare
-from meshtrain.data.sources import DataOptions, check
+from meshtrain.data.sources import Asked, DataOptions, check
 from meshtrain.errors import UserError
 
 
@@ -22,9 +22,9 @@ def words_tokenizer(path, ids):
     return str(path)
 
 
-def opened(path, **changes):
-    options = DataOptions(source="tokens", path=str(path), validation_fraction=0)
-    return open_corpus(options, **({"sequence_length": 4, "vocab_size": 257, "seed": 0} | changes))
+def opened(path, vocab_size=257, **options):
+    given = {"source": "tokens", "path": str(path), "validation_fraction": 0} | options
+    return open_corpus(DataOptions(**given), Asked({}, {}, 4, vocab_size, 0))
 
 
 @pytest.fixture
@@ -37,16 +37,13 @@ def text(tmp_path):
 def test_prepared_tokens_are_the_text(tmp_path, text):
     described = prepare(text, str(tmp_path / "out.bin"))
     assert (described.dtype, described.num_documents, described.end_id) == ("uint16", 3, 256)
-    direct = open_corpus(
-        DataOptions(source="text", path=text, validation_fraction=0), sequence_length=4, vocab_size=257, seed=0
-    )
-    corpus = opened(tmp_path / "out.bin")
-    assert corpus.num_tokens == described.num_tokens == direct.num_tokens
+    direct, corpus = opened(text, source="text"), opened(tmp_path / "out.bin")
+    assert len(corpus.train.stream) == described.num_tokens == len(direct.train.stream)
     for index in range(len(direct.train)):
         for name, array in direct.train[index].items():
             assert np.array_equal(corpus.train[index][name], array)
     assert isinstance(corpus.train.stream.parts[0], np.memmap)
-    assert corpus.decode(corpus.encode("☃")) == "☃"
+    assert corpus.text.decode(corpus.text.encode("☃")) == "☃"
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.jsonl", "out.bin", "out.bin.json"]
 
 
@@ -55,15 +52,13 @@ def test_several_files_are_one_stream(tmp_path, text):
         prepare(text, str(tmp_path / f"{name}.bin"))
     one = opened(tmp_path / "one.bin")
     both = opened(f"{tmp_path}/*.bin")
-    assert both.num_tokens == 2 * one.num_tokens
-    ids = both.train.stream.read(0, both.num_tokens)
-    assert np.array_equal(ids[: one.num_tokens], ids[one.num_tokens :])
+    num_tokens = len(one.train.stream)
+    assert len(both.train.stream) == 2 * num_tokens
+    ids = both.train.stream.read(0, 2 * num_tokens)
+    assert np.array_equal(ids[:num_tokens], ids[num_tokens:])
     assert both.fingerprint != one.fingerprint
-    cut = open_corpus(
-        DataOptions(source="tokens", path=f"{tmp_path}/*.bin", validation_fraction=0.4, packing="first_fit"),
-        sequence_length=4, vocab_size=257, seed=0,
-    )  # fmt: skip
-    assert len(cut.validation.stream) == int(0.4 * both.num_tokens)
+    cut = opened(f"{tmp_path}/*.bin", validation_fraction=0.4, packing="first_fit")
+    assert len(cut.validation.stream) == int(0.4 * 2 * num_tokens)
 
 
 def test_large_vocabulary_takes_four_bytes_and_brings_its_tokenizer(tmp_path):
@@ -76,7 +71,7 @@ def test_large_vocabulary_takes_four_bytes_and_brings_its_tokenizer(tmp_path):
     os.remove(tokenizer)
     corpus = opened(tmp_path / "a.bin", vocab_size=70_001)
     assert corpus.train[0]["tokens"].tolist() == [0, 69_999, 5, 65_536]
-    assert corpus.encode("w3 w4") == [3, 4]
+    assert corpus.text.encode("w3 w4") == [3, 4]
     options = DataOptions(source="tokens", path=str(tmp_path / "a.bin"))
     assert tokenizer_for(options, vocab_size=70_001).end_id == 70_000
     words_tokenizer(tmp_path / "a.bin.tokenizer.json", ids[1:])
@@ -160,7 +155,7 @@ def test_prepare_does_not_overwrite_unasked(tmp_path, text):
         prepare(text, str(out))
     assert out.read_bytes() == before
     prepare(text, str(out), overwrite=True)
-    assert opened(out).decode(opened(out).train[0]["tokens"]) == "anot"
+    assert opened(out).text.decode(opened(out).train[0]["tokens"]) == "anot"
 
 
 def test_a_failed_prepare_leaves_nothing(tmp_path, text, monkeypatch):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.data.built_in import Asked
+from meshtrain.data.sources import Asked
 from meshtrain.errors import UserError
 from meshtrain.examples.idx import read_pairs
 from meshtrain.examples.images import DIGITS, ImageOptions, open_images

@@ -5,11 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
+from meshtrain.data.sources import Asked
 from meshtrain.errors import UserError
 from meshtrain.examples.numbers import NumberOptions, NumberPairs, open_numbers, spelled, split, tokenizer
 
 OPTIONS = NumberOptions(source="numbers")
 WIDE = dataclasses.replace(OPTIONS, numbers_below=1_000_000)
+
+
+def opened(options, source_length=20, target_length=24, vocab_size=100):
+    shapes = {"source_tokens": (1, source_length), "tokens": (1, target_length)}
+    batch = {name: np.empty(shape, np.int32) for name, shape in shapes.items()}
+    return open_numbers(options, Asked(batch, {}, target_length, vocab_size, 0))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +83,7 @@ def test_the_hash_mixes_neighbours():
 @pytest.mark.parametrize("spelling", ["digits", "english"])
 def test_a_row_reads_aloud(spelling):
     options = dataclasses.replace(OPTIONS, spelling=spelling)
-    data = open_numbers(options, source_length=20, target_length=24, vocab_size=100)
+    data = opened(options)
     row, number = data.train[0], split(options)[0][0]
     first = row["source_segment_ids"] == 1, row["segment_ids"] == 1
     assert data.text.decode(row["source_tokens"][first[0]]) == str(number)
@@ -91,9 +98,7 @@ def test_other_numbers_are_other_data():
     changes = [{}, {"spelling": "english"}, {"numbers_below": 999}, {"num_held_out": 99}]
     lengths = [(20, 24)] * 4 + [(21, 24), (20, 25)]
     found = {
-        open_numbers(
-            dataclasses.replace(OPTIONS, **change), source_length=source, target_length=target, vocab_size=100
-        ).fingerprint
+        opened(dataclasses.replace(OPTIONS, **change), source, target).fingerprint
         for change, (source, target) in zip([*changes, {}, {}], lengths, strict=True)
     }
     assert len(found) == 6
@@ -129,6 +134,6 @@ def test_a_prompt_that_is_no_number_is_refused(prompt, said):
 def test_sizes_that_hold_no_number_are_refused_together(sizes, keys):
     options = dataclasses.replace(OPTIONS, spelling="english")
     with pytest.raises(UserError) as caught:
-        open_numbers(options, source_length=sizes[0], target_length=sizes[1], vocab_size=sizes[2])
+        opened(options, *sizes)
     for line, key in zip(caught.value.problems, keys, strict=True):
         assert line.startswith(key)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from meshtrain.checkpoint.other_runs import find, restore_params
-from meshtrain.data.corpus import open_corpus
 from meshtrain.data.loader import batches
 from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.run import start
+from meshtrain.run.opened import open_data
 
 FSDP = ("mesh.fsdp=2",)
 CONTEXT = ("mesh.context=4",)
@@ -118,11 +118,8 @@ def test_layers_are_kept_in_layer_order(stopped, straight):
 
 def test_the_data_go_on_where_they_stopped(straight):
     assembly = straight.result.assembly
-    config = assembly.config
-    corpus = open_corpus(
-        config.data, sequence_length=config.sequence_length, vocab_size=config.model.vocab_size, seed=config.seed
-    )
-    whole, rest = (batches(corpus.train, batch=assembly.batch, seed=config.seed, start_step=step) for step in (0, 3))
+    corpus, seed = open_data(assembly.config, assembly.task), assembly.config.seed
+    whole, rest = (batches(corpus.train, batch=assembly.batch, seed=seed, start_step=step) for step in (0, 3))
     seen = [np.asarray(next(whole)["tokens"]) for _ in range(5)]
     np.testing.assert_array_equal(seen[3], next(rest)["tokens"])
     np.testing.assert_array_equal(seen[4], next(rest)["tokens"])
