@@ -1,54 +1,37 @@
 """Options of the decoder as a config.json, in the newer and the older spelling; the inverse of `hf.config_json`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject
-from meshtrain.hf.config_json import in_no_table
+from meshtrain.hf.config_json import CONFIG_FILE, differences, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
-from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOWED
+from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOWED, turns
 from meshtrain.models.transformer.decoder import DecoderOptions
 
-_GPT2 = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "biases": True}
-_LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "biases": False}
-_GEMMA = {**_LLAMA, "activation": "geglu", "centered_scales": True, "post_norms": True, "scaled_embeddings": True}
 # What Gemma alone has; in other families these options have their defaults.
 _OF_GEMMA = ("centered_scales", "post_norms", "scaled_embeddings", "attention_scalar", "attention_cap", "logit_cap")
 
 
-# What experts of a family have; the others go through one mlp.
-_EXPERTS = {"router": "softmax", "router_scale": 1.0, "shared_experts": 0}
-
-
 def family_of(options: DecoderOptions) -> str:
-    """Returns the `model_type` whose models have these options.
+    """Returns the `model_type` whose config.json, as `as_json` writes it, is read back as these options.
 
     Raises:
-      UserError: none has all of them.
+      UserError: there is none.
     """
-    chosen = {name: getattr(options, name) for name in _GPT2}
-    if options.num_experts:
-        chosen |= {name: getattr(options, name) for name in ("num_experts", *_EXPERTS)}
+    for family in FAMILIES:
+        try:
+            theirs = of_json(as_json(options, family, "float32", 1, -1, {}), Path(CONFIG_FILE), None).options
+        except UserError:
+            continue
+        if not differences(options, theirs, 1, CONFIG_FILE):
+            return family
+    named = ["norm", "activation", "positions", "biases"]
+    named += ["num_experts", "router", "router_scale", "shared_experts"] if options.num_experts else []
     local = ("global_every", "rope_local_base") if options.window else ()
-    of_gemma = {name: getattr(options, name) for name in (*_OF_GEMMA, *local) if getattr(options, name)}
-    own = [name for name in ("window", "qkv_biases", "qk_norm") if getattr(options, name)]
-    if chosen == _GPT2 and not own and not of_gemma:
-        return "gpt2"
-    if _GEMMA.items() <= {**chosen, **of_gemma}.items() and not options.qkv_biases and not options.num_experts:
-        if not options.qk_norm and "rope_local_base" not in of_gemma:
-            return "gemma2"
-        # Its scaling of rotary positions is that of layers without a window.
-        if options.qk_norm and (not local or options.rope_factor == 1.0 or options.rope_local_base):
-            return GEMMA3
-    by_own = {(): "llama", ("window",): "mistral", ("qkv_biases",): "qwen2", ("qk_norm",): "qwen3"}
-    by_own |= {("window", "qkv_biases"): "qwen2", ("window", "qk_norm"): "qwen3"}
-    if chosen == _LLAMA and tuple(own) in by_own and not of_gemma:
-        return by_own[tuple(own)]
-    of_experts = {(): "mixtral", ("window",): "mixtral", ("qk_norm",): "qwen3_moe"}
-    like = {**_LLAMA, "num_experts": options.num_experts, **_EXPERTS}
-    if options.num_experts and chosen == like and tuple(own) in of_experts and not of_gemma:
-        return of_experts[tuple(own)]
-    got = ", ".join(f"model.{name}={getattr(options, name)}" for name in (*chosen, *own, *of_gemma))
+    named += [name for name in ("window", "qkv_biases", "qk_norm", *_OF_GEMMA, *local) if getattr(options, name)]
+    got = ", ".join(f"model.{name}={getattr(options, name)}" for name in named)
     raise UserError(
         f"model: got {got}, which no model of Hugging Face has together; allowed: those of Llama, Mistral, Qwen 2, "
         "Qwen 3, Gemma 2, Gemma 3, GPT-2, Mixtral or Qwen 3 MoE; nearest: "
@@ -115,13 +98,12 @@ def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json]) -> Json
 def _gemma(options: DecoderOptions, family: str) -> JsonObject:
     """Returns what Gemma alone has; a cap of 0 is null, and without a window all layers are full."""
     every = options.global_every if options.window else 1
-    kinds = [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, options.num_layers + 1)]
     stated: JsonObject = {
         "query_pre_attn_scalar": options.attention_scalar or options.width_of_head,
         "attn_logit_softcapping": options.attention_cap or None,
         "final_logit_softcapping": options.logit_cap or None,
         "sliding_window": options.window or None,
-        "layer_types": kinds,
+        "layer_types": turns(options.num_layers, every),
         "attention_bias": False,
     }
     return stated | ({"sliding_window_pattern": every} if family == GEMMA3 and every else {})
@@ -143,11 +125,12 @@ def _window(options: DecoderOptions, family: str) -> JsonObject:
         return {"sliding_window": window}
     if family == "qwen3_moe":
         return {"sliding_window": None, "use_sliding_window": False}
-    kind = "sliding_attention" if window else "full_attention"
-    stated = {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 0 if window else None}
-    if window is None:
-        stated["max_window_layers"] = options.num_layers
-    return {**stated, "layer_types": [kind] * options.num_layers}
+    return {
+        "sliding_window": window,
+        "use_sliding_window": bool(window),
+        "max_window_layers": 0 if window else options.num_layers,
+        "layer_types": [WINDOWED if window else FULL] * options.num_layers,
+    }
 
 
 def _both_ropes(original: Mapping[str, Json], stated: Mapping[str, Json]) -> JsonObject:

@@ -5,7 +5,6 @@ The families and their keys stand in `families.py`, the rules for rotary positio
 
 import dataclasses
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject, expanded, read_json, what_is_at
 from meshtrain.hf import positions
 from meshtrain.hf.families import DIFFERENT, FAMILIES, HARMLESS, ONLY, Family
-from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, typed
+from meshtrain.hf.values import NO_WAY, PUBLISHED, UNQUANTIZED, refusal, shown, take
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import Options, Value, Values
 
@@ -74,7 +73,11 @@ def described(directory: str | Path, ignore: str | None = "") -> Described:
       UserError: one line for each key that is missing, wrong or not understood.
     """
     path = expanded(directory) / CONFIG_FILE
-    given = _loaded(path)
+    return of_json(_loaded(path), path, ignore)
+
+
+def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Described:
+    """Returns what the object of a config.json describes; see `described`. Errors name `path`."""
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         # A program writes it, so another spelling than of case and marks is another model.
@@ -128,6 +131,10 @@ def _effective(shape: DecoderOptions, name: str, sequence_length: int) -> Value:
         return shape.attention_scalar or shape.width_of_head
     if name == "rope_local_base" and shape.rope_factor == 1.0:
         return shape.rope_local_base or shape.rope_base
+    if name == "window":
+        return shape.window if shape.num_global < shape.num_layers else 0
+    if name == "global_every":
+        return shape.global_every if 0 < shape.num_global < shape.num_layers else 0
     if name == "max_positions":
         return (shape.max_positions or sequence_length) if shape.positions == "learned" else 0
     return getattr(shape, name)
@@ -164,19 +171,16 @@ def _renamed(given: Mapping[str, Json], family: Family) -> tuple[JsonObject, lis
 
 def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]:
     """Returns options of the decoder, and one line for each key that is missing or has a value of another type."""
-    kinds, fields, problems = typing.get_type_hints(DecoderOptions), dict(family.fixed), list[str]()
+    fields, problems = dict(family.fixed), list[str]()
     for key, name in family.fields.items():
-        value = given[key] if key in given else None
-        if key in given and value is None and key in family.off:
+        value = given.get(key)
+        if value is None and key in given and key in family.off:
             continue
         if value is None and key in family.absent:
             value = family.absent[key]
             if value is None:
                 continue
-        try:
-            fields[name] = typed(value, kinds[name])
-        except ValueError as error:
-            problems.append(f"{key}: {error}")
+        take(fields, problems, name, key, value)
     if "num_kv_heads" not in fields and "num_heads" in fields:
         fields["num_kv_heads"] = fields["num_heads"]
     if "mlp_dim" not in fields and "embed_dim" in fields:

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from meshtrain.data.tokenizer import SETTINGS, TEMPLATE, TOKENIZER
 from meshtrain.files import Json, JsonObject, replacing, write_whole
 from meshtrain.hf import names, tensor_files
+from meshtrain.hf.config_json import CONFIG_FILE
 from meshtrain.hf.names import Weight
 from meshtrain.models import lora
 from meshtrain.models.layers import A, B
@@ -20,14 +22,12 @@ from meshtrain.models.task import Params
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.trees import leaves_with_paths
 
-GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
-SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
-# Files beside the weights that belong to text; they are copied as they are.
-OF_TEXT = (
-    TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+GENERATION_FILE = "generation_config.json"
+# Files beside the weights that are copied as they are; all but the first belong to text.
+COPIED = (
+    GENERATION_FILE, TOKENIZER, SETTINGS, TEMPLATE, "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
-COPIED = (GENERATION_FILE, *OF_TEXT)
 END_TOKEN = "<|endoftext|>"  # of the byte tokenizer
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FILE_BYTES = 5_000_000_000  # most in a file, unless one tensor has more
@@ -58,9 +58,8 @@ def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
     result = []
     for rows in by_name.values():
         shape = names.stored_shape(rows[0], size)
-        places = np.ndindex(*names.stack(rows[0], size))
-        for index, name in zip(places, names.tensor_names(rows[0], size), strict=True):
-            result.append(Tensor(name, shape, rows, index))
+        for place in np.ndindex(*names.stack(rows[0], size)):
+            result.append(Tensor(rows[0].name.format(*place), shape, rows, place))
     return result
 
 
@@ -111,7 +110,7 @@ def write_rest(
       of_text: the folder whose tokenizer and chat template are copied; None: there is none.
       written: name -> content of files that are written besides, or in place of copies.
     """
-    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     for name in COPIED:
         source = original if name == GENERATION_FILE else of_text
         if source is not None and (source / name).is_file():
@@ -128,7 +127,7 @@ def byte_files() -> dict[str, str]:
     # Without its class named, readers take the model's own, which adds tokens.
     settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN}
     settings["clean_up_tokenization_spaces"] = False
-    return {TOKENIZER_FILE: byte_tokenizer(), SETTINGS_FILE: json.dumps(settings, indent=2) + "\n"}
+    return {TOKENIZER: byte_tokenizer(), SETTINGS: json.dumps(settings, indent=2) + "\n"}
 
 
 def byte_tokenizer() -> str:

@@ -3,13 +3,11 @@
 The rules are those of the configuration classes of the package transformers (Wolf et al. 2020).
 """
 
-import typing
 from collections.abc import Mapping
 
 from meshtrain.files import Json, JsonObject
 from meshtrain.hf.families import FAMILIES, Family
-from meshtrain.hf.values import PUBLISHED, refusal, shown, typed
-from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.hf.values import PUBLISHED, refusal, shown, take
 from meshtrain.options import Value, Values
 
 _ROPE_KEYS = {"rope_type": "", "rope_theta": "rope_base"}
@@ -104,14 +102,11 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[str]]
     if stated["rope_type"] not in ("default", "llama3"):
         return {}, [*problems, refusal(f"{where}.rope_type", stated["rope_type"], "default, llama3")]
     wanted = _ROPE_KEYS | (_LLAMA3_KEYS if stated["rope_type"] == "llama3" else {})
-    fields, kinds = dict[str, Value](), typing.get_type_hints(DecoderOptions)
+    fields: Values = {}
     for name, option in wanted.items():
-        if not option:
-            continue
-        try:
-            fields[option] = typed(stated[name] if name in stated else None, kinds[option])
-        except ValueError as error:
-            problems.append(f"{'' if name == 'rope_theta' and not newer else f'{where}.'}{name}: {error}")
+        if option:
+            key = name if name == "rope_theta" and not newer else f"{where}.{name}"
+            take(fields, problems, option, key, stated.get(name))
     for name in stated.keys() - wanted.keys():
         if (name, stated[name]) != ("partial_rotary_factor", 1.0):
             problems.append(refusal(f"{where}.{name}", stated[name], f"{', '.join(wanted)} with {stated['rope_type']}"))
@@ -137,11 +132,17 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     return fields, problems
 
 
+def turns(num_layers: int, every: int) -> list[str]:
+    """Returns the kind of each layer where each `every`th has no window; 0: all have one."""
+    return [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, num_layers + 1)]
+
+
 def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns `window` and `global_every`, the length of a turn: by `layer_types`, otherwise by a pattern's length."""
-    values = {key: given[key] if key in given else None for key in _WINDOW_KEYS[kind]}
-    num_layers, window, types = given.get("num_hidden_layers"), values["sliding_window"], values["layer_types"]
-    patterns = {key: value for key, value in values.items() if key.endswith("_pattern") and value is not None}
+    num_layers, window, types = (given.get(key) for key in ("num_hidden_layers", "sliding_window", "layer_types"))
+    patterns = {
+        key: given[key] for key in _WINDOW_KEYS[kind] if key.endswith("_pattern") and given.get(key) is not None
+    }
     key, every = next(iter(patterns.items()), ("", _TURNS[kind]))
     if types is not None:
         every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else 0
@@ -149,50 +150,45 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
         return {}, [refusal(key, every, f"one whole number, at least 1, in each of {', '.join(patterns)}")]
     if not isinstance(num_layers, int):
         return {}, []  # another line names it
-    turns = [FULL if every and layer % every == 0 else WINDOWED for layer in range(1, num_layers + 1)]
-    if types is not None and types != turns:
+    if types is not None and types != turns(num_layers, every):
         return {}, [refusal("layer_types", types, f"{num_layers} layers, of which every nth is {FULL}")]
-    if set(turns) == {FULL}:
+    if every == 1:
         return {}, []
-    size = values["sliding_window_size"] if "sliding_window_size" in values else None
+    size = given.get("sliding_window_size") if "sliding_window_size" in _WINDOW_KEYS[kind] else None
     if size is not None and size != window:
         return {}, [refusal("sliding_window_size", size, f"{window}, as sliding_window says")]
-    try:
-        return {"window": typed(window, int), "global_every": every}, []
-    except ValueError as error:
-        return {}, [f"sliding_window: {error}"]
+    fields, problems = {"global_every": every}, list[str]()
+    take(fields, problems, "window", "sliding_window", window)
+    return ({}, problems) if problems else (fields, [])
 
 
 def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns the option `window`, and one line if some layers have a window and others have none."""
-    values = {key: given[key] if key in given else None for key in _WINDOW_KEYS[kind]}
-    window = values["sliding_window"]
-    if "sliding_window" not in given and "sliding_window" in FAMILIES[kind].absent:
-        window = FAMILIES[kind].absent["sliding_window"]
-    problems, layers = list[str](), {WINDOWED}
-    if len(values) > 1:
-        if values["use_sliding_window"] not in (None, False, True):
-            problems.append(refusal("use_sliding_window", values["use_sliding_window"], "true, false"))
-        window = window if values["use_sliding_window"] else None
-        layers = _windowed_layers(values, given, window)
-    if layers == {FULL} or (window is None and layers == {WINDOWED} and values.get("layer_types") is None):
+    window, types, absent = given.get("sliding_window"), None, FAMILIES[kind].absent
+    if "sliding_window" not in given and "sliding_window" in absent:
+        window = absent["sliding_window"]
+    fields, problems, layers = dict[str, Value](), list[str](), {WINDOWED}
+    if "use_sliding_window" in _WINDOW_KEYS[kind]:
+        is_used, types = given.get("use_sliding_window"), given.get("layer_types")
+        if is_used not in (None, False, True):
+            problems.append(refusal("use_sliding_window", is_used, "true, false"))
+        window = window if is_used else None
+        layers = _windowed_layers(given, window)
+    if layers == {FULL} or (window is None and layers == {WINDOWED} and types is None):
         return {}, problems
     if layers != {WINDOWED} or window is None:
-        key = "layer_types" if values["layer_types"] is not None else "max_window_layers"
-        return {}, [*problems, refusal(key, values[key], "a window in all layers or in none")]
-    try:
-        return {"window": typed(window, int)}, problems
-    except ValueError as error:
-        return {}, [*problems, f"sliding_window: {error}"]
+        key = "layer_types" if types is not None else "max_window_layers"
+        return {}, [*problems, refusal(key, given.get(key), "a window in all layers or in none")]
+    take(fields, problems, "window", "sliding_window", window)
+    return fields, problems
 
 
-def _windowed_layers(values: Mapping[str, Json], given: Mapping[str, Json], window: Json) -> set[str]:
+def _windowed_layers(given: Mapping[str, Json], window: Json) -> set[str]:
     """Returns the kinds of layers: those of `layer_types`, otherwise a window from layer `max_window_layers` on."""
-    types = values["layer_types"]
+    types, first, num_layers = (given.get(key) for key in ("layer_types", "max_window_layers", "num_hidden_layers"))
     if types is not None:
         is_list = isinstance(types, list) and all(isinstance(one, str) for one in types)
         return set(types) if is_list else {"", str(types)}  # of two kinds: no list that the decoder has
-    first, num_layers = values["max_window_layers"], given.get("num_hidden_layers")
     if window is None or not isinstance(first, int) or not isinstance(num_layers, int) or first >= num_layers:
         return {FULL}
     return {WINDOWED} if first <= 0 else {WINDOWED, FULL}

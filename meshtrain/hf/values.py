@@ -1,26 +1,27 @@
-"""Values of a config.json in the types of options, and the lines that refuse others."""
+"""Values of a config.json in the types of the decoder's options, and the lines that refuse others."""
+
+import typing
 
 from meshtrain.cli import flags
 from meshtrain.files import Json
-from meshtrain.options import Value
+from meshtrain.models.transformer.decoder import DecoderOptions
+from meshtrain.options import Values
 
 NO_WAY = "nearest: none, this model cannot be imported"
 PUBLISHED = "nearest: the config.json that was published with the weights"
 UNQUANTIZED = "nearest: the copy of this model that is not quantized, in bfloat16 or float32"
 
 
-def typed(value: Json, kind: type) -> Value:
-    """Returns a value of JSON as this type.
-
-    Raises:
-      ValueError: it has another one; the text is the rest of a line.
-    """
+def take(fields: Values, problems: list[str], name: str, key: str, value: Json) -> None:
+    """Adds an option of the decoder to `fields`, or to `problems` the line about a key with a value of another type."""
+    kind = typing.get_type_hints(DecoderOptions)[name]
     if value is None:
-        raise ValueError(f"got nothing; allowed: {kind.__name__}; {PUBLISHED}")
+        problems.append(f"{key}: got nothing; allowed: {kind.__name__}; {PUBLISHED}")
+        return
     try:
-        return flags.typed(value, kind)
+        fields[name] = flags.typed(value, kind)
     except ValueError as error:
-        raise ValueError(str(error) if "nearest: " in str(error) else f"{error}; {PUBLISHED}") from error
+        problems.append(f"{key}: {error}" if "nearest: " in str(error) else f"{key}: {error}; {PUBLISHED}")
 
 
 def refusal(key: str, value: Json, allowed: str, near: str = NO_WAY) -> str:

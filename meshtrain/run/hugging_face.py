@@ -21,7 +21,7 @@ from meshtrain.cli import flags
 from meshtrain.config.config import CONFIG_FILE, Config, to_json
 from meshtrain.config.from_hugging_face import as_file
 from meshtrain.data.sources import DOCUMENTS
-from meshtrain.data.tokenizer import NUM_BYTES, file_tokenizer
+from meshtrain.data.tokenizer import NUM_BYTES, TEMPLATE, TOKENIZER, file_tokenizer
 from meshtrain.errors import UserError, run
 from meshtrain.files import expanded, what_is_at, write_whole
 from meshtrain.hf import adapters, export
@@ -204,7 +204,7 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
     data, size = config.data, config.model.vocab_size
     written, what = dict[str, str](), what_is_at(data.tokenizer)
     if what_is_at(data.chat_template) == "a file":
-        written[export.TEMPLATE_FILE] = Path(data.chat_template).read_text(encoding="utf-8")
+        written[TEMPLATE] = Path(data.chat_template).read_text(encoding="utf-8")
     if data.source not in DOCUMENTS["source"]:
         return original, written, -1
     if data.tokenizer == "bytes":
@@ -217,7 +217,7 @@ def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dic
         return Path(data.tokenizer), written, end_id
     content = Path(data.tokenizer).read_text(encoding="utf-8")
     beside = Path(data.tokenizer).parent
-    return beside if beside == original else None, {export.TOKENIZER_FILE: content, **written}, end_id
+    return beside if beside == original else None, {TOKENIZER: content, **written}, end_id
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,6 +18,20 @@ STAGES = {"gemma3": ONE | {"pipeline": 3, "tensor": 2}}  # it has three layers
 TOLERANCE = 1e-4  # absolute; leaving out a feature moves logits by 0.2 to 15, which teeth.json lists
 
 
+class Bar:
+    """What a bar is told."""
+
+    def __init__(self, **options):
+        self.options, self.counts = options, []
+        self.update = self.counts.append
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
 def check(name, shape):
     got, expected = logits_of(FIXTURES / name, shape)
     assert np.abs(expected).max() > 1
@@ -111,7 +125,6 @@ def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router
     table = {weight.path: weight for weight in fused.table}
     ours, theirs = reading.tensor_files.opened(fused.stored), {weight.path: weight for weight in opened.table}
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    bar = type("Bar", (), {"update": lambda self, n: None})()
     for part in ("gate", "up", "down", "router"):
         path = f"layers/experts/{part}"
         found = []
@@ -121,22 +134,8 @@ def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router
             views = [reading.names.as_ours(stored[key], row, size) for key in reading.names.tensor_names(row, size)]
             shape = (*stack, *(size[letter] for letter in row.layout.split()))
             leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=one)
-            found.append(np.asarray(reading._array(views, leaf, bar, stack=stack)))
+            found.append(np.asarray(reading._array(views, leaf, Bar(), stack=stack)))
         np.testing.assert_array_equal(*found)
-
-
-class Bar:
-    """What a bar is told."""
-
-    def __init__(self, **options):
-        self.options, self.counts = options, []
-        self.update = self.counts.append
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
 
 
 def test_a_host_makes_one_shard_at_a_time(monkeypatch):
@@ -168,8 +167,7 @@ def test_a_shard_of_the_layers_has_its_own_layers():
     leaf = jax.ShapeDtypeStruct((2, 32), np.float32, sharding=sharding)
     tensors = reading.tensor_files.opened(opened.stored)
     views = [tensors[table["layers/mlp_norm/scale"].name.format(layer)] for layer in range(2)]
-    bar = type("Bar", (), {"update": lambda self, n: None})()
-    np.testing.assert_array_equal(np.asarray(reading._array(views, leaf, bar, stack=(2,))), np.stack(views))
+    np.testing.assert_array_equal(np.asarray(reading._array(views, leaf, Bar(), stack=(2,))), np.stack(views))
 
 
 def test_padding_of_the_vocabulary_is_zero():
@@ -177,8 +175,7 @@ def test_padding_of_the_vocabulary_is_zero():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     view = np.ones((119, 32), np.float32)
     leaf = jax.ShapeDtypeStruct((128, 32), np.float32, sharding=one)
-    bar = type("Bar", (), {"update": lambda self, n: None})()
-    table = np.asarray(reading._array([view], leaf, bar, stack=()))
+    table = np.asarray(reading._array([view], leaf, Bar(), stack=()))
     assert opened.model.options.padded_vocab_size == 128
     assert (table[:119] == 1).all()
     assert (table[119:] == 0).all()
