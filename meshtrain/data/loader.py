@@ -9,7 +9,7 @@ B * step, and a resumed run replays no data.
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grain
 import jax
@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from meshtrain.errors import UserError, nearest
 
+FromUser: TypeAlias = Any  # what a user's function returns, or a part of it, before it is checked
 # The abstract global batch: name -> shape [B, ...], dtype and sharding.
 Batch = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -28,12 +29,10 @@ class Shaped(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """[B, ...]."""
-        ...
 
     @property
     def dtype(self) -> DTypeLike:
         """Of its elements."""
-        ...
 
 
 class Examples(Protocol):
@@ -68,7 +67,7 @@ def sample_order(
 
 
 def example_problems(
-    example: Mapping[str, np.ndarray], batch: Mapping[str, Shaped], limits: Mapping[str, int], where: str
+    example: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], where: str
 ) -> list[str]:
     """Returns one line for each entry of a batch that an example lacks, or has with another shape, dtype or range.
 
@@ -78,6 +77,9 @@ def example_problems(
       limits: name -> the number that the entry's integers have to be below (they have to be at least 0).
       where: what the example is called in the lines.
     """
+    if not isinstance(example, Mapping):
+        entries = ", ".join(f"'{name}': array" for name in batch)
+        return [f"{where}: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
     problems = []
     for name, entry in batch.items():
         shape, dtype = tuple(entry.shape[1:]), np.dtype(entry.dtype)

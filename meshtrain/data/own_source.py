@@ -8,14 +8,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from meshtrain.data.loader import Examples, Shaped, example_problems
+from meshtrain.data.loader import Examples, FromUser, Shaped, example_problems
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import Problems, UserError, nearest
 
 Configuration: TypeAlias = Any  # `config.fields.Config`, of a room that stands above this one
-FromUser: TypeAlias = Any  # what a user's function returns, or a part of it, before it is checked
 MakeData = Callable[[Configuration], FromUser]
 
 
@@ -102,20 +99,11 @@ def _split_problems(
     number = len(examples) if isinstance(examples, list | tuple) else 1
     problems = Problems()
     for index in range(number):
-        for line in _example_problems(examples[index], batch, limits, f"data.{split}[{index}]"):
+        for line in example_problems(examples[index], batch, limits, f"data.{split}[{index}]"):
             problems.add(line)
         if problems.is_enough():
             break
     return problems.lines()
-
-
-def _example_problems(
-    example: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, int], where: str
-) -> list[str]:
-    if not isinstance(example, Mapping):
-        entries = ", ".join(f"'{name}': array" for name in batch)
-        return [f"{where}: got {type(example).__name__}; allowed: a dict of arrays; nearest: {{{entries}}}"]
-    return example_problems({name: np.asarray(value) for name, value in example.items()}, batch, limits, where)
 
 
 def _uneven_evaluation(num_examples: int, batch: Mapping[str, Shaped], num_eval_batches: int) -> list[str]:

@@ -16,8 +16,7 @@ from tqdm import tqdm
 from meshtrain.cli import flags
 from meshtrain.data.text import find_files, read_documents, tokens_as_text
 from meshtrain.data.token_files import TokenFile, sidecar_path
-from meshtrain.data.tokenizer import Tokenizer, file_problems, open_tokenizer, tokenizer_file
-from meshtrain.data.tokenizer import folder_end_token as end_token_of
+from meshtrain.data.tokenizer import Tokenizer, file_problems, folder_end_token, open_tokenizer, tokenizer_file
 from meshtrain.errors import Problems, UserError, run
 from meshtrain.files import expanded, replacing, what_is_at, write_whole
 
@@ -65,10 +64,6 @@ def _write_tokens(files: Sequence[Path], text_field: str, tokenizer: Tokenizer, 
                 num_documents += 1
             bar.update(num_bytes)
     return num_tokens, num_documents
-
-
-def _json(described: TokenFile) -> bytes:
-    return json.dumps(dataclasses.asdict(described), indent=2).encode() + b"\n"
 
 
 def _output_problems(targets: Sequence[Path], files: Sequence[Path], overwrite: bool) -> list[str]:
@@ -137,7 +132,7 @@ def prepare(
         raise UserError(*problems)
     opened = open_tokenizer(tokenizer, end_token)
     content = b"" if tokenizer == "bytes" else tokenizer_file(tokenizer).read_bytes()
-    end_token = end_token or end_token_of(tokenizer)  # the copy has no tokenizer_config.json beside it
+    end_token = end_token or folder_end_token(tokenizer)  # the copy has no tokenizer_config.json beside it
     try:
         with replacing(out_path) as out:
             num_tokens, num_documents = _write_tokens(files, text_field, opened, out)
@@ -155,7 +150,7 @@ def prepare(
             tokenizer_sha256=hashlib.sha256(content).hexdigest() if content else "",
             end_token=end_token,
         )
-        write_whole(sidecar_path(out_path), _json(described))
+        write_whole(sidecar_path(out_path), json.dumps(dataclasses.asdict(described), indent=2) + "\n")
     except OSError as error:
         why = f"cannot be written ({error.strerror or error})"
         raise UserError(f"--output: '{output}' {why}; allowed: a file that can; nearest: tokens.bin") from error

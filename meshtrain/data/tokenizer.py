@@ -343,8 +343,7 @@ def folder_end_token(path: str) -> str:
     Raises:
       UserError: the file cannot be read, or holds no JSON object.
     """
-    result = special_tokens(settings(path))
-    return result["eos_token"] if "eos_token" in result else ""
+    return special_tokens(settings(path)).get("eos_token") or ""
 
 
 def end_ids(path: str) -> tuple[int, ...]:

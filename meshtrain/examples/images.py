@@ -38,7 +38,7 @@ class Images:
 
     Attributes:
       pixels: uint8 [N, H, W], 0 is the background.
-      labels: int32 [N].
+      labels: [N], of any integers.
     """
 
     pixels: np.ndarray
@@ -48,7 +48,7 @@ class Images:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        label = np.asarray(self.labels[index])
+        label = np.asarray(self.labels[index], np.int32)
         return {"images": self.pixels[index][..., None], "labels": label, "weights": np.ones((), np.float32)}
 
 
@@ -66,15 +66,15 @@ def open_images(options: ImageOptions, asked: Asked) -> Data:
       UserError: one line for each file that is missing or wrong, for images of another size, for labels that are too
         large.
     """
-    key, what = "data.path", "handwritten digits (UCI, Alpaydin and Kaynak)"
+    key, key_of_validation, what = "data.path", "data.validation_path", "handwritten digits (UCI, Alpaydin and Kaynak)"
     if options.source == "digits":
         train = read_pairs([DIGITS], key)
     else:
-        train, what = _from_files(options.path, key), f"images of {options.path}"
+        train, what = read_pairs(_files(options.path, key), key), f"images of {options.path}"
     problems = _problems(key, train, asked)
     if options.source == "idx" and options.validation_path:
-        validation = _from_files(options.validation_path, "data.validation_path")
-        problems += _problems("data.validation_path", validation, asked)
+        validation = read_pairs(_files(options.validation_path, key_of_validation), key_of_validation)
+        problems += _problems(key_of_validation, validation, asked)
     else:
         train, validation = _split(*train, options.validation_fraction)
     if problems:
@@ -85,8 +85,8 @@ def open_images(options: ImageOptions, asked: Asked) -> Data:
     digest.update(f"{train[0].shape} {validation[0].shape}".encode())
     height, width = train[0].shape[1:]
     return Data(
-        train=Images(train[0], train[1].astype(np.int32)),
-        validation=Images(validation[0], validation[1].astype(np.int32)),
+        train=Images(*train),
+        validation=Images(*validation),
         fingerprint=digest.hexdigest(),
         summary=f"{len(train[0]):,} + {len(validation[0]):,} {what}, {height} x {width} pixels",
     )
@@ -98,23 +98,21 @@ def open_each(options: ImageOptions, asked: Asked) -> dict[str, Images]:
     Raises:
       UserError: see `open_images`.
     """
-    files, problems = find_images(options.path, "data.path")
-    if problems:
+    key = "data.path"
+    pairs = {str(path): read_pairs([path], key) for path in _files(options.path, key)}
+    if problems := [line for pair in pairs.values() for line in _problems(key, pair, asked)]:
         raise UserError(*problems)
-    pairs = {str(path): read_pairs([path], "data.path") for path in files}
-    if problems := [line for pair in pairs.values() for line in _problems("data.path", pair, asked)]:
-        raise UserError(*problems)
-    parts = {name: Images(pixels, labels.astype(np.int32)) for name, (pixels, labels) in pairs.items()}
+    parts = {name: Images(*pair) for name, pair in pairs.items()}
     for name, images in parts.items():
         opened(Data(images, images, name), asked.batch, asked.limits, num_eval_batches=0)
     return parts
 
 
-def _from_files(paths: str, key: str) -> tuple[np.ndarray, np.ndarray]:
+def _files(paths: str, key: str) -> list[Path]:
     files, problems = find_images(paths, key)
     if problems:
         raise UserError(*problems)
-    return read_pairs(files, key)
+    return files
 
 
 def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: Asked) -> list[str]:

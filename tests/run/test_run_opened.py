@@ -21,7 +21,7 @@ def task(**states):
 
 def test_synthetic_data_have_the_vocabulary_of_the_task():
     assert SYNTHETIC.model.vocab_size == 257
-    assert open_data(SYNTHETIC, task(vocab_size=50)).vocab_size == 50
+    assert open_data(SYNTHETIC, task(vocab_size=50)).train.vocab_size == 50
     with pytest.raises(UserError, match=r"data\.source: got synthetic, and this task states no vocabulary"):
         open_data(SYNTHETIC, task())
 
@@ -32,8 +32,8 @@ def test_text_is_measured_by_the_vocabulary_of_the_task(tmp_path):
     config = resolve({"data": {"source": "text", "path": str(path)}, "batch_size": 4, "sequence_length": 8})
     with pytest.raises(UserError, match=r"got 100; allowed for tokenizer 'bytes' .* at least 257"):
         open_data(config, task(vocab_size=100))
-    assert open_data(config, task(vocab_size=300)).vocab_size == 257
-    assert open_data(config, task()).vocab_size == 257, "nothing is refused where the task states nothing"
+    assert open_data(config, task(vocab_size=300)).text.vocab_size == 257
+    assert open_data(config, task()).text.vocab_size == 257, "nothing is refused where the task states nothing"
 
 
 def test_a_task_may_read_some_of_the_entries_and_no_others():
