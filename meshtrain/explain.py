@@ -18,7 +18,7 @@ from meshtrain.config.config import Config, groups, parse
 from meshtrain.errors import UserError, run
 from meshtrain.files import target_problems
 from meshtrain.launch import distributed
-from meshtrain.models.task import Task, token_batch
+from meshtrain.models.task import token_batch
 from meshtrain.options import naming, own_values
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.sharding.axes import DATA
@@ -31,18 +31,13 @@ from meshtrain.step.device_memory import Held, held
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def active_text(task: Task) -> list[str]:
-    """Returns one line where a token goes through a part of the weights only: how many they are."""
-    return [f"active       {task.num_active_parameters:,} for each token"] if task.num_active_parameters else []
-
-
 def text(assembly: Assembly) -> str:
     """Returns the report that `explain` prints: parameters, mesh, batch, arrays, bytes of a device, stages."""
-    config = assembly.config
+    config, task = assembly.config, assembly.task
     shape = dict(assembly.mesh.shape)
     parts = [
-        f"parameters   {assembly.task.num_parameters:,} without padding",
-        *active_text(assembly.task),
+        f"parameters   {task.num_parameters:,} without padding",
+        *([f"active       {task.num_active_parameters:,} for each token"] if task.num_active_parameters else []),
         *trained_text(assembly),
         f"mesh         {describe(assembly.mesh)}",
         *reduction_text(assembly),

@@ -191,7 +191,7 @@ def run_steps(
             evaluate=functools.partial(evaluate, assembly, corpus),
             save=functools.partial(saving.save, assembly, checkpoints, corpus),
             finish_saving=functools.partial(saving.finish, checkpoints),
-            rate=functools.partial(saving.rate, assembly, checkpoints),
+            rate=checkpoints.rate,
             write=trackers.write,
             diagnose=functools.partial(saving.diagnosis, checkpoints),
             outer_step=outer_step,

@@ -136,8 +136,9 @@ class Checkpoints:
         return True
 
     def rate(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the metrics of a step's evaluation, for `CheckpointOptions.keep_best`. One process calls it."""
-        retention.rate(self.directory, step, values)
+        """Records the metrics of a step's evaluation if `CheckpointOptions.keep_best` asks for it; process 0 writes."""
+        if self._options is not None and self._options.keep_best and peers.is_main_process():
+            retention.rate(self.directory, step, values)
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """Returns the newest step with matching checksums and state, and a line for each newer one that is damaged.

@@ -138,7 +138,10 @@ def _export(arguments: argparse.Namespace) -> None:
     target = expanded(arguments.to).absolute()
     target.mkdir(parents=True, exist_ok=True)
     if arguments.adapters:
-        dtype, base = arguments.dtype or "float32", _base(original)
+        dtype = arguments.dtype or "float32"
+        # A copy that `hf import` made has no weights.
+        has_weights = original is not None and any(original.glob("*.safetensors"))
+        base = str(original.absolute()) if original is not None and has_weights else None
         num_bytes = adapters.write(target, family, options, config.lora, params, dtype, base)
         beneath = base or f"the model of {config.init_from or 'initial weights'}"
         print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, adapters of a {family}; beneath: {beneath}")
@@ -182,12 +185,6 @@ def _original(config: Config, workdir: Path) -> Path | None:
             if not differences(config.model, theirs, config.sequence_length, folder):
                 return folder
     return None
-
-
-def _base(original: Path | None) -> str | None:
-    """Returns the path of the folder beneath a run's adapters; a copy that `hf import` made has no weights."""
-    has_weights = original is not None and any(original.glob("*.safetensors"))
-    return str(original.absolute()) if original is not None and has_weights else None
 
 
 def _text_files(config: Config, original: Path | None) -> tuple[Path | None, dict[str, str], int]:

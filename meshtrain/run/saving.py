@@ -3,7 +3,6 @@
 import contextlib
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ from meshtrain.config.config import to_json
 from meshtrain.data.loader import next_sample
 from meshtrain.data.own_source import Data
 from meshtrain.errors import SaveFailed, UserError, unknown, warn
-from meshtrain.launch import peers
 from meshtrain.observe.run_files import EVALUATED
 from meshtrain.step.guard import name_of_first
 from meshtrain.step.state import TrainState
@@ -59,12 +57,6 @@ def finish(checkpoints: Checkpoints) -> None:
         step = checkpoints.latest_step()
         where = "begins anew" if step is None else f"goes on from step {step}"
         raise SaveFailed(f"{error}; the same command {where}")
-
-
-def rate(assembly: Assembly, checkpoints: Checkpoints, step: int, values: Mapping[str, float]) -> None:
-    """Records an evaluation's metrics for the checkpoint of a step, if `checkpoint.keep_best` asks for it."""
-    if assembly.config.checkpoint.keep_best and peers.is_main_process():
-        checkpoints.rate(step, values)
 
 
 def checkpoints_of(assembly: Assembly, run: Path) -> Checkpoints:

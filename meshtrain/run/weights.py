@@ -13,7 +13,6 @@ from pathlib import Path
 
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.checkpoint import other_runs
-from meshtrain.checkpoint.checkpoint import Checkpoints
 from meshtrain.cli import flags
 from meshtrain.cli.config_file import load
 from meshtrain.config.config import CONFIG_FILE, Config, built, configure, resolve
@@ -182,7 +181,7 @@ def paths(directory: str | Path) -> list[str]:
     if hf_config.is_described(directory):
         return [weight.path for weight in hf_folder.opened(directory, ignore=None).table]
     with other_runs.find(directory) as checkpoints:
-        return list(checkpoints.shapes(_newest(checkpoints)))
+        return list(checkpoints.shapes(checkpoints.steps()[-1]))
 
 
 def refuse_other_params(directory: str | Path, abstract_params: Params, rounded: Collection[str] = ()) -> None:
@@ -200,13 +199,7 @@ def refuse_other_params(directory: str | Path, abstract_params: Params, rounded:
         reading.refuse_other_params(hf_folder.opened(directory, ignore=None), abstract_params)
         return
     with other_runs.find(directory) as checkpoints:
-        checkpoints.refuse_other_params(_newest(checkpoints), abstract_params, rounded)
-
-
-def _newest(checkpoints: Checkpoints) -> int:
-    step = checkpoints.latest_step()
-    assert step is not None, "find returns only directories with a complete step"
-    return step
+        checkpoints.refuse_other_params(checkpoints.steps()[-1], abstract_params, rounded)
 
 
 def restore_params(

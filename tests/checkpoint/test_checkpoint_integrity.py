@@ -32,13 +32,20 @@ def wanted():
     }
 
 
-@pytest.fixture
-def saved(tmp_path):
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
     """The checkpoints of a run with saves at steps 1, 2 and 3."""
-    with Checkpoints(tmp_path / CHECKPOINTS, CheckpointOptions()) as checkpoints:
+    folder = tmp_path_factory.mktemp("three") / CHECKPOINTS
+    with Checkpoints(folder, CheckpointOptions()) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, state(step), {"step": step})
-    return tmp_path / CHECKPOINTS
+    return folder
+
+
+@pytest.fixture
+def saved(three, tmp_path):
+    """A copy of these that a test may damage."""
+    return shutil.copytree(three, tmp_path / CHECKPOINTS)
 
 
 def data_file(directory, step):
@@ -326,12 +333,8 @@ def test_damaged_ratings_are_none(content, tmp_path):
 
 def test_ratings_beyond_float64_are_no_best_ones(tmp_path):
     (tmp_path / RATINGS).write_text('{"1": -1' + "0" * 400 + ', "2": 0.5, "3": 0.6}')
-    assert kept(
-        [1, 2, 3], CheckpointOptions(keep_last=1, keep_best=1), read_ratings(tmp_path), higher_is_better=False
-    ) == {
-        2,
-        3,
-    }
+    options = CheckpointOptions(keep_last=1, keep_best=1)
+    assert kept([1, 2, 3], options, read_ratings(tmp_path), higher_is_better=False) == {2, 3}
 
 
 def test_ratings_of_one_metric_are_read(tmp_path):

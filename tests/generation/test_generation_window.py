@@ -37,6 +37,18 @@ def written_out(prompt, num_tokens, length):
     return tokens[-num_tokens:]
 
 
+def drawn(generator, requests, num_tokens, sampling=Sampling(), seed=0):  # noqa: B008  frozen
+    """The tokens of each request."""
+    tokens = [[] for _ in requests]
+
+    def take(index, ids, is_last):
+        tokens[index] += ids
+        return False
+
+    generator.draw(requests, num_tokens, sampling, seed, take)
+    return tokens
+
+
 @pytest.mark.parametrize("length", [1, 4, 8])
 def test_each_token_follows_those_in_its_window(length):
     shape = dict.fromkeys(AXES, 1) | {"data": 2}
@@ -44,15 +56,9 @@ def test_each_token_follows_those_in_its_window(length):
     decode = by_window(logits, token_batch(8, length))
     generator = Generator(decode, jnp.int32(3), mesh, default_rules(LayoutOptions()), end_ids=(-1,))
     prompts = [[3, 1], [5, 2, 9, 4, 7, 7, 1, 2, 30], [11]]  # shorter and longer than a window
-    drawn = {index: [] for index in range(3)}
-
-    def take(index, tokens, is_last):
-        drawn[index] += tokens
-        return False
-
-    generator.draw([Request(prompt) for prompt in prompts], 20, Sampling(), 0, take)
-    assert drawn == {index: written_out(prompt, 20, length) for index, prompt in enumerate(prompts)}
-    assert any(len(set(tokens)) > 4 for tokens in drawn.values()) or length == 1, "what repeats itself shows little"
+    found = drawn(generator, [Request(prompt) for prompt in prompts], 20)
+    assert found == [written_out(prompt, 20, length) for prompt in prompts]
+    assert any(len(set(tokens)) > 4 for tokens in found) or length == 1, "what repeats itself shows little"
 
 
 def test_each_end_token_ends_a_text():
@@ -64,14 +70,7 @@ def test_each_end_token_ends_a_text():
     mesh = make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1])
     decode = by_window(counting, token_batch(2, 4))
     generator = Generator(decode, jnp.int32(0), mesh, default_rules(LayoutOptions()), (-1, 6, 3), QUICK)
-    drawn = {0: [], 1: []}
-
-    def take(index, tokens, is_last):
-        drawn[index] += tokens
-        return False
-
-    generator.draw([Request([3]), Request([1])], 8, Sampling(), 0, take)
-    assert drawn == {0: [4, 5], 1: [2]}
+    assert drawn(generator, [Request([3]), Request([1])], 8) == [[4, 5], [2]]
 
 
 @pytest.mark.parametrize("most_bytes", [token_loop.MOST_CACHE_BYTES, 1], ids=["one batch", "a batch for each"])
@@ -82,20 +81,14 @@ def test_random_numbers_are_those_of_prompt_sample_and_position(monkeypatch, mos
     generator = Generator(
         flat, jnp.int32(0), mesh, default_rules(LayoutOptions()), end_ids=(5,), compiler_options=QUICK
     )
-    drawn = {index: [] for index in range(3)}
-
-    def take(index, tokens, is_last):
-        drawn[index] += tokens
-        return False
-
     requests = [Request([1], prompt, sample) for prompt, sample in ((0, 0), (0, 1), (4, 2))]
-    generator.draw(requests, 20, Sampling(1.0), 8, take)
+    found = drawn(generator, requests, 20, Sampling(1.0), 8)
     keys = row_keys(jax.random.key(8), jnp.asarray([0, 0, 4]), jnp.asarray([0, 1, 2]))
     every = [choose(jnp.zeros((3, VOCABULARY)), keys, jnp.int32(index), Sampling(1.0)) for index in range(20)]
     assert generator.compiled.cache_info().currsize == 1
     expected = np.stack(every, axis=1).tolist()
     assert any(5 in row for row in expected)
-    assert list(drawn.values()) == [row[: row.index(5)] if 5 in row else row for row in expected]
+    assert found == [row[: row.index(5)] if 5 in row else row for row in expected]
 
 
 def test_weights_are_cast_before_the_loop_with_their_shardings():
