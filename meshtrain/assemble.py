@@ -33,13 +33,23 @@ from meshtrain.pipeline.chunk_reduction import reduces_early
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.schedules import chosen
 from meshtrain.sharding import offload
+from meshtrain.sharding.axes import DATA, partitioned_axes
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.placement_text import Row, rows
+from meshtrain.sharding.reduction import SUM
 from meshtrain.sharding.rules import Rules, default_rules
-from meshtrain.sharding.stored import Names, activation_sharding, rules_of_level, stored_tree
-from meshtrain.sharding.trees import Shardings, leaves_with_paths, select
+from meshtrain.sharding.stored import (
+    MAX_LEVEL,
+    Names,
+    activation_sharding,
+    axes_in,
+    num_parts,
+    rules_of_level,
+    stored_tree,
+)
+from meshtrain.sharding.trees import NamesTree, Shardings, leaves_with_paths, select
 from meshtrain.step import loss_scale
 from meshtrain.step.accumulate import Axes, Gradients, accumulated, cut, summed
 from meshtrain.step.precision import as_stored, compute_name, in_fp8, product_name, reduce_dtype
@@ -47,14 +57,15 @@ from meshtrain.step.shardings import (
     abstract_metrics,
     abstract_params,
     after_update_of,
+    axes_of_fields,
+    axes_of_leaves,
     in_chunks,
     layer_bytes,
     placed_states,
-    replicas_of,
     reshaper,
     shardings,
 )
-from meshtrain.step.state import TrainState, axes_of_fields, axes_of_leaves, init_state
+from meshtrain.step.state import TrainState, init_state
 from meshtrain.step.step import Apart, Update, eval_step, train_step, weight_update, with_sequence_index
 
 OuterStep: TypeAlias = Any  # state -> state, jitted or compiled; None without groups that train apart
@@ -144,56 +155,50 @@ def assemble(
     if problems := [*check_filled(config, shape, make_task, rules), *also, *_offload_problems(config, devices)]:
         raise UserError(*problems)
     mesh = make_mesh(shape, devices)
-    level = config.zero.effective_level
-    rules = rules_of_level(rules or default_rules(config.layout), level)
+    rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     placement = Placement(rules, mesh, config.zero.keeps_gathered, in_fp8(config.precision))
     task = (make_task or find(config.task))(config, placement)
     task = dataclasses.replace(task, loss=checked_loss(task.loss))
-    entries_of_batch = entries(task, config.batch_size)
-    axes_of_batch = batch_axes(entries_of_batch)
-    program = pipeline_program(config, shape)
-    num_chunks = program.schedule.num_chunks if program else 1
+    return _on_mesh(config, task, pipeline_program(config, shape), placement, rules, mesh)
 
+
+def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[str]:
+    asked = {"offload.moments=True": config.offload.moments, "remat.policy=offload": config.remat.policy == "offload"}
+    return [line for what, is_asked in asked.items() if is_asked for line in offload.problems(what, devices)]
+
+
+def _on_mesh(
+    config: Config, task: Task, program: Program | None, placement: Placement, rules: Rules, mesh: Mesh
+) -> Assembly:
+    """Returns the state of a task, its shardings and its functions, all abstract."""
+    batch, num_chunks = entries(task, config.batch_size), program.schedule.num_chunks if program else 1
     params, axes = abstract_params(task, num_chunks, mesh.size)
-    trained = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
-    specs = stored_tree(params, axes, rules, mesh.shape, level)
-    replicas = replicas_of(task, specs, mesh, level, reduce_dtype(config.precision), trained)
-    replicas = reductions.reduced_by(config, replicas)
-    make_apart = side_rooms.apart(config.local_steps.period)
-    apart: Apart | None = make_apart and make_apart(config, replicas, placement, axes_of_batch)
-    replicas = apart.replicas if apart else replicas
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
-    schedule_of_rates = learning_rates(config, task)
-    transformation = optimizer(config.optimizer, schedule_of_rates, select(axes, trained)[0])
+    replicas = _replicas(config, task, params, axes, rules, mesh)
+    make_apart = side_rooms.apart(config.local_steps.period)
+    apart: Apart | None = make_apart and make_apart(config, replicas, placement, batch_axes(batch))
+    replicas = apart.replicas if apart else replicas
 
-    scaling = loss_scaling(config, task)
-    late_metrics = abstract_metrics(task, entries_of_batch) if replicas.is_late and task.after_update else ()
-
-    def init(key_data: jax.Array) -> TrainState:
-        rng = jax.random.wrap_key_data(key_data)
-        params = as_stored(meta.unbox(task.init(jax.random.fold_in(rng, 0))), axes, trained, config.precision)
-        params, rng = in_chunks(params, num_chunks), jax.random.fold_in(rng, 1)
-        residual = replicas.residual(select(params, trained)[0])
-        state = init_state(params, transformation, rng, scaling, trained, residual, late_metrics)
-        return apart.begun(state) if apart else state
-
+    rates, scaling = learning_rates(config, task), loss_scaling(config, task)
+    transformation = optimizer(config.optimizer, rates, select(axes, replicas.trained)[0])
+    init = _initializer(config, task, axes, replicas, apart, transformation, scaling, num_chunks)
     abstract = jax.eval_shape(lambda: init(jax.random.key_data(jax.random.key(0))))
-    of_fields = axes_of_fields(abstract, transformation, params, axes, trained)
+    of_fields = axes_of_fields(abstract, transformation, params, axes, replicas.trained)
     of_fields = apart.axes_of_fields(of_fields, abstract, params, axes) if apart else of_fields
-    names = axes_of_leaves(abstract, of_fields)
+    names, level = axes_of_leaves(abstract, of_fields), config.zero.effective_level
     state, kept = placed_states(abstract, names, rules, mesh, level, moments_on_host=config.offload.moments)
-    batch = placed_batch(entries_of_batch, rules, mesh)
-    gradients, evaluate, logits = _computations(config, task, program, placement, replicas, shape, axes_of_batch)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    state_shardings = shardings(state)
-    kind = devices[0].device_kind
-    moments, after_update = state_shardings.opt_state, after_update_of(task, num_chunks)
-    update = _update(config, transformation, schedule_of_rates, scaling, moments, replicas, after_update)
+    state_shardings, replicated = shardings(state), NamedSharding(mesh, PartitionSpec())
+
+    abstract_batch = placed_batch(batch, rules, mesh)
+    gradients, evaluate, logits = _computations(config, task, program, placement, replicas, mesh, batch_axes(batch))
+    after_update = after_update_of(task, num_chunks)
+    update = _update(config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update)
     step = (apart.step if apart else train_step)(gradients, update, scaling)
     by_chunk = program is not None and reduces_early(program, replicas)
     bytes_of_layer = 0 if by_chunk else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
+    kind = mesh.devices.flat[0].device_kind
     options = compiler_options(kind, bytes_of_layer, is_late=replicas.is_late, by_chunk=by_chunk, gathers_early=early)
     jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
     return Assembly(
@@ -206,7 +211,7 @@ def assemble(
         program=program,
         state=state,
         kept_state=kept,
-        batch=batch,
+        batch=abstract_batch,
         names=names,
         layer_bytes=bytes_of_layer,
         reduces_chunks=by_chunk,
@@ -221,13 +226,57 @@ def assemble(
     )
 
 
-def _offload_problems(config: Config, devices: Sequence[jax.Device]) -> list[str]:
-    asked = []
-    if config.offload.moments:
-        asked.append("offload.moments=True")
-    if config.remat.policy == "offload":
-        asked.append("remat.policy=offload")
-    return [line for what in asked for line in offload.problems(what, devices)]
+def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules: Rules, mesh: Mesh) -> Replicas:
+    """Returns how gradients are added up and reduced over the data axis, with the shardings of parameters.
+
+    Raises:
+      UserError: a weight that cannot be stored as configured; or level 2, or a reduction of one's own over several
+        devices, with a task that cannot be traced where data is manual: both reduce gradients in such a region.
+    """
+    level = config.zero.effective_level
+    trained = trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
+    specs = stored_tree(params, axes, rules, mesh.shape, level)
+    # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
+    splits_weights = level < MAX_LEVEL and any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
+    is_manual = (task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1) and not splits_weights
+    if level == 2 and not is_manual:
+        raise UserError(
+            "zero.level: got 2 with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights "
+            "split over data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
+        )
+    reduction = reductions.of(config)
+    if reduction is not None and mesh.shape[DATA] > 1 and not is_manual:
+        raise UserError(
+            f"{reductions.KEY}: got {reduction.name} with fsdp or an axis after it and a task without "
+            f"`takes_manual_axes`, or with weights split over data; allowed: {SUM}, or a task with it; nearest: "
+            f"{reductions.KEY}={SUM}"
+        )
+    return Replicas(mesh, specs, level, is_manual, reduce_dtype(config.precision), trained, reduction)
+
+
+def _initializer(
+    config: Config,
+    task: Task,
+    axes: NamesTree,
+    replicas: Replicas,
+    apart: Apart | None,
+    transformation: optax.GradientTransformation,
+    scaling: loss_scale.Scaling | None,
+    num_chunks: int,
+) -> Callable[[jax.Array], TrainState]:
+    """Returns the function that makes the state before the first step: uint32 key data -> state."""
+    is_late = replicas.is_late and task.after_update is not None
+    late_metrics = abstract_metrics(task, entries(task, config.batch_size)) if is_late else ()
+
+    def init(key_data: jax.Array) -> TrainState:
+        rng = jax.random.wrap_key_data(key_data)
+        params = meta.unbox(task.init(jax.random.fold_in(rng, 0)))
+        params = in_chunks(as_stored(params, axes, replicas.trained, config.precision), num_chunks)
+        residual, rng = replicas.residual(select(params, replicas.trained)[0]), jax.random.fold_in(rng, 1)
+        state = init_state(params, transformation, rng, scaling, replicas.trained, residual, late_metrics)
+        return apart.begun(state) if apart else state
+
+    return init
 
 
 def _update(
@@ -295,13 +344,8 @@ def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None
 
 def array_rows(assembly: Assembly) -> list[Row]:
     """Returns a row for each array of the state, for `layout.txt` and `explain`; layers in the shapes of memory."""
-    leaves = dict(zip(map(str, range(len(assembly.names))), assembly.names, strict=True))
-    names = jax.tree.unflatten(jax.tree.structure(assembly.state), leaves.values())
     frozen = {f"params/{path}" for path, is_trained in leaves_with_paths(assembly.replicas.trained) if not is_trained}
-    return [
-        dataclasses.replace(row, is_frozen=row.path in frozen)
-        for row in rows(assembly.state, names, shardings(assembly.state))
-    ]
+    return rows(assembly.state, assembly.names, frozen)
 
 
 def stored_params(assembly: Assembly, kept_params: Params) -> Params:
@@ -340,21 +384,19 @@ def _computations(
     program: Program | None,
     placement: Placement,
     replicas: Replicas,
-    shape: Mapping[str, int],
+    mesh: Mesh,
     axes: Axes,
 ) -> tuple[Gradients, Callable[[Params, Batch, jax.Array], Loss], Callable[[Params, Batch], jax.Array] | None]:
     """Returns the functions that compute (gradients, evaluation sums, logits) of a batch, in a pipeline or not."""
-    num_parts, mesh = num_microbatches(config, shape), placement.mesh
-    if program is None or mesh is None:
+    num_parts = num_microbatches(config, mesh.shape)
+    if program is None:
         whole = task.logits
         plain = whole and (lambda params, batch: whole(params, with_sequence_index(batch)))
         whole_step = accumulated(task.loss, num_parts, placement, replicas, axes)
         return whole_step, summed(task.loss, num_parts, placement, axes), plain
-    stages = task.stages
+    stages, size = task.stages, mesh.shape["pipeline"]
     if stages is None:
-        raise UserError(
-            f"mesh.pipeline: got {shape['pipeline']}, and this task has no stages; allowed: 1; nearest: mesh.pipeline=1"
-        )
+        raise UserError(f"mesh.pipeline: got {size}, and this task has no stages; allowed: 1; nearest: mesh.pipeline=1")
     specs, num_chunks = replicas.specs, program.schedule.num_chunks
 
     def gradients(params: Params, batch: Batch, rng: jax.Array, seed: jax.Array) -> Sums:

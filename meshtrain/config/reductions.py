@@ -12,7 +12,6 @@ from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.options import Imported, options_problem
 from meshtrain.sharding.axes import DATA
-from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.reduction import MAX_LEVEL, SUM, Reduction, ReductionOptions
 from meshtrain.step.precision import reduce_dtype
 
@@ -100,19 +99,3 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
             f"microbatch; allowed: zero.level 0 or {MAX_LEVEL}; nearest: zero.level={MAX_LEVEL}"
         )
     return lines
-
-
-def reduced_by(config: Config, replicas: Replicas) -> Replicas:
-    """Returns the replicas with the reduction of a configuration.
-
-    Raises:
-      UserError: see `of`; or data is split over several devices and left to the partitioner, which reduces gradients at
-        once.
-    """
-    reduction = of(config)
-    if reduction is not None and replicas.mesh.shape[DATA] > 1 and not replicas.is_manual:
-        raise UserError(
-            f"{KEY}: got {reduction.name} with fsdp or an axis after it and a task without `takes_manual_axes`, or "
-            f"with weights split over data; allowed: {SUM}, or a task with it; nearest: {KEY}={SUM}"
-        )
-    return dataclasses.replace(replicas, reduction=reduction)

@@ -202,11 +202,6 @@ def chunked(layers: Params, num_chunks: int) -> Params:
     return jax.tree.map(lambda leaf: leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:]), layers)
 
 
-def chunked_names(names: Names, num_chunks: int) -> Names:
-    """Returns the logical axes of a leaf [V, L / V, ...], given those of [L, ...]; the same where V is 1."""
-    return names if num_chunks == 1 else (CHUNKS, *names)
-
-
 def layer_order_shape(shape: Sequence[int], names: Names) -> tuple[int, ...]:
     """Returns the shape [L, ...] of a leaf, given its shape and logical axes in memory."""
     if CHUNKS not in names:

@@ -2,14 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-
-from jax.sharding import NamedSharding
+from collections.abc import Collection, Sequence
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.sharding.offload import is_on_host
-from meshtrain.sharding.stored import Names, axes_of_dims, is_names
-from meshtrain.sharding.trees import Arrays, NamesTree, Shaped, Shardings, leaves_with_paths, num_bytes
+from meshtrain.sharding.stored import Names, axes_of_dims
+from meshtrain.sharding.trees import Arrays, leaves_with_paths, num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,27 +37,27 @@ class Row:
     is_frozen: bool = False
 
 
-def rows(abstract_tree: Arrays, axes_tree: NamesTree, shardings: Shardings) -> list[Row]:
+def rows(abstract: Arrays, names: Sequence[Names], frozen: Collection[str] = ()) -> list[Row]:
     """Returns a row for each array of a tree.
 
     Args:
-      abstract_tree: arrays or `jax.ShapeDtypeStruct`s.
-      axes_tree: the same structure; the leaves are tuples of logical axes.
-      shardings: the same structure; the leaves are `NamedSharding`s, as `step.shardings.shardings` returns them.
+      abstract: arrays or `jax.ShapeDtypeStruct`s with shardings.
+      names: the logical axes of each, in the order of `jax.tree.leaves`.
+      frozen: the paths of weights that are not trained.
     """
-    names = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
-    placed = dict(leaves_with_paths(shardings))
-    return [_row(path, array, names[path], placed[path]) for path, array in leaves_with_paths(abstract_tree)]
-
-
-def _row(path: str, array: Shaped, names: Names, sharding: NamedSharding) -> Row:
-    shape = tuple(array.shape)
-    large = tuple(
-        tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1)
-        for axes in axes_of_dims(sharding.spec, len(shape))
-    )
-    shard_bytes = math.prod(sharding.shard_shape(shape)) * num_bytes(array) // max(1, math.prod(shape))
-    return Row(path, shape, str(array.dtype), names, large, num_bytes(array), shard_bytes, is_on_host(sharding))
+    result = []
+    for (path, array), axes in zip(leaves_with_paths(abstract), names, strict=True):
+        sharding, shape = array.sharding, tuple(array.shape)
+        split = [
+            tuple(axis for axis in dim if sharding.mesh.shape[axis] > 1)
+            for dim in axes_of_dims(sharding.spec, len(shape))
+        ]
+        shard_bytes = math.prod(sharding.shard_shape(shape)) * array.dtype.itemsize
+        on_host, dtype = is_on_host(sharding), str(array.dtype)
+        result.append(
+            Row(path, shape, dtype, axes, tuple(split), num_bytes(array), shard_bytes, on_host, path in frozen)
+        )
+    return result
 
 
 def table(rows: Sequence[Row]) -> str:

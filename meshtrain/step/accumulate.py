@@ -1,27 +1,30 @@
 """Gradients summed over microbatches, in float32.
 
-The last microbatch stands behind the loop over the others where gradients of layers are reduced inside its backward
-loop (`overlapped_microbatch.py`).
+Stacked gradients of layers exist only when the backward loop over the layers is over, and an all-reduce of them has no
+product left to run beside. So the loop itself reduces each layer's gradients, and XLA moves the collective beside the
+products of the next layer. Only the last microbatch does so (`by_layer`), behind a loop over the earlier ones and with
+their sums added: the bytes are those of one reduction a step.
 
 B: sequences in the global batch, M: microbatches, b: sequences in a microbatch, B / M.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from meshtrain.models.task import Batch, Loss, Params, Sums
-from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding import jaxprs
+from meshtrain.sharding.gradients import Reduced, Replicas
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.trees import merged, select
-from meshtrain.step.overlapped_microbatch import by_layer
 
+LossFunction = Callable[[Params, Batch, jax.Array, bool], Loss]  # (params, microbatch, rng, train) -> sums
 # (params, batch, rng, seed) -> sums over the batch. The seed, a float32 scalar, multiplies the gradients: it is the
 # cotangent of the loss, see `loss_scale.seed`.
 Gradients = Callable[[Params, Batch, jax.Array, jax.Array], Sums]
-
-
+ByIndex: TypeAlias = dict[int, jax.Array]  # index of a trained weight -> an array like it
 # Entry of a batch -> logical axis of each of its dims, the first of them "batch"; see `models.task.batch_axes`.
 Axes = Mapping[str, Sequence[str | None]]
 
@@ -54,18 +57,14 @@ def split(batch: Batch, num_microbatches: int, placement: Placement, axes: Axes)
 
 
 def accumulated(
-    loss: Callable[[Params, Batch, jax.Array, bool], Loss],
-    num_microbatches: int,
-    placement: Placement,
-    replicas: Replicas,
-    axes: Axes,
+    loss: LossFunction, num_microbatches: int, placement: Placement, replicas: Replicas, axes: Axes
 ) -> Gradients:
     """Returns the function that computes the sums and gradients of a batch, one microbatch after the other.
 
     Gradients are a tree like the parameters, float32, with None for frozen ones (`replicas.trained`).
 
     Args:
-      loss: (params, microbatch, rng, train) -> sums.
+      loss: of the task.
       num_microbatches: M.
       placement: the sharding of the microbatches.
       replicas: reduces the gradients over the data axis.
@@ -123,8 +122,59 @@ def _made_alone(zeros: Sums) -> Sums:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), zeros)
 
 
+def by_layer(
+    loss: LossFunction, replicas: Replicas, params: Params, batch: Batch, rng: jax.Array, seed: jax.Array
+) -> Callable[[Sums | None], Sums] | None:
+    """Returns the last microbatch of a step, `batch`: sums of the earlier ones, or None -> sums of all.
+
+    Gradients of layers that one loop computes one after the other are reduced over data inside the backward loop, and
+    are `Reduced`. The others are local sums. Returns None where the loss has no such loop.
+    """
+    trained, frozen = select(params, replicas.trained)
+    leaves, structure = jax.tree.flatten(trained)
+
+    def loss_of(leaves: list[jax.Array], batch: Batch) -> Loss:
+        return loss(merged(jax.tree.unflatten(structure, leaves), frozen), batch, rng, True)
+
+    traced = jaxprs.traced(loss_of, leaves, batch)
+    if not traced.sliced:
+        return None
+    stored = enumerate(jax.tree.leaves(replicas.trained_stored))
+    of_layers = {index: weight for index, weight in stored if index in traced.sliced}
+    others = {index: leaf for index, leaf in enumerate(leaves) if index not in of_layers}
+
+    def last(before: Sums | None) -> Sums:
+        # Otherwise XLA begins it early, and its activations are in memory beside those of the others.
+        before, microbatch = jax.lax.optimization_barrier((before, batch))
+        local = jax.tree.leaves(before.gradients) if before else [None] * len(leaves)
+
+        def total(others: ByIndex, zeros: ByIndex, microbatch: Batch) -> tuple[jax.Array, Loss]:
+            arrays = [others[index] if index in others else leaf for index, leaf in enumerate(leaves)]
+            given = {index: (local[index], zero) for index, zero in zeros.items()}
+            value, weight, metrics = traced.run(arrays, microbatch, given, replicas.reducing_layers(of_layers))
+            return value * seed, (value, weight, metrics)
+
+        zeros = {index: replicas.reduced_zeros(leaves[index], weight) for index, weight in of_layers.items()}
+        gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+        first = before.weight if before else seed
+        (_, sums), (parts, reduced) = jaxprs.run_after(gradient, first, others, zeros, microbatch)
+        loss_sum, weight_sum, metrics = jax.tree.map(jnp.add, before[:-1], sums) if before else sums
+        whole = [
+            Reduced(reduced[index]) if index in reduced else _plus(parts[index], before_it)
+            for index, before_it in enumerate(local)
+        ]
+        return Sums(loss_sum, weight_sum, metrics, jax.tree.unflatten(structure, whole))
+
+    return last
+
+
+def _plus(part: jax.Array, before: jax.Array | None) -> jax.Array:
+    """Returns a gradient in float32, added to the sum of the earlier microbatches if there is one."""
+    return part.astype(jnp.float32) if before is None else before + part.astype(jnp.float32)
+
+
 def summed(
-    loss: Callable[[Params, Batch, jax.Array, bool], Loss], num_microbatches: int, placement: Placement, axes: Axes
+    loss: LossFunction, num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
     """Returns the function that computes the sums of a batch without gradients, one microbatch after the other.
 

@@ -1,4 +1,4 @@
-"""The abstract training state: shapes, logical axes and shardings. Nothing here allocates an array.
+"""The abstract training state: its shapes, the logical axes and the sharding of each leaf. No array is allocated.
 
 In memory an interleaved pipeline has the layers in chunks; checkpoints have them in layer order (`pipeline.stages`).
 """
@@ -8,23 +8,21 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.typing import DTypeLike
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.errors import UserError
 from meshtrain.models.abstract_weights import named_params
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update
+from meshtrain.optim.states import state_axes
 from meshtrain.pipeline import stages
 from meshtrain.sharding import offload
-from meshtrain.sharding.axes import DATA, partitioned_axes
+from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.stored import (
-    MAX_LEVEL,
     STACKED,
     Names,
-    StoredTree,
     axes_in,
     axes_of_dims,
     is_names,
@@ -43,7 +41,7 @@ from meshtrain.sharding.trees import (
     path_text,
     select,
 )
-from meshtrain.step.state import GROUPS, REPLICAS, REPLICATED_FIELDS, TrainState
+from meshtrain.step.state import GROUPS, REPLICAS, REPLICATED_FIELDS, RESIDUAL, TrainState
 from meshtrain.step.step import with_sequence_index
 
 
@@ -51,10 +49,9 @@ def abstract_params(task: Task, num_chunks: int, num_devices: int) -> tuple[Para
     """Returns abstract parameters as they are stored, and their logical axes; see `named_params`."""
     params, axes = named_params(task.init, on_one_device=num_devices == 1)
     if num_chunks > 1:
-        chunked = lambda leaf: stages.chunked_names(leaf, num_chunks)  # noqa: E731
-        axes = {**axes, "layers": jax.tree.map(chunked, axes["layers"], is_leaf=is_names)}
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
-    return jax.eval_shape(lambda: in_chunks(zeros(), num_chunks)), axes
+        of_layers = jax.tree.map(lambda names: (stages.CHUNKS, *names), axes["layers"], is_leaf=is_names)
+        axes = {**axes, "layers": of_layers}
+    return jax.eval_shape(lambda params: in_chunks(params, num_chunks), params), axes
 
 
 def abstract_metrics(task: Task, batch: Mapping[str, Entry]) -> Metrics:
@@ -87,38 +84,6 @@ def after_update_of(task: Task, num_chunks: int) -> AfterUpdate | None:
     return on_chunks
 
 
-def replicas_of(
-    task: Task,
-    specs: StoredTree,
-    mesh: Mesh,
-    level: int,
-    wire_dtype: DTypeLike,
-    trained: Masks,
-) -> Replicas:
-    """Returns how gradients are reduced over the data axis.
-
-    Args:
-      task: what is trained.
-      specs: a tree of `Stored` like the parameters.
-      mesh: the mesh.
-      level: of ZeRO.
-      wire_dtype: of gradients in collectives over data.
-      trained: a tree of bool like the parameters, true for each with a gradient.
-
-    Raises:
-      UserError: level 2 with a task that cannot be traced where data is manual: it reduces gradients in such a region.
-    """
-    is_manual = task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1
-    # A user's rule may shard weights over data. Then data has no replicas of them and is left to the partitioner.
-    is_manual &= level == MAX_LEVEL or not any(DATA in axes_in(one.parameter) for one in jax.tree.leaves(specs))
-    if level == 2 and not is_manual:
-        raise UserError(
-            "zero.level: got 2 with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights "
-            "split over data; allowed: 0, 1, 3, or a task with it; nearest: zero.level=1"
-        )
-    return Replicas(mesh, specs, level, is_manual, wire_dtype, trained)
-
-
 def layer_bytes(params: Params, axes: NamesTree, replicas: Replicas, num_together: int) -> int:
     """Returns the bytes that one device reduces over data in one iteration of the backward loop, 0 where none does.
 
@@ -141,10 +106,54 @@ def layer_bytes(params: Params, axes: NamesTree, replicas: Replicas, num_togethe
     return total * num_together * jnp.dtype(replicas.wire_dtype).itemsize
 
 
-def placed(
-    abstract: TrainState, names: list[Names], rules: Rules, mesh: Mesh, level: int, *, moments_on_host: bool = False
-) -> TrainState:
-    """Returns the abstract state with a sharding on each leaf.
+def axes_of_fields(
+    abstract: TrainState, transformation: optax.GradientTransformation, params: Params, axes: NamesTree, mask: Masks
+) -> dict[str, list[Names]]:
+    """Returns the logical axes of the arrays of each field, in the order of `jax.tree.leaves` of that field.
+
+    A new field of `TrainState` gets its entry here, or in `REPLICATED_FIELDS`.
+
+    Args:
+      abstract: the state.
+      transformation: the optimizer.
+      params: abstract parameters.
+      axes: like the parameters, with a tuple of logical axes for each.
+      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
+    """
+    (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
+    return {
+        "params": jax.tree.leaves(axes, is_leaf=is_names),
+        "opt_state": state_axes(transformation, trained, trained_axes),
+        RESIDUAL: [(REPLICAS, *names) for names in jax.tree.leaves(trained_axes, is_leaf=is_names)],
+        **{
+            name: [(None,) * leaf.ndim for leaf in jax.tree.leaves(getattr(abstract, name))]
+            for name in REPLICATED_FIELDS
+        },
+    }
+
+
+def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> list[Names]:
+    """Returns the logical axes of each array of a state, in the order of `jax.tree.leaves(state)`.
+
+    Axes are looked up by the name of the field, so the order of fields in the state does not matter.
+
+    Args:
+      state: a dataclass that is a pytree, such as an abstract `TrainState`.
+      of_fields: field name -> logical axes of each of the field's arrays, see `axes_of_fields`.
+    """
+    fields = [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    for name in dict.fromkeys(fields):
+        assert name in of_fields, f"{type(state).__name__}.{name} has arrays and no logical axes: see axes_of_fields"
+        num_arrays, num_axes = fields.count(name), len(of_fields[name])
+        assert num_arrays == num_axes, f"{type(state).__name__}.{name} has {num_arrays} arrays, and {num_axes} axes"
+    left = {name: iter(axes) for name, axes in of_fields.items()}
+    return [next(left[name]) for name in fields]
+
+
+def placed_states(
+    abstract: TrainState, names: list[Names], rules: Rules, mesh: Mesh, level: int, *, moments_on_host: bool
+) -> tuple[TrainState, TrainState]:
+    """Returns the abstract state with a sharding on each leaf, and the same with layers in layer order.
 
     Args:
       abstract: the state.
@@ -157,48 +166,31 @@ def placed(
     Raises:
       UserError: a leaf that cannot be split as the rules say.
     """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
 
-    def place(path: Sequence[KeyEntry], leaf: jax.ShapeDtypeStruct, axes: Names) -> jax.ShapeDtypeStruct:
-        field = path[0].name
+    def spec(path: Sequence[KeyEntry], shape: Sequence[int], axes: Names) -> PartitionSpec:
         if axes[:1] in ((REPLICAS,), (GROUPS,)):
             # One for each: data splits the first dim, and the others are split as those of the weight.
-            of_weight = stored(leaf.shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
+            of_weight = stored(shape[1:], axes[1:], rules, mesh.shape, 0, path_text(path)).parameter
             replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
-            spec = spec_of_dims([replicas, *axes_of_dims(of_weight, leaf.ndim - 1)])
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-        specs = stored(leaf.shape, axes, rules, mesh.shape, 0 if field in REPLICATED_FIELDS else level, path_text(path))
-        is_moment = field == "opt_state"
-        sharding = NamedSharding(mesh, specs.moment if is_moment else specs.parameter)
-        if moments_on_host and is_moment and leaf.ndim > 0:
-            sharding = offload.on_host(sharding)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            return spec_of_dims([replicas, *axes_of_dims(of_weight, len(shape) - 1)])
+        of_level = 0 if path[0].name in REPLICATED_FIELDS else level
+        specs = stored(shape, axes, rules, mesh.shape, of_level, path_text(path))
+        return specs.moment if path[0].name == "opt_state" else specs.parameter
 
-    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    with_shardings = [place(path, leaf, axes) for (path, leaf), axes in zip(leaves, names, strict=True)]
-    return jax.tree.unflatten(structure, with_shardings)
+    def placed(shapes: Sequence[Sequence[int]], names: Sequence[Names]) -> TrainState:
+        with_shardings = []
+        for (path, leaf), shape, axes in zip(leaves, shapes, names, strict=True):
+            sharding = NamedSharding(mesh, spec(path, shape, axes))
+            if moments_on_host and path[0].name == "opt_state" and leaf.ndim > 0:
+                sharding = offload.on_host(sharding)
+            with_shardings.append(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding))
+        return jax.tree.unflatten(structure, with_shardings)
 
-
-def placed_states(
-    abstract: TrainState, names: list[Names], rules: Rules, mesh: Mesh, level: int, *, moments_on_host: bool
-) -> tuple[TrainState, TrainState]:
-    """Returns the abstract state as `placed` has it, and the same with layers in layer order, as checkpoints store it.
-
-    For the arguments see `placed`.
-
-    Raises:
-      UserError: a leaf that cannot be split as the rules say.
-    """
-    in_order, names_in_order = in_layer_order(abstract, names), [stages.layer_order_names(leaf) for leaf in names]
-    kept = placed(in_order, names_in_order, rules, mesh, level, moments_on_host=moments_on_host)
-    return placed(abstract, names, rules, mesh, level, moments_on_host=moments_on_host), kept
-
-
-def in_layer_order(abstract: TrainState, names: list[Names]) -> TrainState:
-    """Returns the abstract state with the shapes that checkpoints have."""
-    leaves, structure = jax.tree.flatten(abstract)
-    shapes = [stages.layer_order_shape(leaf.shape, axes) for leaf, axes in zip(leaves, names, strict=True)]
-    in_order = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
-    return jax.tree.unflatten(structure, in_order)
+    shapes = [leaf.shape for _, leaf in leaves]
+    in_order = [stages.layer_order_shape(shape, axes) for shape, axes in zip(shapes, names, strict=True)]
+    kept = placed(in_order, [stages.layer_order_names(axes) for axes in names])
+    return placed(shapes, names), kept
 
 
 def shardings(abstract: Arrays) -> Shardings:

@@ -1,7 +1,6 @@
 """The training state: all arrays that a step reads and writes and that a checkpoint saves."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -9,9 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.models.task import Params
-from meshtrain.optim.states import state_axes
-from meshtrain.sharding.stored import Names, is_names
-from meshtrain.sharding.trees import Arrays, Masks, NamesTree, select
+from meshtrain.sharding.trees import Arrays, Masks, select
 from meshtrain.step.guard import Skipped, none_skipped
 from meshtrain.step.loss_scale import LossScale, Scaling, first_scale
 from meshtrain.step.precision import cast
@@ -83,54 +80,6 @@ def init_state(
     scale, key_data = first_scale(scaling), jax.random.key_data(rng)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), late_metrics)
     return TrainState(step, params, opt_state, key_data, none_skipped(), scale, residual, late_metrics=zeros)
-
-
-def axes_of_fields(
-    abstract: TrainState,
-    transformation: optax.GradientTransformation,
-    params: Params,
-    axes: NamesTree,
-    mask: Masks = None,
-) -> dict[str, list[Names]]:
-    """Returns the logical axes of the arrays of each field, in the order of `jax.tree.leaves` of that field.
-
-    A new field of `TrainState` gets its entry here, or in `REPLICATED_FIELDS`.
-
-    Args:
-      abstract: the state.
-      transformation: the optimizer.
-      params: abstract parameters.
-      axes: like the parameters, with a tuple of logical axes for each.
-      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
-    """
-    (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
-    return {
-        "params": jax.tree.leaves(axes, is_leaf=is_names),
-        "opt_state": state_axes(transformation, trained, trained_axes),
-        RESIDUAL: [(REPLICAS, *names) for names in jax.tree.leaves(trained_axes, is_leaf=is_names)],
-        **{
-            name: [(None,) * leaf.ndim for leaf in jax.tree.leaves(getattr(abstract, name))]
-            for name in REPLICATED_FIELDS
-        },
-    }
-
-
-def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> list[Names]:
-    """Returns the logical axes of each array of a state, in the order of `jax.tree.leaves(state)`.
-
-    Axes are looked up by the name of the field, so the order of fields in the state does not matter.
-
-    Args:
-      state: a dataclass that is a pytree, such as an abstract `TrainState`.
-      of_fields: field name -> logical axes of each of the field's arrays, see `axes_of_fields`.
-    """
-    fields = [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    for name in dict.fromkeys(fields):
-        assert name in of_fields, f"{type(state).__name__}.{name} has arrays and no logical axes: see axes_of_fields"
-        num_arrays, num_axes = fields.count(name), len(of_fields[name])
-        assert num_arrays == num_axes, f"{type(state).__name__}.{name} has {num_arrays} arrays, and {num_axes} axes"
-    left = {name: iter(axes) for name, axes in of_fields.items()}
-    return [next(left[name]) for name in fields]
 
 
 def step_key(state: TrainState) -> jax.Array:

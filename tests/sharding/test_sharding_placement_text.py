@@ -16,9 +16,10 @@ def shape_of(**axes):
     return dict.fromkeys(AXES, 1) | axes
 
 
-def shardings(tree, names, mesh):
+def placed(tree, names, mesh):
     specs = stored_tree(tree, names, RULES, mesh.shape, 0)
-    return jax.tree.map(lambda one: jax.NamedSharding(mesh, one.parameter), specs)
+    shardings = jax.tree.map(lambda one: jax.NamedSharding(mesh, one.parameter), specs)
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
 
 
 def explained(**sizes):
@@ -29,7 +30,7 @@ def explained(**sizes):
     }
     names = {"scale": ("norm",), "step": (), "table": ("vocab", "embed")}
     mesh = make_mesh(shape_of(**sizes), jax.devices())
-    return rows(tree, names, shardings(tree, names, mesh))
+    return rows(placed(tree, names, mesh), list(names.values()))
 
 
 def test_a_line_for_each_array_and_totals():
@@ -48,8 +49,8 @@ def test_a_line_for_each_array_and_totals():
 def test_bytes_on_a_device_are_what_jax_puts_there():
     row = explained(pipeline=2, fsdp=2, tensor=2)[2]
     mesh = make_mesh(shape_of(pipeline=2, fsdp=2, tensor=2), jax.devices())
-    sharding = shardings({"t": jnp.zeros((512, 8))}, {"t": ("vocab", "embed")}, mesh)["t"]
-    there = jax.device_put(jnp.zeros((512, 8), jnp.bfloat16), sharding)
+    zeros = jnp.zeros((512, 8), jnp.bfloat16)
+    there = jax.device_put(zeros, placed({"t": zeros}, {"t": ("vocab", "embed")}, mesh)["t"].sharding)
     assert row.num_bytes_per_device == there.addressable_shards[0].data.nbytes
     assert row.num_bytes == there.nbytes
 

@@ -14,7 +14,8 @@ from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.reduction import ReductionOptions
-from meshtrain.step.state import TrainState, axes_of_leaves
+from meshtrain.step.shardings import axes_of_leaves
+from meshtrain.step.state import TrainState
 
 WEIGHT, MOMENT = ("embed", "mlp"), ("embed", None)
 
