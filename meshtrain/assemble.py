@@ -29,7 +29,6 @@ from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
-from meshtrain.pipeline.chunk_reduction import reduces_early
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.schedules import chosen
 from meshtrain.sharding import offload
@@ -195,7 +194,7 @@ def _on_mesh(
     after_update = after_update_of(task, num_chunks)
     update = _update(config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update)
     step = (apart.step if apart else train_step)(gradients, update, scaling)
-    by_chunk = program is not None and reduces_early(program, replicas)
+    by_chunk = program is not None and executor.reduces_early(program, replicas)
     bytes_of_layer = 0 if by_chunk else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
     kind = mesh.devices.flat[0].device_kind

@@ -231,7 +231,7 @@ class Groups(Replicas):
           tree: float32 [G, ...].
           residual: a tree of float32 [devices along data, ...], what reduced means have not sent yet; or ().
         """
-        whole = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
+        whole = self.trained_specs
         stacked = self._with_replicas(whole)
         of_residual = stacked if jax.tree.leaves(residual) else residual
 

@@ -10,7 +10,7 @@ M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed di
 R: rows, K: layers in a chunk, U: layers in a unit (`Stages.num_together`).
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,13 @@ import numpy as np
 
 from meshtrain.models.task import Activations, Batch, LayerSums, Loss, Params, Stages, Sums, with_layer_sums
 from meshtrain.pipeline import stages as ring
-from meshtrain.pipeline.chunk_reduction import Reduction, reduces_early
-from meshtrain.pipeline.program import Program, Segment, Signature, segments
+from meshtrain.pipeline.program import Program, Segment, Signature, finished, segments
 from meshtrain.pipeline.pullback import SplitLayer, floating, with_float0
 from meshtrain.pipeline.stages import MANUAL, PIPELINE
 from meshtrain.sharding.gradients import Reduced, Replicas
+from meshtrain.sharding.stored import StoredTree
 from meshtrain.sharding.trees import Arrays, merged, select
 
-# An entry of a table: a traced int32 scalar (a bool of `active`), or numpy's table of all of them [R, S] or [R].
-CellValue: TypeAlias = Any
 # Of a loop over units, likewise: a traced int32 scalar, or a constant of numpy.
 Place: TypeAlias = jax.Array | np.int32
 
@@ -43,44 +41,25 @@ class Carry(NamedTuple):
     layer_sums: LayerSums  # of this stage's layers
     layers: Params  # float32 gradient sums of this stage's trained layers
     outer: Params  # float32 gradient sums of all other trained parameters; of sharded ones, this stage's shard
-    reduced: Arrays  # of chunks whose gradients are reduced over data already, see `chunk_reduction.py`
+    reduced: Arrays  # `ReducedChunks`, or None where chunks are not reduced by themselves
 
 
 class Cell(NamedTuple):
-    """One stage's entries of one row: int32 scalars, `active` bool. `Program` describes each."""
+    """One stage's entries of one row, from the tables of the same names in `Program`: int32 scalars, `active` bool."""
 
-    microbatch: CellValue
-    chunk: CellValue
-    active: CellValue
-    input_slot: CellValue
-    kept_slot: CellValue
-    output_slot: CellValue
-    embed_slot: CellValue
-    receive_slot: CellValue
-    cotangent_slot: CellValue
-    receive_cotangent_slot: CellValue
-    embed_microbatch: CellValue
-    head_microbatch: CellValue
-    embed_backward_microbatch: CellValue
-
-
-def tables(program: Program) -> Cell:
-    """Returns the tables of a program, each int32 [R, S], or [R] where it is the same for every stage."""
-    return Cell(
-        microbatch=program.microbatch,
-        chunk=program.chunk,
-        active=program.active.astype(np.int32),
-        input_slot=program.input_slot,
-        kept_slot=program.kept_slot,
-        output_slot=program.output_slot,
-        embed_slot=program.embed_slot,
-        receive_slot=program.receive_slot,
-        cotangent_slot=program.cotangent_slot,
-        receive_cotangent_slot=program.receive_cotangent_slot,
-        embed_microbatch=program.embed_microbatch,
-        head_microbatch=program.head_microbatch,
-        embed_backward_microbatch=program.embed_backward_microbatch,
-    )
+    microbatch: jax.Array
+    chunk: jax.Array
+    active: jax.Array
+    input_slot: jax.Array
+    kept_slot: jax.Array
+    output_slot: jax.Array
+    embed_slot: jax.Array
+    receive_slot: jax.Array
+    cotangent_slot: jax.Array
+    receive_cotangent_slot: jax.Array
+    embed_microbatch: jax.Array
+    head_microbatch: jax.Array
+    embed_backward_microbatch: jax.Array
 
 
 def gradients(
@@ -151,6 +130,72 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
     return jax.lax.scan(one_round, (carry, row), None, length=segment.count)[0]
 
 
+def reduces_early(program: Program, replicas: Replicas) -> bool:
+    """Returns whether the gradients of a chunk are reduced as soon as they are complete."""
+    return replicas.reduces_in_loops and program.schedule.num_chunks > 1
+
+
+class ReducedChunks(NamedTuple):
+    """Gradients that are reduced over data, of the first so many chunks in the order of `finished`.
+
+    Level 0 keeps them where the sums of one replica were.
+    """
+
+    scattered: Params  # float32 [V K / U, U, ...], this replica's shards; None for gradients that are not scattered
+    num_chunks: jax.Array  # int32 scalar
+
+
+class ChunkReduction:
+    """Reduces the gradients of a chunk over data beside the rows after its last one: `begin` before them, then `end`.
+
+    A stage finishes its chunks one after the other, S rows apart, and idles or works on other chunks meanwhile. So the
+    reduction of all chunks but the last has rows to run beside, which a reduction after the last row has not.
+    """
+
+    def __init__(self, program: Program, replicas: Replicas, stored: StoredTree, num_units: int) -> None:
+        """Stores the order of chunks; `stored` has a `Stored` for each of the trained layers, `num_units` is K / U."""
+        self.replicas, self.stored, self.num_units = replicas, stored, num_units
+        self.chunks = np.array([chunk for _, chunk in finished(program)], np.int32)
+        self.is_scattered = jax.tree.map(lambda weight: weight.is_scattered, stored)
+
+    def start(self, units: Params) -> ReducedChunks:
+        """Returns the result before the first reduction; `units` are the trained layers [V K / U, U, ...]."""
+        scattered, stored = select(units, self.is_scattered)[0], select(self.stored, self.is_scattered)[0]
+        return ReducedChunks(jax.tree.map(self.replicas.reduced_zeros, scattered, stored), jnp.int32(0))
+
+    def begin(self, layers: Params, reduced: ReducedChunks) -> tuple[Params, Params, jax.Array]:
+        """Returns `layers`, the reduced gradients of the next chunk [K / U, U, ...], and the place of its first unit.
+
+        Args:
+          layers: the sums of this replica, [V K / U, U, ...].
+          reduced: what is reduced already.
+        """
+        place = ring.take(jnp.asarray(self.chunks), reduced.num_chunks) * self.num_units
+        part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, place, self.num_units), layers)
+        sent = jax.tree.map(lambda leaf: leaf.astype(self.replicas.wire_dtype), part)
+        # Later rows add to other chunks in place. Unless the slices are made first, XLA copies all sums for that.
+        layers, part = jax.lax.optimization_barrier((layers, sent))
+        return layers, self.replicas.reduced_layers(part, self.stored), place
+
+    def end(
+        self, layers: Params, reduced: ReducedChunks, parts: Params, place: jax.Array
+    ) -> tuple[Params, ReducedChunks]:
+        """Returns (layers, reduced) with the parts of `begin` in their place."""
+        # A barrier here would make XLA's scheduler end the collective before the rows between.
+        scattered, replicated = select(parts, self.is_scattered)
+        with_sums, without = select(layers, self.is_scattered)
+
+        def put(leaf: jax.Array, part: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(leaf, part.astype(leaf.dtype), place, 0)
+
+        after = ReducedChunks(jax.tree.map(put, reduced.scattered, scattered), reduced.num_chunks + 1)
+        return merged(with_sums, jax.tree.map(put, without, replicated)), after
+
+    def finished(self, layers: Params, reduced: ReducedChunks) -> Params:
+        """Returns the reduced gradients of all chunks, [V K / U, U, ...]."""
+        return merged(reduced.scattered, select(layers, self.is_scattered)[1])
+
+
 class Rows:
     """The work of one stage in a row: `forward` for F rows, `backward` for B rows, and their parts."""
 
@@ -183,12 +228,13 @@ class Rows:
         self.unit = SplitLayer(self.run_layers, weights, self.first_input, (zero, zero), self.layer_mask)
         self.reduction = None
         if reduces_early(program, replicas):
-            self.reduction = Reduction(program, replicas, self.stored_layers, self.num_units)
+            self.reduction = ChunkReduction(program, replicas, self.stored_layers, self.num_units)
 
     def cell(self, row: jax.Array) -> Cell:
         """Returns this stage's cell of a row. The tables are one constant of the compiled program."""
         shape = self.program.active.shape
-        columns = [np.broadcast_to(table.reshape(shape[0], -1), shape) for table in tables(self.program)]
+        tables: list[np.ndarray] = [getattr(self.program, name) for name in Cell._fields]
+        columns = [np.broadcast_to(table.astype(np.int32).reshape(shape[0], -1), shape) for table in tables]
         entries = ring.take(ring.take(jnp.asarray(np.stack(columns, axis=-1)), row), self.stage)
         cell = Cell(*entries)
         return cell._replace(active=cell.active > 0)

@@ -1,16 +1,11 @@
 """Operations of one stage on its own shards, inside a manual region over the pipeline axis.
 
 M: microbatches, b: sequences in a microbatch, T: tokens a sequence, D: embed dim, S: stages, V: chunks a stage,
-K: layers in a chunk, U: layers in a unit (`Stages.num_together`).
+K: layers in a chunk, U: layers in a unit (`Stages.num_together`), L: layers.
 
 Layers are stored as [K S, ...] where V is 1, else as [V, K S, ...], with the dim of size K S sharded over the stages.
-Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order.
-
-Layers in chunks: the storage of interleaved schedules, and the layer order of checkpoints and initial values.
-
-V: chunks a stage, L: layers. A leaf is [V, L / V, ...] in memory, with the second dim sharded over the stages,
-and [L, ...] in checkpoints. One is a reshape of the other. Dims may stand before these, such as that of
-the replicas.
+Chunk c of stage s holds the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order, so a
+leaf [L, ...] of a checkpoint is a reshape. Dims may stand before these, such as that of the replicas.
 """
 
 from collections.abc import Sequence

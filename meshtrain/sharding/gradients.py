@@ -25,7 +25,7 @@ from meshtrain.sharding.jaxprs import Hook
 from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.reduction import Dims, Reduction
 from meshtrain.sharding.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, StoredTree, axes_of_dims, spec_of_dims
-from meshtrain.sharding.trees import Arrays, Masks, Shaped, Specs, Tree, leaves_with_paths, select
+from meshtrain.sharding.trees import Arrays, Masks, Shaped, Specs, leaves_with_paths, select
 
 Compute = Callable[..., tuple[Arrays, Arrays]]
 
@@ -86,6 +86,11 @@ class Replicas:
         """`Stored` of the parameters that have gradients, None for the others."""
         return select(self.stored, self.trained)[0]
 
+    @property
+    def trained_specs(self) -> Specs:
+        """The specs of the parameters that have gradients, None for the others."""
+        return select(self.specs, self.trained)[0]
+
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
         """Returns `compute` run on each replica's shard of the batch; its sums and gradients are reduced over data.
 
@@ -102,7 +107,7 @@ class Replicas:
             return compute
         parameters, replicated = self.specs, PartitionSpec()
         batch_spec = PartitionSpec(DATA) if self.axes else replicated
-        of_gradients = jax.tree.map(lambda weight: weight.parameter, self.trained_stored)
+        of_gradients = self.trained_specs
 
         def on_replica(params: Arrays, batch: Arrays, *others: jax.Array) -> tuple[Arrays, Arrays]:
             sums, gradients = compute(params, batch, *others)
@@ -135,27 +140,21 @@ class Replicas:
         Raises:
           UserError: the reduction returns other trees, shapes or dtypes than it has to.
         """
-        stored = self.trained_stored
-        dims = jax.tree.map(lambda weight: weight.data_dim if _is_scattered(weight) else 0, stored)
+        dims = jax.tree.map(lambda weight: weight.data_dim if weight.is_scattered else 0, self.trained_stored)
 
         def on_device(gradients: Arrays, residual: Arrays) -> tuple[Arrays, Arrays]:
             own, kept = jax.tree.map(lambda leaf: leaf[0], (gradients, residual))
             sums, left = self.reduced_here(own, kept, dims)
             return sums, jax.tree.map(lambda leaf: leaf[None], left)
 
-        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, stored))
-        after = jax.tree.map(lambda weight: weight.moment, stored)
+        before = self._with_replicas(self.trained_specs)
+        after = jax.tree.map(lambda weight: weight.moment, self.trained_stored)
         of_residual = before if jax.tree.leaves(residual) else residual
         in_specs, out_specs, axes = (before, of_residual), (after, of_residual), frozenset(self.mesh.axis_names)
         return on_shards(self.mesh, on_device, in_specs, out_specs, axes=axes)(gradients, residual)
 
     def reduced_here(self, gradients: Arrays, residual: Arrays, dims: Dims) -> tuple[Arrays, Arrays]:
-        """Returns what `reduction` makes of local arrays where all axes are manual, and the next residual.
-
-        Args:
-          gradients: a tree of float32.
-          residual: like them, or ().
-          dims: a tree of int like them, see `Reduction.reduce`.
+        """Returns what `reduction` makes of local arrays where all axes are manual; see `Reduction.reduce`.
 
         Raises:
           UserError: see `reduce`.
@@ -207,13 +206,9 @@ class Replicas:
 
         At level 2 a dim that divides over data has the size of one shard.
         """
+        return jax.tree.map(lambda x, weight: self._zeros(x, weight, self._scatters_each(weight)), params, stored)
 
-        def empty(leaf: jax.Array, weight: Stored) -> jax.Array:
-            return self._zeros(leaf, weight, is_scattered=self._scatters_each(weight))
-
-        return jax.tree.map(empty, params, stored)
-
-    def _zeros(self, leaf: jax.Array, weight: Stored, *, is_scattered: bool) -> jax.Array:
+    def _zeros(self, leaf: jax.Array, weight: Stored, is_scattered: bool) -> jax.Array:
         shape = list(leaf.shape)
         if is_scattered:
             shape[weight.data_dim] //= self.mesh.shape[DATA]
@@ -247,7 +242,7 @@ class Replicas:
 
         # A weight that data does not divide is reduced once, after the last microbatch (`_reduced`).
         def scatter(leaf: jax.Array, weight: Stored) -> jax.Array:
-            return self._scattered(leaf, weight) if self._scatters_each(weight) else leaf
+            return self._reduce(leaf, weight) if self._scatters_each(weight) else leaf
 
         return self._on_each(scatter, gradients, stored)
 
@@ -262,7 +257,7 @@ class Replicas:
 
     def reduced_zeros(self, leaf: jax.Array, weight: Stored) -> jax.Array:
         """Returns float32 zeros with the local shape of a reduced gradient: at level 1 of one shard."""
-        return self._zeros(leaf, weight, is_scattered=_is_scattered(weight))
+        return self._zeros(leaf, weight, weight.is_scattered)
 
     def reduced_layers(self, gradients: Arrays, stored: StoredTree) -> Arrays:
         """Returns the gradients of layers reduced over data, in `wire_dtype`; at level 1 the shards of this replica.
@@ -271,19 +266,7 @@ class Replicas:
           gradients: float32 sums of one replica, local along the manual axes.
           stored: `Stored` of these parameters.
         """
-
-        def reduce(leaf: jax.Array, weight: Stored) -> jax.Array:
-            return self._sent(leaf, weight, weight.data_dim if _is_scattered(weight) else 0)
-
-        return self._on_each(reduce, gradients, stored)
-
-    def as_sent(self, gradients: Arrays) -> Arrays:
-        """Returns gradients in the dtype in which they cross data."""
-        return jax.tree.map(lambda leaf: leaf.astype(self.wire_dtype), gradients)
-
-    def are_scattered(self, stored: StoredTree) -> Masks:
-        """Returns a tree of bool: whether `reduced_layers` returns a shard of a gradient."""
-        return jax.tree.map(_is_scattered, stored)
+        return self._on_each(self._sent, gradients, stored)
 
     def reducing_layers(self, stored: Mapping[int, Stored]) -> Hook:
         """Returns the hook that reduces the gradients of one layer in its backward pass.
@@ -338,21 +321,18 @@ class Replicas:
         return bool(self.axes) and weight.gradient != weight.parameter
 
     def _reduce(self, x: jax.Array, weight: Stored) -> jax.Array:
-        return self._sent(x, weight, weight.data_dim if _is_scattered(weight) else 0).astype(jnp.float32)
+        return self._sent(x, weight).astype(jnp.float32)
 
-    def _scattered(self, x: jax.Array, weight: Stored) -> jax.Array:
-        return self._sent(x, weight, weight.data_dim).astype(jnp.float32)
-
-    def _sent(self, x: jax.Array, weight: Stored, dim: int) -> jax.Array:
-        """Reduce-scatters over data along `dim`, which is counted from the end; all-reduces where it is 0."""
+    def _sent(self, x: jax.Array, weight: Stored) -> jax.Array:
+        """Returns a gradient reduced over data in `wire_dtype`; where it is scattered, the shard of this replica."""
         sent = x.astype(self.wire_dtype)
-        if dim == 0:
+        if not weight.is_scattered:
             return jax.lax.psum(sent, DATA)
-        return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + dim, tiled=True)
+        return jax.lax.psum_scatter(sent, DATA, scatter_dimension=x.ndim + weight.data_dim, tiled=True)
 
     def _with_replicas(self, specs: Specs) -> Specs:
         replicas = DATA if self.mesh.shape[DATA] > 1 else None
-        return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs, is_leaf=_is_spec)
+        return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs)
 
     def _reduced(self, gradients: Arrays) -> Arrays:
         """Reduces the gradients [replicas, ...] over data: an all-reduce at level 0, else a reduce-scatter.
@@ -370,15 +350,5 @@ class Replicas:
         def reduce_all(gradients: Arrays) -> Arrays:
             return jax.tree.map(reduce, gradients, stored, is_leaf=lambda leaf: isinstance(leaf, Reduced))
 
-        before = self._with_replicas(jax.tree.map(lambda weight: weight.parameter, stored))
         after = jax.tree.map(lambda weight: weight.moment, stored)
-        return on_shards(self.mesh, reduce_all, (before,), after)(gradients)
-
-
-def _is_scattered(weight: Stored) -> bool:
-    """Returns whether a replica gets one shard of a weight's gradient: from level 1 on, where data divides a dim."""
-    return weight.moment != weight.parameter
-
-
-def _is_spec(leaf: Tree) -> bool:
-    return isinstance(leaf, PartitionSpec)
+        return on_shards(self.mesh, reduce_all, (self._with_replicas(self.trained_specs),), after)(gradients)

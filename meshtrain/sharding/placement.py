@@ -23,6 +23,9 @@ from meshtrain.sharding.trees import ArrayFunction, Specs
 class Placement:
     """The shardings of activations and of gathered weights, and manual regions.
 
+    `names` are the logical axes of an array, a name or None for each dim. An array that cannot be split by the rules
+    raises UserError, see `stored.array_problems`.
+
     Attributes:
       rules: the table; None means one device without shardings.
       mesh: the mesh; None exactly where `rules` is None.
@@ -54,22 +57,14 @@ class Placement:
         return dataclasses.replace(self, rules=dataclasses.replace(self.rules, entries=entries), in_fp8=False)
 
     def activation(self, x: jax.Array, names: Names) -> jax.Array:
-        """Returns `x` constrained to its sharding by the rules; `names` has a logical axis or None for each dim.
-
-        Raises:
-          UserError: see `stored.array_problems`.
-        """
+        """Returns `x` constrained to its sharding by the rules."""
         return self._constrained(x, self.activation_spec(x.shape, names))
 
     def weight(self, w: jax.Array, names: Names) -> jax.Array:
         """Returns `w`, a weight in its compute dtype, gathered over the axes that split it for storage only.
 
         Without this constraint the partitioner may leave the weight sharded and move activations instead, which are
-        more bytes. Returns `w` itself where no axis splits weights for storage only. `names` has a logical axis or None
-        for each dim.
-
-        Raises:
-          UserError: see `stored.array_problems`.
+        more bytes. Returns `w` itself where no axis splits weights for storage only.
         """
         spec_of_weight = self.weight_spec(w.shape, names)
         return self._constrained(w, spec_of_weight) if self.gathers_weights else w
@@ -78,11 +73,7 @@ class Placement:
         """Returns `w`, a weight in its compute dtype, constrained to the sharding in which it is stored.
 
         Without this constraint the partitioner may move the gather of `weight` before the cast to the compute dtype,
-        and gather float32. Returns `w` itself where no axis splits weights for storage only. `names` has a logical axis
-        or None for each dim.
-
-        Raises:
-          UserError: see `stored.array_problems`.
+        and gather float32. Returns `w` itself where no axis splits weights for storage only.
         """
         return self._constrained(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
 
@@ -90,11 +81,7 @@ class Placement:
         """Returns `x` unchanged; its cotangent is constrained to the sharding that an activation with `names` has.
 
         The result of a row-parallel product may be scattered along the sequence. Both products of its backward pass
-        read the whole cotangent, and without this constraint the partitioner gathers it for each of them. `names` has a
-        logical axis or None for each dim.
-
-        Raises:
-          UserError: see `stored.array_problems`, during the backward pass.
+        read the whole cotangent, and without this constraint the partitioner gathers it for each of them.
         """
         if self.mesh is None or not _is_split_here(self.mesh):
             return x
@@ -108,31 +95,19 @@ class Placement:
         return unchanged
 
     def activation_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
-        """Returns the spec of an activation by the rules, without the axes that are manual here.
-
-        Raises:
-          UserError: see `stored.array_problems`.
-        """
+        """Returns the spec of an activation by the rules, without the axes that are manual here."""
         if self.rules is None or self.mesh is None:
             return PartitionSpec()
         return spec(f"activation {tuple(names)}", shape, names, self.rules.activations, _sizes_here(self.mesh))
 
     def weight_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
-        """Returns the spec of a gathered weight by the rules, without the axes that are manual here.
-
-        Raises:
-          UserError: see `stored.array_problems`.
-        """
+        """Returns the spec of a gathered weight by the rules, without the axes that are manual here."""
         if self.rules is None or self.mesh is None:
             return PartitionSpec()
         return spec(f"weight {tuple(names)}", shape, names, self.rules.gathered, _sizes_here(self.mesh))
 
     def stored_spec(self, shape: Sequence[int], names: Names) -> PartitionSpec:
-        """Returns the spec of a stored weight by the rules, without the axes that are manual here.
-
-        Raises:
-          UserError: see `stored.array_problems`.
-        """
+        """Returns the spec of a stored weight by the rules, without the axes that are manual here."""
         if self.rules is None or self.mesh is None:
             return PartitionSpec()
         level = MAX_LEVEL if DATA in self.rules.storage_axes else 0
@@ -246,12 +221,7 @@ def on_shards(
 
 
 def manual_specs(specs: Specs, axes: frozenset[str]) -> Specs:
-    """Returns each spec with the manual mesh axes only, as `jax.shard_map` requires.
-
-    Args:
-      specs: a tree of `PartitionSpec`.
-      axes: names of the manual axes.
-    """
+    """Returns each spec of a tree with the manual mesh axes `axes` only, as `jax.shard_map` requires."""
 
     def keep(spec: PartitionSpec) -> PartitionSpec:
         return spec_of_dims([tuple(axis for axis in dim if axis in axes) for dim in axes_of_dims(spec, len(spec))])

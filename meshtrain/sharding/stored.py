@@ -130,6 +130,11 @@ class Stored:
         """Returns one sharding for all three, as at level 0."""
         return cls(spec, spec, spec, num_dims)
 
+    @property
+    def is_scattered(self) -> bool:
+        """Whether a replica gets one shard of the gradient: at levels 1 and 2, where data divides a dim."""
+        return self.moment != self.parameter
+
 
 def stored(
     shape: Sequence[int],
@@ -324,25 +329,6 @@ class _Weight(NamedTuple):
     names: Names
 
 
-@dataclasses.dataclass(frozen=True)
-class _Uneven:
-    """Dims of one logical axis and one size, in one weight or several, that their mesh axes do not divide.
-
-    Attributes:
-      name: the logical axis.
-      size: the size of the dims.
-      axes: the mesh axes that would split them, without those of size 1.
-      weights: that have such a dim.
-      dim: the index of the dim in the first weight.
-    """
-
-    name: str
-    size: int
-    axes: tuple[str, ...]
-    weights: tuple[_Weight, ...]
-    dim: int
-
-
 def tree_problems(
     abstract: Arrays,
     axes_tree: NamesTree,
@@ -369,10 +355,18 @@ def tree_problems(
     if lines := _unnamed(abstract, axes_tree, rules, mesh_shape):
         return lines
     weights = _named(abstract, axes_tree)
-    if groups := _uneven(weights, rules, mesh_shape):
+    # (logical axis, size) -> the weights with such a dim that its mesh axes do not divide, and the index of the dim.
+    uneven: dict[tuple[str, int], list[tuple[_Weight, int]]] = {}
+    for one in weights:
+        for dim, name in _uneven_dims(one.array.shape, one.names, rules.parameters, mesh_shape):
+            uneven.setdefault((name, one.array.shape[dim]), []).append((one, dim))
+    if uneven:
         legal = _legal_sizes(weights, rules, mesh_shape)
-        shown = [group for group in groups if group.name not in elsewhere]
-        return [_uneven_line(group, mesh_shape, legal, options or {}) for group in shown]
+        return [
+            _uneven_line(name, held, rules, mesh_shape, legal, options or {})
+            for (name, _), held in uneven.items()
+            if name not in elsewhere
+        ]
     matrices = [one for one in weights if _is_matrix(one.names)]
     lines = _left_whole_by_rules(matrices, rules, mesh_shape)
     if level > 0 and mesh_shape[DATA] > 1:
@@ -425,24 +419,6 @@ def _named(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
     return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
 
 
-def _uneven(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> list[_Uneven]:
-    """Returns the dims that the mesh does not divide, grouped by logical axis and size."""
-    groups: dict[tuple[str, int], list[tuple[_Weight, int]]] = {}
-    for one in weights:
-        for dim, name in _uneven_dims(one.array.shape, one.names, rules.parameters, mesh_shape):
-            groups.setdefault((name, one.array.shape[dim]), []).append((one, dim))
-    return [
-        _Uneven(
-            name,
-            size,
-            tuple(axis for axis in rules.parameters[name] if mesh_shape[axis] > 1),
-            tuple(one for one, _ in held),
-            held[0][1],
-        )
-        for (name, size), held in groups.items()
-    ]
-
-
 def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
     """Returns for each mesh axis a number whose divisors, as its size, split every weight evenly; 0: any size does.
 
@@ -458,26 +434,34 @@ def _legal_sizes(weights: Sequence[_Weight], rules: Rules, mesh_shape: Mapping[s
     return common
 
 
-def _uneven_line(group: _Uneven, mesh_shape: Mapping[str, int], legal: Mapping[str, int], options: SizeOptions) -> str:
-    parts = num_parts(group.axes, mesh_shape)
-    more = f" and {len(group.weights) - 1} more" if len(group.weights) > 1 else ""
-    path, array, _ = group.weights[0]
-    over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in group.axes)
-    if len(group.axes) == 1:
-        change = f"mesh.{group.axes[0]}={nearest_divisor(legal[group.axes[0]], mesh_shape[group.axes[0]])}"
+def _uneven_line(
+    name: str,
+    held: Sequence[tuple[_Weight, int]],
+    rules: Rules,
+    mesh_shape: Mapping[str, int],
+    legal: Mapping[str, int],
+    options: SizeOptions,
+) -> str:
+    """Returns the line about dims of one logical axis and one size: (weight, index of the dim) of each."""
+    (path, array, _), dim = held[0]
+    size, axes = array.shape[dim], [axis for axis in rules.parameters[name] if mesh_shape[axis] > 1]
+    parts = num_parts(axes, mesh_shape)
+    more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+    over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
+    if len(axes) == 1:
+        change = f"mesh.{axes[0]}={nearest_divisor(legal[axes[0]], mesh_shape[axes[0]])}"
     else:
-        change = f"{' x '.join(f'mesh.{axis}' for axis in group.axes)} = {nearest_divisor(group.size, parts)}"
-    if group.name in options and group.size % options[group.name][1] == 0:
-        key, value = options[group.name]
-        made = "" if value == group.size else f", which makes {group.size},"
+        change = f"{' x '.join(f'mesh.{axis}' for axis in axes)} = {nearest_divisor(size, parts)}"
+    if name in options and size % options[name][1] == 0:
+        key, value = options[name]
+        made = "" if value == size else f", which makes {size},"
         return (
-            f"{key}: got {value}{made} for dim '{group.name}' of {path}{more}; allowed: a multiple of {parts}, as it "
+            f"{key}: got {value}{made} for dim '{name}' of {path}{more}; allowed: a multiple of {parts}, as it "
             f"is split over {over}; nearest: {nearest_multiple(value, parts)}, or {change}"
         )
     return (
-        f"{path}{more}: shape {tuple(array.shape)}: dim {group.dim} has size {group.size}, and rule '{group.name}' "
-        f"splits it over {over}; allowed: multiples of {parts}; nearest: {nearest_multiple(group.size, parts)}, or "
-        f"{change}"
+        f"{path}{more}: shape {tuple(array.shape)}: dim {dim} has size {size}, and rule '{name}' splits it over "
+        f"{over}; allowed: multiples of {parts}; nearest: {nearest_multiple(size, parts)}, or {change}"
     )
 
 
