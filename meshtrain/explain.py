@@ -23,7 +23,7 @@ from meshtrain.options import naming, own_values
 from meshtrain.pipeline.stages import layers_of_stage
 from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
-from meshtrain.sharding.mesh_picture import draw_mesh, mesh_text
+from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
 from meshtrain.sharding.placement_text import table
 from meshtrain.sharding.trees import select
 from meshtrain.step.device_memory import Held, held
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     for note in notes:
         print(f"note         {note}")
     if arguments.draw:
-        draw_mesh(shape, arguments.draw)
+        mesh_figure(shape).savefig(arguments.draw)
     return 0
 
 

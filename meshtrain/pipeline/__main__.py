@@ -1,6 +1,7 @@
 """Prints and draws a schedule: `python -m meshtrain pipeline --schedule=1f1b --stages=4 --microbatches=8`."""
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -33,7 +34,10 @@ def _parser() -> argparse.ArgumentParser:
         help="time of one chunk's backward (default 3: the recomputed forward, and 2 for its gradients)",
     )
     parser.add_argument(
-        "--transfer", type=_time_or_zero, default=Fraction(0), help="time from one stage to the next (default 0)"
+        "--transfer",
+        type=functools.partial(_time, least=0),
+        default=Fraction(0),
+        help="time from one stage to the next (default 0)",
     )
     parser.add_argument("--in-step", action="store_true", help="draw stages that move row by row instead of freely")
     parser.add_argument("--columns", type=int, default=120, help="longest line of the text chart (default 120)")
@@ -42,16 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _time(text: str) -> Fraction:
+def _time(text: str, least: float = 1e-9) -> Fraction:
     """Returns a time exactly as written: 0.1 is one tenth."""
-    return _number(text, least=1e-9)
-
-
-def _time_or_zero(text: str) -> Fraction:
-    return _number(text, least=0)
-
-
-def _number(text: str, least: float) -> Fraction:
     try:
         value = float(text)
     except ValueError:

@@ -224,7 +224,7 @@ class Rows:
         self.units = ring.in_units(layers, self.num_chunks, stages.num_together)
         self.first_input = self.embed(self.outer, jnp.int32(program.first_microbatch))
         zero = jnp.int32(0)
-        weights = ring.unit_at(self.units, zero)
+        weights = ring.take(self.units, zero)
         self.unit = SplitLayer(self.run_layers, weights, self.first_input, (zero, zero), self.layer_mask)
         self.reduction = None
         if reduces_early(program, replicas):
@@ -297,10 +297,10 @@ class Rows:
 
         def one(state: Arrays, _: None) -> tuple[Arrays, LayerSums]:
             x, kept, place, slot = state
-            y, sums, residuals = self.unit.forward(ring.unit_at(self.units, place), x, self.given(cell, place))
+            y, sums, residuals = self.unit.forward(ring.take(self.units, place), x, self.given(cell, place))
             return (y, _write(kept, residuals, slot), place + 1, slot + 1), sums
 
-        x = _read(carry.inputs, cell.input_slot)
+        x = ring.take(carry.inputs, cell.input_slot)
         start = x, carry.kept, self.first_place(cell), cell.kept_slot * self.num_units
         (y, kept, _, _), sums = jax.lax.scan(one, start, None, length=self.num_units)
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
@@ -316,9 +316,9 @@ class Rows:
         """Runs a B row: the stage's backward pass, from what it kept; sends the cotangent of its input back."""
         if row.embed_backward:
             carry = self.embed_backward(carry, cell.embed_backward_microbatch)
-        cotangent = _read(carry.cotangents, cell.cotangent_slot)
+        cotangent = ring.take(carry.cotangents, cell.cotangent_slot)
         if row.head:
-            carry, cotangent = self.head_backward(carry, cell, _read(carry.outputs, cell.output_slot), cotangent)
+            carry, cotangent = self.head_backward(carry, cell, ring.take(carry.outputs, cell.output_slot), cotangent)
         carry, x_cotangent = self.layers_backward(carry, cell, cotangent)
         is_first = (self.stage == 0) & (cell.chunk == 0) & cell.active
         leaving = ring.where(is_first, x_cotangent, carry.leaving)
@@ -334,8 +334,8 @@ class Rows:
 
         def one(state: Arrays, _: None) -> tuple[Arrays, None]:
             total, cotangent, place, sum_place, slot = state
-            weights, given = ring.unit_at(self.units, place), self.given(cell, place)
-            part, cotangent = self.unit.backward(_read(carry.kept, slot), weights, given, cotangent, self.seed)
+            weights, given = ring.take(self.units, place), self.given(cell, place)
+            part, cotangent = self.unit.backward(ring.take(carry.kept, slot), weights, given, cotangent, self.seed)
             part = self.replicas.part(part, self.stored_layers)
             total = ring.add_at(total, part, sum_place, cell.active)
             return (total, cotangent, place - 1, sum_place - 1, slot - 1), None
@@ -381,10 +381,6 @@ class Rows:
         x, pull = jax.vjp(embed, self.trained_outer)
         (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))
         return carry._replace(outer=ring.add_if(m >= 0, carry.outer, self.replicas.part(outer, self.stored_outer)))
-
-
-def _read(buffer: Arrays, slot: jax.Array) -> Arrays:
-    return jax.tree.map(lambda leaf: ring.take(leaf, slot), buffer)
 
 
 def _write(buffer: Arrays, tree: Arrays, slot: jax.Array) -> Arrays:

@@ -125,15 +125,12 @@ def forward_only(
     def write(between: Activations, y: Activations, m: jax.Array) -> Activations:
         return jax.tree.map(lambda leaf, x: leaf.at[m].set(x), between, y)
 
-    def read(between: Activations, m: jax.Array) -> Activations:
-        return jax.tree.map(lambda leaf: ring.take(leaf, m), between)
-
     source: Source = embed
     for chunk in range(num_chunks - 1):
         empty = jax.tree.map(lambda x: jnp.zeros((num_parts, *x.shape), x.dtype), shapes)
         run = functools.partial(run_layers, chunk)
         _, between, layer_sums = _one_pass(run, source, write, (inbox, empty, layer_sums), num_parts)
-        source = functools.partial(read, between)
+        source = functools.partial(ring.take, between)
     run = functools.partial(run_layers, num_chunks - 1)
     _, carry, layer_sums = _one_pass(run, source, finish, (inbox, initial, layer_sums), num_parts)
     return carry, layer_sums

@@ -24,14 +24,18 @@ PIPELINE = "pipeline"
 MANUAL = frozenset({PIPELINE})
 
 
-def take(x: jax.Array, index: jax.Array, dim: int = 0) -> jax.Array:
-    """Returns x[index] along a dim. Without negative indices the compiled program is half as long."""
-    return jax.lax.dynamic_index_in_dim(x, index, dim, keepdims=False, allow_negative_indices=False)
+def take(tree: Arrays, index: jax.Array, dim: int = 0) -> Arrays:
+    """Returns x[index] along a dim of each array. Without negative indices the compiled program is half as long."""
+
+    def one(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(x, index, dim, keepdims=False, allow_negative_indices=False)
+
+    return jax.tree.map(one, tree)
 
 
 def microbatch(batch: Batch, index: jax.Array) -> Batch:
     """Returns a microbatch [b, ...] of [b, M, ...]. `index` may differ between stages; it is clamped to 0 .. M - 1."""
-    return jax.tree.map(lambda x: take(x, index, dim=1), batch)
+    return take(batch, index, dim=1)
 
 
 def num_microbatches(batch: Batch) -> int:
@@ -47,9 +51,7 @@ def split_layers(stages: Stages, params: Params) -> tuple[Params, Params]:
 
 def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
     """Returns the layers of one chunk of this stage, each leaf [K, ...]."""
-    if num_chunks == 1:
-        return layers
-    return jax.tree.map(lambda leaf: take(leaf, chunk), layers)
+    return layers if num_chunks == 1 else take(layers, chunk)
 
 
 def in_units(layers: Params, num_chunks: int, num_in_unit: int) -> Params:
@@ -70,11 +72,6 @@ def from_units(units: Params, num_chunks: int) -> Params:
     """Returns arrays [V K / U, U, ...] as layers are stored, the inverse of `in_units`."""
     leading = (-1,) if num_chunks == 1 else (num_chunks, -1)
     return jax.tree.map(lambda leaf: leaf.reshape(*leading, *leaf.shape[2:]), units)
-
-
-def unit_at(units: Params, place: jax.Array) -> Params:
-    """Returns the weights of one unit, each leaf [U, ...]."""
-    return jax.tree.map(lambda leaf: take(leaf, place), units)
 
 
 def run_layers(

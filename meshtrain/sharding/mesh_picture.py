@@ -7,7 +7,6 @@ the pipeline are rows, and the axes that split weights (fsdp, context, tensor) a
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshtrain.sharding import axes
@@ -83,12 +82,6 @@ def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
     return f"shares {', '.join(map(str, held))}"
 
 
-def _parts_of_sequences(shape: Mapping[str, int]) -> str:
-    """Returns into how many parts sequences are split, as text; empty where they are whole."""
-    num = num_parts(axes.sequence_axes(), shape)
-    return f", each sequence in {num} parts" if num > 1 else ""
-
-
 def mesh_text(shape: Mapping[str, int]) -> str:
     """Returns a picture of a mesh in letters: a block for each index of data, stages downwards, the other axes across.
 
@@ -97,13 +90,14 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     """
     shown = _shown(shape)
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
-    num_shares = num_parts(axes.batch_axes(), shape)
+    num_shares, num_pieces = num_parts(axes.batch_axes(), shape), num_parts(axes.sequence_axes(), shape)
+    in_parts = f", each sequence in {num_pieces} parts" if num_pieces > 1 else ""
     width = len(str(math.prod(shape[axis] for axis in AXES) - 1)) + 3
     lines = [_title(shape)]
     for i, block in enumerate(blocks):
         lines.append("  ...\n" if _gap(shape, blocks, i, _block_axes()) else "")
         heading = _heading(shape, block, always=_block_axes()[0])
-        lines.append(f"{heading}: {_shares(shape, block)} of {num_shares} of the batch{_parts_of_sequences(shape)}")
+        lines.append(f"{heading}: {_shares(shape, block)} of {num_shares} of the batch{in_parts}")
         for axis in _weight_axes():
             if shape[axis] > 1:
                 lines.append(f"  {axis:>12}  " + "".join(f"{at[axis]:>{width}}" for at in across))
@@ -113,11 +107,6 @@ def mesh_text(shape: Mapping[str, int]) -> str:
             cells = "".join(f"{f'[{_index(shape, {**block, PIPELINE: p, **at})}]':>{width}}" for at in across)
             lines.append(f"  {f'{PIPELINE} {p}':>12}  {cells}   layers {p + 1}/{shape[PIPELINE]}")
     return "\n".join(lines) + "\n"
-
-
-def draw_mesh(shape: Mapping[str, int], path_png: str | Path) -> None:
-    """Writes a picture of a mesh, see `mesh_figure`; the ending of the file's name chooses the format."""
-    mesh_figure(shape).savefig(path_png)
 
 
 def mesh_figure(shape: Mapping[str, int]) -> "Figure":

@@ -5,7 +5,7 @@ import pytest
 
 from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
-from meshtrain.sharding.mesh_picture import MAX_DEVICES_SHOWN, draw_mesh, mesh_figure, mesh_text
+from meshtrain.sharding.mesh_picture import MAX_DEVICES_SHOWN, mesh_figure, mesh_text
 
 
 def shape_of(**axes):
@@ -77,13 +77,13 @@ def test_a_large_mesh_loses_its_middle():
 @pytest.mark.parametrize("sizes", [shape_of(data=2, pipeline=2, tensor=2), shape_of(data=64, fsdp=4, tensor=8)])
 def test_a_picture_is_written(tmp_path, sizes):
     path = tmp_path / "mesh.png"
-    draw_mesh(sizes, path)
+    mesh_figure(sizes).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_has_a_card_for_each_device(tmp_path):
     path = tmp_path / "mesh.svg"
-    draw_mesh(shape_of(data=2, pipeline=2, tensor=2), path)
+    mesh_figure(shape_of(data=2, pipeline=2, tensor=2)).savefig(path)
     text = path.read_text()
     # matplotlib keeps each text as a comment beside its outlines.
     assert [f"<!-- device {i} -->" in text for i in range(9)] == [True] * 8 + [False]
