@@ -3,9 +3,8 @@ from fractions import Fraction
 import pytest
 
 from meshtrain.errors import UserError
-from meshtrain.options import problems as option_problems
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
-from meshtrain.pipeline.schedules import Action, PipelineOptions, build, describe
+from meshtrain.pipeline.schedules import Action, build, describe
 
 FULL = ("1f1b", "gpipe", "interleaved_1f1b")  # whose rows are full but at their start and end
 SHAPES = [(1, 1), (1, 5), (2, 2), (2, 8), (3, 3), (4, 4), (4, 8), (4, 16), (5, 10), (8, 8), (8, 32)]
@@ -56,27 +55,6 @@ def test_fewer_microbatches_than_stages_are_legal_where_no_schedule_needs_them(n
     assert bubble_fraction(run_freely(schedule, Costs()), 6) == Fraction(5, num_microbatches + 5)
 
 
-def test_aligned_1f1b_is_this_table():
-    assert texts(build("1f1b", num_stages=3, num_microbatches=3)) == [
-        ["F0", "", ""],
-        ["F1", "F0", ""],
-        ["F2", "F1", "F0"],
-        ["", "", "B0"],
-        ["", "F2", "F1"],
-        ["", "B0", "B1"],
-        ["", "", "F2"],
-        ["B0", "B1", "B2"],
-        ["B1", "B2", ""],
-        ["B2", "", ""],
-    ]
-
-
-def test_kinds_of_aligned_1f1b_rows():
-    rows = build("1f1b", num_stages=4, num_microbatches=16).rows
-    kinds = ["".join(sorted({action.kind for action in row if action})) for row in rows]
-    assert kinds == ["F"] * 3 + ["F", "B"] * 16 + ["B"] * 3
-
-
 def test_interleaved_is_this_table():
     assert texts(build("interleaved_1f1b", num_stages=2, num_microbatches=2, num_chunks=2)) == [
         ["F0.0", ""],
@@ -121,10 +99,3 @@ def test_numbers_without_a_table_are_one_line(name, numbers, words):
         build(name, **kwargs)
     assert len(caught.value.problems) == 1
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_options_know_their_names():
-    assert option_problems(PipelineOptions(), "pipeline") == []
-    found = option_problems(PipelineOptions(schedule="gpip", num_microbatches=0), "pipeline")
-    assert len(found) == 2
-    assert "did you mean 'gpipe'?" in found[0]

@@ -91,7 +91,6 @@ def test_cudnn_goes_by_what_is_computed_in():
     [
         ({"precision.policy": "fp16"}, ["precision.policy", "did you mean 'float16'?"]),
         ({"precision.param_dtype": "float16"}, ["precision.param_dtype", "bfloat16"]),
-        ({"precision.policy": "float16", "loss_scale.mode": "none"}, ["loss_scale.mode: got none with float16"]),
         ({"precision.compute_dtype": "float16", "loss_scale.mode": "none"}, ["loss_scale.mode: got none with float16"]),
         ({"loss_scale.initial": "0.5"}, ["loss_scale.initial: got 0.5; allowed: at least 1"]),
         ({"guard.max_skipped_in_a_row": "-1"}, ["guard.max_skipped_in_a_row: got -1; allowed: at least 0"]),
