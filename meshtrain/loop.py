@@ -108,13 +108,12 @@ def run(
       SaveFailed: the last save could not be written.
     """
     clock = StepClock()
-    log = Log(when, throughput, clock, actions.write, observers)
+    log = Log(when, throughput, clock, actions, observers)
     with interruptions(peers.agreed_stop()) as interrupted:
         for step in range(start_step + 1, when.num_steps + 1):
             state, metrics = dispatch(step, state, batches, clock, when, actions, observers)
             for done in clock.dispatched(step, metrics):  # the previous step; this one is still in flight
-                log.completed(done)
-                stop_if_too_many_skipped(done, state, when, actions)
+                log.completed(done, state)
 
             is_last = step == when.num_steps
             stops = interrupted(step) and not is_last
@@ -123,8 +122,7 @@ def run(
             if not (evaluates or saves):
                 continue
             for done in clock.drain():
-                log.completed(done)
-                stop_if_too_many_skipped(done, state, when, actions)
+                log.completed(done, state)
             with clock.pause(), observers.watchdog.patient():
                 # A save between skipped steps could delete the last good checkpoint.
                 if saves and (is_last or stops or not num_skipped_in_a_row(metrics)):
@@ -169,23 +167,19 @@ class Log:
     """Writes rows of metrics to the run's files, to the terminal, and to `latest`, which `run` returns."""
 
     def __init__(
-        self,
-        when: Timetable,
-        throughput: Throughput,
-        clock: StepClock,
-        write: Callable[[int, Mapping[str, float | None]], None],
-        observers: Observers,
+        self, when: Timetable, throughput: Throughput, clock: StepClock, actions: Actions, observers: Observers
     ) -> None:
-        """Stores the arguments; `write` is `Actions.write`."""
-        self.when = when
-        self.throughput = throughput
-        self.clock = clock
-        self.write = write
-        self.observers = observers
+        """Stores the arguments."""
+        self.when, self.throughput, self.clock = when, throughput, clock
+        self.actions, self.observers = actions, observers
         self.latest: dict[str, float | None] = {}
 
-    def completed(self, done: CompletedStep) -> None:
-        """Counts a completed step, and writes its row if one is due: for the first, last and fatal steps always."""
+    def completed(self, done: CompletedStep, state: TrainState) -> None:
+        """Counts a completed step, and writes its row if one is due: for the first, last and fatal steps always.
+
+        Raises:
+          TrainingStopped: see `stop_if_too_many_skipped`.
+        """
         self.observers.progress.advance_to(done.step)
         self.observers.watchdog.completed(done.step, None if done.is_first else done.step_seconds)
         self.observers.goodput.add(0.0 if done.is_first else done.step_seconds)
@@ -198,11 +192,12 @@ class Log:
             if self.observers.own_times:
                 values |= self.observers.own_times.exchange(done.step, values, self.observers.progress.line)
             self.row(done.step, values | self.observers.goodput.values())
+        stop_if_too_many_skipped(done, state, self.when, self.actions)
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes a row of metrics, and prints it as a line."""
         self.latest.update(values)
-        self.write(step, values)
+        self.actions.write(step, values)
         self.observers.progress.line(log_line({"step": step, **values}, self.when.num_steps))
 
 
