@@ -5,7 +5,6 @@ python -m meshtrain generate --workdir=runs/tiny --prompt="def " --temperature=0
 
 import argparse
 import functools
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from meshtrain.data.chat_template import open_template
 from meshtrain.data.tokenizer import Tokenizer, end_ids
 from meshtrain.errors import Problems, UserError, run, warn
 from meshtrain.files import is_utf8, target_problems, write_whole
-from meshtrain.generation.answers import Shown, Text, Wanted, answers, fitting, room_left, trained_left
+from meshtrain.generation.answers import Shown, Wanted, answers, fitting, room_left, trained_left
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.launch import peers
@@ -112,11 +111,6 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
     return wanted
 
 
-def _json_line(prompt: Prompt, index: int, sample: int, text: Text) -> str:
-    fields = {"prompt": prompt.text, "index": index, "sample": sample, "text": text.text, "ended": text.ended}
-    return json.dumps(fields, ensure_ascii=False) + "\n"
-
-
 def write(path: str, lines: Sequence[str]) -> None:
     """Writes the lines to a new file, which then replaces `path`.
 
@@ -187,12 +181,12 @@ def main(argv: Sequence[str]) -> int:
         heads = _heads(prompts, arguments.num_samples, continues=continues)
         draw(Shown(functools.partial(print, end="", flush=True), heads))
     else:
-        lines = [
-            _json_line(prompts[prompt], prompt, sample, text)
-            for text, (prompt, sample) in zip(
-                draw(), itertools.product(range(len(prompts)), range(arguments.num_samples)), strict=True
-            )
-        ]
+        lines = []
+        for number, text in enumerate(draw()):
+            index, sample = divmod(number, arguments.num_samples)
+            fields = {"prompt": prompts[index].text, "index": index, "sample": sample}
+            fields |= {"text": text.text, "ended": text.ended}
+            lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
         write(arguments.out, lines)
         print(f"{len(lines)} texts in {arguments.out}")
     return 0

@@ -65,6 +65,10 @@ class State:
     index: jax.Array
 
 
+# Of the loop in `advance`: how many tokens are drawn, the state, which rows are done, and the tokens of each row.
+Carry: TypeAlias = tuple[jax.Array, State, jax.Array, jax.Array]
+
+
 class Generator:
     """Generates with one set of weights on one mesh. Functions are compiled once for each shape and sampling."""
 
@@ -87,7 +91,7 @@ class Generator:
           end_ids: the tokens of which each ends a text; -1: none does.
           compiler_options: of XLA, by name; None: its defaults.
         """
-        self.jit = functools.partial(jax.jit, compiler_options=compiler_options)
+        self.compiler_options = compiler_options
         self.decode = decode
         self.mesh = mesh
         self.rules = rules
@@ -142,82 +146,64 @@ class Generator:
     def _compiled(
         self, sampling: Sampling, num_rows: int, prompt_length: int, num_steps: int
     ) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
-        """Returns `_prefill` and `_advance`, jitted for these shapes, with a sharding for each result."""
-        entries = self.decode.cache(num_rows, prompt_length, num_steps)
+        """Returns `prefill` and `advance`, jitted for these shapes, with a sharding for each result."""
+        decode, end_ids = self.decode, np.asarray(self.end_ids, np.int32)
+        entries = decode.cache(num_rows, prompt_length, num_steps)
         row = self._sharding((num_rows,), ("batch",))
         replicated = NamedSharding(self.mesh, PartitionSpec())  # so that each process can read it
         of_cache = {name: self._sharding(entry.shape, entry.axes) for name, entry in entries.items()}
         of_state: list[Shardings] = [of_cache, row, row, replicated]
-        results = (State(*of_state), replicated)
-
-        def empty() -> Cache:
-            zeros = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}
-            return jax.lax.with_sharding_constraint(zeros, of_cache)
 
         def next_tokens(logits: jax.Array, keys: jax.Array, index: jax.Array) -> jax.Array:
             # The vocabulary is whole on each device, where it may have to be sorted.
             logits = jax.lax.with_sharding_constraint(logits, row)
             return choose(logits, jax.random.wrap_key_data(keys), index, sampling)
 
-        prefill = functools.partial(_prefill, self.decode, empty, next_tokens)
-        advance = functools.partial(_advance, self.decode, self.end_ids, next_tokens)
-        return self.jit(prefill, out_shardings=results), self.jit(advance, out_shardings=results, donate_argnums=1)
+        def prefill(
+            params: Params,
+            tokens: jax.Array,
+            lengths: jax.Array,
+            prompts: jax.Array,
+            samples: jax.Array,
+            key: jax.Array,
+        ) -> tuple[State, jax.Array]:
+            """Returns the state after the prompts, int32 [R, P], and the first token of each row, int32 [R, 1]."""
+            zeros = {name: jnp.zeros(entry.shape, entry.dtype) for name, entry in entries.items()}
+            empty = jax.lax.with_sharding_constraint(zeros, of_cache)
+            logits, cache = decode.prefill(params, tokens, lengths, empty)
+            keys = jax.random.key_data(row_keys(jax.random.wrap_key_data(key), prompts, samples))
+            first = next_tokens(logits, keys, jnp.int32(0))
+            return State(cache, first, keys, jnp.int32(1)), first[:, None]
+
+        def advance(params: Params, state: State, done: jax.Array, num_tokens: jax.Array) -> tuple[State, jax.Array]:
+            """Returns the state after up to 16 more tokens of each row, and these, int32 [R, 16].
+
+            They are NOTHING once a row is done. It ends early where all rows are done, bool [R], or have `num_tokens`.
+            """
+
+            def goes_on(carry: Carry) -> jax.Array:
+                count, state, done, _ = carry
+                return (count < CALL_TOKENS) & (state.index < num_tokens) & ~jnp.all(done)
+
+            def one(carry: Carry) -> Carry:
+                count, state, done, drawn = carry
+                logits, cache = decode.step(params, state.tokens, state.cache)
+                tokens = next_tokens(logits, state.keys, state.index)
+                drawn = drawn.at[:, count].set(jnp.where(done, NOTHING, tokens))
+                ended = jnp.isin(tokens, end_ids)
+                return count + 1, State(cache, tokens, state.keys, state.index + 1), done | ended, drawn
+
+            nothing = jnp.full((*done.shape, CALL_TOKENS), NOTHING, jnp.int32)
+            _, state, _, drawn = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, done, nothing))
+            return state, drawn
+
+        jit = functools.partial(
+            jax.jit, compiler_options=self.compiler_options, out_shardings=(State(*of_state), replicated)
+        )
+        return jit(prefill), jit(advance, donate_argnums=1)
 
     def _sharding(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:
         return activation_sharding(shape, axes, self.rules, self.mesh, path="cache")
-
-
-# Of the loop in `_advance`: how many tokens are drawn, the state, which rows are done, and the tokens of each row.
-Carry: TypeAlias = tuple[jax.Array, State, jax.Array, jax.Array]
-
-
-def _prefill(
-    decode: Decode,
-    empty: Callable[[], Cache],
-    next_tokens: Callable[..., jax.Array],
-    params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    prompts: jax.Array,
-    samples: jax.Array,
-    key: jax.Array,
-) -> tuple[State, jax.Array]:
-    """Returns the state after the prompts, int32 [R, P], and the first token of each row, int32 [R, 1]."""
-    logits, cache = decode.prefill(params, tokens, lengths, empty())
-    keys = jax.random.key_data(row_keys(jax.random.wrap_key_data(key), prompts, samples))
-    first = next_tokens(logits, keys, jnp.int32(0))
-    return State(cache, first, keys, jnp.int32(1)), first[:, None]
-
-
-def _advance(
-    decode: Decode,
-    end_ids: Sequence[int],
-    next_tokens: Callable[..., jax.Array],
-    params: Params,
-    state: State,
-    done: jax.Array,
-    num_tokens: jax.Array,
-) -> tuple[State, jax.Array]:
-    """Returns the state after up to 16 more tokens of each row, and these, int32 [R, 16]; NOTHING once a row is done.
-
-    It ends early where all rows are done, bool [R], or have `num_tokens` tokens.
-    """
-
-    def goes_on(carry: Carry) -> jax.Array:
-        count, state, done, _ = carry
-        return (count < CALL_TOKENS) & (state.index < num_tokens) & ~jnp.all(done)
-
-    def one(carry: Carry) -> Carry:
-        count, state, done, drawn = carry
-        logits, cache = decode.step(params, state.tokens, state.cache)
-        tokens = next_tokens(logits, state.keys, state.index)
-        drawn = drawn.at[:, count].set(jnp.where(done, NOTHING, tokens))
-        ended = jnp.isin(tokens, np.asarray(end_ids, np.int32))
-        return count + 1, State(cache, tokens, state.keys, state.index + 1), done | ended, drawn
-
-    nothing = jnp.full((*done.shape, CALL_TOKENS), NOTHING, jnp.int32)
-    _, state, _, drawn = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, done, nothing))
-    return state, drawn
 
 
 def rounded(length: int) -> int:
