@@ -20,7 +20,6 @@ from meshtrain.cli import flags
 from meshtrain.cli.tables import aligned
 from meshtrain.config.config import Config
 from meshtrain.data.loader import Examples
-from meshtrain.data.own_source import Data
 from meshtrain.data.tokenizer import Tokenizer, bytes_of_targets
 from meshtrain.errors import UserError, run
 from meshtrain.hf.config_json import is_described
@@ -78,8 +77,7 @@ def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tok
             f"data: got no validation examples with data.source={config.data.source}; allowed: data with a validation "
             f"split, or files of text or tokens, which are scored whole; nearest: {fix}"
         )
-    tokenizer = found.text if isinstance(found, Data) else text_of(config, task)
-    return {VALIDATION: found.validation}, tokenizer
+    return {VALIDATION: found.validation}, found.text
 
 
 def _byte_lengths(assembly: Assembly, tokenizer: Tokenizer | None) -> np.ndarray | None:
