@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.launch.hardware import peak_flops_per_second
-from meshtrain.plan import findings
-from meshtrain.plan.cost import compression_advice
 from meshtrain.plan.cost.lower_bound import (
     executor_bytes,
     idle_bytes,
@@ -70,7 +68,7 @@ class Plan:
       work: FLOPs of the compiled program; None if there is no program.
       model_flops: (causal, full), None if the task does not state its FLOPs.
       timing: modelled seconds; None for CPUs and if there is no program.
-      findings: advice, the most severe first.
+      assumptions: of the model of time.
     """
 
     cluster: Cluster
@@ -85,7 +83,7 @@ class Plan:
     work: Work | None
     model_flops: tuple[float, float] | None
     timing: Timing | None
-    findings: tuple[findings.Finding, ...]
+    assumptions: Assumptions
 
     @property
     def mfu(self) -> tuple[float, float, float] | None:
@@ -154,15 +152,14 @@ def plan(
     program = program_of(compiled)
     sent = collectives(program, dict(assembly.mesh.shape)) if program else []
     rows = tuple(traffic(sent))
-    held = memory(compiled, cluster, program)
     modelled = None
     if program and cluster.accelerator:
         modelled = timing(assembly, cluster, program, assumptions, measured_seconds)
     least = wire_bytes_minimum(assembly)
-    made = Plan(
+    return Plan(
         cluster=cluster,
         compiled=compiled,
-        memory=held,
+        memory=memory(compiled, cluster, program),
         traffic=rows,
         outer=_outer(compiled, cluster, assumptions),
         minimum=least,
@@ -172,16 +169,8 @@ def plan(
         work=matmul_flops(program) if program else None,
         model_flops=model_flops(assembly),
         timing=modelled,
-        findings=(),
+        assumptions=assumptions,
     )
-    bounds = {
-        axis: bound + made.idle_bytes[axis] if axis in made.idle_bytes else bound for axis, bound in least.items()
-    }
-    found = findings.findings(compiled, cluster, held, rows, bounds, made.executor_bytes, made.added_share)
-    compute_seconds = modelled.compute_seconds if modelled else 0.0
-    advice = compression_advice.advice(assembly, cluster, assumptions, compute_seconds)
-    found += [findings.Finding(what, change) for what, change in advice]
-    return dataclasses.replace(made, findings=tuple(found))
 
 
 def _layer_gradients(assembly: Assembly, sent: Sequence[Collective]) -> LayerGradients | None:

@@ -9,6 +9,7 @@ from meshtrain.files import JsonObject
 from meshtrain.launch.compiler import options_of
 from meshtrain.plan.cost.context_sizes import longest
 from meshtrain.plan.cost.lower_bound import idle_share
+from meshtrain.plan.findings import findings
 from meshtrain.plan.hlo import collectives
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.timing.streams import Timing, link_lines
@@ -266,9 +267,10 @@ def _options(plan: Plan) -> str:
 
 
 def _findings(plan: Plan) -> str:
-    if not plan.findings:
+    found = findings(plan)
+    if not found:
         return "findings     none"
-    return "\n".join(["findings", *(f"  - {finding.line()}" for finding in plan.findings)])
+    return "\n".join(["findings", *(f"  - {finding.line()}" for finding in found)])
 
 
 def to_json(plan: Plan) -> JsonObject:
@@ -328,7 +330,7 @@ def to_json(plan: Plan) -> JsonObject:
         "compiler_options_added": dict(plan.compiled.added_options),
         "attention": plan.compiled.attention,
         "compile_seconds": plan.compiled.seconds,
-        "findings": [dataclasses.asdict(finding) for finding in plan.findings],
+        "findings": [dataclasses.asdict(finding) for finding in findings(plan)],
     }
 
 

@@ -22,13 +22,13 @@ from meshtrain.config.config import parse
 from meshtrain.launch.hardware import ACCELERATORS, Accelerator
 from meshtrain.plan import planner
 from meshtrain.plan.hlo.collectives import collectives
-from meshtrain.plan.hlo.flops import attention_flops, is_attention, is_triton
+from meshtrain.plan.hlo.flops import attention_flops, attention_kernel
 from meshtrain.plan.hlo.memory_traffic import moved_bytes
 from meshtrain.plan.hlo.parse import Program
+from meshtrain.plan.hlo.products import Product, product_of
 from meshtrain.plan.target import clusters
 from meshtrain.plan.target import compile as compiling
-from meshtrain.plan.timing.streams import FREE, Assumptions, Streams, transfer_seconds
-from meshtrain.plan.timing.tile_efficiency import Product, product_of, shape_share
+from meshtrain.plan.timing.streams import FREE, Assumptions, Streams, shape_share, transfer_seconds
 
 STORED = pathlib.Path(__file__).with_suffix(".json")
 SHARES = [number / 200 for number in range(80, 201)]  # that a fit tries: 0.4 to 1
@@ -131,14 +131,13 @@ def figures(program: Program, card: Accelerator, mesh: Mapping[str, int], transf
                 inside = program.computations[called]
                 within = {one.name: one.shape for one in inside}
             moved = int(moved_bytes(line, inside, shapes))
-            kernels = [each for each in inside if each.opcode == "custom-call" and is_attention(each)]
-            calls = [each for each in inside if each.opcode == "dot" or '"dot_dimension_numbers"' in each.rest]
-            found = [one for each in calls if each not in kernels and (one := product_of(each, within, program.shares))]
+            kernels = [(each, kernel) for each in inside if (kernel := attention_kernel(each))]
+            found = [one for each in inside if (one := product_of(each, within, program.shares))]
             if found:
                 products[tuple(dataclasses.astuple(one) for one in found), moved] += runs
             elif kernels:
-                kind = "triton" if is_triton(kernels[0]) else "library"
-                attention[kind, int(attention_flops(kernels[0], within)[0]), moved] += runs
+                kind = "triton" if kernels[0][1].by == "triton" else "library"
+                attention[kind, int(attention_flops(kernels[0][0], within)[0]), moved] += runs
             else:
                 other += runs * moved
     sent = collections.Counter[str]()

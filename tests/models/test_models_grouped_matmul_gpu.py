@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from meshtrain.config.config import Config
 from meshtrain.models.moe.grouped_matmul import WITH_ROWS, arranged, product
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.plan.hlo import flops, grouped_products, parse
+from meshtrain.plan.hlo import flops, parse, products
 from meshtrain.plan.target.clusters import open_cluster
 from meshtrain.plan.target.compile import program_of
 from meshtrain.plan.target.traced_flops import traced_flops
@@ -77,10 +77,10 @@ def test_a_step_on_an_expert_axis_counts_an_even_load_and_none_of_the_room_beyon
     for name, body in program.computations.items():
         shapes = {line.name: line.shape for line in body}
         for line in body:
-            if line.opcode == "custom-call" and grouped_products.kernel(line):
-                num_products, rows, _, contracted = grouped_products.product(line, shapes, program.shares)
+            if products.grouped_kernel(line):
+                found = products.product_of(line, shapes, program.shares)
                 # Two choices of each of 1,024 tokens, and half a block of padding for each of two experts.
-                assert (contracted * num_products if num_products == 2 else rows) == 2048 + M
+                assert (found.contracted * found.batch if found.batch == 2 else found.rows) == 2048 + M
                 num_calls += program.num_runs[name]
     # Of two layers: three matrices forward, and two gradients of each.
     assert num_calls >= 2 * 3 * 3

@@ -34,7 +34,7 @@ def num_kernels(options):
     program, runs = parse.read(compiled.text), collections.Counter()
     for name, body in program.computations.items():
         for line in body:
-            if line.opcode == "custom-call" and flops.is_attention(line):
+            if flops.attention_kernel(line):
                 runs["Backward" in flops.TARGET.search(line.rest)[1]] += program.num_runs[name]
     return runs[False], runs[True]
 

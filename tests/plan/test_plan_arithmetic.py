@@ -24,7 +24,7 @@ from meshtrain.plan.timing.streams import (
     Hidden,
     Streams,
     _ends,
-    bandwidths,
+    bandwidth,
     devices_by_host,
     exchange_bandwidth,
     link_lines,
@@ -212,23 +212,23 @@ def row(axis, wire_bytes, overlapped=1.0):
 
 
 def test_far_above_the_minimum_is_a_finding_and_near_it_none():
-    (found,) = findings._traffic("fsdp", 1e9, None, [row("fsdp", 2e9)])
+    (found,) = findings._traffic("fsdp", 1e9, [row("fsdp", 2e9)])
     assert "fsdp sends" in found.what
     assert "2.00 times" in found.what
     assert "models/layers.py:1" in found.what
-    assert findings._traffic("fsdp", 1e9, None, [row("fsdp", 1.1e9)]) == []
-    assert findings._traffic("pipeline", 1e9, 2e9, [row("pipeline", 2e9)]) == []
+    assert findings._traffic("fsdp", 1e9, [row("fsdp", 1.1e9)]) == []
+    assert findings._traffic("pipeline", 2e9, [row("pipeline", 2e9)]) == []
 
 
 def test_an_axis_that_has_to_send_nothing_and_does_is_a_finding():
-    (found,) = findings._traffic("data", 0.0, None, [row("data", 2e9)])
+    (found,) = findings._traffic("data", 0.0, [row("data", 2e9)])
     assert found.what.startswith("data sends 1.86 GiB, and has to send nothing")
 
 
 def test_unhidden_traffic_is_a_finding():
-    (found,) = findings._traffic("fsdp", 1e9, None, [row("fsdp", 1e9, overlapped=0.1)])
+    (found,) = findings._traffic("fsdp", 1e9, [row("fsdp", 1e9, overlapped=0.1)])
     assert found.what.startswith("only 10%")
-    assert findings._traffic("context", 1e9, None, [row("context", 1e9, overlapped=0.1)]) == []
+    assert findings._traffic("context", 1e9, [row("context", 1e9, overlapped=0.1)]) == []
 
 
 def test_the_compilers_warnings_are_findings():
@@ -314,7 +314,7 @@ def test_in_an_all_to_all_each_device_sends_what_leaves_its_host_itself():
     link, network = H100.link_bytes_per_second, H100.network_bytes_per_second
     found = [exchange_bandwidth(mesh, cluster, axes) for axes in ("tensor", "data", "data+tensor")]
     assert found == [link, network, pytest.approx(network * 7 / 4)]
-    assert bandwidths(mesh, cluster, ["data+tensor"])["data+tensor"] > found[2]
+    assert bandwidth(mesh, cluster, "data+tensor") > found[2]
     both = [collective(kind, "data+tensor", 8, 1e9) for kind in ("all-to-all", "all-gather")]
     seconds = transfer_seconds(both, mesh, cluster, Assumptions())
     assert seconds["all-to-all.data+tensor"][1] == pytest.approx(1e9 / (0.8 * network * 7 / 4))
@@ -326,9 +326,8 @@ def test_on_a_torus_an_all_to_all_travels_a_quarter_of_its_ring():
     cluster = SimpleNamespace(
         platform="tpu", accelerator=next(one for one in hardware.ACCELERATORS if one.name == "v5e")
     )
-    ring = bandwidths(mesh, cluster, ["data", "context"])
-    assert exchange_bandwidth(mesh, cluster, "context") == pytest.approx(ring["context"] * 4 * 7 / 64)
-    assert exchange_bandwidth(mesh, cluster, "data") == ring["data"]
+    for axis, share in (("context", 4 * 7 / 64), ("data", 1)):
+        assert exchange_bandwidth(mesh, cluster, axis) == pytest.approx(bandwidth(mesh, cluster, axis) * share)
 
 
 def collective(kind, axes, group_size, wire_bytes):

@@ -16,7 +16,7 @@ from meshtrain.models.transformer.decoder_cost import kernels
 from meshtrain.models.transformer.task import decoder
 from meshtrain.plan.target.attention_tracing import as_on_target, private, replaced
 from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.target.traced_flops import ATTENTION, attention_kernel
+from meshtrain.plan.target.traced_flops import CUDNN, attention_kernel
 from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.placement import Placement
 
@@ -66,7 +66,7 @@ def test_cudnn_gets_a_window_or_a_mask_and_is_causal_in_both_cases(within_docume
     batch = {**task.batch, SEQUENCE_INDEX: jax.ShapeDtypeStruct((2,), jnp.int32)}
     with as_on_target(Cluster("h100:1x8", "cuda", (), 1, None, (9, 0))):
         traced = jax.make_jaxpr(task.logits)(params, batch)
-    (found,) = [equation for equation in equations(traced.jaxpr) if equation.primitive.name in ATTENTION]
+    (found,) = [equation for equation in equations(traced.jaxpr) if equation.primitive.name in CUDNN]
     assert found.params["mask_type"] == private.MaskType.CAUSAL
     assert (found.params["sliding_window_length"] or 0) == (0 if within_documents else 100)
     shapes = [variable.aval.shape for variable in found.invars]

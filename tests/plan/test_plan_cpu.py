@@ -266,10 +266,11 @@ def test_memory_has_the_colours_of_the_page_of_runs(plan, small):
     assert len(set(drawn)) == len(held)
 
 
-def test_a_page_escapes_what_it_is_given(plan, small):
+def test_a_page_escapes_what_it_is_given(plan, small, monkeypatch):
     made = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2}))
     found = Finding("<b>is</b> & stays text", "see train_step.<locals>.step")
-    text = html_page.plan_page(dataclasses.replace(made, findings=(found,)))
+    monkeypatch.setattr(text_report, "findings", lambda _: [found])
+    text = html_page.plan_page(made)
     assert "&lt;b&gt;is&lt;/b&gt; &amp; stays text; see train_step.&lt;locals&gt;.step" in text
     assert "<b>is</b>" not in text
     assert "<locals>" not in text

@@ -5,7 +5,7 @@ import collections
 import jax
 import pytest
 
-from meshtrain.plan.hlo.flops import dot_flops
+from meshtrain.plan.hlo.products import product_flops
 from meshtrain.plan.hlo.shapes import dtypes
 from meshtrain.plan.target.compile import program_of
 from meshtrain.step.precision import PrecisionOptions
@@ -24,7 +24,7 @@ def test_each_product_of_each_layer_multiplies_two_8_bit_floats():
         for line in body:
             if line.opcode == "dot":
                 pair = tuple(dtypes(shapes[operand])[0] for operand in line.operands[:2])
-                flops[pair] += program.num_runs[name] * dot_flops(line, shapes)
+                flops[pair] += program.num_runs[name] * product_flops(line, shapes, {})
     layers = plan.compiled.assembly.state.params["layers"]
     matrices = sum(leaf.size for part in ("attention", "mlp") for leaf in jax.tree.leaves(layers[part]))
     of_device = 2 * matrices * config.batch_size * config.sequence_length / 4

@@ -22,6 +22,7 @@ from meshtrain.launch.links import Link, Links
 from meshtrain.models.remat import RematOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import planner, text_report
+from meshtrain.plan.findings import findings
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives, traffic
 from meshtrain.plan.search import changes
@@ -167,7 +168,7 @@ def test_attention_is_the_kernel_that_the_target_would_take():
     assert plan.compiled.attention == "cudnn"
     # Two products forward, the same again for the backward pass, and its five.
     assert plan.work.attention_full == pytest.approx((2 + 2 + 5) * 2 * 32 * 8192 * 8192 * 32 * 128, rel=0.001)
-    assert any("cuDNN" in finding.what for finding in plan.findings)
+    assert any("cuDNN" in finding.what for finding in findings(plan))
 
 
 def test_on_an_a100_the_options_hide_what_nothing_hides_without(monkeypatch):

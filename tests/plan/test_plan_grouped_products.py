@@ -8,8 +8,8 @@ import pytest
 
 from meshtrain.models.moe.grouped_matmul import WITH_ROWS, How, computed, product
 from meshtrain.plan.hlo import flops, parse
+from meshtrain.plan.hlo.products import Product, is_product, product_of
 from meshtrain.plan.target.traced_flops import attention_kernel, traced_flops
-from meshtrain.plan.timing.tile_efficiency import Product, product_of
 from tests.plan import recorded
 
 E, D, F, M, BLOCKS, USED = 4, 256, 128, 16, 10, 5
@@ -75,7 +75,7 @@ def test_a_kernel_s_call_is_counted_by_its_name_and_scope(line, product, target)
     program = read(recorded.entry(*ARGUMENTS, line.replace("__gpu$xla.gpu.triton", target)))
     assert flops.matmul_flops(program).products == ONE
     (call,) = [row[0] for row in program.instructions("custom-call")]
-    assert flops.is_product(call)
+    assert is_product(call)
     of_operands = {name: text.split()[2] for name, text in zip(
         ("owners", "rows", "weights", "cotangent"), ARGUMENTS, strict=True
     )}  # fmt: skip

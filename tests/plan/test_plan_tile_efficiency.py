@@ -3,20 +3,20 @@
 import pytest
 
 from meshtrain.plan.hlo import parse
-from meshtrain.plan.timing import tile_efficiency
-from meshtrain.plan.timing.tile_efficiency import Product
+from meshtrain.plan.hlo.products import Product, product_of
+from meshtrain.plan.timing import streams
 from tests.plan import recorded
 
 UNITS = 108  # an A100's
 
 
 def share(rows, columns, contracted, batch=1):
-    return tile_efficiency.shape_share(Product(batch, rows, columns, contracted), UNITS)
+    return streams.shape_share(Product(batch, rows, columns, contracted), UNITS)
 
 
 def test_a_large_product_costs_nothing_beyond_filling_its_pipelines():
     # 54 x 64 tiles of 256 x 128 are 32 whole waves.
-    assert share(54 * 256, 64 * 128, 8192) == pytest.approx(8192 / (8192 + tile_efficiency.FILLING))
+    assert share(54 * 256, 64 * 128, 8192) == pytest.approx(8192 / (8192 + streams.FILLING))
 
 
 def test_zeros_in_tiles_and_empty_places_in_the_last_wave_are_lost():
@@ -34,12 +34,12 @@ def test_thin_short_and_small_products_are_slower():
     # Eight heads at once fill units that one leaves empty.
     assert share(512, 512, 512, batch=8) > 1.7 * share(512, 512, 512)
     # A long contraction is split where the result has few tiles.
-    unsplit = 32 / UNITS * tile_efficiency.TILES[128, 128]
+    unsplit = 32 / UNITS * streams.TILES[128, 128]
     assert share(1024, 512, 65536) > 2 * unsplit
 
 
 def test_where_the_units_are_not_known_every_shape_is_as_fast():
-    assert tile_efficiency.shape_share(Product(1, 8, 8, 8), 0) == 1.0
+    assert streams.shape_share(Product(1, 8, 8, 8), 0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_dims_are_read_from_dots_and_from_calls_of_libraries(line, expected):
     arguments = ("%a = f32[4,16,32]{2,1,0} parameter(0)", "%b = f32[4,32,64]{2,1,0} parameter(1)")
     body = list(parse.read(recorded.entry(*arguments, line)).computations.values())[-1]
     shapes = {one.name: one.shape for one in body}
-    assert tile_efficiency.product_of(body[-1], shapes, {}) == expected
+    assert product_of(body[-1], shapes, {}) == expected

@@ -16,6 +16,7 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import text_report
+from meshtrain.plan.findings import findings
 from meshtrain.plan.hlo import flops, parse
 from meshtrain.plan.target import clusters
 from meshtrain.sharding.mesh import MeshOptions
@@ -46,8 +47,8 @@ def num_kernels(plan):
     """Kernel -> how often it runs in a step."""
     program, runs = parse.read(plan.compiled.text), collections.Counter()
     for line, _, times in program.instructions("custom-call"):
-        if flops.is_attention(line):
-            runs[flops.SPLASH.search(line.name)[1]] += times
+        if kernel := flops.attention_kernel(line):
+            runs[kernel.part] += times
     return runs
 
 
@@ -89,8 +90,8 @@ def test_long_sequences_need_no_matrix_of_probabilities():
     saved = xla.memory.compiler.temporary_bytes - kernel.memory.compiler.temporary_bytes
     assert saved > 0.9 * matrix_bytes
     assert kernel.memory.compiler.temporary_bytes < 0.2 * matrix_bytes
-    assert any("4096 x 4096 numbers" in finding.what for finding in xla.findings)
-    assert not any("4096 x 4096 numbers" in finding.what for finding in kernel.findings)
+    assert any("4096 x 4096 numbers" in finding.what for finding in findings(xla))
+    assert not any("4096 x 4096 numbers" in finding.what for finding in findings(kernel))
 
 
 def test_a_v4_is_one_device():

@@ -10,7 +10,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches
 from meshtrain.plan.cost.lower_bound import reduced_and_scattered
 from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.timing.streams import Assumptions, bandwidths
+from meshtrain.plan.timing.streams import Assumptions, bandwidth
 from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.reduction import SUM, Reduction
 
@@ -36,7 +36,7 @@ def advice(
     result = reduction.advice(num_replicas, replicas.level > 0)
     if cluster.accelerator is None or replicas.is_late:  # late gradients are sent beside a whole step
         return result
-    wire = bandwidths(assembly.mesh, cluster, [DATA])[DATA] * assumptions.link_efficiency
+    wire = bandwidth(assembly.mesh, cluster, DATA) * assumptions.link_efficiency
     memory = cluster.accelerator.memory_bytes_per_second * assumptions.memory_efficiency
     itemsize = jnp.dtype(replicas.wire_dtype).itemsize
     backward = BACKWARD_SHARE * compute_seconds / num_microbatches(assembly.config, assembly.mesh.shape)

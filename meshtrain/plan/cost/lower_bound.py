@@ -22,9 +22,11 @@ n: devices along an axis, M: microbatches, L: layers, A: bytes of the activation
 The pipeline's needs a task that states its width. Along tensor and context nothing is known of a task without a cost.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +34,10 @@ import jax.numpy as jnp
 from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches, units_on_device
 from meshtrain.launch.links import wire_share
-from meshtrain.models.cost import Cost
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.sharding.axes import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from meshtrain.sharding.stored import MAX_LEVEL, ROUTER, STACKED, Names, axes_in, num_parts
-from meshtrain.sharding.trees import select
+from meshtrain.sharding.trees import Arrays, select
 from meshtrain.step.precision import compute_dtype, param_dtype
 
 FSDP = "fsdp"
@@ -45,55 +46,29 @@ GATHERS, SCATTERS = 2, 1  # of a layer's stored weight and of its gradient, for 
 SCATTERS_EACH = 2  # the ZeRO level that reduce-scatters the gradients of each microbatch
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The sizes that the formulas use.
-
-    Attributes:
-      num_microbatches: M.
-      activation_bytes: A, of one microbatch on one device, whole along the sequence, in the compute dtype; 0: unknown.
-      residual_bytes: R, the same between layers, where sequence parallelism splits the sequence over tensor.
-      gather_bytes: (joined) axes -> what a device sends to gather the weights that are stored over them, in the dtype
-        in which they compute: those of layers twice, the others once.
-      scatter_bytes: the same for one scatter of the gradients of those that are trained.
-      reduced_bytes: of the gradients that replicas all-reduce over data, in the dtype in which they cross it.
-      scattered_bytes: of the gradients that replicas reduce-scatter over data (ZeRO levels 1 and 2), likewise. Of a
-        reduction of its own both are the bytes of an array for which a ring sends as much.
-      updated_bytes: of the parameters of those, which are gathered over data after the update.
-      cost: what else one microbatch costs a device.
-    """
-
-    num_microbatches: int
-    activation_bytes: float
-    residual_bytes: float
-    gather_bytes: Mapping[str, float]
-    scatter_bytes: Mapping[str, float]
-    reduced_bytes: float
-    scattered_bytes: float
-    updated_bytes: float
-    cost: Cost
-
-
-def sizes(assembly: Assembly) -> Sizes:
-    """Returns the sizes that the formulas use."""
+def _activation_bytes(assembly: Assembly) -> float:
+    """Returns A, of one microbatch on one device, whole along the sequence, in the compute dtype; 0: unknown."""
     config, shape, task = assembly.config, dict(assembly.mesh.shape), assembly.task
-    itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
-    parts = num_microbatches(config, shape)
-    activations = units_on_device(config, task, assembly.rules, shape) / parts * task.width * itemsize
-    weights = _weights(assembly)
-    reduced, scattered = reduced_and_scattered(assembly)
-    reduced_itemsize, scattered_itemsize = _wire_itemsizes(assembly)
-    return Sizes(
-        num_microbatches=parts,
-        activation_bytes=activations,
-        residual_bytes=activations / (shape[TENSOR] if config.layout.sequence_parallel else 1),
-        gather_bytes=gathered_bytes(assembly),
-        scatter_bytes=_by_axes(assembly, (weight for weight in weights if weight.is_trained)),
-        reduced_bytes=reduced * reduced_itemsize,
-        scattered_bytes=scattered * scattered_itemsize,
-        updated_bytes=scattered * jnp.dtype(param_dtype(config.precision)).itemsize,
-        cost=assembly.cost,
-    )
+    units = units_on_device(config, task, assembly.rules, shape) / num_microbatches(config, shape)
+    return units * task.width * jnp.dtype(compute_dtype(config.precision)).itemsize
+
+
+def _residual_bytes(assembly: Assembly) -> float:
+    """Returns R, the same between layers, where sequence parallelism splits the sequence over tensor."""
+    is_split = assembly.config.layout.sequence_parallel
+    return _activation_bytes(assembly) / (assembly.mesh.shape[TENSOR] if is_split else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """The logical axes of one array, as a leaf of a tree."""
+
+    names: Names
+
+
+def _names(assembly: Assembly) -> Arrays:
+    """Returns an `_Axes` for each parameter."""
+    return jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params
 
 
 def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> tuple[int, int]:
@@ -104,8 +79,7 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
     replicas, reduced, scattered = assembly.replicas, 0, 0
     if assembly.apart is not None:  # groups send weights in a program of their own
         return 0, 0
-    names = jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params
-    of_weights = (assembly.state.params, replicas.stored, names)
+    of_weights = (assembly.state.params, replicas.stored, _names(assembly))
     trained = [jax.tree.leaves(select(tree, replicas.trained)[0]) for tree in of_weights]
     for leaf, weight, axes in zip(*trained, strict=True):
         elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
@@ -118,21 +92,23 @@ def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> 
     return reduced, scattered
 
 
-def _wire_itemsizes(assembly: Assembly) -> tuple[float, float]:
-    """Returns the bytes of an element that crosses data: (all-reduced, reduce-scattered)."""
-    n, reduction = assembly.mesh.shape[DATA], assembly.replicas.reduction
-    if reduction is None or n == 1:
-        itemsize = jnp.dtype(assembly.replicas.wire_dtype).itemsize
-        return itemsize, itemsize
-    whole, scattered = (reduction.sent_bytes(1, n, is_scattered) for is_scattered in (False, True))
-    return whole / wire_share("all-reduce", n), scattered / wire_share("reduce-scatter", n)
+def _bytes_over_data(assembly: Assembly) -> float:
+    """Returns what replicas send for weights that are not stored over data: for their gradients, and the new weights.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Axes:
-    """The logical axes of one array, as a leaf of a tree."""
-
-    names: Names
+    Gradients cross in `precision.reduce_dtype`, or as a reduction of its own sends them; those that ZeRO splits are
+    reduce-scattered once (level 1) or for each microbatch (2), and the parameters gathered after the update.
+    """
+    n, replicas = assembly.mesh.shape[DATA], assembly.replicas
+    reduced, scattered = reduced_and_scattered(assembly)
+    of_reduced = of_scattered = float(jnp.dtype(replicas.wire_dtype).itemsize)
+    if replicas.reduction is not None:
+        # Of an array for which a ring sends as much.
+        of_reduced = replicas.reduction.sent_bytes(1, n, False) / wire_share("all-reduce", n)
+        of_scattered = replicas.reduction.sent_bytes(1, n, True) / wire_share("reduce-scatter", n)
+    times = num_microbatches(assembly.config, assembly.mesh.shape) if replicas.level == SCATTERS_EACH else 1
+    updated = scattered * jnp.dtype(param_dtype(assembly.config.precision)).itemsize
+    sent = 2 * (reduced * of_reduced) + times * (scattered * of_scattered) + updated
+    return sent * wire_share("reduce-scatter", n)
 
 
 def layer_gradient_bytes(assembly: Assembly) -> float:
@@ -149,21 +125,25 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     return sent * jnp.dtype(replicas.wire_dtype).itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weight:
+class _Weight(NamedTuple):
     """A weight that is stored in shards.
 
     Attributes:
-      axes: over which it is gathered before it computes, joined by `+`.
+      axes: over which it is gathered before it computes, joined by `+`; an empty text: over none.
       missing_bytes: what the other devices store of what one computes with, in the dtype in which it computes.
       of_layer: whether it belongs to one of a stack of layers.
       is_trained: whether it has a gradient.
     """
 
     axes: str
-    missing_bytes: float
+    missing_bytes: int
     of_layer: bool
     is_trained: bool
+
+    @property
+    def sent_bytes(self) -> int:
+        """For each microbatch: to gather it as often as it is used, and to scatter its gradient."""
+        return self.missing_bytes * ((GATHERS if self.of_layer else 1) + (SCATTERS if self.is_trained else 0))
 
 
 def _storing(assembly: Assembly) -> list[str]:
@@ -176,15 +156,13 @@ def _storing(assembly: Assembly) -> list[str]:
 
 def _weights(assembly: Assembly) -> list[_Weight]:
     """Returns all weights."""
-    rules, shape, result = assembly.rules, dict(assembly.mesh.shape), list[_Weight]()
-    storing = _storing(assembly)
+    shape, storing, result = dict(assembly.mesh.shape), _storing(assembly), list[_Weight]()
     params = assembly.state.params
     trained = assembly.replicas.trained or jax.tree.map(lambda _: True, params)
-    names = jax.tree.unflatten(jax.tree.structure(assembly.state), map(_Axes, assembly.names)).params
-    leaves = [jax.tree.leaves(tree) for tree in (params, names, trained)]
+    leaves = [jax.tree.leaves(tree) for tree in (params, _names(assembly), trained)]
     itemsize = jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
     for leaf, axes, is_trained in zip(*leaves, strict=True):
-        stay = [axis for name in axes.names if name for axis in rules.gathered[name]]
+        stay = [axis for name in axes.names if name for axis in assembly.rules.gathered[name]]
         # The partitioner gathers over all storage axes of a weight together.
         over = [axis for axis in storing if axis not in stay]
         num_shards = num_parts([axis for axis in axes_in(leaf.sharding.spec) if axis in over], shape)
@@ -195,25 +173,14 @@ def _weights(assembly: Assembly) -> list[_Weight]:
     return result
 
 
-def _by_axes(assembly: Assembly, weights: Iterable[_Weight]) -> dict[str, float]:
-    """Returns (joined) axes -> bytes; the first entry is that of weights without experts."""
-    result = dict[str, float]()
-    if storing := _storing(assembly):
-        result["+".join(storing)] = 0.0
+def _by_axes(assembly: Assembly, weights: Iterable[_Weight]) -> collections.Counter[str]:
+    """Returns (joined) axes -> bytes sent for each microbatch; the first entry is that of weights without experts."""
+    storing = _storing(assembly)
+    result = collections.Counter({"+".join(storing): 0} if storing else {})
     for weight in weights:
         if weight.axes:
-            result[weight.axes] = (result[weight.axes] if weight.axes in result else 0.0) + weight.missing_bytes
+            result[weight.axes] += weight.sent_bytes
     return result
-
-
-def gathered_bytes(assembly: Assembly) -> dict[str, float]:
-    """Returns (joined) axes -> what a device sends to gather each weight as often as a microbatch uses it."""
-    once, again = (_by_axes(assembly, some) for some in (_weights(assembly), _of_layers(assembly)))
-    return {axes: once[axes] + (GATHERS - 1) * (again[axes] if axes in again else 0.0) for axes in once}
-
-
-def _of_layers(assembly: Assembly) -> list[_Weight]:
-    return [weight for weight in _weights(assembly) if weight.of_layer]
 
 
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
@@ -223,22 +190,17 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     reduces gradients over data with them where data is left to it. Weights of experts are gathered over fewer axes than
     others, and then have an entry of their own.
     """
-    shape, size = dict(assembly.mesh.shape), sizes(assembly)
-    larger, storing = [axis for axis in AXES if shape[axis] > 1], _storing(assembly)
-    of_layers, of_others = size.cost.layer_bytes, size.cost.other_bytes
-    least: dict[str, float] = {}
-    for axis in larger:
-        replicated = _replicated_bytes(assembly.replicas.level, size) if axis == DATA else 0.0
-        replicated *= wire_share("reduce-scatter", shape[axis])
-        if storing and axis == storing[0]:
-            for joined, gathered in size.gather_bytes.items():
-                each = gathered + SCATTERS * (size.scatter_bytes[joined] if joined in size.scatter_bytes else 0.0)
-                least[joined] = size.num_microbatches * each
+    shape, storing = dict(assembly.mesh.shape), _storing(assembly)
+    parts, known = num_microbatches(assembly.config, shape), (assembly.cost.layer_bytes, assembly.cost.other_bytes)
+    least = dict[str, float]()
+    for axis in (axis for axis in AXES if shape[axis] > 1):
+        replicated = _bytes_over_data(assembly) if axis == DATA else 0.0
+        if axis in storing[:1]:
+            least |= {joined: float(parts * size) for joined, size in _by_axes(assembly, _weights(assembly)).items()}
             least["+".join(storing)] += replicated
-        if axis in of_layers or axis in of_others:
+        if sent := [found[axis] for found in known if axis in found]:
             # Weights and the exchange are one entry where no other axis stores weights.
-            sent = sum(found[axis] for found in (of_layers, of_others) if axis in found)
-            least[axis] = (least[axis] if axis in least else 0.0) + size.num_microbatches * sent
+            least[axis] = (least[axis] if axis in least else 0.0) + parts * sum(sent)
         elif axis == CONTEXT:
             least.pop(axis, None)
         elif axis in storing:
@@ -247,7 +209,7 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
             least[axis] = replicated
         elif axis == PIPELINE and assembly.task.width:
             chunks = assembly.program.schedule.num_chunks if assembly.program else 1
-            least[axis] = 2.0 * size.num_microbatches * chunks * size.residual_bytes
+            least[axis] = 2.0 * parts * chunks * _residual_bytes(assembly)
     return least
 
 
@@ -263,15 +225,12 @@ def idle_bytes(assembly: Assembly, sent: Mapping[str, float]) -> dict[str, float
     """
     if assembly.program is None:
         return {}
-    size, idle = sizes(assembly), idle_share(assembly)
-    layers = _of_layers(assembly)
-    gathered, scattered = (_by_axes(assembly, some) for some in (layers, (one for one in layers if one.is_trained)))
-    times = (gathered, GATHERS), (scattered, SCATTERS), (size.cost.layer_bytes, 1)
-    result: dict[str, float] = {}
+    parts, result = num_microbatches(assembly.config, assembly.mesh.shape), dict[str, float]()
+    weights = _by_axes(assembly, (weight for weight in _weights(assembly) if weight.of_layer))
     for axis, least in wire_bytes_minimum(assembly).items():
-        if axis in gathered or axis in size.cost.layer_bytes:
-            by_layers = sum(number * each[axis] for each, number in times if axis in each)
-            result[axis] = idle * max(0.0, sent[axis] - (least - size.num_microbatches * by_layers))
+        if by_layers := [found[axis] for found in (weights, assembly.cost.layer_bytes) if axis in found]:
+            by_others = least - parts * sum(by_layers)
+            result[axis] = idle_share(assembly) * max(0.0, sent[axis] - by_others)
     return result
 
 
@@ -283,12 +242,6 @@ def outer_wire_bytes_minimum(assembly: Assembly) -> float:
     if reduction is not None:
         return reduction.sent_bytes(elements, num_replicas, False)
     return wire_share("all-reduce", num_replicas) * elements * FLOAT32_BYTES
-
-
-def _replicated_bytes(level: int, size: Sizes) -> float:
-    """Returns the bytes sent over data for weights that are not stored over it, before the factor (n - 1) / n."""
-    scatters = size.num_microbatches if level == SCATTERS_EACH else 1
-    return 2 * size.reduced_bytes + scatters * size.scattered_bytes + size.updated_bytes
 
 
 def idle_share(assembly: Assembly) -> float:
@@ -309,21 +262,20 @@ def executor_bytes(assembly: Assembly) -> float | None:
     program, width = assembly.program, assembly.task.width
     if program is None or not width:
         return None
-    size, shape = sizes(assembly), dict(assembly.mesh.shape)
-    ring = wire_share("all-reduce", shape[PIPELINE])
+    each, ring = _residual_bytes(assembly), wire_share("all-reduce", assembly.mesh.shape[PIPELINE])
     wider = FLOAT32_BYTES / jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
-    residual = ring * wider * size.residual_bytes
-    numbers = 3 * ring * wider * size.activation_bytes / width
+    residual = ring * wider * each
+    numbers = 3 * ring * wider * _activation_bytes(assembly) / width
 
     def of(part: Segment | Signature) -> float:
         if isinstance(part, Segment):
             return part.count * sum(of(child) for child in part.body)
-        row = size.residual_bytes + residual * (part.embed + part.embed_backward)
+        row = each + residual * (part.embed + part.embed_backward)
         return row + (2 * residual + numbers if part.head else 0.0)
 
     rows = segments(program, reduces=assembly.reduces_chunks)
     # Nothing reads what the very last row sends, and outside of a loop the compiler drops it.
-    unsent = size.residual_bytes if rows[-1].count == 1 else 0.0
+    unsent = each if rows[-1].count == 1 else 0.0
     return sum(of(segment) for segment in rows) + 2 * residual - unsent
 
 

@@ -8,14 +8,16 @@ a TPU chain, which carries a gather through several fusions. A TPU's all-reduce 
 counts as a reduce-scatter.
 """
 
+import collections
 import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshtrain.launch.links import wire_share
-from meshtrain.plan.hlo.flops import is_product
-from meshtrain.plan.hlo.parse import CALLED, Instruction, Program
+from meshtrain.plan.hlo.flops import attention_kernel
+from meshtrain.plan.hlo.parse import Instruction, Program
+from meshtrain.plan.hlo.products import first_group, is_product
 from meshtrain.plan.hlo.replica_groups import axes_of, axes_of_pairs, replica_groups
 from meshtrain.plan.hlo.shapes import num_bytes, parts
 from meshtrain.sharding.axes import CONTEXT, EXPERT, TENSOR
@@ -79,28 +81,27 @@ def collectives(program: Program, mesh_shape: Mapping[str, int]) -> list[Collect
     Raises:
       ValueError: replica groups in an unknown syntax.
     """
-    products, called_by_start = _with_products(program), _asynchronous_bodies(program)
+    products = _with_products(program)
+    called_by_start = _asynchronous_bodies(program, products)
     result: list[Collective] = []
     chains: dict[tuple[str, str], int] = {}
     for name, body in program.computations.items():
         if not program.num_runs[name]:
             continue
         for at, line in enumerate(body):
-            if (kind := line.opcode.removesuffix("-start")) not in KINDS:
+            if line.opcode.removesuffix("-start") not in KINDS:
                 continue
-            one = _collective(program, mesh_shape, name, body, at, kind, products)
+            one = _collective(program, mesh_shape, name, body, at, products)
             if one.group_size == 1 or not one.axes:
                 continue
             if chain := CHAIN.search(line.rest):
-                channel = CHANNEL.search(line.rest)
-                key = chain[1], channel[1] if channel else ""
-                hides = name in products
+                key = chain[1], first_group(CHANNEL, line)
+                one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=name in products)
                 if key in chains:
-                    hides = hides or result[chains[key]].is_overlapped
-                    result[chains[key]] = dataclasses.replace(result[chains[key]], is_overlapped=hides)
+                    if one.is_overlapped:
+                        result[chains[key]] = dataclasses.replace(result[chains[key]], is_overlapped=True)
                     continue
                 chains[key] = len(result)
-                one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=hides)
             elif name in called_by_start:
                 one = dataclasses.replace(one, is_asynchronous=True, is_overlapped=called_by_start[name])
             result.append(one)
@@ -113,18 +114,16 @@ def _collective(
     computation: str,
     body: Sequence[Instruction],
     at: int,
-    kind: str,
     products: set[str],
 ) -> Collective:
     line = body[at]
+    kind = line.opcode.removesuffix("-start")
     groups = replica_groups(line.attributes, math.prod(mesh_shape.values()))
     permutes = kind == "collective-permute"
     axes = axes_of_pairs(groups, mesh_shape) if permutes else axes_of(groups, mesh_shape)
     whole_bytes = _whole_bytes(line, kind, {other.name: other.shape for other in body})
     if kind == "all-reduce" and SCATTER.search(computation):
         kind = "reduce-scatter"
-    is_asynchronous = line.opcode.endswith("-start") and '"is_sync":true' not in line.rest
-    between = _between(body, at) if is_asynchronous else []
     return Collective(
         name=line.name,
         kind=kind,
@@ -133,8 +132,8 @@ def _collective(
         count=program.num_runs[computation],
         logical_bytes=whole_bytes,
         wire_bytes=whole_bytes * wire_share(kind, groups.shape[1]),
-        is_asynchronous=is_asynchronous,
-        is_overlapped=any(_multiplies(other, products) for other in between),
+        is_asynchronous=line.is_asynchronous,
+        is_overlapped=line.is_asynchronous and _overlaps(body, at, products),
         source=program.source(line),
     )
 
@@ -147,28 +146,25 @@ def _whole_bytes(line: Instruction, kind: str, shapes: Mapping[str, str]) -> flo
     return sum(num_bytes(shapes[name]) for name in line.operands if name in shapes)
 
 
-def _between(body: Sequence[Instruction], start: int) -> Sequence[Instruction]:
-    """Returns the lines between a start and its done; all that follow where the done is not in the same computation."""
-    name = body[start].name
-    for end in range(start + 1, len(body)):
-        line = body[end]
-        if (line.opcode.endswith("-done") or line.opcode == "async-done") and name in line.operands:
-            return body[start + 1 : end]
-    return body[start + 1 :]
+def _overlaps(body: Sequence[Instruction], start: int, products: set[str]) -> bool:
+    """Returns whether matrices are multiplied between a start and its done, which may be in another computation."""
+    for line in body[start + 1 :]:
+        if line.opcode.endswith("-done") and body[start].name in line.operands:
+            return False
+        if _multiplies(line, products):
+            return True
+    return False
 
 
-def _asynchronous_bodies(program: Program) -> dict[str, bool]:
+def _asynchronous_bodies(program: Program, products: set[str]) -> dict[str, bool]:
     """Returns, for each computation that an `async-start` runs, whether matrix products overlap it."""
-    products = _with_products(program)
-    result: dict[str, bool] = {}
-    for body in program.computations.values():
-        for at, line in enumerate(body):
-            if line.opcode != "async-start":
-                continue
-            hides = any(_multiplies(other, products) for other in _between(body, at))
-            is_asynchronous = '"is_sync":true' not in line.rest
-            result |= {called: hides for called in _called(line) if is_asynchronous}
-    return result
+    return {
+        called: _overlaps(body, at, products)
+        for body in program.computations.values()
+        for at, line in enumerate(body)
+        if line.opcode == "async-start" and line.is_asynchronous
+        for called in line.called
+    }
 
 
 def _with_products(program: Program) -> set[str]:
@@ -182,11 +178,8 @@ def _with_products(program: Program) -> set[str]:
 
 
 def _multiplies(line: Instruction, products: set[str]) -> bool:
-    return is_product(line) or any(called in products for called in _called(line))
-
-
-def _called(line: Instruction) -> Iterable[str]:
-    return (name.strip(" %") for group in CALLED.findall(line.rest) for name in group.split(","))
+    multiplies = is_product(line) or attention_kernel(line) is not None
+    return multiplies or any(called in products for called in line.called)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,13 +250,13 @@ def traffic(found: Iterable[Collective]) -> list[Traffic]:
 
 def _sum(axis: str, kind: str, members: Sequence[Collective]) -> Traffic:
     wire = sum(one.count * one.wire_bytes for one in members)
+    by_source = collections.defaultdict[str, float](float)
+    for one in members:
+        by_source[one.source] += one.count * one.wire_bytes
 
     def share(chosen: Iterable[Collective]) -> float:
         return sum(one.count * one.wire_bytes for one in chosen) / wire if wire else 0.0
 
-    by_source: dict[str, float] = {}
-    for one in members:
-        by_source[one.source] = (by_source[one.source] if one.source in by_source else 0.0) + one.count * one.wire_bytes
     return Traffic(
         axis=axis,
         kind=kind,

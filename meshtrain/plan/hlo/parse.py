@@ -61,6 +61,16 @@ class Instruction:
         """The text after the operands."""
         return self.rest[_closing(self.rest) + 1 :]
 
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it calls."""
+        return [name for group in CALLED.findall(self.rest) for name in NAME.findall(group)]
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether other work may run between it, a start, and its done."""
+        return self.opcode.endswith("-start") and '"is_sync":true' not in self.rest
+
     def attribute(self, name: str) -> str | None:
         """Returns the value of an attribute, a computation's name, a list of dims or a word, without % and braces."""
         match = re.search(rf"\b{name}=(?:%([\w.\-]+)|\{{([\d,]*)\}}|(\w+))", self.rest)
@@ -166,8 +176,8 @@ def _num_runs(computations: dict[str, list[Instruction]], entry: str, known: Map
             if shares := branch_shares(line, known):
                 num_runs.update({branch: round(times * share) for branch, share in shares.items()})
                 continue
-            for group in CALLED.findall(line.rest):
-                num_runs.update({called.strip(" %"): times for called in group.split(",")})
+            for called in line.called:
+                num_runs.update({called: times})
     return num_runs
 
 

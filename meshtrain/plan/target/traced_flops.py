@@ -12,26 +12,16 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from meshtrain.models.attention import blockwise
-from meshtrain.plan.hlo import grouped_products
-from meshtrain.plan.hlo.flops import (
-    BACKWARD_PRODUCTS,
-    FORWARD_PRODUCTS,
-    SPLASH,
-    TRITON,
-    Window,
-    places_on_data,
-    splash_flops,
-    triton_flops,
-)
+from meshtrain.plan.hlo.flops import SPLASH, TRITON, Attention
 from meshtrain.plan.hlo.parse import share_in
+from meshtrain.plan.hlo.products import GROUPED, Window, places_on_data, used_share
 from meshtrain.sharding.jaxprs import inner_jaxprs
 
 Equation: TypeAlias = Any  # a `core.JaxprEqn` of arrays; for mypy the `aval` of its variables has no shape
 
-FLOATS = (jnp.bfloat16, jnp.float32)
-ATTENTION = {
-    "dot_product_attention_fwd_wrapper": FORWARD_PRODUCTS,
-    "dot_product_attention_bwd_wrapper": BACKWARD_PRODUCTS,
+CUDNN = {
+    "dot_product_attention_fwd_wrapper": Attention("cudnn", "forward"),
+    "dot_product_attention_bwd_wrapper": Attention("cudnn", "backward"),
 }
 
 
@@ -65,16 +55,10 @@ def _flops(
             total += _product(equation) / share
         elif name == "conv_general_dilated":
             total += _convolution(equation) / share
-        elif name in ATTENTION:
-            total += ATTENTION[name] * _attention(equation) / share
-        elif kernel := SPLASH.match(_kernel(equation)):
-            total += splash_flops(kernel[1], *_query_and_key(equation)) / share
-        elif kernel := TRITON.match(_kernel(equation)):
-            total += triton_flops(kernel[1], *_first_two(equation)) / share
-        elif name == "pallas_call" and (kernel := grouped_products.KERNEL.search(_scopes(equation, above))):
-            total += (
-                _of_blocks(kernel[1], equation, grouped_products.used_share(_scopes(equation, above), shares)) / share
-            )
+        elif kernel := _attention(equation):
+            total += kernel.flops(*_query_and_key(equation)) / share
+        elif name == "pallas_call" and (grouped := GROUPED.search(_scopes(equation, above))):
+            total += _of_blocks(grouped[1], equation, used_share(_scopes(equation, above), shares)) / share
         else:
             inside = automatic
             if name == "shard_map":
@@ -108,19 +92,24 @@ def _of_blocks(part: str, equation: Equation, used_share: float) -> float:
     return 2.0 * size * used_share
 
 
+def _attention(equation: core.JaxprEqn) -> Attention | None:
+    """Returns the attention kernel that an operation calls; None for anything else."""
+    if equation.primitive.name in CUDNN:
+        return CUDNN[equation.primitive.name]
+    if match := SPLASH.match(_kernel(equation)):
+        return Attention("splash", match[1])
+    match = TRITON.match(_kernel(equation))
+    return Attention("triton", match[1]) if match else None
+
+
 def attention_kernel(jaxpr: core.Jaxpr) -> str:
     """Returns what computes attention in a traced step: one of `model.attention`, `xla` without any other."""
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name in ATTENTION:
-            return "cudnn"
-        if SPLASH.match(_kernel(equation)):
-            return "splash"
-        if TRITON.match(_kernel(equation)):
-            return "triton"
-        if name in ("jit", "pjit") and equation.params["name"] == blockwise.TRACED_NAME:
+        if kernel := _attention(equation):
+            return kernel.by
+        if equation.primitive.name in ("jit", "pjit") and equation.params["name"] == blockwise.TRACED_NAME:
             return "blockwise"
-        if inside := next((kernel for kernel in map(attention_kernel, inner_jaxprs(equation)) if kernel != "xla"), ""):
+        if inside := next((name for name in map(attention_kernel, inner_jaxprs(equation)) if name != "xla"), ""):
             return inside
     return "xla"
 
@@ -141,7 +130,7 @@ def _product(equation: Equation) -> float:
 
 
 def _convolution(equation: Equation) -> float:
-    """Returns 2 x result x input features x the window's positions that hold data, as `flops.convolution_flops`."""
+    """Returns 2 x result x input features x the window's positions that hold data, as of a compiled one."""
     given, numbers = equation.params, equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)
     result = equation.outvars[0].aval.shape
@@ -158,17 +147,7 @@ def _convolution(equation: Equation) -> float:
     return 2.0 * outer * right[numbers.rhs_spec[1]] * places / given["batch_group_count"]
 
 
-def _first_two(equation: Equation) -> list[tuple[int, ...]]:
-    """Returns the dims of an operation's first two arrays."""
-    return [variable.aval.shape for variable in equation.invars[:2]]
-
-
-def _attention(equation: Equation) -> float:
-    query, key = _first_two(equation)
-    return 2.0 * math.prod(query) * key[1]
-
-
 def _query_and_key(equation: Equation) -> list[tuple[int, ...]]:
     """Returns the dims of query and key: the kernel's first arrays that are neither mask nor segment ids."""
     arrays = [variable.aval for variable in equation.invars]
-    return [array.shape for array in arrays if array.ndim >= 3 and array.dtype in FLOATS][:2]
+    return [array.shape for array in arrays if array.ndim >= 3 and jnp.issubdtype(array.dtype, jnp.floating)][:2]

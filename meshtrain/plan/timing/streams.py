@@ -1,7 +1,7 @@
 """How long a step takes, MODELLED: two streams walk through the scheduled program, one computes and one communicates.
 
 Nothing here was measured, but the links if a file of them is given. Matrix products run at a share of the peak that
-the card and their shape decide (`tile_efficiency.py`), everything else at the speed of memory, transfers at the speed
+the card and their shape decide (`shape_share`), everything else at the speed of memory, transfers at the speed
 of the slowest link of a ring over the group; an all-to-all has a speed of its own (`exchange_bandwidth`). A transfer
 overlaps the operations after its start, and its done waits for it. The program computes on a pipeline's idle rows too,
 so the bubble is in the time. The interval is two more walks: one with faster products and every asynchronous transfer
@@ -10,6 +10,7 @@ hidden, one with slower products and no transfer hidden.
 The seconds of a measured step, for calibration: from a run's metrics.jsonl, or given as a number.
 """
 
+import collections
 import dataclasses
 import enum
 import math
@@ -25,24 +26,23 @@ from meshtrain.errors import UserError
 from meshtrain.files import expanded, read_json, what_is_at
 from meshtrain.launch.hardware import Accelerator
 from meshtrain.launch.links import Link, Links, link_for
-from meshtrain.plan.hlo import grouped_products
 from meshtrain.plan.hlo.collectives import Collective, collectives
-from meshtrain.plan.hlo.flops import (
-    attention_flops,
-    convolution_flops,
-    dot_flops,
-    is_attention,
-    is_triton,
-    library_flops,
-)
+from meshtrain.plan.hlo.flops import attention_flops, attention_kernel
 from meshtrain.plan.hlo.memory_traffic import moved_bytes
 from meshtrain.plan.hlo.parse import FUSIONS, Instruction, Program, branch_shares, trip_count
+from meshtrain.plan.hlo.products import Product, product_flops, product_of
 from meshtrain.plan.hlo.shapes import dtypes
 from meshtrain.plan.target.clusters import Cluster
-from meshtrain.plan.timing.tile_efficiency import product_of, shape_share
 
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
         "after-all")  # fmt: skip
+# Rows x columns of a tile -> its speed over that of the largest. An assumption: operands are read again for each tile,
+# so a tile of 64 x 64 reads almost three times the bytes for the same work.
+TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.92, (128, 64): 0.75, (64, 128): 0.75, (64, 64): 0.55}
+# Parts of a contraction that different units compute and then add.
+SPLITS = (1, 2, 4, 8)
+# Contracted elements that take as long as filling and draining the pipeline of a tile: an assumption.
+FILLING = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +117,21 @@ class Timing:
     links: Mapping[tuple[str, str], Link | None] = dataclasses.field(default_factory=dict)
 
 
-def bandwidths(mesh: Mesh, cluster: Cluster, axes: Iterable[str]) -> dict[str, float]:
-    """Returns the bytes a second that each device can send in a ring along each of these (joined) axes.
+def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
+    """Returns the bytes a second that each device can send in a ring along an axis, or axes joined by `+`.
 
     Where a ring leaves a host, the devices of a host that are in the same group share their network adapters; on a
     torus one axis has two of the links.
     """
     accelerator = cluster.accelerator
     assert accelerator is not None
-    return {axis: _bandwidth(mesh, cluster, accelerator, axis) for axis in axes}
+    if cluster.platform == "tpu":
+        return accelerator.link_bytes_per_second * 2 / accelerator.num_links
+    hosts = devices_by_host(mesh, axis)
+    if len(hosts) <= 1:
+        return accelerator.link_bytes_per_second
+    assert accelerator.network_bytes_per_second is not None
+    return min(accelerator.link_bytes_per_second, accelerator.network_bytes_per_second * min(hosts.values()))
 
 
 def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
@@ -139,7 +145,7 @@ def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
     hosts = devices_by_host(mesh, axis)
     size = sum(hosts.values())
     if cluster.platform == "tpu":
-        return _bandwidth(mesh, cluster, accelerator, axis) * min(1.0, 4 * (size - 1) / size**2)
+        return bandwidth(mesh, cluster, axis) * min(1.0, 4 * (size - 1) / size**2)
     link, network = accelerator.link_bytes_per_second, accelerator.network_bytes_per_second
     if len(hosts) <= 1:
         return link
@@ -148,27 +154,13 @@ def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
     return min(network / leaving, link / (1 - leaving) if leaving < 1 else math.inf)
 
 
-def _bandwidth(mesh: Mesh, cluster: Cluster, accelerator: Accelerator, axis: str) -> float:
-    if cluster.platform == "tpu":
-        return accelerator.link_bytes_per_second * 2 / accelerator.num_links
-    hosts = devices_by_host(mesh, axis)
-    if len(hosts) <= 1:
-        return accelerator.link_bytes_per_second
-    network = accelerator.network_bytes_per_second
-    assert network is not None
-    return min(accelerator.link_bytes_per_second, network * min(hosts.values()))
-
-
 def devices_by_host(mesh: Mesh, axis: str) -> dict[int, int]:
     """Returns host -> how many devices of the first group along an axis, or along axes joined by `+`, are on it."""
     names = mesh.axis_names
     chosen = [names.index(name) for name in axis.split("+") if name in names]
     lead = np.moveaxis(mesh.devices, chosen, range(len(chosen)))
     group = lead.reshape(-1, math.prod(lead.shape[len(chosen) :]) if chosen else 1)[:, 0]
-    hosts: dict[int, int] = {}
-    for device in group:
-        hosts[device.process_index] = hosts.setdefault(device.process_index, 0) + 1
-    return hosts
+    return collections.Counter(device.process_index for device in group)
 
 
 def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) -> dict[tuple[str, str], Link | None]:
@@ -216,7 +208,6 @@ def transfer_seconds(
       cluster: of accelerators whose peaks are known.
       assumptions: of the model.
     """
-    speeds = bandwidths(mesh, cluster, {one.axes for one in found})
     measured = {key: link for key, link in links_of(found, mesh, assumptions).items() if link}
 
     def of(one: Collective) -> tuple[float, float]:
@@ -224,8 +215,7 @@ def transfer_seconds(
             link = measured[one.axes, one.kind]
             return link.latency_seconds, one.wire_bytes / link.bytes_per_second
         hops = math.log2(max(2, one.group_size))
-        exchanges = one.kind == "all-to-all"
-        speed = exchange_bandwidth(mesh, cluster, one.axes) if exchanges else speeds[one.axes]
+        speed = (exchange_bandwidth if one.kind == "all-to-all" else bandwidth)(mesh, cluster, one.axes)
         return hops * assumptions.latency_seconds, one.wire_bytes / (speed * assumptions.link_efficiency)
 
     return {one.name: of(one) for one in found}
@@ -276,8 +266,7 @@ class Streams:
                 seconds = self.transfers[line.name]
                 sent += seconds
                 wire_free = max(now, wire_free) + seconds
-                is_asynchronous = line.opcode.endswith("-start") and '"is_sync":true' not in line.rest
-                if is_asynchronous and self.hidden is not Hidden.NONE:
+                if line.is_asynchronous and self.hidden is not Hidden.NONE:
                     # One that is hidden wherever it stands is waited for at the end of its computation only.
                     ends[line.name] = wire_free if self.hidden is Hidden.SCHEDULED else now
                 else:
@@ -320,29 +309,54 @@ class Streams:
 
     def _product_seconds(self, line: Instruction, shapes: Mapping[str, str]) -> float:
         peak = self.accelerator.bfloat16_flops_per_second
-        if line.opcode == "custom-call" and is_attention(line):
+        if kernel := attention_kernel(line):
             assumed = self.assumptions
-            share = assumed.triton_efficiency if is_triton(line) else assumed.attention_efficiency
+            share = assumed.triton_efficiency if kernel.by == "triton" else assumed.attention_efficiency
             return attention_flops(line, shapes)[0] / (peak * share)
-        counts = {"dot": dot_flops, "convolution": convolution_flops}
-        if line.opcode in counts:
-            flops = counts[line.opcode](line, shapes)
-        elif line.opcode == "custom-call" and '"dot_dimension_numbers"' in line.rest:
-            flops = library_flops(line, shapes)
-        elif line.opcode == "custom-call" and grouped_products.kernel(line):
-            flops = 2.0 * math.prod(grouped_products.product(line, shapes, self.program.shares))
-        else:
+        flops = product_flops(line, shapes, self.program.shares)
+        if not flops:
             return 0.0
-        inputs = [shapes[name] for name in line.operands if name in shapes]
-        # The owners of blocks stand before what is multiplied.
-        inputs = [shape for shape in inputs if grouped_products.kernel(line) is None or dtypes(shape)[0][0] in "bf"][:2]
-        if all("f32" in dtypes(shape) for shape in inputs) and self.accelerator.float32_flops_per_second:
+        inputs = [dtypes(shapes[name])[0] for name in line.operands if name in shapes]
+        inputs = [dtype for dtype in inputs if dtype[0] in "bf"][:2]  # owners of blocks stand before what is multiplied
+        if set(inputs) == {"f32"} and self.accelerator.float32_flops_per_second:
             peak = self.accelerator.float32_flops_per_second
-        if all(dtype.startswith("f8") for shape in inputs for dtype in dtypes(shape)):
+        if inputs and all(dtype.startswith("f8") for dtype in inputs):
             peak = self.accelerator.float8_flops_per_second or peak
         product = product_of(line, shapes, self.program.shares)
         share = shape_share(product, self.accelerator.num_units) if product else 1.0
         return flops / (peak * self.accelerator.product_share * share)
+
+
+def shape_share(product: Product, num_units: int) -> float:
+    """Returns the speed of a product over that of a large one on the same card, in (0, 1].
+
+    A GPU cuts the result into tiles, and each of its units (streaming multiprocessors) computes one tile at a time. A
+    tile that reaches over the border computes zeros. The last wave of tiles leaves units without work. A short
+    contraction does not fill the units' pipelines, and a small tile reads its operands more often. (NVIDIA, Matrix
+    Multiplication Background User's Guide: tile and wave quantization.) Libraries try several tiles and split long
+    contractions; the model takes the best of them.
+
+    Args:
+      product: its dims.
+      num_units: of the card that compute tiles at the same time; 0: not known, and every shape is as fast.
+    """
+    if not num_units:
+        return 1.0
+    whole = Product(*(max(1, round(size)) for size in dataclasses.astuple(product)))
+    return max(_tiled(whole, tile, speed, parts, num_units) for tile, speed in TILES.items() for parts in SPLITS)
+
+
+def _tiled(product: Product, tile: tuple[int, int], speed: float, parts: int, num_units: int) -> float:
+    """Returns the same for one tile and one number of parts of the contraction."""
+    rows, columns = (math.ceil(size / side) for size, side in zip((product.rows, product.columns), tile, strict=True))
+    num_tiles = product.batch * rows * columns
+    on_data = product.batch * product.rows * product.columns / (num_tiles * math.prod(tile))
+    num_waves = math.ceil(num_tiles * parts / num_units)
+    busy = num_tiles * parts / (num_waves * num_units)
+    # Each part fills its own pipeline, and adds what it has computed to the others.
+    depth = product.contracted / parts
+    filled = depth / (depth + FILLING * (1 if parts == 1 else 2))
+    return speed * on_data * busy * filled
 
 
 def timing(

@@ -1,0 +1,174 @@
+"""Matrix products of a compiled program outside of attention kernels: their dims, and their FLOPs. No JAX.
+
+GPU and CPU programs write them as `dot`, TPU programs as `convolution`, libraries as `custom-call`. Kernels multiply
+blocks of one expert each (`models/moe/grouped_matmul.py`): a program shows as many blocks as there may be, and the
+kernels skip those without rows.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from meshtrain.plan.hlo.parse import Instruction, share_in
+from meshtrain.plan.hlo.shapes import dims, dtypes
+
+TARGET = re.compile(r'custom_call_target="([^"]*)"')
+OPERATION = re.compile(r'op_name="([^"]*)"')
+LIBRARY = re.compile(r"gemm|matmul", re.IGNORECASE)
+LHS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+LHS_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
+# The names that `models/moe/grouped_matmul_gpu.py` and `models/moe/grouped_matmul_tpu.py` give their kernels.
+GROUPED = re.compile(r"\b(times|weights)_of_blocks\b")
+GROUPED_TARGETS = ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "tpu_custom_call")
+WINDOW = re.compile(r"window=\{([^}]*)\}")
+WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
+DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The dims of a matrix product: `batch` times [rows, contracted] x [contracted, columns]; of blocks a mean."""
+
+    batch: float
+    rows: float
+    columns: float
+    contracted: float
+
+    @property
+    def flops(self) -> float:
+        """2 x result x contracted."""
+        return 2.0 * math.prod(dataclasses.astuple(self))
+
+
+def first_group(pattern: re.Pattern[str], line: Instruction) -> str:
+    """Returns the first group of a pattern in an instruction's operands and attributes; '' where it is not there."""
+    match = pattern.search(line.rest)
+    return match[1] if match else ""
+
+
+def is_product(line: Instruction) -> bool:
+    """Returns whether an instruction multiplies matrices, and is no attention kernel."""
+    return line.opcode in ("dot", "convolution") or _is_library(line) or grouped_kernel(line) is not None
+
+
+def product_flops(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> float:
+    """Returns the FLOPs of a matrix product; 0 for anything else. Arguments and errors are those of `product_of`."""
+    if line.opcode == "convolution":
+        return _convolution_flops(line, shapes)
+    product = product_of(line, shapes, shares)
+    return product.flops if product else 0.0
+
+
+def product_of(line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product | None:
+    """Returns the dims of a product; None for a convolution, which only TPUs make of products, and for anything else.
+
+    Args:
+      line: the operation.
+      shapes: of the operands.
+      shares: see `Program.shares`.
+
+    Raises:
+      ValueError: a call that does not say its dims, and whose work would be left out.
+    """
+    if line.opcode == "dot":
+        contracted, batch = (line.attribute(f"lhs_{name}_dims") or "" for name in ("contracting", "batch"))
+    elif _is_library(line):
+        contracted, batch = first_group(LHS_CONTRACTED, line), first_group(LHS_BATCH, line)
+        if not LHS_CONTRACTED.search(line.rest):
+            raise ValueError(f"%{line.name}: a matrix product whose dims are not known")
+    else:
+        part = grouped_kernel(line)
+        return _grouped(part, line, shapes, shares) if part else None
+    left = dims(shapes[line.operands[0]])
+    num_batch, depth = (math.prod(left[int(dim)] for dim in re.findall(r"\d+", text)) for text in (batch, contracted))
+    rows = math.prod(left) // max(1, num_batch * depth)
+    columns = math.prod(dims(line.shape)) // max(1, num_batch * rows)
+    return Product(num_batch, rows, columns, depth)
+
+
+def _is_library(line: Instruction) -> bool:
+    return line.opcode == "custom-call" and bool(LIBRARY.search(first_group(TARGET, line)))
+
+
+def grouped_kernel(line: Instruction) -> str | None:
+    """Returns what a kernel of blocks computes: `times`, products, or `weights`, their cotangent; None: neither."""
+    if line.opcode != "custom-call" or first_group(TARGET, line) not in GROUPED_TARGETS:
+        return None
+    match = GROUPED.search(first_group(OPERATION, line))
+    return match[1] if match else None
+
+
+def _grouped(part: str, line: Instruction, shapes: Mapping[str, str], shares: Mapping[str, float]) -> Product:
+    arrays = [shapes[name] for name in line.operands if name in shapes]
+    floats = [dims(shape) for shape in arrays if dtypes(shape)[0][0] in "bf" and len(dims(shape)) >= 2]
+    if len(floats) != 2:
+        raise ValueError(f"%{line.name}: products of blocks whose dims are not known")
+    rows = used_share(line.rest, shares) * floats[0][0]
+    if part == "times":
+        return Product(1, rows, dims(line.shape)[-1], floats[0][1])
+    num_experts, height, width = dims(line.shape)
+    return Product(num_experts, height, width, rows / num_experts)
+
+
+def used_share(text: str, shares: Mapping[str, float]) -> float:
+    """Returns the share of the blocks that have rows, by the scope in an operation's name; 1 where none is known."""
+    share = share_in(text, shares)
+    return 1.0 if share is None else share
+
+
+def _convolution_flops(line: Instruction, shapes: Mapping[str, str]) -> float:
+    """Returns 2 x result x input features x the window's positions that hold data.
+
+    A TPU writes a matrix product over several dims as a convolution with padding; positions on padding, or between
+    dilated elements, do not count.
+    """
+    labels = DIM_LABELS.search(line.rest)
+    assert labels, line.rest
+    left, right = (dims(shapes[name]) for name in line.operands[:2])
+    result, fields = dims(line.shape), dict(WINDOW_FIELD.findall(first_group(WINDOW, line)))
+    places = 1
+    for dim in range(sum(label.isdigit() for label in labels[1])):
+        size, num_outputs = left[labels[1].index(str(dim))], result[labels[3].index(str(dim))]
+        places *= places_on_data(size, num_outputs, _window(fields, dim))
+    outer = result[labels[3].index("b")] * result[labels[3].index("f")]
+    # With batch groups, each output feature sees one group of the batch alone, and the result has no batch left.
+    return 2.0 * outer * right[labels[2].index("i")] * places / int(first_group(BATCH_GROUPS, line) or 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One dim of a convolution's window: places, steps, zeros before the left operand, steps between elements."""
+
+    size: int
+    stride: int
+    low: int
+    left_dilation: int
+    right_dilation: int
+
+
+def _window(fields: Mapping[str, str], dim: int) -> Window:
+    def entry(name: str, default: int = 1) -> int:
+        text = fields[name].split("x")[dim].partition("_")[0] if name in fields else ""
+        return int(text or default)
+
+    return Window(entry("size"), entry("stride"), entry("pad", 0), entry("lhs_dilate"), entry("rhs_dilate"))
+
+
+def places_on_data(size: int, num_outputs: int, window: Window) -> int:
+    """Returns how many pairs (output, window place) of one dim hold an element of the left operand.
+
+    Args:
+      size: elements of the left operand.
+      num_outputs: elements of the result.
+      window: of this dim.
+    """
+    end, result = (size - 1) * window.left_dilation + 1, 0
+    first = np.arange(num_outputs) * window.stride - window.low
+    for place in range(window.size):
+        at = first + place * window.right_dilation
+        result += int(np.count_nonzero((at >= 0) & (at < end) & (at % window.left_dilation == 0)))
+    return result
