@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -41,42 +41,21 @@ def arguments() -> argparse.ArgumentParser:
         description="Compiles the train step for a cluster that need not exist; reports memory, traffic and time.",
         add_help=False,
     )
-    extra.add_argument("--cluster", metavar="NAME", default="", help="h100:8x8 (hosts x GPUs), v5e:16x16, cpu:8, ...")
-    extra.add_argument("--json", metavar="FILE", default="", help="also write the report for programs")
-    extra.add_argument("--html", metavar="FILE", default="", help="also write the report as one page with charts")
-    extra.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        default="",
-        help="metrics.jsonl of a measured run, or its seconds a step; scales times",
-    )
-    extra.add_argument(
-        "--links",
-        metavar="FILE",
-        default="",
-        help="latency and bandwidth that bench-collectives has measured on such a cluster (--json)",
-    )
-    extra.add_argument(
-        "--search",
-        nargs="?",
-        const="all",
-        default="",
-        choices=("all", "mesh"),
-        help="rank meshes, schedules, ... instead; mesh: only meshes",
-    )
-    extra.add_argument(
-        "--scaling",
-        metavar="SIZES",
-        default="",
-        help="speedup and efficiency on these numbers of devices instead, such as 8,16,...,4096",
-    )
-    extra.add_argument(
-        "--programs",
-        metavar="N",
-        default="",
-        help=f"compile at most N for --scaling ({scaling.MOST_PROGRAMS}; {scaling.MOST_WHOLE} if compiled whole)",
-    )
-    extra.add_argument("--chart", metavar="FILE", default="", help="also draw --scaling, as .png or .svg")
+    whole = f"{scaling.MOST_WHOLE} if compiled whole"
+
+    def add(name: str, metavar: str, text: str) -> None:
+        extra.add_argument(f"--{name}", metavar=metavar, default="", help=text)
+
+    add("cluster", "NAME", "h100:8x8 (hosts x GPUs), v5e:16x16, cpu:8, ...")
+    add("json", "FILE", "also write the report for programs")
+    add("html", "FILE", "also write the report as one page with charts")
+    add("calibrate", "FILE", "metrics.jsonl of a measured run, or its seconds a step; scales times")
+    add("links", "FILE", "latency and bandwidth that bench-collectives has measured on such a cluster (--json)")
+    ways = "rank meshes, schedules, ... instead; mesh: only meshes"
+    extra.add_argument("--search", nargs="?", const="all", default="", choices=("all", "mesh"), help=ways)
+    add("scaling", "SIZES", "speedup and efficiency on these numbers of devices instead, such as 8,16,...,4096")
+    add("programs", "N", f"compile at most N for --scaling ({scaling.MOST_PROGRAMS}; {whole})")
+    add("chart", "FILE", "also draw --scaling, as .png or .svg")
     return extra
 
 
@@ -117,26 +96,28 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def refusals(work: Callable[[], object]) -> list[str]:
+    """Returns a line for each problem that `work` refuses."""
+    try:
+        work()
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
 def problems(given: argparse.Namespace) -> list[str]:
     """Returns one line for each problem of plan's own arguments that shows before a compiler is asked."""
-    problems = []
-    if not given.cluster:
-        problems.append(f"--cluster: got nothing; allowed: {clusters.ALLOWED}; nearest: --cluster=h100:8x8")
+    if given.cluster:
+        problems = refusals(lambda: clusters.parse(given.cluster))
     else:
-        try:
-            clusters.parse(given.cluster)
-        except UserError as error:
-            problems += error.problems
+        problems = [f"--cluster: got nothing; allowed: {clusters.ALLOWED}; nearest: --cluster=h100:8x8"]
     if given.links and given.cluster.startswith("cpu"):
         problems.append(
             f"--links: got '{given.links}' for {given.cluster}, whose time is not modelled; allowed: a cluster of GPUs "
             "or TPUs; nearest: leave it out"
         )
     elif given.links:
-        try:
-            read(given.links)
-        except UserError as error:
-            problems += error.problems
+        problems += refusals(lambda: read(given.links))
     if given.search and given.calibrate:
         problems.append(
             "--calibrate: got it together with --search, which ranks by the bare model; allowed: one of them; nearest: "
@@ -162,28 +143,21 @@ def wrong_size(given: argparse.Namespace) -> list[str]:
         wanted = built(file, given.overrides)[0].mesh
     except UserError:
         return []  # reported with the others
-    try:
-        mesh_shape(wanted, num_devices, simulated=False)
-    except UserError as error:
+    problems = refusals(lambda: mesh_shape(wanted, num_devices, simulated=False))
+    if problems:
         given.overrides |= {f"mesh.{axis}": "1" for axis in AXES}
-        return list(error.problems)
-    return []
+    return problems
 
 
 def scaling_problems(given: argparse.Namespace) -> list[str]:
     """Returns one line for each problem of `--scaling` and the arguments that go with it."""
-    problems = []
     if not given.scaling:
-        for name in ("programs", "chart"):
-            if value := getattr(given, name):
-                problems.append(
-                    f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {cluster_sizes.EXAMPLE}"
-                )
-        return problems
-    try:
-        cluster_sizes.read_sizes(given.scaling)
-    except UserError as error:
-        problems += error.problems
+        return [
+            f"--{name}: got '{value}' without --scaling; allowed: both; nearest: {cluster_sizes.EXAMPLE}"
+            for name in ("programs", "chart")
+            if (value := getattr(given, name))
+        ]
+    problems = refusals(lambda: cluster_sizes.read_sizes(given.scaling))
     for name in ("search", "calibrate"):
         if getattr(given, name):
             problems.append(f"--{name}: got it together with --scaling; allowed: one of them; nearest: leave it out")
@@ -221,11 +195,10 @@ def searched(config: Config, cluster: clusters.Cluster, given: argparse.Namespac
     return 0
 
 
-def write(given: argparse.Namespace, content: object, make_page: object) -> None:
+def write(given: argparse.Namespace, content: object, make_page: Callable[[], str]) -> None:
     """Writes the files of `--json` and `--html`; each appears complete or not at all."""
     texts = {given.json: json.dumps(content, indent=2) + "\n"} if given.json else {}
     if given.html:
-        assert callable(make_page)
         texts[given.html] = make_page()
     for path, text in texts.items():
         write_whole(path, text)

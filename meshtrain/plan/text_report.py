@@ -22,17 +22,8 @@ UNKNOWN = "not known"
 
 def text(plan: Plan) -> str:
     """Returns the whole report."""
-    parts = [
-        _title(plan),
-        _memory(plan),
-        _communication(plan),
-        _outer(plan),
-        _compute(plan),
-        _time(plan),
-        _options(plan),
-    ]
-    parts.append(_findings(plan))
-    return "\n\n".join(part for part in parts if part)
+    parts = (_title, _memory, _communication, _outer, _compute, _time, _options, _findings)
+    return "\n\n".join(shown for part in parts if (shown := part(plan)))
 
 
 def verdict(plan: Plan) -> str:
@@ -54,12 +45,13 @@ def _title(plan: Plan) -> str:
     examples = f"{config.batch_size:,} examples"
     if task.unit == "tokens" and len(entry.shape) == 2:
         examples = f"{config.batch_size:,} sequences of {entry.shape[1]:,} tokens"
+    schedule = [f"schedule     {program.schedule.text}"] if program else []
     lines = [
         f"plan         {plan.cluster.text}: {describe(assembly.mesh)}",
         f"model        {task.parameters_text}; {examples} a step, {task.num_units:,} {task.unit}",
         f"compiled     in {plan.compiled.seconds:.1f} s, attention {plan.compiled.attention}, "
         f"remat {config.remat.policy}, {config.precision.policy}",
-        *([f"schedule     {program.schedule.text}"] if program else []),
+        *schedule,
         f"memory       {verdict(plan)}",
     ]
     return "\n".join(lines)
@@ -75,14 +67,11 @@ def _memory(plan: Plan) -> str:
         ("parameters", _bytes(memory.parameters_bytes), "from shardings"),
         ("gradients", _bytes(memory.gradients_bytes), "from shardings, float32"),
         ("optimizer", _bytes(memory.optimizer_bytes), "from shardings"),
-        *(
-            [("residual", _bytes(memory.residual_bytes), "of gradients, which reduction.name keeps")]
-            if memory.residual_bytes
-            else []
-        ),
+        ("residual", _bytes(memory.residual_bytes), "of gradients, which reduction.name keeps"),
         ("activations and temporaries", _bytes(memory.activations_bytes), "the compiler's temporaries less gradients"),
         ("batch", _bytes(memory.batch_bytes), "from shardings"),
     ]
+    rows = [row for row in rows if row[0] != "residual" or memory.residual_bytes]
     if stats:
         unread = f"; the program does not read {', '.join(memory.unread)}" if memory.unread else ""
         rows += [
@@ -304,7 +293,7 @@ def to_json(plan: Plan) -> JsonObject:
             "longest_tokens": longest(assembly.config, memory),
             "largest": [dataclasses.asdict(buffer) for buffer in memory.buffers],
         },
-        "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in plan.traffic],
+        "collectives": [dataclasses.asdict(row) for row in plan.traffic],
         "outer": _outer_json(plan),
         "wire_bytes_minimum": dict(plan.minimum),
         "wire_bytes_idle_rows": dict(plan.idle_bytes),
@@ -347,7 +336,7 @@ def _outer_json(plan: Plan) -> JsonObject | None:
         return None
     return {
         "period": outer.period,
-        "collectives": [{**dataclasses.asdict(row), "sources": list(row.sources)} for row in outer.traffic],
+        "collectives": [dataclasses.asdict(row) for row in outer.traffic],
         "wire_bytes_minimum": outer.minimum_bytes,
         "seconds_low": outer.timing and outer.timing.low_seconds,
         "seconds": outer.timing and outer.timing.step_seconds,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})?\}")
-IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 ALONG = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}")
 AXIS = re.compile(r"'([^']+)'=(\d+)")
 ORDER = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)$")
@@ -36,8 +36,8 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
     """
     if match := ALONG.search(attributes):
         return _along(match[1], match[2], match[3])
-    if match := re.search(r"replica_groups=(\[.*?\]<=\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
-        return _iota(match[1])
+    if match := IOTA.search(attributes):
+        return _ordered(match[2], match[3]).reshape(_numbers(match[1]))
     if match := LISTED.search(attributes):
         if not match[1]:
             return np.arange(num_devices).reshape(1, -1)
@@ -52,13 +52,10 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _iota(text: str) -> np.ndarray:
-    match = IOTA.search(text)
-    assert match, text
-    devices = np.arange(math.prod(_numbers(match[2]))).reshape(_numbers(match[2]))
-    if match[3]:
-        devices = devices.transpose(_numbers(match[3]))
-    return devices.reshape(_numbers(match[1]))
+def _ordered(dims: str, order: str | None) -> np.ndarray:
+    """Returns devices in order, int [*dims], with its dims in another order if one is given."""
+    sizes = _numbers(dims)
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(_numbers(order) if order else range(len(sizes)))
 
 
 def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
@@ -69,7 +66,7 @@ def _along(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
         match = ORDER.match(device_ids)
         if not match:
             raise ValueError(f"unknown order of devices: {device_ids}")
-        order = order.reshape(_numbers(match[1])).transpose(_numbers(match[2])).reshape(-1)
+        order = _ordered(match[1], match[2])
     # An axis may be named in parts: it is cut into (before, part, after), and groups run along the part only.
     shape, chosen = list[int](), list[int]()
     wanted = {name: (before, size) for name, before, size in PART.findall(axes)}

@@ -13,13 +13,13 @@ microbatches, and only then smaller ones.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.config.config import Config, check, num_microbatches
-from meshtrain.errors import UserError, divisors
+from meshtrain.config.config import Config, num_microbatches
+from meshtrain.errors import divisors
 from meshtrain.plan.search.candidates import MODEST, Candidate
-from meshtrain.plan.search.changes import Change, with_change
+from meshtrain.plan.search.changes import Change, problems_of, with_change
 from meshtrain.plan.search.estimate import Weights, guessed_bytes, placement_problems
 from meshtrain.sharding.axes import AXES, DATA, PIPELINE
 from meshtrain.sharding.rules import default_rules
@@ -192,18 +192,14 @@ def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
         problem = f"{batch:,} sequences do not divide over {parts:,} devices"
         return Point(way, kind, num_devices, batch, problem=problem)
     problem = ""
-    for microbatch in _microbatches(batch // parts, way.microbatch):
+    # The largest that divides the sequences in a part comes first.
+    for microbatch in sorted({size for size in divisors(batch // parts) if size <= way.microbatch}, reverse=True):
         number = batch // parts // microbatch
         config = with_change(basis.config, _change(way, shape, batch, number))
         problem = problem_of(config, shape, basis)
         if not problem:
             return Point(way, kind, num_devices, batch, microbatch, number, config)
     return Point(way, kind, num_devices, batch, problem=problem)
-
-
-def _microbatches(sequences: int, most: int) -> Iterator[int]:
-    """Yields the sizes of microbatches to try: divisors of the sequences in a part, the largest first."""
-    yield from sorted({size for size in divisors(sequences) if size <= most}, reverse=True)
 
 
 def _change(way: Way, shape: Mapping[str, int], batch_size: int, number: int) -> Change:
@@ -216,13 +212,7 @@ def _change(way: Way, shape: Mapping[str, int], batch_size: int, number: int) ->
 
 def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
     """Returns why a configuration is not compiled: it is not legal, or far too large; otherwise an empty text."""
-    if lines := placement_problems(config, shape, basis.weights):
-        return lines[0]
-    try:
-        lines = check(config, shape)
-    except UserError as error:
-        lines = list(error.problems)
-    if lines:
+    if lines := placement_problems(config, shape, basis.weights) or problems_of(config, shape):
         return lines[0]
     guessed = _guessed(config, shape, basis)
     if guessed > MODEST * basis.capacity_bytes:

@@ -5,12 +5,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from meshtrain.config.config import Config, check, num_microbatches
-from meshtrain.errors import UserError, divisors, nearest_divisor
+from meshtrain.config.config import Config, num_microbatches
+from meshtrain.errors import divisors, nearest_divisor
 from meshtrain.launch.hardware import usable_bytes
 from meshtrain.pipeline.schedules import SEARCHED
 from meshtrain.plan.cost.context_sizes import sizes_to_try
-from meshtrain.plan.search.changes import SPLITS_SUMS, Change, with_change, with_level
+from meshtrain.plan.search.changes import SPLITS_SUMS, Change, problems_of, with_change, with_level
 from meshtrain.plan.search.estimate import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.sharding.axes import AXES, CONTEXT, DATA, EXPERT, model_axes, partitioned_axes
@@ -62,7 +62,7 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
             guesses = [_candidate(config, {**change, **level}, shape, weights, cluster) for level in levels]
             one = _first_that_fits(guesses, capacity)
             # The check comes last because it costs the most.
-            if one is not None and not _is_refused(with_change(config, one.change), shape):
+            if one is not None and not problems_of(with_change(config, one.change), shape):
                 result.append(one)
     return sorted(result, key=lambda one: one.guessed_seconds)
 
@@ -97,13 +97,6 @@ def _candidate(config: Config, change: Change, shape: dict[str, int], weights: W
     changed, devices_each = with_change(config, change), len(cluster.devices) // cluster.num_hosts
     seconds = guessed_seconds(changed, shape, weights, cluster.accelerator, devices_each)
     return Candidate(change, shape, guessed_bytes(changed, shape, weights), seconds)
-
-
-def _is_refused(config: Config, shape: dict[str, int]) -> bool:
-    try:
-        return bool(check(config, shape))
-    except UserError:
-        return True
 
 
 def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:

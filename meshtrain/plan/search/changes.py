@@ -32,6 +32,14 @@ def with_change(config: Config, change: Change) -> Config:
     return changed
 
 
+def problems_of(config: Config, shape: Mapping[str, int]) -> list[str]:
+    """Returns why a configuration cannot run on a mesh; empty if it can."""
+    try:
+        return check(config, shape)
+    except UserError as error:
+        return list(error.problems)
+
+
 def with_level(config: Config, level: int) -> Change:
     """Returns the change to a ZeRO level; it unsets a strategy, which would contradict the level."""
     strategy = {"zero.strategy": ""} if config.zero.strategy else {}
@@ -140,7 +148,7 @@ def cheapest(plan: Plan) -> list[tuple[Change, int]]:
 
 def _refused(config: Config, cluster: Cluster) -> bool:
     try:
-        return bool(check(config, shape_on(config, cluster)))
+        return bool(problems_of(config, shape_on(config, cluster)))
     except UserError:
         return True
 

@@ -24,7 +24,8 @@ from meshtrain.launch.hardware import Accelerator, find
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 TARGETS = Path(__file__).parents[1] / "targets"
 GPUS = ("a100", "h100", "h200", "b200")
-TPUS = ("v4", "v5e", "v5p", "v6e")
+TPUS = {"v4": "2x2x2", "v5e": "4x4", "v5p": "2x2x2", "v6e": "4x4"}  # with a torus of each
+SIZES = dict.fromkeys(GPUS, "8x8") | TPUS | {"cpu": "8"}  # an example of each
 CLUSTER = re.compile(r"(?P<name>[a-z]\w*):(?P<sizes>\d{1,9}(?:x\d{1,9})*)$")
 ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}; cpu:N"
 
@@ -57,18 +58,14 @@ def parse(text: str) -> tuple[str, tuple[int, ...]]:
       UserError: the name has another form or an unknown device.
     """
     match = CLUSTER.match(text.strip().lower())
-    kinds = (*GPUS, *TPUS, "cpu")
     name = match["name"] if match else text.partition(":")[0]
-    if not match or name not in kinds:
-        fix = nearest(name, kinds).replace("did you mean", "did you mean the device") if name not in kinds else ""
+    if not match or name not in SIZES:
+        fix = "" if name in SIZES else nearest(name, SIZES).replace("did you mean", "did you mean the device")
         raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: h100:8x8{fix}")
     sizes = tuple(int(size) for size in match["sizes"].split("x"))
-    num_allowed = {"cpu": (1,), "v5e": (2,), "v6e": (2,), "v4": (3,), "v5p": (3,)}
-    wanted = num_allowed[name] if name in num_allowed else (1, 2)
-    if 0 in sizes or len(sizes) not in wanted:
-        example = {"cpu": "cpu:8", "v5e": "v5e:4x4", "v6e": "v6e:4x4", "v4": "v4:2x2x2", "v5p": "v5p:2x2x2"}
-        fix = example[name] if name in example else f"{name}:8x8"
-        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {fix}")
+    num_sizes = (1, 2) if name in GPUS else (SIZES[name].count("x") + 1,)
+    if 0 in sizes or len(sizes) not in num_sizes:
+        raise UserError(f"--cluster: got '{text}'; allowed: {ALLOWED}; nearest: {name}:{SIZES[name]}")
     return name, (1, *sizes) if name in GPUS and len(sizes) == 1 else sizes
 
 
