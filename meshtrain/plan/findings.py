@@ -1,20 +1,26 @@
 """Advice on a plan: compiler warnings that matter, and numbers far from their optimum."""
 
-import dataclasses
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax.numpy as jnp
+
+from meshtrain.assemble import Assembly
 from meshtrain.cli.tables import format_bytes
+from meshtrain.config.config import num_microbatches
 from meshtrain.launch.hardware import DEFAULT_MEMORY_FRACTION
 from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel
-from meshtrain.plan.cost import compression_advice
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
-from meshtrain.plan.cost.lower_bound import idle_share
+from meshtrain.plan.cost.lower_bound import idle_share, reduced_and_scattered
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.hlo.collectives import Traffic, along
 from meshtrain.plan.planner import Plan
+from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import Compiled
-from meshtrain.sharding.axes import CONTEXT, EXPERT, PIPELINE
+from meshtrain.plan.timing.streams import Assumptions, bandwidth
+from meshtrain.sharding.axes import CONTEXT, DATA, EXPERT, PIPELINE
+from meshtrain.sharding.reduction import SUM, Reduction
 
 FAR_ABOVE_MINIMUM = 1.2
 MATTERS_BYTES = 100e6  # traffic below this costs no noticeable time
@@ -22,13 +28,14 @@ MATTERS_SHARE = 0.1  # of all that is sent
 LITTLE_OVERLAP = 0.5
 ADDED = 0.02
 MUCH_IDLE = 0.15
+HIDDEN_SHARE = 0.58  # of uncompressed gradients, where the backward pass takes long enough; of a GPT with tied tables
+BACKWARD_SHARE = 2 / 3  # of the time of a microbatch
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 APART = "model.within_documents=false where neighbouring documents may see each other"
 SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """An observation, and the change that helps."""
 
     what: str
@@ -64,8 +71,7 @@ def findings(plan: Plan) -> list[Finding]:
             )
         )
     compute_seconds = plan.timing.compute_seconds if plan.timing else 0.0
-    advice = compression_advice.advice(assembly, plan.cluster, plan.assumptions, compute_seconds)
-    return results + [Finding(what, change) for what, change in advice]
+    return results + compression_advice(assembly, plan.cluster, plan.assumptions, compute_seconds)
 
 
 def _memory(plan: Plan) -> list[Finding]:
@@ -170,3 +176,67 @@ def _attention(plan: Plan) -> list[Finding]:
         return []
     change = SPLASH if platform == "tpu" else "a 16-bit policy; no window or cap with documents"
     return [Finding(f"attention is a loop in plain JAX, slower than a kernel: {chosen.why}", change)]
+
+
+def compression_advice(
+    assembly: Assembly, cluster: Cluster, assumptions: Assumptions, compute_seconds: float
+) -> list[Finding]:
+    """Returns each reason to reduce gradients in another way: seconds saved beside seconds of packing, MODELLED.
+
+    The built-in sum reduces gradients of layers in the backward pass of the last microbatch, which hides a part of
+    them. What another reduction sends is sent after it, so what was hidden saves nothing.
+
+    Args:
+      assembly: of the step.
+      cluster: the target; where its speeds are unknown, there is only what the reduction says of itself.
+      assumptions: the shares of those speeds that are reached.
+      compute_seconds: of a step, without transfers.
+    """
+    replicas, reduction = assembly.replicas, assembly.replicas.reduction
+    if reduction is None or not replicas.axes:
+        return []
+    num_replicas = assembly.mesh.shape[DATA]
+    result = [Finding(what, change) for what, change in reduction.advice(num_replicas, replicas.level > 0)]
+    if cluster.accelerator is None or replicas.is_late:  # late gradients are sent beside a whole step
+        return result
+    wire = bandwidth(assembly.mesh, cluster, DATA) * assumptions.link_efficiency
+    memory = cluster.accelerator.memory_bytes_per_second * assumptions.memory_efficiency
+    itemsize = jnp.dtype(replicas.wire_dtype).itemsize
+    backward = BACKWARD_SHARE * compute_seconds / num_microbatches(assembly.config, assembly.mesh.shape)
+    elements = reduced_and_scattered(assembly)
+    return result + slower_than_sum(reduction, num_replicas, elements, itemsize, wire, memory, backward)
+
+
+def slower_than_sum(
+    reduction: Reduction,
+    num_replicas: int,
+    elements: tuple[int, int],
+    itemsize: int,
+    wire_bytes_per_second: float,
+    memory_bytes_per_second: float,
+    backward_seconds: float,
+) -> list[Finding]:
+    """Returns that packing takes longer than the transfers that it saves, where it does.
+
+    Args:
+      reduction: not the built-in sum.
+      num_replicas: n.
+      elements: of a device's gradients, (all-reduced, reduce-scattered).
+      itemsize: bytes of an element that the built-in sum sends.
+      wire_bytes_per_second: of a device over data.
+      memory_bytes_per_second: of a device.
+      backward_seconds: of one microbatch, beside which uncompressed gradients are sent.
+    """
+    reduced, scattered = elements
+    plain = itemsize * (num_replicas - 1) / num_replicas * (2 * reduced + scattered) / wire_bytes_per_second
+    sent = reduction.sent_bytes(reduced, num_replicas, False) + reduction.sent_bytes(scattered, num_replicas, True)
+    saved = plain - min(HIDDEN_SHARE * plain, backward_seconds) - sent / wire_bytes_per_second
+    packing = reduction.moved_bytes * (reduced + scattered) / memory_bytes_per_second
+    if saved >= packing:
+        return []
+    what = (
+        f"reduction.name={reduction.name} does not pay: at {wire_bytes_per_second / 1e9:.0f} GB/s over data it saves "
+        f"{max(saved, 0) * 1e3:.3g} ms of transfers that the backward pass would not hide, and packing takes about "
+        f"{packing * 1e3:.3g} ms"
+    )
+    return [Finding(what, f"reduction.name={SUM}")]

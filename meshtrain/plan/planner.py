@@ -1,9 +1,8 @@
 """Plans one step: compiles a configuration for a cluster and collects memory, traffic, work, time and findings."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from meshtrain.assemble import Assembly
 from meshtrain.config.config import Config
 from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.plan.cost.lower_bound import (
@@ -16,7 +15,6 @@ from meshtrain.plan.cost.lower_bound import (
 )
 from meshtrain.plan.cost.memory import Memory, memory
 from meshtrain.plan.hlo.collectives import (
-    Collective,
     LayerGradients,
     Traffic,
     collectives,
@@ -154,8 +152,8 @@ def plan(
     rows = tuple(traffic(sent))
     modelled = None
     if program and cluster.accelerator:
-        modelled = timing(assembly, cluster, program, assumptions, measured_seconds)
-    least = wire_bytes_minimum(assembly)
+        modelled = timing(assembly.mesh, cluster, program, assumptions, measured_seconds)
+    least, least_count = wire_bytes_minimum(assembly), 1 if assembly.reduces_chunks else 2
     return Plan(
         cluster=cluster,
         compiled=compiled,
@@ -165,16 +163,12 @@ def plan(
         minimum=least,
         idle_bytes=idle_bytes(assembly, {axis: sent_along(rows, axis) for axis in least}),
         executor_bytes=executor_bytes(assembly),
-        layer_gradients=_layer_gradients(assembly, sent) if program else None,
+        layer_gradients=layer_gradients(sent, DATA, layer_gradient_bytes(assembly), least_count) if program else None,
         work=matmul_flops(program) if program else None,
         model_flops=model_flops(assembly),
         timing=modelled,
         assumptions=assumptions,
     )
-
-
-def _layer_gradients(assembly: Assembly, sent: Sequence[Collective]) -> LayerGradients | None:
-    return layer_gradients(sent, DATA, layer_gradient_bytes(assembly), least_count=1 if assembly.reduces_chunks else 2)
 
 
 def _outer(compiled: Compiled, cluster: Cluster, assumptions: Assumptions) -> Outer | None:
@@ -185,5 +179,5 @@ def _outer(compiled: Compiled, cluster: Cluster, assumptions: Assumptions) -> Ou
         period=assembly.config.local_steps.period,
         traffic=tuple(traffic(collectives(program, dict(assembly.mesh.shape)))),
         minimum_bytes=outer_wire_bytes_minimum(assembly),
-        timing=timing(assembly, cluster, program, assumptions) if cluster.accelerator else None,
+        timing=timing(assembly.mesh, cluster, program, assumptions) if cluster.accelerator else None,
     )

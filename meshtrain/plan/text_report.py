@@ -319,7 +319,7 @@ def to_json(plan: Plan) -> JsonObject:
         "compiler_options_added": dict(plan.compiled.added_options),
         "attention": plan.compiled.attention,
         "compile_seconds": plan.compiled.seconds,
-        "findings": [dataclasses.asdict(finding) for finding in findings(plan)],
+        "findings": [finding._asdict() for finding in findings(plan)],
     }
 
 

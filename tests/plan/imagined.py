@@ -1,7 +1,6 @@
 """Steps that are imagined rather than compiled: their programs are written here, for any mesh of data and fsdp."""
 
 import math
-from types import SimpleNamespace
 
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.scaling.efficiency import Row, spent
@@ -56,5 +55,5 @@ def row(point, cluster, assumptions):
     assert math.prod(point.shape.values()) == point.num_devices == len(cluster.devices)
     program = parse.read(text(point.shape, point.microbatch, point.num_microbatches))
     mesh = make_mesh(point.shape, cluster.devices)
-    seconds = timing(SimpleNamespace(mesh=mesh), cluster, program, assumptions)
+    seconds = timing(mesh, cluster, program, assumptions)
     return Row(point, "", seconds, spent(program, mesh, cluster, assumptions, 0.0), 2**20, fits=True)

@@ -238,7 +238,7 @@ def test_measured_links_are_used_where_the_step_has_such_collectives():
     plan = planned("h100:1x8", FSDP)
     link = Link("fsdp", "all-gather", 8, 1, 1e-3, 1e9)
     assumptions = Assumptions(links=Links("NVIDIA H100 80GB HBM3", (link,)))
-    made = timing(plan.compiled.assembly, plan.cluster, compiling.program_of(plan.compiled), assumptions)
+    made = timing(plan.compiled.assembly.mesh, plan.cluster, compiling.program_of(plan.compiled), assumptions)
     assert made.links["fsdp", "all-gather"] == link
     assert made.links["fsdp", "reduce-scatter"] is None
     [gathers] = [row for row in plan.traffic if (row.axis, row.kind) == ("fsdp", "all-gather")]

@@ -74,8 +74,8 @@ def test_one_device_is_added_as_what_the_others_are_compared_with(run):
     weak = curve(found, "data", "weak")
     assert [row.point.batch_size for row in weak.rows] == [16, 32, 64, 128]
     assert weak.efficiency(weak.rows[-1]) == pytest.approx(weak.base.seconds / weak.rows[-1].seconds)
-    assert 0 < strong.fitted_serial_share < 1
-    assert weak.fitted_serial_share is None
+    assert 0 < strong.serial_share(*strong.rows) < 1
+    assert weak.serial_share(*weak.rows) is None
 
 
 def test_where_no_cluster_is_a_single_device_the_smallest_is_the_base(run, monkeypatch):

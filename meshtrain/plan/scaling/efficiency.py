@@ -136,9 +136,7 @@ class Curve:
 
     def speedup(self, row: Row) -> float | None:
         """Returns the speedup of a row against the base."""
-        if self.base is None or not row.is_usable:
-            return None
-        return row.rate / self.base.rate
+        return row.rate / self.base.rate if self.base and row.is_usable else None
 
     def efficiency(self, row: Row) -> float | None:
         """Returns the efficiency of a row against the base."""
@@ -147,18 +145,12 @@ class Curve:
             return None
         return gained * self.base.point.num_devices / row.point.num_devices
 
-    def serial_share(self, row: Row) -> float | None:
-        """Returns the serial share that explains a row's speedup; None for the base, and in weak scaling."""
-        if self.base is None or not row.is_usable or self.kind != STRONG:
+    def serial_share(self, *rows: Row) -> float | None:
+        """Returns the serial share that explains speedups of rows best; None in weak scaling, or of a base alone."""
+        usable = [(row.point.num_devices, row.seconds) for row in rows if row.is_usable]
+        if self.base is None or not usable or self.kind != STRONG:
             return None
-        return fitted_serial_share([(one.point.num_devices, one.seconds) for one in (self.base, row)])
-
-    @property
-    def fitted_serial_share(self) -> float | None:
-        """Returns the serial share that explains all speedups best; None in weak scaling, or of a single row."""
-        if self.kind != STRONG:
-            return None
-        return fitted_serial_share([(row.point.num_devices, row.seconds) for row in self.rows if row.is_usable])
+        return fitted_serial_share([(self.base.point.num_devices, self.base.seconds), *usable])
 
 
 def fitted_serial_share(steps: Sequence[tuple[int, float]]) -> float | None:

@@ -109,7 +109,7 @@ def _range(sizes: Sequence[int]) -> str:
 def _amdahl(curves: Sequence[Curve]) -> str:
     rows = []
     for curve in curves:
-        share, base = curve.fitted_serial_share, curve.base
+        share, base = curve.serial_share(*curve.rows), curve.base
         if share is None or base is None:
             continue
         limit = f"{base.point.num_devices / share:,.0f} devices' worth" if share > 0 else "none seen"
@@ -154,7 +154,7 @@ def to_json(found: Scaling) -> JsonObject:
                 "way": curve.name,
                 "kind": curve.kind,
                 "base_devices": curve.base and curve.base.point.num_devices,
-                "serial_share": curve.fitted_serial_share,
+                "serial_share": curve.serial_share(*curve.rows),
                 "rows": [_row_json(curve, row) for row in curve.rows],
             }
             for curve in found.curves

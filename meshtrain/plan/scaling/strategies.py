@@ -165,20 +165,6 @@ def way_of(found: Candidate, batch_size: int, config: Config) -> Way:
     return Way(BEST, resized, fixed, options, microbatch_of(changed, found.shape))
 
 
-def batch_of(basis: Basis, kind: str, num_devices: int, parts: int) -> int:
-    """Returns the sequences of a step.
-
-    Args:
-      basis: what is scaled.
-      kind: `strong` or `weak`.
-      num_devices: of the mesh.
-      parts: into how many parts the mesh splits the batch; weak scaling takes the next multiple.
-    """
-    if kind == STRONG:
-        return basis.config.batch_size
-    return parts * math.ceil(basis.config.batch_size * num_devices / (basis.num_devices * parts))
-
-
 def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
     """Returns one way on one number of devices, or why it cannot run."""
     shape = way.shape(num_devices)
@@ -187,7 +173,9 @@ def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
         problem = f"{num_devices:,} devices are no multiple of the {needed:,} that one copy takes"
         return Point(way, kind, num_devices, basis.config.batch_size, problem=problem)
     parts = _parts(basis.config, shape)
-    batch = batch_of(basis, kind, num_devices, parts)
+    batch = basis.config.batch_size
+    if kind == WEAK:  # the next multiple of the parts
+        batch = parts * math.ceil(batch * num_devices / (basis.num_devices * parts))
     if batch % parts:
         problem = f"{batch:,} sequences do not divide over {parts:,} devices"
         return Point(way, kind, num_devices, batch, problem=problem)

@@ -25,7 +25,7 @@ from meshtrain.plan.cost.lower_bound import FLOAT32_BYTES, GATHERS, SCATTERS, SC
 from meshtrain.sharding.axes import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, storage_axes
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.rules import default_rules
-from meshtrain.sharding.stored import axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
+from meshtrain.sharding.stored import Names, axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths, select
 from meshtrain.step.precision import as_stored, cast, compute_dtype, product_name
 from meshtrain.step.shardings import abstract_params
@@ -50,35 +50,33 @@ class Weights:
     params: Arrays
     axes: NamesTree
     trained: Mapping[str, bool]
-    moments: tuple[tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]], ...]
+    moments: tuple[tuple[jax.ShapeDtypeStruct, Names], ...]
+
+    @functools.cached_property
+    def leaves(self) -> list[tuple[str, jax.ShapeDtypeStruct, Names]]:
+        """(path, abstract array, logical axes) of each parameter."""
+        axes = dict(leaves_with_paths(self.axes, is_leaf=is_names))
+        return [(path, leaf, axes[path]) for path, leaf in leaves_with_paths(self.params)]
 
     @property
     def num_parameters(self) -> int:
         """Parameters as they are stored."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
-
-    @property
-    def share_of_experts(self) -> float:
-        """The share of the parameters that the expert axis splits and does not gather."""
-        axes = dict(leaves_with_paths(self.axes, is_leaf=is_names))
-        leaves = leaves_with_paths(self.params)
-        return sum(math.prod(leaf.shape) for path, leaf in leaves if EXPERTS in axes[path]) / self.num_parameters
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts, which the expert axis divides; 0: there are none."""
-        axes = dict(leaves_with_paths(self.axes, is_leaf=is_names))
-        found = (
-            leaf.shape[axes[path].index(EXPERTS)]
-            for path, leaf in leaves_with_paths(self.params)
-            if EXPERTS in axes[path]
-        )
-        return math.gcd(*found)
+        return sum(math.prod(leaf.shape) for _, leaf, _ in self.leaves)
 
     @property
     def num_trained(self) -> int:
         """Parameters that have gradients."""
-        return sum(math.prod(leaf.shape) for path, leaf in leaves_with_paths(self.params) if self.trained[path])
+        return sum(math.prod(leaf.shape) for path, leaf, _ in self.leaves if self.trained[path])
+
+    @property
+    def share_of_experts(self) -> float:
+        """The share of the parameters that the expert axis splits and does not gather."""
+        return sum(math.prod(leaf.shape) for _, leaf, axes in self.leaves if EXPERTS in axes) / self.num_parameters
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts, which the expert axis divides; 0: there are none."""
+        return math.gcd(*(leaf.shape[axes.index(EXPERTS)] for _, leaf, axes in self.leaves if EXPERTS in axes))
 
 
 def weights_of(config: Config) -> Weights:
@@ -118,23 +116,20 @@ def state_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -> i
     """
     level = config.zero.effective_level
     rules = rules_of_level(default_rules(config.layout), level)
-    axes = dict(leaves_with_paths(weights.axes, is_leaf=is_names))
     total, options = 0, config.local_steps
     # Of groups that train apart a device has weights, gradients and moments of each of its own, and the anchor.
     num_groups = options.groups // shape[DATA] if options.period else 1
     reduction = reductions.of(config)
     has_residual = reduction is not None and bool(jax.tree.leaves(reduction.residual(weights.params)))
-    for path, leaf in leaves_with_paths(weights.params):
-        specs, size = stored(leaf.shape, axes[path], rules, shape, level, path), math.prod(leaf.shape)
-        bytes_here = size // num_parts(axes_in(specs.parameter), shape) * leaf.dtype.itemsize
-        total += bytes_here
+    num_float32 = bool(options.period and options.outer_momentum) + has_residual
+    for path, leaf, axes in weights.leaves:
+        specs, size = stored(leaf.shape, axes, rules, shape, level, path), math.prod(leaf.shape)
+        here = size // num_parts(axes_in(specs.parameter), shape)
+        total += here * leaf.dtype.itemsize
         if weights.trained[path]:
             total += num_groups * (size // num_parts(axes_in(specs.gradient), shape) * FLOAT32_BYTES)
-            total += num_groups * bytes_here if options.period else 0
-            if options.period and options.outer_momentum:
-                total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
-            if has_residual:
-                total += size // num_parts(axes_in(specs.parameter), shape) * FLOAT32_BYTES
+            total += num_groups * here * leaf.dtype.itemsize if options.period else 0
+            total += num_float32 * here * FLOAT32_BYTES
     if config.offload.moments:
         return total
     for leaf, names in weights.moments:
@@ -214,7 +209,6 @@ def _sending_seconds(
     storing = num_parts(storage_axes(), shape)
     neighbours = max(1, min(storing, devices_each // shape[TENSOR]))
     storing_speed = link if neighbours == storing else min(link, network * neighbours)
-    inside = shape[CONTEXT] * shape[TENSOR] <= devices_each
     itemsize = jnp.dtype(compute_dtype(config.precision)).itemsize
     parts, task = num_microbatches(config, shape), weights.task
     of_stage = weights.num_parameters / (shape[TENSOR] * shape[PIPELINE])
@@ -223,18 +217,20 @@ def _sending_seconds(
     over_data = of_stage if is_gathered else of_stage * weights.num_trained / weights.num_parameters
     activation = itemsize * units_on_device(config, task, default_rules(config.layout), shape) * task.width
     cost = _cost(config, shape)
-    by_axis = {
-        axis: parts * sum(each[axis] for each in (cost.layer_bytes, cost.other_bytes) if axis in each)
-        for axis in (EXPERT, CONTEXT, TENSOR)
-    }
     chunks = config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
-    split = shape[EXPERT]
-    gathered = of_stage * (1 - weights.share_of_experts * (1 - 1 / split))
+    gathered = of_stage * (1 - weights.share_of_experts * (1 - 1 / shape[EXPERT]))
+
+    def of_activations(axis: str) -> float:
+        """Returns the seconds on the links that an axis crosses with tensor, which stays inside a host."""
+        sent = parts * sum(each[axis] for each in (cost.layer_bytes, cost.other_bytes) if axis in each)
+        is_inside = axis == TENSOR or shape[axis] * shape[TENSOR] <= devices_each
+        return sent / (link if is_inside else network)
+
     seconds = {
         STORED: (GATHERS + SCATTERS) * itemsize * gathered * parts / storing_speed if storing > 1 else 0.0,
-        EXPERT: by_axis[EXPERT] / (link if split * shape[TENSOR] <= devices_each else network),
-        CONTEXT: by_axis[CONTEXT] / (link if inside else network),
-        TENSOR: by_axis[TENSOR] / link,
+        EXPERT: of_activations(EXPERT),
+        CONTEXT: of_activations(CONTEXT),
+        TENSOR: of_activations(TENSOR),
         DATA: _bytes_over_data(config, shape[DATA], parts, itemsize) * over_data / storing / network,
         PIPELINE: 2 * activation * chunks / network,
     }

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import Mesh
 
-from meshtrain.assemble import Assembly
 from meshtrain.errors import UserError
 from meshtrain.files import expanded, read_json, what_is_at
 from meshtrain.launch.hardware import Accelerator
@@ -360,7 +359,7 @@ def _tiled(product: Product, tile: tuple[int, int], speed: float, parts: int, nu
 
 
 def timing(
-    assembly: Assembly,
+    mesh: Mesh,
     cluster: Cluster,
     program: Program,
     assumptions: Assumptions,
@@ -369,19 +368,19 @@ def timing(
     """Returns the modelled time of a step.
 
     Args:
-      assembly: the assembly that was compiled.
+      mesh: on which the program runs.
       cluster: of accelerators whose peaks are known.
-      program: its scheduled program.
+      program: scheduled.
       assumptions: of the model.
       measured_seconds: of this step on such a cluster; it calibrates one factor, and narrows the interval.
     """
     assert cluster.accelerator is not None
-    transfers = collectives(program, dict(assembly.mesh.shape))
-    each = transfer_seconds(transfers, assembly.mesh, cluster, assumptions)
+    transfers = collectives(program, dict(mesh.shape))
+    each = transfer_seconds(transfers, mesh, cluster, assumptions)
     alone = {name: latency + bandwidth for name, (latency, bandwidth) in each.items()}
     total, computed, sent = Streams(program, cluster.accelerator, alone, assumptions).step()
     factor = measured_seconds / total if measured_seconds else 1.0
-    step, used = total * factor, links_of(transfers, assembly.mesh, assumptions)
+    step, used = total * factor, links_of(transfers, mesh, assumptions)
     margin = assumptions.calibrated_margin
     low, high = (1 - margin) * step, (1 + margin) * step
     if not measured_seconds:
@@ -392,14 +391,7 @@ def timing(
 def _ends(
     program: Program, accelerator: Accelerator, transfers: Mapping[str, float], assumptions: Assumptions
 ) -> tuple[float, float]:
-    """Returns the seconds of a step with faster products and all transfers hidden, and with slower ones and none.
-
-    Args:
-      program: scheduled.
-      accelerator: that it runs on.
-      transfers: the seconds of each collective, by its name.
-      assumptions: of the model.
-    """
+    """Returns the seconds of a step with faster products and all transfers hidden, and with slower ones and none."""
     fast, slow = (
         dataclasses.replace(accelerator, product_share=accelerator.product_share + change)
         for change in (assumptions.product_faster, -assumptions.product_slower)
