@@ -102,17 +102,16 @@ class Plan:
     @property
     def recomputed_share(self) -> float | None:
         """Share of the compiled work beyond model FLOPs: recomputed, or on a pipeline's idle rows."""
-        if self.work is None or self.model_flops is None:
+        if self.work is None or self.model_flops is None or not self.work.full:
             return None
-        done = self.work.products + self.work.attention_full
-        return 1 - self.model_flops[1] / done if done else None
+        return 1 - self.model_flops[1] / self.work.full
 
     @property
     def added_share(self) -> float | None:
         """FLOPs that the compiler added to those traced, as a share of these."""
         if self.work is None or not self.compiled.traced_flops:
             return None
-        return (self.work.products + self.work.attention_full) / self.compiled.traced_flops - 1
+        return self.work.full / self.compiled.traced_flops - 1
 
 
 def shape_on(config: Config, cluster: Cluster) -> dict[str, int]:

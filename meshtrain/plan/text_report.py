@@ -301,7 +301,7 @@ def to_json(plan: Plan) -> JsonObject:
         "layer_gradients": plan.layer_gradients and dataclasses.asdict(plan.layer_gradients),
         "flops": {
             "compiled": plan.work and plan.work.total,
-            "compiled_full_attention": plan.work and plan.work.products + plan.work.attention_full,
+            "compiled_full_attention": plan.work and plan.work.full,
             "traced": plan.compiled.traced_flops,
             "model_causal": plan.model_flops and plan.model_flops[0],
             "model_full": plan.model_flops and plan.model_flops[1],

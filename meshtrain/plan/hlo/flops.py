@@ -75,6 +75,11 @@ class Work:
         """Products and attention together."""
         return self.products + self.attention
 
+    @property
+    def full(self) -> float:
+        """The same with nothing of attention skipped."""
+        return self.products + self.attention_full
+
 
 def matmul_flops(program: Program) -> Work:
     """Returns the work of a step.

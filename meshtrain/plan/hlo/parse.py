@@ -201,14 +201,11 @@ def _counted(
     computations: Mapping[str, list[Instruction]], caller: str, loop: Instruction, condition: str, body: str
 ) -> int | None:
     """Returns ceil((bound - start) / step) of `for (i = start; i < bound; i += step)`, or None where it is not one."""
-    lines = {line.name: line for line in computations[condition]}
-    test = next(line for line in computations[condition] if line.is_root)
+    lines, test = _lines_and_root(computations[condition])
+    inner, arguments = lines, list[str]()
     if test.opcode == "fusion":
-        inner = {line.name: line for line in computations[test.attribute("calls") or ""]}
         arguments = test.operands
-        test = next(line for line in inner.values() if line.is_root)
-    else:
-        inner, arguments = lines, []
+        inner, test = _lines_and_root(computations[test.attribute("calls") or ""])
     if test.opcode != "compare" or "direction=LT" not in test.rest:
         return None
     sides = [_outside(inner[name], lines, arguments) for name in test.operands]
@@ -223,6 +220,11 @@ def _counted(
     start = _constant(initial[entries[counter]], initial)
     step = _step(computations, body, counter)
     return None if start is None or not step else max(0, -(-(bound - start) // step))
+
+
+def _lines_and_root(body: list[Instruction]) -> tuple[dict[str, Instruction], Instruction]:
+    """Returns (name -> line, the line whose value is the computation's)."""
+    return {line.name: line for line in body}, next(line for line in body if line.is_root)
 
 
 def _outside(line: Instruction, lines: Mapping[str, Instruction], arguments: list[str]) -> Instruction:
@@ -250,14 +252,12 @@ def _constant(line: Instruction, lines: Mapping[str, Instruction]) -> int | None
 
 def _step(computations: Mapping[str, list[Instruction]], body: str, counter: int) -> int | None:
     """Returns what a body adds to the loop's counter."""
-    lines = {line.name: line for line in computations[body]}
-    root = next(line for line in computations[body] if line.is_root)
+    lines, root = _lines_and_root(computations[body])
     if root.opcode != "tuple":
         return None
     line = _origin(lines[root.operands[counter]], lines)
     if line.opcode == "fusion":
-        inner = {one.name: one for one in computations[line.attribute("calls") or ""]}
-        line, lines = next(one for one in inner.values() if one.is_root), inner
+        lines, line = _lines_and_root(computations[line.attribute("calls") or ""])
     if line.opcode != "add":
         return None
     steps = [_constant(lines[name], lines) for name in line.operands]

@@ -85,7 +85,7 @@ def basis_of(config: Config, cluster: Cluster) -> Basis:
         num_devices=math.prod(shape.values()),
         weights=weights_of(config),
         capacity_bytes=usable_bytes(cluster.accelerator),
-        devices_each=max(1, len(cluster.devices) // cluster.num_hosts),
+        devices_each=cluster.devices_each,
     )
 
 

@@ -49,11 +49,10 @@ def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Can
     """
     weights, accelerator = weights_of(config), cluster.accelerator
     capacity = usable_bytes(accelerator) if accelerator else math.inf
-    devices_each = len(cluster.devices) // cluster.num_hosts
-    result = []
-    shares = expert_sizes(weights, len(cluster.devices), devices_each)
-    for shape in meshes(len(cluster.devices), sizes_to_try(config, len(cluster.devices)), shares):
-        if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > devices_each:
+    num_devices, result = len(cluster.devices), []
+    shares = expert_sizes(weights, num_devices, cluster.devices_each)
+    for shape in meshes(num_devices, sizes_to_try(config, num_devices), shares):
+        if cluster.platform == "cuda" and num_parts(_inside_layers(), shape) > cluster.devices_each:
             continue  # every layer would communicate over the network
         if placement_problems(config, shape, weights):
             continue
@@ -94,8 +93,8 @@ def _first_that_fits(guesses: list[Candidate], capacity: float) -> Candidate | N
 
 def _candidate(config: Config, change: Change, shape: dict[str, int], weights: Weights, cluster: Cluster) -> Candidate:
     """Returns a change with its guesses."""
-    changed, devices_each = with_change(config, change), len(cluster.devices) // cluster.num_hosts
-    seconds = guessed_seconds(changed, shape, weights, cluster.accelerator, devices_each)
+    changed = with_change(config, change)
+    seconds = guessed_seconds(changed, shape, weights, cluster.accelerator, cluster.devices_each)
     return Candidate(change, shape, guessed_bytes(changed, shape, weights), seconds)
 
 
@@ -107,9 +106,8 @@ def meshes(num_devices: int, parts: Sequence[int] = (1,), shares: Sequence[int] 
       parts: the sizes of the axis that splits sequences.
       shares: those of the axis that splits experts.
     """
-    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     outer, *others = AXES
-    choices = dict.fromkeys(others, divisors) | {CONTEXT: parts, EXPERT: shares}
+    choices = dict.fromkeys(others, sorted(set(divisors(num_devices)))) | {CONTEXT: parts, EXPERT: shares}
     for inner in itertools.product(*choices.values()):
         product = math.prod(inner)
         if num_devices % product == 0:

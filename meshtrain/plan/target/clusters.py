@@ -50,6 +50,11 @@ class Cluster:
     accelerator: Accelerator | None
     compute_capability: tuple[int, int] | None = None
 
+    @property
+    def devices_each(self) -> int:
+        """Devices of a host."""
+        return len(self.devices) // self.num_hosts
+
 
 def parse(text: str) -> tuple[str, tuple[int, ...]]:
     """Returns the kind of device and the sizes that a cluster's name gives: hosts and GPUs of each, or a torus.

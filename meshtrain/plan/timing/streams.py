@@ -228,21 +228,25 @@ class Hidden(enum.Enum):
     NONE = "none"
 
 
+@dataclasses.dataclass
 class Streams:
-    """Simulates the two streams of a program. The seconds of a computation are computed once and reused."""
+    """Simulates the two streams of a program.
 
-    def __init__(
-        self,
-        program: Program,
-        accelerator: Accelerator,
-        transfers: Mapping[str, float],
-        assumptions: Assumptions,
-        hidden: Hidden = Hidden.SCHEDULED,
-    ) -> None:
-        """Stores the inputs of the model; `transfers` has the seconds of each collective, by its name."""
-        self.program, self.accelerator, self.assumptions = program, accelerator, assumptions
-        self.transfers, self.hidden = transfers, hidden
-        self.seconds: dict[str, tuple[float, float, float]] = {}
+    Attributes:
+      program: scheduled.
+      accelerator: that it runs on.
+      transfers: the seconds of each collective, by its name.
+      assumptions: of the model.
+      hidden: which transfers run beside computations.
+      seconds: what `computation` has returned, each computed once.
+    """
+
+    program: Program
+    accelerator: Accelerator
+    transfers: Mapping[str, float]
+    assumptions: Assumptions
+    hidden: Hidden = Hidden.SCHEDULED
+    seconds: dict[str, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
 
     def step(self) -> tuple[float, float, float]:
         """Returns (seconds from start to end, of the computing stream, of the communicating one) of a whole step."""
