@@ -71,7 +71,7 @@ def held(activations, capacity=70 * GIB):
 
 @pytest.mark.parametrize(
     ("memory", "expected"),
-    [(held(36 * GIB), True), (held(34 * GIB), False), (held(None), True), (held(36 * GIB, None), False), (None, False)],
+    [(held(36 * GIB), True), (held(34 * GIB), False), (held(None), True), (held(36 * GIB, None), False)],
 )
 def test_activations_dominate_from_half_of_the_capacity_on(memory, expected):
     assert context_sizes.activations_dominate(memory) is expected
@@ -80,9 +80,9 @@ def test_activations_dominate_from_half_of_the_capacity_on(memory, expected):
 def test_more_parts_are_tried_where_activations_do_not_fit(small, monkeypatch):
     config, shape = small(sequence_length=65_536), shape_of(fsdp=8)
     parts = {"mesh.fsdp": 4, "mesh.context": 2, "accumulation_steps": 2}
-    assert parts in list(changes.tried(config, shape))
     monkeypatch.setattr(changes, "times_as_many", lambda *_: 2)
     assert parts in list(changes.candidates(config, shape, held(36 * GIB)))
+    assert parts in list(changes.candidates(config, shape, held(None)))  # the compiler gave up
     assert parts not in list(changes.candidates(config, shape, held(34 * GIB)))
 
 

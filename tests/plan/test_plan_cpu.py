@@ -301,6 +301,10 @@ def test_impossible_seconds_are_refused(given):
         streams.measured_seconds(given)
 
 
+GIB = 1 << 30
+GIVEN_UP = Memory(0, 0, 0, 0, 0, None, 0, None, 80 * GIB, 73 * GIB, 0, (), (), fits=False)
+
+
 def test_changes_are_words_to_copy(small):
     change = {"layout.sequence_parallel": True, "mesh.fsdp": 4, "remat.policy": "full"}
     words = "--config.layout.sequence_parallel=true --config.mesh.fsdp=4 --config.remat.policy=full"
@@ -311,7 +315,7 @@ def test_changes_are_words_to_copy(small):
 
 def test_changes_that_keep_the_mesh_come_first_and_then_together(small):
     shape = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
-    tried = list(changes.tried(small({"data": 2, "tensor": 2}), shape))
+    tried = list(changes.tried(small({"data": 2, "tensor": 2}), shape, GIVEN_UP))
     free = [{"layout.sequence_parallel": True}, {"zero.level": 1}, {"accumulation_steps": 2}, {"remat.policy": "full"}]
     assert tried[:4] == free
     assert tried[4:8] == [
@@ -321,9 +325,6 @@ def test_changes_that_keep_the_mesh_come_first_and_then_together(small):
         {"mesh.data": 1, "mesh.pipeline": 2},
     ]
     assert tried[8:] == [{key: value for change in tried[:5] for key, value in change.items()}]
-
-
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,9 @@ def test_microbatches_are_as_many_as_the_temporaries_need(capacity, temporary, t
 
 def test_levels_above_the_one_in_use_are_tried(small):
     shape = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2}
-    tried = list(changes.tried(small(shape, zero=ZeroOptions(1), accumulation_steps=2), shape))
+    tried = list(changes.tried(small(shape, zero=ZeroOptions(1), accumulation_steps=2), shape, GIVEN_UP))
     assert [change["zero.level"] for change in tried if list(change) == ["zero.level"]] == [2, 3]
     assert {"mesh.fsdp": 1, "mesh.tensor": 2} in tried
-    assert not any("zero.level" in change for change in changes.tried(small(shape, zero=ZeroOptions(3)), shape))
+    assert not any(
+        "zero.level" in change for change in changes.tried(small(shape, zero=ZeroOptions(3)), shape, GIVEN_UP)
+    )

@@ -48,9 +48,9 @@ def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, int]:
     return change | {"accumulation_steps": 2 * config.accumulation_steps}
 
 
-def activations_dominate(held: Memory | None) -> bool:
+def activations_dominate(held: Memory) -> bool:
     """Returns whether activations take most of what a device has for a step; true where the compiler gave up."""
-    if held is None or held.capacity_bytes is None:
+    if held.capacity_bytes is None:
         return False
     return held.activations_bytes is None or held.activations_bytes > DOMINATES * held.capacity_bytes
 

@@ -1,6 +1,7 @@
 """The cheapest changes that would make a step fit. Each is compiled before it is suggested."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -54,7 +55,7 @@ def arguments(change: Change) -> str:
     )
 
 
-def times_as_many(config: Config, shape: Mapping[str, int], held: Memory | None) -> int:
+def times_as_many(config: Config, shape: Mapping[str, int], held: Memory) -> int:
     """Returns by what to multiply the number of microbatches: 2, or more where half of the temporaries is too much.
 
     It is the smallest divisor of a microbatch's sequences on a device with which the temporaries fit, if these shrink
@@ -63,9 +64,9 @@ def times_as_many(config: Config, shape: Mapping[str, int], held: Memory | None)
     Args:
       config: of the step that does not fit.
       shape: its mesh.
-      held: its memory; None: not known.
+      held: its memory.
     """
-    if held is None or held.compiler is None or held.capacity_bytes is None:
+    if held.compiler is None or held.capacity_bytes is None:
         return 2
     temporary = held.compiler.temporary_bytes
     room = held.capacity_bytes - held.compiler.arguments_bytes
@@ -74,13 +75,13 @@ def times_as_many(config: Config, shape: Mapping[str, int], held: Memory | None)
     return next((by for by in divisors if (temporary + held.uncertainty_bytes) / by <= room), max(divisors, default=2))
 
 
-def candidates(config: Config, shape: dict[str, int], held: Memory | None = None) -> Iterator[Change]:
+def candidates(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
     """Yields changes that save memory, the cheapest in time first; the caller refuses those that are not legal.
 
     Args:
       config: of the step that does not fit.
       shape: its mesh.
-      held: its memory; None: not known.
+      held: its memory.
     """
     level, times = config.zero.effective_level, times_as_many(config, shape, held)
     has_frozen, dtypes = bool(config.lora.rank or config.optimizer.trainable), config.precision
@@ -101,7 +102,7 @@ def candidates(config: Config, shape: dict[str, int], held: Memory | None = None
         lowest = SPLITS_SUMS if accumulates else MAX_LEVEL
         yield from (with_level(config, higher) for higher in range(max(lowest, level + 1), MAX_LEVEL + 1))
     # What is known to be weights is not helped by shorter parts of sequences.
-    if (held is None or activations_dominate(held)) and (parts := in_more_parts(config, shape)):
+    if activations_dominate(held) and (parts := in_more_parts(config, shape)):
         yield parts
     # The axes that split weights, the cheapest to communicate over first: half of one goes to the next.
     special = (*sequence_axes(), *expert_axes())
@@ -112,12 +113,11 @@ def candidates(config: Config, shape: dict[str, int], held: Memory | None = None
                 yield {f"mesh.{axis}": shape[axis] // 2, f"mesh.{other}": 2 * shape[other]}
 
 
-def tried(config: Config, shape: dict[str, int], held: Memory | None = None) -> Iterator[Change]:
+def tried(config: Config, shape: dict[str, int], held: Memory) -> Iterator[Change]:
     """Yields each change alone if it may be enough, then all that keep the mesh combined; see `candidates`."""
     together: Change = {}
     for change in candidates(config, shape, held):
-        needed = -(held.margin_bytes or 0) if held is not None else 0
-        if held is None or change != {FROZEN_DTYPE: FROZEN} or held.parameters_bytes // 2 > needed:
+        if change != {FROZEN_DTYPE: FROZEN} or held.parameters_bytes // 2 > -(held.margin_bytes or 0):
             yield change
         if not any(key.startswith("mesh.") for key in change):
             together |= change
@@ -131,13 +131,10 @@ def cheapest(plan: Plan) -> list[tuple[Change, int]]:
     Args:
       plan: of a step that does not fit.
     """
-    config, cluster = plan.compiled.assembly.config, plan.cluster
-    shape = dict(plan.compiled.assembly.mesh.shape)
-    result: list[tuple[Change, int]] = []
-    legal = [
-        change for change in tried(config, shape, plan.memory) if not _refused(with_change(config, change), cluster)
-    ]
-    for change in legal[:MAX_COMPILED]:
+    config, cluster, result = plan.compiled.assembly.config, plan.cluster, list[tuple[Change, int]]()
+    changes = tried(config, dict(plan.compiled.assembly.mesh.shape), plan.memory)
+    legal = (change for change in changes if not _refused(with_change(config, change), cluster))
+    for change in itertools.islice(legal, MAX_COMPILED):
         spare = _spare(with_change(config, change), cluster, arguments(change))
         if spare is not None:
             result.append((change, spare))
