@@ -4,15 +4,19 @@ import functools
 
 import pytest
 
+from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
+from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import planner
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
+from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions
 
+H100 = next(one for one in ACCELERATORS if one.name == "h100")
 MODEL = DecoderOptions(
     num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=4, vocab_size=256, within_documents=False
 )
@@ -29,6 +33,17 @@ def config(mesh=None, **fields):
         "mesh": MeshOptions(**(mesh or {})),
     }
     return Config(**values | fields)
+
+
+def shape_of(**sizes):
+    """Returns the size of each axis: those given, else 1."""
+    return dict.fromkeys(AXES, 1) | sizes
+
+
+def assembled(config, **sizes):
+    """Returns an assembly on simulated devices, on the mesh given or else that of the configuration."""
+    shape = shape_of(**sizes) if sizes else {axis: getattr(config.mesh, axis) for axis in AXES}
+    return assemble(config, shape, clusters.open_cluster("cpu:8").devices)
 
 
 @functools.cache

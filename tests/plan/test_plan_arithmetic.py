@@ -36,13 +36,7 @@ from meshtrain.sharding.rules import LayoutOptions
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded
-
-H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
-
-
-def assembled(config):
-    shape = {axis: getattr(config.mesh, axis) for axis in AXES}
-    return assemble(config, shape, clusters.open_cluster("cpu:8").devices)
+from tests.plan.conftest import H100, assembled
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from meshtrain.assemble import assemble
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import hardware
@@ -19,6 +18,7 @@ from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.reduction import ReductionOptions
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.device_memory import held
+from tests.plan.conftest import assembled, shape_of
 
 # 12.9 billion parameters: 206 GB of training state on a device that has all of it, 26 GB on one of eight that share it.
 LARGE = {"num_layers": 40, "embed_dim": 5120, "mlp_dim": 13824, "num_heads": 40, "num_kv_heads": 40}
@@ -80,6 +80,11 @@ def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
     assert ranking.describe(one)
 
 
+def assert_guessed(config, mesh):
+    assembly, weights = assembled(config), estimate.weights_of(config)
+    assert estimate.state_bytes(config, shape_of(**mesh), weights) == held(assembly.state, assembly.replicas).total
+
+
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("mesh", "optimizer"),
@@ -94,12 +99,7 @@ def test_a_mesh_option_of_its_own_is_what_a_candidate_names(small):
 def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, level):
     reduction = CompressionOptions("topk") if level == 1 else ReductionOptions()
     config = small(mesh, zero=ZeroOptions(level), optimizer=optimizer, reduction=reduction)
-    shape = dict.fromkeys(AXES, 1) | mesh
-    assembly = assemble(config, shape, clusters.open_cluster("cpu:8").devices)
-    assert (
-        estimate.state_bytes(config, shape, estimate.weights_of(config))
-        == held(assembly.state, assembly.replicas).total
-    )
+    assert_guessed(config, mesh)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,7 @@ def test_guessed_state_is_what_the_assembled_step_holds(small, mesh, optimizer, 
 def test_guessed_state_of_groups_is_what_the_assembled_step_holds(small, options):
     optimizer = OptimizerOptions(trainable="attention|mlp")
     config = small({"data": 4, "fsdp": 2}, optimizer=optimizer, batch_size=16, **options)
-    shape = dict.fromkeys(AXES, 1) | {"data": 4, "fsdp": 2}
-    assembly = assemble(config, shape, clusters.open_cluster("cpu:8").devices)
-    assert (
-        estimate.state_bytes(config, shape, estimate.weights_of(config))
-        == held(assembly.state, assembly.replicas).total
-    )
+    assert_guessed(config, {"data": 4, "fsdp": 2})
 
 
 def shapes(found):

@@ -6,17 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
 from meshtrain.config import reductions
 from meshtrain.config.config import Config
 from meshtrain.lab.compression import CompressionOptions
-from meshtrain.launch import hardware
 from meshtrain.plan import findings
-from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.axes import AXES
+from tests.plan.conftest import H100, assembled
 
-H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
 OPTIONS = CompressionOptions("int8")
 INT8 = reductions.of(Config(reduction=OPTIONS))
 MEMORY = 2.7e12
@@ -49,8 +46,7 @@ def test_what_the_backward_pass_hides_is_not_saved():
 
 
 def test_a_plan_reads_the_speeds_of_its_cluster(small):
-    devices = clusters.open_cluster("cpu:8").devices
-    assembly = assemble(small({"data": 8}, reduction=OPTIONS), dict.fromkeys(AXES, 1) | {"data": 8}, devices)
+    assembly = assembled(small({"data": 8}, reduction=OPTIONS))
     assert (
         findings.compression_advice(assembly, SimpleNamespace(platform="cuda", accelerator=None), Assumptions(), 1.0)
         == []

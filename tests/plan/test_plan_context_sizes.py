@@ -5,21 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import findings, text_report
 from meshtrain.plan.cost import context_sizes
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.search import candidates, changes, estimate
-from meshtrain.sharding.axes import AXES
 from meshtrain.step.device_memory import Statistics
+from tests.plan.conftest import H100, shape_of
 from tests.plan.test_plan_candidates import cluster_of, shapes
 
 GIB = 2**30
-
-
-def shape_of(**sizes):
-    return dict.fromkeys(AXES, 1) | sizes
 
 
 @pytest.mark.parametrize(
@@ -127,11 +122,10 @@ def test_guesses_of_a_device_fall_with_its_part_of_a_sequence(small):
 
 
 def test_a_guess_of_time_has_the_exchange_on_the_links_that_it_crosses(small):
-    h100 = next(one for one in ACCELERATORS if one.name == "h100")
     config = small(sequence_length=65_536)
     weights = estimate.weights_of(config)
     inside, across = (
-        estimate._sending_seconds(config, shape_of(context=4), weights, h100, each)["context"] for each in (8, 2)
+        estimate._sending_seconds(config, shape_of(context=4), weights, H100, each)["context"] for each in (8, 2)
     )
-    assert across / inside == pytest.approx(h100.link_bytes_per_second / h100.network_bytes_per_second)
-    assert "context" not in estimate._sending_seconds(config, shape_of(fsdp=4), weights, h100, 8)
+    assert across / inside == pytest.approx(H100.link_bytes_per_second / H100.network_bytes_per_second)
+    assert "context" not in estimate._sending_seconds(config, shape_of(fsdp=4), weights, H100, 8)

@@ -10,7 +10,6 @@ import pytest
 
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.errors import UserError
-from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe import charts
@@ -26,6 +25,7 @@ from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.device_memory import Statistics
 from meshtrain.step.precision import PrecisionOptions
+from tests.plan.conftest import H100
 from tests.quick import with_places
 
 MESHES = [
@@ -107,11 +107,10 @@ def on_an_h100(made, policy):
     """The plan as if it were of an H100, where the step takes a second."""
     config = dataclasses.replace(made.compiled.assembly.config, precision=PrecisionOptions(policy))
     compiled = dataclasses.replace(made.compiled, assembly=dataclasses.replace(made.compiled.assembly, config=config))
-    h100 = next(one for one in ACCELERATORS if one.name == "h100")
     return dataclasses.replace(
         made,
         compiled=compiled,
-        cluster=dataclasses.replace(made.cluster, accelerator=h100),
+        cluster=dataclasses.replace(made.cluster, accelerator=H100),
         timing=Timing(1.0, 0.5, 2.0, 1.0, 0.0, 1.0, Assumptions()),
         model_flops=(0.5e12, 1e12),
     )

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from meshtrain.launch import hardware
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.scaling import efficiency
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.axes import AXES
 from tests.plan import recorded
+from tests.plan.conftest import H100
 
-H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
 BYTES = 4 * 4096 * 1024
 SHAPE = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2}
 TEXT = recorded.entry(

@@ -6,30 +6,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.assemble import assemble
 from meshtrain.config.config import Config, default, resolve, units_on_device
 from meshtrain.config.tasks import abstract_task
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Entry, Task
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.hlo.collectives import Traffic, sent_along
-from meshtrain.plan.target import clusters
 from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.rules import LayoutOptions, default_rules
 from meshtrain.step.precision import PrecisionOptions
+from tests.plan.conftest import assembled, shape_of
 
 BFLOAT16 = PrecisionOptions("bfloat16")
 ONE_HEAD = 1000 * 16 * 2  # a thousand tokens of a head of 16, in bfloat16
 MATRICES = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # of the small model's layers
 TABLE_AND_HEAD = 2 * 256 * 64
-
-
-def shape_of(**sizes):
-    return dict.fromkeys(AXES, 1) | sizes
-
-
-def assembled(config, **sizes):
-    return assemble(config, shape_of(**sizes), clusters.open_cluster("cpu:8").devices)
 
 
 @pytest.mark.parametrize(

@@ -4,29 +4,18 @@ import dataclasses
 
 import pytest
 
-from meshtrain.assemble import assemble
 from meshtrain.config.tasks import abstract_task
 from meshtrain.models.remat import RematOptions
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.hlo.collectives import Traffic, sent_along
 from meshtrain.plan.search import candidates, estimate
-from meshtrain.plan.target import clusters
-from meshtrain.sharding.axes import AXES
 from meshtrain.step.precision import PrecisionOptions
-from tests.plan.conftest import MODEL
+from tests.plan.conftest import MODEL, assembled, shape_of
 
 BFLOAT16 = PrecisionOptions("bfloat16")
 EXPERTS = dataclasses.replace(MODEL, num_experts=8, experts_per_token=2, expert_dim=32)
 ATTENTION, ROUTER, OF_EXPERTS = 2 * 4 * 64 * 64, 2 * 64 * 8, 2 * 8 * 3 * 64 * 32  # of both layers
 TABLE_AND_HEAD = 2 * 256 * 64
-
-
-def shape_of(**sizes):
-    return dict.fromkeys(AXES, 1) | sizes
-
-
-def assembled(config, **sizes):
-    return assemble(config, shape_of(**sizes), clusters.open_cluster("cpu:8").devices)
 
 
 @pytest.mark.parametrize(

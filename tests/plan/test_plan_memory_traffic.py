@@ -2,13 +2,12 @@
 
 import pytest
 
-from meshtrain.launch import hardware
 from meshtrain.plan.cost import memory
 from meshtrain.plan.hlo import memory_traffic, parse
 from meshtrain.plan.timing import streams
 from tests.plan import recorded
+from tests.plan.conftest import H100
 
-H100 = next(one for one in hardware.ACCELERATORS if one.name == "h100")
 SPEED = H100.memory_bytes_per_second * streams.Assumptions().memory_efficiency
 
 

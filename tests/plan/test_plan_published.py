@@ -4,15 +4,14 @@ import json
 
 import pytest
 
-from meshtrain.launch.hardware import ACCELERATORS
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.timing import streams
 from scripts.benchmarks import published_runs
 from scripts.benchmarks.published_runs import RUNS
 from tests.plan import recorded
+from tests.plan.conftest import H100
 
 STORED = json.loads(published_runs.STORED.read_text(encoding="utf-8"))
-H100 = next(one for one in ACCELERATORS if one.name == "h100")
 # Of a run whose program and card match ours, and of another. The cards of 500 W are none of those that we know.
 MATCHING, OTHER = 0.15, 0.2
 
