@@ -121,8 +121,6 @@ def lines(given, **keywords):
         ),
         ("convnet", {"model.dropout_rate": "1"}, "model.dropout_rate: got 1.0; allowed: 0 to below 1; nearest: 0.9"),
         ("convnet", {"model.max_shift": "8"}, "model.max_shift: got 8; allowed: 0 to 7, below model.height"),
-        ("convnet", {"model.num_classes": "1"}, "model.num_classes: got 1; allowed: at least 2; nearest: 2"),
-        ("convnet", {"model.embed_dim": "8"}, "model.embed_dim: unknown key"),
         ("convnet", {"mesh.pipeline": "2"}, "mesh.pipeline: got 2, and this task has no stages; allowed: 1; nearest:"),
         (
             "convnet",
