@@ -1,10 +1,21 @@
-"""A Hugging Face folder, opened: what its config.json describes, and its tensors compared with that."""
+"""A Hugging Face folder: its tensors compared with its config.json, and read as sharded arrays.
 
+Arrays are made shard by shard: no array exists whole on a host that has a part of it. For each leaf and each shard of
+it on this process' devices, the shard's part of every layer's tensor is copied from the mapped file into one buffer in
+our layout, and the buffer goes to the devices that hold this shard. So the extra memory of a host is one shard.
+"""
+
+import collections
 import dataclasses
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import jax
+import numpy as np
+from tqdm import tqdm
 
 from meshtrain.errors import Problems, UserError, nearest
 from meshtrain.files import expanded, what_is_at
@@ -12,6 +23,8 @@ from meshtrain.hf import names, tensor_files
 from meshtrain.hf.config_json import Described, described
 from meshtrain.hf.names import Weight
 from meshtrain.launch import peers
+from meshtrain.models.task import Params
+from meshtrain.sharding.trees import leaves_with_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,3 +116,104 @@ def _mismatches(
             "tensors; nearest: the config.json that belongs to the files"
         )
     return problems.lines()
+
+
+def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) -> Params:
+    """Reads the weights of a folder onto shardings; dtypes are converted, rows of padding are zero.
+
+    Args:
+      folder: opened; each process reads from its own disk, so call `refuse_differences` first.
+      abstract_params: pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
+      shows_bar: whether to draw a bar with bytes if standard error is a terminal.
+
+    Returns:
+      A pytree of jax.Array of the same structure.
+
+    Raises:
+      UserError: one line for each leaf that the folder does not have, or that has another shape there.
+    """
+    table, size = {weight.path: weight for weight in folder.table}, names.sizes(folder.model.options)
+    leaves = leaves_with_paths(abstract_params)
+    if problems := _problems(folder, leaves):
+        raise UserError(*problems)
+    tensors = tensor_files.opened(folder.stored)
+    total = sum(_bytes_here(leaf) for _, leaf in leaves)
+    arrays = []
+    disable = None if shows_bar else True
+    with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=disable, file=sys.stderr) as bar:
+        for path, leaf in leaves:
+            weight = table[path]
+            views = [names.as_ours(tensors[name], weight, size) for name in names.tensor_names(weight, size)]
+            arrays.append(_array(views, leaf, bar, stack=names.stack(weight, size)))
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), arrays)
+
+
+def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
+    """Compares the paths and shapes of parameters with those of a folder; reads no tensor.
+
+    Raises:
+      UserError: one line for each difference.
+    """
+    if problems := _problems(folder, leaves_with_paths(abstract_params)):
+        raise UserError(*problems)
+
+
+def _problems(folder: Folder, leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]]) -> list[str]:
+    options, size = folder.model.options, names.sizes(folder.model.options)
+    shapes = {}
+    for weight in folder.table:
+        dims = [size[letter] for letter in weight.layout.split()]
+        shapes[weight.path] = [*names.stack(weight, size), *dims]
+    given, problems = dict(leaves), list[str]()
+    for path in shapes.keys() | given.keys():
+        if path not in given or path not in shapes:
+            where = "in the folder, not in this run" if path in shapes else "in this run, not in the folder"
+            problems.append(f"{folder.directory}: {path}: {where}; allowed: the same weights; {_nearest(folder)}")
+            continue
+        got, allowed = list(given[path].shape), shapes[path]
+        # The vocabulary may be padded.
+        if len(got) != len(allowed) or any(
+            have != want and not (want == options.vocab_size and have > want)
+            for have, want in zip(got, allowed, strict=True)
+        ):
+            problems.append(f"{folder.directory}: {path}: got shape {got}; allowed: {allowed}; {_nearest(folder)}")
+    return sorted(problems)
+
+
+def _nearest(folder: Folder) -> str:
+    return f"nearest: the options that `python -m meshtrain hf config {folder.directory}` prints"
+
+
+def _by_index(leaf: jax.ShapeDtypeStruct) -> Mapping[tuple[tuple[int, int], ...], list[jax.Device]]:
+    """Returns (begin, end) of each dim -> the devices of this process that hold this shard."""
+    shards = collections.defaultdict(list)
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        spans = tuple(part.indices(length)[:2] for part, length in zip(index, leaf.shape, strict=True))
+        shards[spans].append(device)
+    return shards
+
+
+def _bytes_here(leaf: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of the different shards of a leaf on this process' devices."""
+    return sum(int(np.prod([end - begin for begin, end in spans])) * leaf.dtype.itemsize for spans in _by_index(leaf))
+
+
+def _array(views: Sequence[np.ndarray], leaf: jax.ShapeDtypeStruct, bar: tqdm, *, stack: tuple[int, ...]) -> jax.Array:
+    """Returns a leaf; its leading dims are those of `stack`, and `views` has the tensor of each place in them."""
+    shards = []
+    for spans, devices in _by_index(leaf).items():
+        buffer = np.zeros([end - begin for begin, end in spans], leaf.dtype)
+        outer, inner = spans[: len(stack)], tuple(slice(*span) for span in spans[len(stack) :])
+        for slot in np.ndindex(*[end - begin for begin, end in outer]):
+            place = [begin + number for (begin, _), number in zip(outer, slot, strict=True)]
+            _fill(buffer[slot], views[int(np.ravel_multi_index(place, stack)) if stack else 0][inner])
+        # A copy: on CPUs an array could otherwise share the buffer with one on another device.
+        shards += [jax.device_put(buffer, device, may_alias=False) for device in devices]
+        jax.block_until_ready(shards[-len(devices) :])  # the buffer is free before the next one is made
+        bar.update(buffer.nbytes)
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _fill(target: np.ndarray, source: np.ndarray) -> None:
+    """Copies `source` into the first rows of `target`: rows after it pad the vocabulary."""
+    target[tuple(slice(0, length) for length in source.shape)] = source

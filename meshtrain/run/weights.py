@@ -25,7 +25,6 @@ from meshtrain.errors import UserError, warn
 from meshtrain.files import read_json, what_is_at
 from meshtrain.hf import config_json as hf_config
 from meshtrain.hf import folder as hf_folder
-from meshtrain.hf import reading
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.launch import distributed, peers
 from meshtrain.models.task import Params
@@ -196,7 +195,7 @@ def refuse_other_params(directory: str | Path, abstract_params: Params, rounded:
       UserError: they differ.
     """
     if hf_config.is_described(directory):
-        reading.refuse_other_params(hf_folder.opened(directory, ignore=None), abstract_params)
+        hf_folder.refuse_other_params(hf_folder.opened(directory, ignore=None), abstract_params)
         return
     with other_runs.find(directory) as checkpoints:
         checkpoints.refuse_other_params(checkpoints.steps()[-1], abstract_params, rounded)
@@ -223,4 +222,4 @@ def restore_params(
         return other_runs.restore_params(directory, step, abstract_params, rounded)
     found = hf_folder.opened(directory, ignore=None)
     hf_folder.refuse_differences(found)
-    return reading.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0
+    return hf_folder.read(found, abstract_params, shows_bar=peers.is_main_process() and sys.stderr.isatty()), 0

@@ -21,7 +21,7 @@ import numpy as np
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.errors import run
-from meshtrain.hf import folder, names, reading
+from meshtrain.hf import folder, names
 from meshtrain.launch import distributed
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.sharding.axes import AXES
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         thread = threading.Thread(target=watch)
         thread.start()
         start = time.process_time()
-        params = jax.block_until_ready(reading.read(opened, like))
+        params = jax.block_until_ready(folder.read(opened, like))
         seconds = time.process_time() - start
         ended.set()
         thread.join()

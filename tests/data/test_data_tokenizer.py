@@ -6,7 +6,7 @@ from meshtrain.data.tokenizer import byte_tokenizer, file_tokenizer, number_toke
 from meshtrain.errors import UserError
 
 
-def saved_tokenizer(path, special=("<|endoftext|>",)):
+def byte_level(special=("<|endoftext|>",)):
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -17,6 +17,11 @@ def saved_tokenizer(path, special=("<|endoftext|>",)):
         show_progress=False,
     )
     made.train_from_iterator(["the thin thing thought this through"] * 10, trainer)
+    return made
+
+
+def saved_tokenizer(path, special=("<|endoftext|>",)):
+    made = byte_level(special)
     if special:
         made.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{special[0]} $A", special_tokens=[(special[0], 0)]

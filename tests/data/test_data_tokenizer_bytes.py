@@ -7,23 +7,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from meshtrain.data.packing import TokenStream, pack
 from meshtrain.data.tokenizer import NUM_BYTES, bytes_of_targets, file_tokenizer, number_tokenizer, open_tokenizer
+from tests.data.test_data_tokenizer import byte_level
 
 TEXT = "naïve ☃ in the thin thing, 日本 🎉!\n\tthought  this\n"
 LEARNED = ["the thin thing thought this through in naïve"] * 10
-
-
-def byte_level():
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(LEARNED, trainer)
-    return made
 
 
 def metaspace():

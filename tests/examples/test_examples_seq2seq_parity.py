@@ -4,13 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.assemble import assemble
 from meshtrain.config.config import Config, resolve
-from meshtrain.config.tasks import abstract_task
-from meshtrain.data.loader import batches
-from meshtrain.run.opened import open_data
+from tests.examples.runs import stepped
 from tests.parity.comparison import Trained, assert_same
-from tests.parity.runs import by_path, first_moments, sizes
 
 MODEL = {
     "num_encoder_layers": 2,
@@ -49,19 +45,7 @@ def configured(model: dict[str, object], **changes: object) -> Config:
 
 def train(config: Config, evaluates: bool, **axes: int) -> tuple[Trained, list[float]]:
     """Returns four steps on a mesh; and for each token how many pairs end with it, as the last weights predict."""
-    shape = sizes(**axes)
-    assembly = assemble(config, shape, jax.devices()[: int(np.prod(list(shape.values())))])
-    state = assembly.init(jax.random.key_data(jax.random.key(config.seed)))
-    initial, losses, norms, gradients = by_path(state.params), [], [], {}
-    step = assembly.train_step.lower(assembly.state, assembly.batch).compile()
-    corpus = open_data(config, abstract_task(config))
-    of_training = batches(corpus.train, batch=assembly.batch, seed=config.seed, num_threads=0)
-    for _ in range(config.num_steps):
-        state, metrics = step(state, batch := next(of_training))
-        losses.append(float(metrics["loss"]))
-        norms.append(float(metrics["grad_norm"]))
-        gradients = gradients or first_moments(state.opt_state)
-    trained = Trained(initial, by_path(state.params), gradients, np.array(losses), np.array(norms))
+    trained, assembly, state, batch = stepped(config, **axes)
     if not evaluates:
         return trained, []
     found = []

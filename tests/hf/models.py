@@ -9,7 +9,7 @@ import numpy as np
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
-from meshtrain.hf import folder, reading
+from meshtrain.hf import folder
 from meshtrain.run.generating import without_pipeline
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -32,7 +32,7 @@ def assembled(directory, shape, *, folds_pipeline=False):
     if folds_pipeline:
         config, shape, _ = without_pipeline(config, shape)
     assembly = assemble(config, shape, jax.devices())
-    return assembly, reading.read(opened, assembly.state.params), (ids, expected)
+    return assembly, folder.read(opened, assembly.state.params), (ids, expected)
 
 
 def logits_of(directory, shape):

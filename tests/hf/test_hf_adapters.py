@@ -12,7 +12,7 @@ from meshtrain import training
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
-from meshtrain.hf import adapters, export, folder, names, reading, tensor_files
+from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
@@ -40,7 +40,7 @@ def params_of(opened, targets):
             group = group.setdefault(one, {})
         shape = (*names.stack(weight, size), *(size[letter] for letter in weight.layout.split()))
         group[name] = jax.ShapeDtypeStruct(shape, np.float32, sharding=here)
-    params = reading.read(opened, tree)
+    params = folder.read(opened, tree)
     for part in {"attention", "mlp", "experts"} & set(params["layers"]):
         group, num_stacked = params["layers"][part], 2 if part == "experts" else 1
         for name in targets & set(group):

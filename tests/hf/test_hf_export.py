@@ -14,7 +14,7 @@ from meshtrain.data.chat_template import open_template
 from meshtrain.data.sources import DataOptions
 from meshtrain.data.tokenizer import byte_tokenizer, file_tokenizer, open_tokenizer
 from meshtrain.errors import UserError
-from meshtrain.hf import export, folder, reading, tensor_files
+from meshtrain.hf import export, folder, tensor_files
 from meshtrain.hf.config_export import as_json, family_of
 from meshtrain.hf.config_json import described, differences
 from meshtrain.models.lora import LoraOptions
@@ -33,7 +33,7 @@ def test_an_import_is_exported_byte_by_byte(name, tmp_path, monkeypatch):
     opened = folder.opened(FIXTURES / name)
     config = Config(model=opened.model.options, batch_size=2, sequence_length=24)
     assembly = assemble(config, ONE | {"fsdp": 2}, jax.devices())
-    params = reading.read(opened, assembly.kept_state.params)
+    params = folder.read(opened, assembly.kept_state.params)
     export.write_weights(tmp_path, opened.model.family, opened.model.options, params, opened.model.dtype, LoraOptions())
     written, problems = tensor_files.tensors(tmp_path)
     assert problems == []

@@ -22,19 +22,19 @@ import json, os, pathlib, re, sys
 import numpy as np
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
-from meshtrain.hf import folder, reading
+from meshtrain.hf import folder
 from meshtrain.launch import distributed
 from meshtrain.sharding.axes import AXES
 from meshtrain.run import weights
 
 here, found = pathlib.Path(sys.argv[1]), {}
 devices, _ = distributed.start(2)
-copy, maps, opened = reading._fill, [], reading.tensor_files.opened
-reading.tensor_files.opened = lambda stored: maps.append(opened(stored)) or maps[-1]  # mapped until the end
+copy, maps, opened = folder._fill, [], folder.tensor_files.opened
+folder.tensor_files.opened = lambda stored: maps.append(opened(stored)) or maps[-1]  # mapped until the end
 
 for axis in ("fsdp", "pipeline"):
     model, copied = folder.opened(here / axis).model, []
-    reading._fill = lambda target, source: copied.append(source.nbytes) or copy(target, source)
+    folder._fill = lambda target, source: copied.append(source.nbytes) or copy(target, source)
     config = Config(model=model.options, batch_size=8, sequence_length=8)
     assembly = assemble(config, dict.fromkeys(AXES, 1) | {axis: 2}, devices)
     params, _ = weights.restore_params(here / axis, None, assembly.kept_state.params)

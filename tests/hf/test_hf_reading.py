@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.hf import export, folder, reading
+from meshtrain.hf import export, folder
 from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.stored import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
@@ -105,7 +105,7 @@ def test_logits_of_one_token_after_the_other_are_the_same(name, shape):
 def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router, tmp_path):
     """As newer versions of transformers have it in memory, and some files: gates before what they multiply."""
     opened = folder.opened(FIXTURES / name)
-    tensors, size = reading.tensor_files.opened(opened.stored), reading.names.sizes(opened.model.options)
+    tensors, size = folder.tensor_files.opened(opened.stored), folder.names.sizes(opened.model.options)
     path_of = {weight.path.rpartition("/")[2]: weight for weight in opened.table if "/experts/" in weight.path}
     kept = {key: array for key, array in tensors.items() if ".experts." not in key and "gate.weight" not in key}
     for layer in range(2):
@@ -123,39 +123,39 @@ def test_a_tensor_for_all_experts_of_a_layer_gives_the_same_weights(name, router
     shutil.copy(FIXTURES / name / "config.json", tmp_path)
     fused = folder.opened(tmp_path)
     table = {weight.path: weight for weight in fused.table}
-    ours, theirs = reading.tensor_files.opened(fused.stored), {weight.path: weight for weight in opened.table}
+    ours, theirs = folder.tensor_files.opened(fused.stored), {weight.path: weight for weight in opened.table}
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for part in ("gate", "up", "down", "router"):
         path = f"layers/experts/{part}"
         found = []
         for rows, stored in ((table, ours), (theirs, tensors)):
             row = rows[path]
-            stack = reading.names.stack(row, size)
-            views = [reading.names.as_ours(stored[key], row, size) for key in reading.names.tensor_names(row, size)]
+            stack = folder.names.stack(row, size)
+            views = [folder.names.as_ours(stored[key], row, size) for key in folder.names.tensor_names(row, size)]
             shape = (*stack, *(size[letter] for letter in row.layout.split()))
             leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=one)
-            found.append(np.asarray(reading._array(views, leaf, Bar(), stack=stack)))
+            found.append(np.asarray(folder._array(views, leaf, Bar(), stack=stack)))
         np.testing.assert_array_equal(*found)
 
 
 def test_a_host_makes_one_shard_at_a_time(monkeypatch):
     """Its buffers are as large as a shard, and each is on its devices before the next one is made."""
     bars = []
-    monkeypatch.setattr(reading, "tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
+    monkeypatch.setattr(folder, "tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
     opened = folder.opened(FIXTURES / "llama")
     sharding = jax.sharding.NamedSharding(jax.make_mesh((4, 2), ("x", "y")), jax.P(None, "x", "y"))
     shape = (2, 32, 48)
     tree = {"layers": {"mlp": {"up": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)}}}
     made = []
     zeros = np.zeros
-    monkeypatch.setattr(reading.np, "zeros", lambda size, dtype: made.append(tuple(size)) or zeros(size, dtype))
-    monkeypatch.setattr(reading, "_problems", lambda *_: [])  # the other leaves are left out
-    up = reading.read(opened, tree)["layers"]["mlp"]["up"]
+    monkeypatch.setattr(folder.np, "zeros", lambda size, dtype: made.append(tuple(size)) or zeros(size, dtype))
+    monkeypatch.setattr(folder, "_problems", lambda *_: [])  # the other leaves are left out
+    up = folder.read(opened, tree)["layers"]["mlp"]["up"]
     assert made == [(2, 8, 24)] * 8
     [bar] = bars
     assert (bar.options["unit"], bar.options["total"], bar.counts) == ("B", up.nbytes, [up.nbytes // 8] * 8)
     assert up.sharding == sharding
-    tensors = reading.tensor_files.opened(opened.stored)
+    tensors = folder.tensor_files.opened(opened.stored)
     want = np.stack([tensors[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])
     np.testing.assert_array_equal(np.asarray(up), want)
 
@@ -165,9 +165,9 @@ def test_a_shard_of_the_layers_has_its_own_layers():
     table = {weight.path: weight for weight in opened.table}
     sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.P("x"))
     leaf = jax.ShapeDtypeStruct((2, 32), np.float32, sharding=sharding)
-    tensors = reading.tensor_files.opened(opened.stored)
+    tensors = folder.tensor_files.opened(opened.stored)
     views = [tensors[table["layers/mlp_norm/scale"].name.format(layer)] for layer in range(2)]
-    np.testing.assert_array_equal(np.asarray(reading._array(views, leaf, Bar(), stack=(2,))), np.stack(views))
+    np.testing.assert_array_equal(np.asarray(folder._array(views, leaf, Bar(), stack=(2,))), np.stack(views))
 
 
 def test_padding_of_the_vocabulary_is_zero():
@@ -175,7 +175,7 @@ def test_padding_of_the_vocabulary_is_zero():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     view = np.ones((119, 32), np.float32)
     leaf = jax.ShapeDtypeStruct((128, 32), np.float32, sharding=one)
-    table = np.asarray(reading._array([view], leaf, Bar(), stack=()))
+    table = np.asarray(folder._array([view], leaf, Bar(), stack=()))
     assert opened.model.options.padded_vocab_size == 128
     assert (table[:119] == 1).all()
     assert (table[119:] == 0).all()
@@ -184,8 +184,8 @@ def test_padding_of_the_vocabulary_is_zero():
 def test_a_leaf_that_the_folder_lacks_is_named():
     opened = folder.opened(FIXTURES / "llama")
     leaf = jax.ShapeDtypeStruct((2, 32, 40), np.float32)
-    with pytest.raises(reading.UserError) as error:
-        reading.refuse_other_params(opened, {"layers": {"mlp": {"up": leaf}}, "extra": leaf})
+    with pytest.raises(folder.UserError) as error:
+        folder.refuse_other_params(opened, {"layers": {"mlp": {"up": leaf}}, "extra": leaf})
     lines = error.value.problems
     assert any("llama: extra: in this run, not in the folder" in line for line in lines)
     assert any("llama: layers/mlp/up: got shape [2, 32, 40]; allowed: [2, 32, 48]" in line for line in lines)

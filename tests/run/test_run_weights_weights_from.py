@@ -17,7 +17,7 @@ from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.data.chat_template import open_template
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
-from meshtrain.hf import folder, reading
+from meshtrain.hf import folder
 from meshtrain.hf.config_json import described
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.optim.learning_rate import LearningRateOptions
@@ -37,7 +37,7 @@ def assembly():
 
 @pytest.fixture(scope="module")
 def params(assembly):
-    return reading.read(folder.opened(LLAMA), assembly.state.params)
+    return folder.read(folder.opened(LLAMA), assembly.state.params)
 
 
 def assert_equal(got, want):
