@@ -179,8 +179,7 @@ def find(device_kind: str) -> Accelerator | None:
     The whole name must agree: "NVIDIA H100 PCIe", "NVIDIA GH200 480GB" or a slice such as "... MIG 1g.10gb" are other
     devices with other peaks.
     """
-    matches = [accelerator for accelerator in ACCELERATORS if device_kind in accelerator.device_kinds]
-    return matches[0] if matches else None
+    return next((accelerator for accelerator in ACCELERATORS if device_kind in accelerator.device_kinds), None)
 
 
 def peak_flops_per_second(device_kind: str, dtype: str) -> float | None:

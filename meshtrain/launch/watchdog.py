@@ -45,7 +45,6 @@ class Watchdog:
         limit_seconds: float,
         *,
         now: Callable[[], float] = time.monotonic,
-        end: Callable[[str], None] | None = None,
         lost_seconds: float | None = None,
         num_processes: int | None = None,
     ) -> None:
@@ -54,7 +53,6 @@ class Watchdog:
         Args:
           limit_seconds: the longest time between two steps; 0: ten times the median step, 60 at least.
           now: a monotonic time in seconds.
-          end: called with the reason; None prints stacks and reason and ends the process with code 4.
           lost_seconds: longest time without a heartbeat of a process, in seconds; None: MESHTRAIN_LOST_SECONDS, or 60.
           num_processes: the number of processes; None asks JAX.
 
@@ -63,7 +61,6 @@ class Watchdog:
         """
         self._limit_seconds = limit_seconds
         self._now = now
-        self._end = end or _end_process
         self._lost_seconds = lost_seconds or _lost_seconds_of_environment()
         self._durations: collections.deque[float] = collections.deque(maxlen=_NUM_STEPS_REMEMBERED)
         self._step = 0
@@ -170,8 +167,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_over.wait(_POLL_SECONDS):
             if reason := self.look():
-                self._end(reason)
-                return
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                leave_at_once(EXIT_LOST_PEER, f"meshtrain: hang: {reason}; {_ADVICE}")
 
     def _exchange(self) -> None:
         # In a thread of its own: these calls block when process 0 does, and `_watch` has to notice that.
@@ -194,8 +191,3 @@ def _lost_seconds_of_environment() -> float:
             f"{LOST_SECONDS}: got '{text}'; allowed: a number of seconds above 0; nearest: {_DEFAULT_LOST_SECONDS:g}"
         )
     return seconds
-
-
-def _end_process(reason: str) -> None:
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    leave_at_once(EXIT_LOST_PEER, f"meshtrain: hang: {reason}; {_ADVICE}")

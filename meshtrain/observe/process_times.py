@@ -33,15 +33,10 @@ class OwnTimes:
     All processes make one, and call `exchange` for the same steps.
     """
 
-    def __init__(self, *, now: Callable[[], float] = time.perf_counter, device: jax.Device | None = None) -> None:
-        """Compiles the product.
-
-        Args:
-          now: a monotonic time in seconds.
-          device: computes the product; None for this process's first.
-        """
+    def __init__(self, *, now: Callable[[], float] = time.perf_counter) -> None:
+        """Compiles the product, which this process's first device computes; `now` is a monotonic time in seconds."""
         self._now = now
-        self._device = device or jax.local_devices()[0]
+        self._device = jax.local_devices()[0]
         self._product, self._matrix = _compiled(self._device)
         self._judgement = Judgement()
         self._exchange = Exchange("own_times", self._complete)

@@ -30,7 +30,6 @@ _FACT_SECONDS = 60.0  # to read one fact of this machine
 _END_SECONDS, _POLL_SECONDS = 5.0, 0.05
 _NUM_CLOCK_ROUNDS = 8
 _Exchange = Callable[[str, Json, float], Said]  # (name, value, seconds) -> process -> value
-_Exercise = Callable[[], ModuleType]  # imports JAX, and returns the module `exercise`
 _Work = Callable[[Callable[[str], None]], JsonObject]  # given what to tell when it begins to wait for something
 
 
@@ -76,51 +75,34 @@ def main(argv: Sequence[str]) -> int:
     leave_at_once(code)
 
 
-def _exercise() -> ModuleType:
-    # Imported here, by name: the first stages need no JAX, and find out whether it is whole.
-    return options.imported_modules("meshtrain.probe.checks.job")[0]
-
-
-def diagnosed(
-    arguments: argparse.Namespace,
-    meeting: Meeting | None,
-    environ: Mapping[str, str],
-    exercise: _Exercise = _exercise,
-) -> int:
+def diagnosed(arguments: argparse.Namespace, meeting: Meeting | None, environ: Mapping[str, str]) -> int:
     """Runs all checks, prints in process 0, or where that cannot be reached, and returns the exit code.
 
     Args:
       arguments: of the command line.
       meeting: where the processes meet; None: this one is alone.
       environ: of this process.
-      exercise: returns the module `exercise`, which imports JAX.
     """
     result = machine_facts.findings(
         meeting, arguments.workdir, arguments.gpus, environ, min(_FACT_SECONDS, arguments.limit)
     )
     if meeting is None:
-        result += _as_job(arguments, lambda name, value, seconds: {0: value}, 1, exercise)
+        result += _as_job(arguments, lambda name, value, seconds: {0: value}, 1)
         return _shown(result, {0: socket.gethostname()}, "this machine")
     own, begun = _introduction(result, environ), time.monotonic()
     try:
         call, answers = roll_call(meeting, environ, own, arguments.limit, needs_all=False)
         with call:
-            return _together(arguments, meeting, call, answers, time.monotonic() - begun, exercise)
+            return _together(arguments, meeting, call, answers, time.monotonic() - begun)
     except Unreachable as reason:
         addresses, _ = machine_facts.resolved(meeting)
         result.append(all_processes.cut_off(meeting, reason, one_machine.is_loopback(addresses)))
     hosts = {meeting.index: socket.gethostname()}
-    return _shown(verdicts.of_process(result, meeting.index), hosts, verdicts.named([meeting.index], hosts))
+    own_findings = [dataclasses.replace(finding, process=meeting.index) for finding in result]
+    return _shown(own_findings, hosts, verdicts.named([meeting.index], hosts))
 
 
-def _together(
-    arguments: argparse.Namespace,
-    meeting: Meeting,
-    call: Hub | Member,
-    said: Said,
-    seconds: float,
-    exercise: _Exercise,
-) -> int:
+def _together(arguments: argparse.Namespace, meeting: Meeting, call: Hub | Member, said: Said, seconds: float) -> int:
     """Compares what the processes have said, and goes on with those that are there: all decide alike, one prints."""
     hub, count = (call if isinstance(call, Hub) else None), meeting.num_processes
     strangers = [f"process {process} runs another version of meshtrain's doctor"
@@ -145,7 +127,7 @@ def _together(
         looked = call.exchange("seen", machine_facts.looked(workdir, files), arguments.limit)
     theirs += all_processes.shared({process: tuple(each) for process, each in looked.items()}, len(said))
     if len(said) == count and not verdicts.exit_code(each for each in theirs if each.check in ("versions", "software")):
-        theirs += _as_job(arguments, call.exchange, count, exercise)
+        theirs += _as_job(arguments, call.exchange, count)
     else:
         theirs.append(all_processes.NOT_RUN)
     if hub is None:
@@ -179,18 +161,21 @@ def _clocks(exchange: _Exchange, num_processes: int, limit: float) -> list[Findi
     return all_processes.clocks(times, offsets)
 
 
-def _as_job(
-    arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, exercise: _Exercise
-) -> list[Finding]:
+def _job() -> ModuleType:
+    # Imported here, by name: the first stages need no JAX, and find out whether it is whole.
+    return options.imported_modules("meshtrain.probe.checks.job")[0]
+
+
+def _as_job(arguments: argparse.Namespace, exchange: _Exchange, num_processes: int) -> list[Finding]:
     """Returns what the job would refuse, how its configurations differ, and, without such errors, what JAX does."""
     limit = arguments.limit
-    own = _within_limit(limit, "the import of JAX", lambda _: exercise().compared(arguments))
+    own = _within_limit(limit, "the import of JAX", lambda _: _job().compared(arguments))
     answers = exchange("configuration", own, 2 * limit)
     fix = "start all processes by the same command, with the same files"
     results = all_processes.held_up(answers, num_processes, limit) or all_processes.same("configuration", answers, fix)
     if verdicts.exit_code(results):
         return [*results, all_processes.NOT_RUN]
-    own = _within_limit(limit, "the start of JAX", lambda begin: exercise().exercised(arguments, begin))
+    own = _within_limit(limit, "the start of JAX", lambda begin: _job().exercised(arguments, begin))
     answers = exchange("collectives", own, 2 * limit)
     return results + (all_processes.held_up(answers, num_processes, limit) or _judged(answers, arguments.gpus))
 

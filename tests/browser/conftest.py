@@ -1,6 +1,5 @@
 """Chromium without a window, driven by Selenium, for the tests marked `browser`."""
 
-import contextlib
 import json
 import pathlib
 import shutil
@@ -79,16 +78,8 @@ def browser() -> Iterator[Browser]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     # Named, so that Selenium looks for no driver to download.
     service = webdriver.ChromeService(executable_path=program(*DRIVER))
-    with contextlib.closing(_Quits(webdriver.Chrome(options=options, service=service))) as opened:
-        yield Browser(opened.driver)
-
-
-class _Quits:
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-
-    def close(self) -> None:
-        self.driver.quit()
+    with webdriver.Chrome(options=options, service=service) as driver:  # quits at its end
+        yield Browser(driver)
 
 
 @pytest.fixture

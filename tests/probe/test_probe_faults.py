@@ -111,8 +111,20 @@ def impatient(monkeypatch, tmp_path):
     monkeypatch.setattr(rendezvous, "LINE_SECONDS", 0.5)
     monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 2.0)
     monkeypatch.setattr(doctor, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(job, "exercised", exercised)
     monkeypatch.setattr(machine_facts, "_WRITTEN_BYTES", 1)
     monkeypatch.setattr(machine_facts, "_LOOK_SECONDS", 0.3)
+
+
+def exercised(arguments, begin):
+    """In place of what JAX does."""
+    if arguments.one.does == "fails":
+        raise RuntimeError("no device")
+    if arguments.one.does == "waits":
+        begin("an all-reduce on data")
+    if arguments.one.does in ("waits", "hangs"):
+        arguments.never.wait()
+    return arguments.one.ran
 
 
 def doctor_of(index, one, port, never):
@@ -121,16 +133,7 @@ def doctor_of(index, one, port, never):
     own |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(index)} | one.environ
     environ = {name: value for name, value in own.items() if value is not None}
     arguments = flags.arguments(["--workdir=run", *one.words], doctor.parser())
-
-    def ran(_, begin):
-        if one.does == "fails":
-            raise RuntimeError("no device")
-        if one.does == "waits":
-            begin("an all-reduce on data")
-        if one.does in ("waits", "hangs"):
-            never.wait()
-        return one.ran
-
+    arguments.one, arguments.never = one, never
     try:
         where = cluster.meeting(environ)
         if one.does in ("stops", "ends"):
@@ -142,7 +145,7 @@ def doctor_of(index, one, port, never):
             with socket.create_server(("", port)):
                 doctor.diagnosed(arguments, where, environ)
             return
-        doctor.diagnosed(arguments, where, environ, lambda: SimpleNamespace(compared=job.compared, exercised=ran))
+        doctor.diagnosed(arguments, where, environ)
     except UserError as refusal:
         print("\n".join(f"error    {line}" for line in refusal.problems))
 

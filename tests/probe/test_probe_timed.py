@@ -80,8 +80,6 @@ def test_bandwidths_are_those_of_the_fastest_round():
     assert found.algorithm_bytes_per_second == pytest.approx(5e8)
     assert found.bus_bytes_per_second == pytest.approx(7.5e8)
     assert found.spread == pytest.approx(1.25)
-    assert not found.is_busy
-    assert Timed("data", "all-reduce", 4, 1000, (1e-6, 2e-6, 2e-6)).is_busy
 
 
 def test_small_collectives_are_repeated_more_often():

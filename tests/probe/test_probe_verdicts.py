@@ -1,17 +1,15 @@
 """Findings as lines: what shares one, what is left out, and the summary."""
 
 from meshtrain.probe.checks import verdicts
-from meshtrain.probe.checks.verdicts import error, of_process, ok, warning
+from meshtrain.probe.checks.verdicts import OK, Finding, error, ok, warning
 
 HOSTS = {process: f"node{process}" for process in range(20)}
 
 
 def test_a_check_that_is_well_is_one_line_and_one_that_fails_names_only_the_failures():
-    found = [
-        each for process in range(3) for each in of_process([ok("disk", f"{process} GiB"), ok("GPUs", "8")], process)
-    ]
+    found = [Finding(OK, *seen, process=i) for i in range(3) for seen in (("disk", f"{i} GiB"), ("GPUs", "8"))]
     assert verdicts.lines(found, HOSTS) == ["ok       disk           0 GiB", "ok       GPUs           8"]
-    found += of_process([error("disk", "full", "free space")], 1) + of_process([error("disk", "full", "free space")], 2)
+    found += [error("disk", "full", "free space", process) for process in (1, 2)]
     assert verdicts.lines(found, HOSTS) == [
         "ok       GPUs           8",
         "error    disk           processes 1 (node1), 2 (node2): full; do: free space",
@@ -19,7 +17,7 @@ def test_a_check_that_is_well_is_one_line_and_one_that_fails_names_only_the_fail
 
 
 def test_many_processes_are_counted():
-    found = [each for process in range(20) for each in of_process([error("disk", "full", "")], process)]
+    found = [error("disk", "full", "", process) for process in range(20)]
     [line] = verdicts.lines(found, HOSTS)
     assert line.endswith("7 (node7) and 12 more: full")
 
@@ -30,7 +28,7 @@ def test_whatever_was_seen_stays_on_one_line():
 
 
 def test_the_summary_counts_problems_not_processes():
-    alike = [each for process in range(3) for each in of_process([error("disk", "full", "x")], process)]
+    alike = [error("disk", "full", "x", process) for process in range(3)]
     assert verdicts.last_line([ok("a", "b")], "this machine") == "doctor: nothing is wrong with this machine"
     assert (
         verdicts.last_line([*alike, warning("b", "c", "d")], "it")

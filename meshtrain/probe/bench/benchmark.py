@@ -14,7 +14,7 @@ from meshtrain.launch import distributed, peers
 from meshtrain.launch.links import OPERATIONS
 from meshtrain.probe import job_mesh
 from meshtrain.probe.bench import bandwidth_chart, measurements
-from meshtrain.probe.bench.sweep import Sweep, room_bytes, sizes, sweep
+from meshtrain.probe.bench.sweep import room_bytes, sizes, sweep
 from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import describe, make_mesh, mesh_shape, num_needed
 
@@ -57,14 +57,10 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
         found = sweep(mesh, all_bytes, limit_seconds, tell=lambda _: bar.update())
     if is_main:
         print(f"\n{measurements.text(found)}")
-        _write(found, given)
+        if given.json:
+            write_whole(given.json, json.dumps(measurements.json_of(found), indent=2) + "\n")
+            print(f"written      {given.json}")
+        if given.out:
+            bandwidth_chart.draw(found, given.out)
+            print(f"written      {given.out}")
     return not any(row.wrong for row in found.rows)
-
-
-def _write(found: Sweep, given: argparse.Namespace) -> None:
-    if given.json:
-        write_whole(given.json, json.dumps(measurements.json_of(found), indent=2) + "\n")
-        print(f"written      {given.json}")
-    if given.out:
-        bandwidth_chart.draw(found, given.out)
-        print(f"written      {given.out}")

@@ -8,9 +8,10 @@ import numpy as np
 
 from meshtrain.cli.tables import format_bytes
 from meshtrain.launch.links import Link
-from meshtrain.probe.bench.timed import BUSY_SPREAD, Timed
+from meshtrain.probe.bench.timed import Timed
 
 LEAST_SIZES = 3
+BUSY_SPREAD = 1.5  # beyond it the machine did something else, and the time means little
 MOST_ERROR = 0.5
 
 
@@ -63,7 +64,7 @@ def _unusable(rows: Sequence[Timed]) -> str:
     """Returns why the times of these sizes are not to be fitted, or an empty string."""
     if any(row.wrong for row in rows):
         return "its values are wrong"
-    busy = [row for row in rows if row.is_busy]
+    busy = [row for row in rows if row.spread > BUSY_SPREAD]
     if busy:
         worst = max(busy, key=lambda row: row.spread)
         return (

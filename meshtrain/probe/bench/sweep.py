@@ -5,7 +5,6 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -66,15 +65,9 @@ def room_bytes(mesh: Mesh) -> int:
         num_neighbours = peers.gathered("host", socket.gethostname()).count(socket.gethostname())
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (num_neighbours * len(own))
     else:
-        free = min(_free_bytes(device) for device in own)
+        memory = [device.memory_stats() for device in own]  # some allocators say nothing
+        free = min(each["bytes_limit"] - each["bytes_in_use"] if each else _UNKNOWN_BYTES for each in memory)
     return int(min(peers.gathered("room", free)) // _COPIES)
-
-
-def _free_bytes(device: jax.Device) -> int:
-    used = device.memory_stats()
-    if used is None:  # some allocators say nothing
-        return _UNKNOWN_BYTES
-    return int(used["bytes_limit"] - used["bytes_in_use"])
 
 
 def sweep(

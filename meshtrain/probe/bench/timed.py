@@ -22,7 +22,6 @@ from meshtrain.launch.links import wire_share
 from meshtrain.probe.bench.operations import base, expected, operation, shift
 
 NUM_ROUNDS = 7
-BUSY_SPREAD = 1.5  # of the median round over the fastest
 _MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # all odd: a first one, and then pairs
 # These have a result in another buffer than their input. Two of them in the body of a loop end in the first buffer;
 # with one of them each round would copy the array. The others compute in place.
@@ -60,11 +59,6 @@ class Timed:
     def spread(self) -> float:
         """The median round over the fastest: 1 on an idle machine."""
         return statistics.median(self.seconds) / self.fastest_seconds
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the spread says that the machine did something else, so that the time means little."""
-        return self.spread > BUSY_SPREAD
 
     @property
     def wire_bytes(self) -> float:

@@ -1,7 +1,7 @@
 """The time that each process takes to exchange data with others, pair by pair."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -35,9 +35,7 @@ def tournament(num_processes: int, most: int = MOST_PARTNERS) -> list[list[tuple
     return rounds
 
 
-def timed_pairs(
-    devices: Sequence[jax.Device], own: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[int, list[float]]:
+def timed_pairs(devices: Sequence[jax.Device], own: int) -> dict[int, list[float]]:
     """Returns partner -> the seconds of an exchange of 1 MiB a device in each round; all processes call it.
 
     Each device of a process exchanges with the device of the same number in the partner.
@@ -45,7 +43,6 @@ def timed_pairs(
     Args:
       devices: of all processes, as many of each.
       own: this process.
-      clock: in seconds.
     """
     processes = sorted({device.process_index for device in devices})
     grid = np.array([[each for each in devices if each.process_index == process] for process in processes])
@@ -61,9 +58,9 @@ def timed_pairs(
         jax.block_until_ready(run(x))
         seconds = []
         for _ in range(_NUM_ROUNDS):
-            start = clock()
+            start = time.perf_counter()
             jax.block_until_ready(run(x))
-            seconds.append((clock() - start) / _NUM_REPEATS)
+            seconds.append((time.perf_counter() - start) / _NUM_REPEATS)
         for a, b in pairs:
             if processes.index(own) in (a, b):
                 result[processes[a] if processes[b] == own else processes[b]] = seconds

@@ -44,11 +44,6 @@ def error(check: str, seen: str, fix: str, process: int | None = None) -> Findin
     return Finding(ERROR, check, seen, fix, process)
 
 
-def of_process(findings: Iterable[Finding], process: int) -> list[Finding]:
-    """Returns findings that say which process made them."""
-    return [dataclasses.replace(finding, process=process) for finding in findings]
-
-
 def lines(findings: Sequence[Finding], hosts: Mapping[int, str]) -> list[str]:
     """Returns a line for each check that is fine, and for each problem.
 
