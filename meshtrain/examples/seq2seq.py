@@ -15,7 +15,8 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from meshtrain.models.attention.multi_head import Attention, Memory, Slots
+from meshtrain.models.attention.attention import Attention
+from meshtrain.models.attention.multi_head import Memory, MultiHead, Slots
 from meshtrain.models.decoder_options import ROTARY, TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
 from meshtrain.models.remat import MIDDLE, RESIDUAL
@@ -83,6 +84,14 @@ class Seq2SeqOptions(TransformerShape):
     def weight_std(self) -> float:
         """The standard deviation of initial weights."""
         return self.init_std or self.embed_dim**-0.5
+
+    @property
+    def attends(self) -> Attention:
+        """What the attention of a layer computes; in the encoder and to a memory it is not causal."""
+        heads = self.num_heads
+        return Attention(
+            heads, heads, self.width_of_head, self.attention, qkv_biases=self.biases, output_bias=self.biases
+        )
 
 
 class Embedding(nn.Module):
@@ -153,11 +162,11 @@ class Layer(nn.Module):
           x: [b, L, D].
           layer: int32 scalar, the layer's index in its stack, for dropout.
           keys: one key for each sequence, keys [b], different for encoder and decoder.
-          angles: see `Attention`.
-          documents: see `Attention`: the pair of each token.
-          slots: see `Attention`: of the tokens before.
+          angles: see `MultiHead`.
+          documents: see `MultiHead`: the pair of each token.
+          slots: see `MultiHead`: of the tokens before.
           memory: the encoder's output and its pairs.
-          memory_slots: see `Attention`: of the memory, where its keys and values are in a cache.
+          memory_slots: see `MultiHead`: of the memory, where its keys and values are in a cache.
 
         Returns:
           The activations, and None: `nn.scan` has no outputs to stack.
@@ -169,11 +178,9 @@ class Layer(nn.Module):
         std = o.weight_std
         output_std = std / math.sqrt(num_added) if o.norm_placement == "pre" else std
 
-        def attention(name: str, causal: bool) -> Attention:
-            return Attention(
-                o.num_heads, o.num_heads, o.width_of_head, o.biases, o.attention, std, output_std, self.placement,
-                self.dtype, causal, name=name,
-            )  # fmt: skip
+        def attention(name: str, causal: bool) -> MultiHead:
+            attends = dataclasses.replace(o.attends, causal=causal)
+            return MultiHead(attends, std, output_std, self.placement, self.dtype, name=name)
 
         x = checkpoint_name(x, RESIDUAL)
         own = attention("attention", in_decoder)

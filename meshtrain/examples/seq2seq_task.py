@@ -225,10 +225,8 @@ class Seq2Seq:
         are the cross-attention's, and `memory_filled` int32 [R, P + 1] is 1 where the source or its end has a token.
         """
         o, num_sources = self.options, prompt_length + 1
-        entries = functools.partial(caches.stack_entries, o.num_layers, num_rows)
-        own, memory = (
-            entries(slots, o.num_heads, o.width_of_head, self.dtype) for slots in (1 + num_steps, num_sources)
-        )
+        entries = functools.partial(caches.stack_entries, o.attends, o.num_layers, num_rows)
+        own, memory = (entries(slots, self.dtype) for slots in (1 + num_steps, num_sources))
         filled = caches.row_entries(num_rows, num_sources)["filled"]
         of_memory = {f"memory_{name}": entry for name, entry in {**memory, "filled": filled}.items()}
         return {**own, **caches.row_entries(num_rows, 1 + num_steps), **of_memory}

@@ -21,13 +21,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.launch.links import wire_share
-from meshtrain.models.attention.context_parallel import has_heads
+from meshtrain.models.attention.select import exchange
 from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.remat import SUMS_AGAIN, RematOptions
 from meshtrain.models.vocabulary import head
-from meshtrain.sharding.axes import CONTEXT, EXPERT, PIPELINE, TENSOR, sequence_axes
+from meshtrain.sharding.axes import EXPERT, PIPELINE, TENSOR
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.stored import num_parts
 
 REDUCTIONS_A_LAYER, LOOKUP_AND_HEAD = 4, 2
 GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention
@@ -124,7 +123,7 @@ def of_transformer(
     columns = options.vocab_size / (tensor * mesh_shape[PIPELINE])
     chunks = head.num_chunks(int(units), math.ceil(columns), output_dtype, options.loss_chunk)
     of_weight = FLOAT32_BYTES * options.embed_dim * columns if chunks > 1 else 0
-    exchanged = exchange(options.num_heads, options.num_heads, 2.0, mesh_shape)
+    exchanged = exchange(options.attends, 2.0, mesh_shape)
     return Cost(
         layer_bytes={TENSOR: _reductions(remat, placement) * layers * summed, EXPERT: 0.0},
         other_bytes={TENSOR: LOOKUP_AND_HEAD * summed},
@@ -141,32 +140,3 @@ def _reductions(remat: RematOptions, placement: Placement) -> float:
     splits_sequence = placement.rules is not None and TENSOR in placement.rules.activations["residual_sequence"]
     repeated = (2 * gathers + sums) / 2 if splits_sequence else float(sums)
     return REDUCTIONS_A_LAYER + repeated / remat.every
-
-
-def of_sequence(mesh_shape: Mapping[str, int]) -> int:
-    """Returns how many devices compute one sequence: along the axes that split its tokens and its heads."""
-    return num_parts((*sequence_axes(), TENSOR), mesh_shape)
-
-
-def exchange(num_heads: int, num_kv_heads: int, more: float, mesh_shape: Mapping[str, int]) -> str:
-    """Returns what the devices of one sequence exchange for attention, in one line; '' where each has whole sequences.
-
-    Args:
-      num_heads: query heads.
-      num_kv_heads: key and value heads.
-      more: the pairs of all queries and keys, over those that attention needs.
-      mesh_shape: the size of each mesh axis.
-    """
-    num_shards, size = of_sequence(mesh_shape), mesh_shape[CONTEXT]
-    if size == 1:
-        return ""
-    if has_heads(num_heads, num_shards):
-        of_tensor = num_kv_heads // (num_shards // size)
-        times = math.lcm(of_tensor, size) // of_tensor
-        repeated = f", each key and value head {times} times" if times > 1 else ""
-        here = num_heads // num_shards
-        return f"all-to-all over {CONTEXT}: a device attends with {here} of {num_heads} heads{repeated}"
-    return (
-        f"all-gather of keys and values over {CONTEXT}, as {num_heads} heads are no multiple of {num_shards} devices a "
-        f"sequence: a device computes its queries with all keys, {more:.3g} times the products of attention"
-    )

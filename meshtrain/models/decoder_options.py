@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from meshtrain.models.attention.attention import Attention
 from meshtrain.options import AllBut, Conditions, option
 
 ROTARY = {"positions": ("rotary",)}
@@ -33,6 +34,11 @@ class TransformerShape:
     def width_of_head(self) -> int:
         """The head dim: `head_dim`, or `embed_dim / num_heads` where that is 0."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def attends(self) -> Attention:
+        """What the attention of a layer computes."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +177,18 @@ class DecoderOptions(TransformerShape):
         return self.experts_per_token / self.num_experts if self.num_experts else 1.0
 
     @property
-    def score_scale(self) -> float | None:
-        """What scores of attention are multiplied by; None: H^-0.5."""
-        return self.attention_scalar**-0.5 if self.attention_scalar else None
+    def attends(self) -> Attention:
+        """What the attention of a layer computes."""
+        return Attention(
+            self.num_heads,
+            self.num_kv_heads,
+            self.width_of_head,
+            self.attention,
+            window=self.window,
+            scalar=self.attention_scalar,
+            cap=self.attention_cap,
+            qkv_biases=self.biases or self.qkv_biases,
+            output_bias=self.biases,
+            qk_epsilon=self.norm_epsilon if self.qk_norm else None,
+            centered_scales=self.centered_scales,
+        )

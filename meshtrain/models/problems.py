@@ -3,14 +3,10 @@
 from collections.abc import Mapping
 
 from meshtrain.errors import nearest_divisor, nearest_multiple
-from meshtrain.models.attention.context_parallel import has_heads
-from meshtrain.models.cost import of_sequence
+from meshtrain.models.attention import select
 from meshtrain.models.decoder_options import DecoderOptions, TransformerShape
 from meshtrain.models.layers import GATES
 from meshtrain.options import MOST
-from meshtrain.sharding.axes import CONTEXT, TENSOR, sequence_axes
-
-TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations of attention that take a part of the queries with all keys
 
 
 def of_decoder(
@@ -37,12 +33,6 @@ def of_decoder(
             f"sequence_length: got {sequence_length}; allowed: at most model.max_positions = {options.max_positions} "
             f"with learned positions; nearest: {options.max_positions}"
         )
-    for kernel, name in (("cudnn", "attention_cap"), ("triton", "attention_cap"), ("triton", "window")):
-        if options.attention == kernel and (value := getattr(options, name)):
-            problems.append(
-                f"model.attention: got {kernel} with model.{name} = {value}, which its kernel cannot do; allowed: "
-                "auto, xla, blockwise, splash; nearest: model.attention=auto"
-            )
     if options.rope_factor != 1 and not 0 < options.rope_low < options.rope_high:
         problems.append(
             f"model.rope_low, model.rope_high: got {options.rope_low}, {options.rope_high}; allowed: 0 < rope_low < "
@@ -73,27 +63,7 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
             f"model.vocab_size: got {options.vocab_size}; allowed: at most {most}, a multiple of model.vocab_multiple, "
             f"as ids of padding are int32 too; nearest: {most}"
         )
-    if options.attention == "cudnn" and computes_in == "float32":
-        problems.append(
-            "model.attention: got cudnn computing in float32; allowed: cudnn with a 16-bit policy; nearest: "
-            "model.attention=xla, or precision.policy=bfloat16"
-        )
-    return problems + _gathered_keys(options, mesh_shape)
-
-
-def _gathered_keys(options: TransformerShape, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line where keys and values are gathered, and the kernel that was asked for does not take them."""
-    num_shards, size = of_sequence(mesh_shape), mesh_shape[CONTEXT]
-    if size == 1 or options.attention in TAKE_PARTS or has_heads(options.num_heads, num_shards):
-        return []
-    axes = [axis for axis in (*sequence_axes(), TENSOR) if mesh_shape[axis] > 1]
-    over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
-    fits = nearest_divisor(options.num_heads // (num_shards // size), size)
-    return [
-        f"model.attention: got {options.attention} with model.num_heads = {options.num_heads}, no multiple of "
-        f"{num_shards} = {over}, so that keys are gathered for parts of the queries; allowed: {', '.join(TAKE_PARTS)}; "
-        f"nearest: model.attention=auto, or mesh.{CONTEXT}={fits}"
-    ]
+    return problems + select.problems(options.attends, computes_in, mesh_shape)
 
 
 def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[str]:

@@ -14,21 +14,16 @@ import jax.numpy as jnp
 
 from meshtrain.cli.tables import format_bytes
 from meshtrain.errors import run
-from meshtrain.models.attention import blockwise, triton
-from meshtrain.models.attention.multi_head import same_document
+from meshtrain.models.attention import blockwise, dot_product, triton
+from meshtrain.models.attention.attention import Attention
 from meshtrain.plan.target.clusters import Cluster, open_cluster
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTHS = (8192, 32768, 131072)
 
 
-def written_out(q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Returns `model.attention=xla` with documents."""
-    return jax.nn.dot_product_attention(q, k, v, mask=same_document(*documents), is_causal=True, implementation="xla")
-
-
 WAYS: dict[str, Callable[..., jax.Array]] = {
-    "xla": written_out,
+    "xla": functools.partial(dot_product.attend, how="xla"),
     "blockwise": functools.partial(blockwise.attend, name="heads"),
     "triton": functools.partial(triton.attend, name="heads", interpret=False),
 }
@@ -51,7 +46,8 @@ def compiled(way: str, length: int, cluster: Cluster, head_dim: int = HEAD_DIM) 
     def both(
         q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array, cotangent: jax.Array
     ) -> tuple[object, ...]:
-        heads, backward = jax.vjp(lambda q, k, v: WAYS[way](q, k, v, (documents, documents)), q, k, v)
+        attention = Attention(NUM_HEADS, NUM_KV_HEADS, head_dim)
+        heads, backward = jax.vjp(lambda *qkv: WAYS[way](*qkv, (documents, documents), attention), q, k, v)
         return heads, *backward(cotangent)
 
     documents = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=place)

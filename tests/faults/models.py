@@ -11,15 +11,15 @@ FAULTS = (
         "models/test_models_lora.py::test_logits_of_merged_weights_are_those_of_the_adapters",
     ),
     Fault(
-        "models/attention/multi_head.py",
+        "models/attention/dot_product.py",
         "is_causal=causal",
         "is_causal=False",
         "tokens see those behind them",
         "models/test_models_decoder.py::test_tokens_see_those_before_them_only[llama]",
     ),
     Fault(
-        "models/attention/multi_head.py",
-        "mask = same_document(*segments) if segments is not None else None",
+        "models/attention/dot_product.py",
+        "mask = same_document(*documents) if documents is not None else None",
         "mask = None",
         "attention crosses the borders of packed documents",
         "models/test_models_decoder.py::test_documents_do_not_see_each_other[llama]",
@@ -56,7 +56,7 @@ FAULTS = (
     Fault(
         "models/attention/multi_head.py",
         "        heads = product(x, kernel, self.placement)\n",
-        '        if axis == "heads" and self.implementation == "auto" and self.placement.size(("tensor",)) > 1:\n'
+        '        if axis == "heads" and self.attention.asked == "auto" and self.placement.size(("tensor",)) > 1:\n'
         "            kernel = 2 * kernel - jax.lax.stop_gradient(kernel)\n"
         "        heads = product(x, kernel, self.placement)\n",
         "the gradient of attention's query weights is counted twice where the tensor axis splits heads",

@@ -1,6 +1,5 @@
 """Attention block by block against attention written out: numbers, what is skipped, memory, what is computed again."""
 
-import functools
 import itertools
 
 import jax
@@ -10,6 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from meshtrain.models.attention import blockwise
+from meshtrain.models.attention.attention import Attention
 from meshtrain.models.remat import HEADS, RematOptions, checkpoint_policy
 from meshtrain.sharding.placement import Placement
 
@@ -30,14 +30,18 @@ def documents_of(length):
     return jnp.asarray(np.stack([1 + (place >= length // 2 + 3), 1 + (place >= 37) + (place >= 131)]), jnp.int32)
 
 
+def attention(k, **options):
+    return Attention(NUM_HEADS, k.shape[2], HEAD_DIM, **options)
+
+
 def blocks(q, k, v, documents, **options):
-    return blockwise.attend(q, k, v, documents, name=HEADS, largest_block=BLOCK, **options)
+    return blockwise.attend(q, k, v, documents, attention(k, **options), name=HEADS, largest_block=BLOCK)
 
 
-def written_out(q, k, v, documents, causal=True, window=0, scale=None, cap=0.0):
+def written_out(q, k, v, documents, causal=True, window=0, scalar=HEAD_DIM, cap=0.0):
     k, v = (jnp.repeat(x, NUM_HEADS // k.shape[2], axis=2) for x in (k, v))
     products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
-    scores = products * (HEAD_DIM**-0.5 if scale is None else scale)
+    scores = products * scalar**-0.5
     scores = cap * jnp.tanh(scores / cap) if cap else scores
     distance = np.subtract.outer(np.arange(q.shape[1]), np.arange(k.shape[1]))
     visible = (distance >= 0) if causal else np.full_like(distance, True, bool)
@@ -65,7 +69,7 @@ def both_ways(attend, arrays, documents, **options):
         ((256, 256), 2, False, {}),
         ((200, 200), 1, True, {}),
         ((300, 300), 2, True, {"window": 100}),
-        ((300, 300), 4, False, {"window": 64, "cap": 5.0, "scale": 0.5}),
+        ((300, 300), 4, False, {"window": 64, "cap": 5.0, "scalar": 4}),
         ((200, 200), 4, True, {"causal": False}),
         ((100, 200), 2, False, {"causal": False, "cap": 5.0}),
     ],
@@ -102,7 +106,7 @@ def test_a_query_that_sees_no_key_gets_zeros_and_no_gradient():
 def test_the_blocks_that_are_computed_are_those_with_something_visible(window, sizes):
     length = 4 * sizes[0]
     num_keys = -(-length // sizes[1])
-    made = blockwise.Blocks(4, num_keys, *sizes, True, window, 1.0, 0.0, HEADS)
+    made = blockwise.Blocks(4, num_keys, *sizes, Attention(4, 4, 16, window=window), HEADS)
     distance = np.subtract.outer(np.arange(length), np.arange(num_keys * sizes[1]))
     visible = (distance >= 0) & (distance < (window or length))
     cut = visible.reshape(4, sizes[0], num_keys, sizes[1]).any(axis=(1, 3))
@@ -122,10 +126,7 @@ def temporary_bytes(attend, length):
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square():
-    linear, quadratic = (
-        temporary_bytes(way, 2048) / temporary_bytes(way, 512)
-        for way in (functools.partial(blockwise.attend, name=HEADS, largest_block=BLOCK), written_out)
-    )
+    linear, quadratic = (temporary_bytes(way, 2048) / temporary_bytes(way, 512) for way in (blocks, written_out))
     assert linear < 4.1
     assert quadratic > 12
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshtrain.models.attention import blockwise, context_parallel
-from meshtrain.models.attention.multi_head import _by_jax, same_document
+from meshtrain.models.attention import blockwise, context_parallel, dot_product
+from meshtrain.models.attention.attention import Attention, same_document
 from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import on_shards
@@ -70,10 +70,10 @@ def test_heads_are_split_in_place_of_the_sequence(heads, sizes):
 def test_keys_are_gathered_where_there_is_no_head_for_each_device(how, window):
     """Documents end inside of parts, windows reach into the part before, and a block of queries sees none of a block
     of keys."""
-    length, options = 64, {"causal": True, "window": window, "scale": None, "cap": 0.0}
+    length, attention = 64, Attention(2, 1, HEAD_DIM, window=window)
     documents = (1 + (jnp.arange(length) >= jnp.array([[7], [32]])).astype(jnp.int32),) * 2
-    expected = functools.partial(_by_jax, how="xla", **options)
-    in_blocks = functools.partial(blockwise.attend, name="heads", largest_block=16, **options)
+    expected = functools.partial(dot_product.attend, attention=attention, how="xla")
+    in_blocks = functools.partial(blockwise.attend, attention=attention, name="heads", largest_block=16)
     on_parts = context_parallel.by_keys(expected if how == "xla" else in_blocks, ("context",), causal=True)
     given = arrays(2, 1, length, length)
     assert_equal_to_one_device(on_parts, given, documents, expected, context=2, fsdp=2)

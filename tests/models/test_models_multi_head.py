@@ -11,7 +11,7 @@ from flax.core import meta
 from jax.extend import core
 
 from meshtrain.models.attention import splash, triton
-from meshtrain.models.attention.multi_head import same_document
+from meshtrain.models.attention.attention import Attention, same_document
 from meshtrain.models.attention.select import Case, chosen
 from meshtrain.models.remat import HEADS, RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -40,7 +40,8 @@ def documents_of(length):
 
 
 def kernel(q, k, v, documents, causal, window=0):
-    return splash.attend(q, k, v, documents, name=HEADS, interpret=True, causal=causal, window=window)
+    attention = Attention(NUM_HEADS, k.shape[2], HEAD_DIM, causal=causal, window=window)
+    return splash.attend(q, k, v, documents, attention, name=HEADS, interpret=True)
 
 
 def written_out(q, k, v, documents, causal, window=0):
@@ -90,7 +91,8 @@ def test_the_kernel_computes_attention_to_a_memory_of_another_length(masked):
 
 def test_logits_softmax_and_sums_are_float32():
     q, k, v, cotangent = arrays(256, 2, jnp.bfloat16)
-    attend = functools.partial(splash.attend, documents=(documents_of(256),) * 2, name=HEADS, interpret=False)
+    documents, attention = (documents_of(256),) * 2, Attention(NUM_HEADS, 2, HEAD_DIM)
+    attend = functools.partial(splash.attend, documents=documents, attention=attention, name=HEADS, interpret=False)
     jaxpr = jax.make_jaxpr(lambda *qkv: jax.vjp(attend, *qkv)[1](cotangent))(q, k, v)
     found = [e for e in inside(jaxpr.jaxpr, False) if e.primitive.name in ("dot_general", "exp", "reduce_sum")]
     assert len(found) >= 2 + 4 + 3
@@ -164,39 +166,44 @@ def test_layers_with_a_window_and_without_take_the_kernel_of_their_own(implement
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-5 * np.abs(b).max()), got, expected)
 
 
-LONG = (8192, 8192)
+LONG, FAR = (8192, 8192), (8200, 8200)
+
+
+def case(head_dim, lengths, dtype, platform, *, documents=False, memory=False, asked="auto", **options):
+    return Case(Attention(8, 8, head_dim, asked, **options), lengths, dtype, platform, documents, memory)
 
 
 @pytest.mark.parametrize(
     ("case", "name", "why"),
     [
-        (Case(128, LONG, jnp.bfloat16, "tpu", True), "splash", "takes it"),
-        (Case(64, (128, 1280), jnp.bfloat16, "tpu", has_memory=True), "splash", "takes it"),
-        (Case(128, LONG, jnp.float32, "tpu"), "blockwise", "takes bfloat16"),
-        (Case(128, (8200, 8200), jnp.bfloat16, "tpu"), "blockwise", "multiples of 128"),
-        (Case(80, (512, 512), jnp.bfloat16, "tpu"), "xla", "small below 1,024"),
-        (Case(128, LONG, jnp.bfloat16, "gpu"), "cudnn", "takes it"),
-        (Case(64, (8200, 8200), jnp.float16, "cuda", window=100), "cudnn", "takes it"),
-        (Case(128, LONG, jnp.bfloat16, "gpu", True), "triton", "cuDNN's kernel takes no documents, JAX's"),
-        (Case(256, (128, 128), jnp.bfloat16, "gpu"), "triton", "no heads of 256"),
-        (Case(128, (127, 127), jnp.bfloat16, "gpu", True), "xla", "no sequences of 127 tokens"),
-        (Case(128, LONG, jnp.float32, "gpu", True), "blockwise", "no float32 and no documents"),
-        (Case(512, LONG, jnp.bfloat16, "gpu"), "blockwise", "no heads of 512"),
-        (Case(128, LONG, jnp.bfloat16, "gpu", True, window=100), "blockwise", "JAX's Pallas kernel no window"),
-        (Case(128, LONG, jnp.bfloat16, "gpu", caps_scores=True), "blockwise", "no capped scores"),
-        (Case(128, LONG, jnp.bfloat16, "gpu", True, has_memory=True), "blockwise", "no memory"),
-        (Case(128, (1024, 1024), jnp.bfloat16, "cpu"), "blockwise", "no kernel for cpu"),
-        (Case(128, (1023, 1024), jnp.bfloat16, "cpu", True), "xla", "small below 1,024"),
+        (case(128, LONG, jnp.bfloat16, "tpu", documents=True), "splash", "takes it"),
+        (case(64, (128, 1280), jnp.bfloat16, "tpu", memory=True), "splash", "takes it"),
+        (case(128, LONG, jnp.float32, "tpu"), "blockwise", "takes bfloat16"),
+        (case(128, FAR, jnp.bfloat16, "tpu"), "blockwise", "multiples of 128"),
+        (case(80, (512, 512), jnp.bfloat16, "tpu"), "xla", "small below 1,024"),
+        (case(128, LONG, jnp.bfloat16, "gpu"), "cudnn", "takes it"),
+        (case(64, FAR, jnp.float16, "cuda", window=100), "cudnn", "takes it"),
+        (case(128, LONG, jnp.bfloat16, "gpu", documents=True), "triton", "cuDNN's kernel takes no documents, JAX's"),
+        (case(128, LONG, jnp.bfloat16, "gpu", documents=True, window=8192), "triton", "no documents"),
+        (case(256, (128, 128), jnp.bfloat16, "gpu"), "triton", "no heads of 256"),
+        (case(128, (127, 127), jnp.bfloat16, "gpu", documents=True), "xla", "no sequences of 127 tokens"),
+        (case(128, LONG, jnp.float32, "gpu", documents=True), "blockwise", "no float32 and no documents"),
+        (case(512, LONG, jnp.bfloat16, "gpu"), "blockwise", "no heads of 512"),
+        (case(128, LONG, jnp.bfloat16, "gpu", documents=True, window=100), "blockwise", "Pallas kernel no window"),
+        (case(128, LONG, jnp.bfloat16, "gpu", cap=1.0), "blockwise", "no capped scores"),
+        (case(128, LONG, jnp.bfloat16, "gpu", documents=True, memory=True), "blockwise", "no memory"),
+        (case(128, (1024, 1024), jnp.bfloat16, "cpu"), "blockwise", "no kernel for cpu"),
+        (case(128, (1023, 1024), jnp.bfloat16, "cpu", documents=True), "xla", "small below 1,024"),
+        (case(80, LONG, jnp.float32, "cpu", asked="splash"), "splash", "model.attention=splash"),
     ],
 )
 def test_auto_is_the_kernel_that_fits(case, name, why):
-    found, reason = chosen("auto", case)
+    found, reason = chosen(case)
     assert found == name
     assert why in reason
-    assert chosen("splash", case) == ("splash", "model.attention=splash")
 
 
 def test_auto_does_without_a_kernel_that_this_version_of_jax_has_not(monkeypatch):
     monkeypatch.setattr(triton, "is_there", lambda: False)
-    name, why = chosen("auto", Case(128, LONG, jnp.bfloat16, "gpu", True))
+    name, why = chosen(case(128, LONG, jnp.bfloat16, "gpu", documents=True))
     assert (name, why.rpartition("kernel ")[2]) == ("blockwise", "no call from this version of JAX")

@@ -1,6 +1,5 @@
 """JAX's attention kernel for GPUs, interpreted, against attention written out; and what it is not taken for."""
 
-import functools
 import types
 
 import jax
@@ -12,15 +11,17 @@ from meshtrain.errors import UserError
 from meshtrain.models.attention import triton
 from meshtrain.models.remat import HEADS, checkpoint_policy
 from meshtrain.sharding.placement import Placement
-from tests.models.test_models_blockwise import arrays, both_ways, documents_of, written_out
+from tests.models.test_models_blockwise import arrays, attention, both_ways, documents_of, written_out
 from tests.models.test_models_blockwise import num_runs as num_jitted
 
-attend = functools.partial(triton.attend, name=HEADS, interpret=True)
+
+def attend(q, k, v, documents, **options):
+    return triton.attend(q, k, v, documents, attention(k, **options), name=HEADS, interpret=True)
 
 
 @pytest.mark.parametrize(
     ("length", "num_kv_heads", "masked", "options"),
-    [(256, 2, True, {}), (200, 1, False, {"scale": 0.5}), (200, 4, True, {"causal": False})],
+    [(256, 2, True, {}), (200, 1, False, {"scalar": 4}), (200, 4, True, {"causal": False})],
     ids=["documents", "padded", "all"],
 )
 def test_the_kernel_computes_attention_and_its_gradients(length, num_kv_heads, masked, options):

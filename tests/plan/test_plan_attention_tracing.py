@@ -10,6 +10,7 @@ from flax.core import meta
 from jax.extend import core
 
 from meshtrain.models.attention import blockwise, splash, triton
+from meshtrain.models.attention.attention import Attention
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.decoder_cost import kernels
@@ -47,11 +48,12 @@ def by_jax(implementation):
     return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
 
 
+GIVEN = {"documents": None, "attention": Attention(4, 4, 64), "name": "heads"}
 KERNELS = {
     "cudnn": by_jax("cudnn"),
-    "splash": functools.partial(splash.attend, documents=None, name="heads", interpret=True),
-    "blockwise": functools.partial(blockwise.attend, documents=None, name="heads"),
-    "triton": functools.partial(triton.attend, documents=None, name="heads", interpret=True),
+    "splash": functools.partial(splash.attend, interpret=True, **GIVEN),
+    "blockwise": functools.partial(blockwise.attend, **GIVEN),
+    "triton": functools.partial(triton.attend, interpret=True, **GIVEN),
     "xla": by_jax("xla"),
 }
 

@@ -12,6 +12,7 @@ import pytest
 
 from meshtrain.config.config import Config
 from meshtrain.models.attention import splash
+from meshtrain.models.attention.attention import Attention
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
@@ -132,9 +133,8 @@ def kernel_alone(cluster, head_dim, length):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
 
     def both_ways(q, k, v, documents):
-        heads, backward = jax.vjp(
-            lambda *qkv: splash.attend(*qkv, (documents,) * 2, name="heads", interpret=False), q, k, v
-        )
+        given = ((documents,) * 2, Attention(4, 2, head_dim))
+        heads, backward = jax.vjp(lambda *qkv: splash.attend(*qkv, *given, name="heads", interpret=False), q, k, v)
         return backward(heads)
 
     heads = [array((1, length, num, head_dim), jnp.bfloat16) for num in (4, 2, 2)]

@@ -3,8 +3,7 @@
 The softmax is computed online (Milakov and Gimelshein 2018), the backward pass recomputes the probabilities of a block
 from the logarithms of the softmax's sums (FlashAttention-2, Dao 2023).
 
-b: sequences in a microbatch, T: tokens a sequence, S: tokens of the memory (T in self-attention), N: query heads,
-G: key and value heads, R: query heads of each of them (N / G), H: head dim, t, s: queries and keys of a block.
+b, T, S, N, G, H: see `attention.py`; R: query heads of each key head (N / G), t, s: queries and keys of a block.
 """
 
 import dataclasses
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
 from meshtrain.sharding.trees import Arrays
 
 # Scores of a block take b N 512 512 numbers; larger blocks compute more of the diagonal than is visible.
@@ -33,7 +33,6 @@ OF_KEYS = (((2, 3), (1, 3)), ((0, 1), (0, 2)))  # [b, G, t, R, s] x [b, t, G, R,
 # Of the function below: it tells the planner which implementation was traced.
 TRACED_NAME = "blockwise_forward"
 
-Documents = tuple[jax.Array, jax.Array] | None
 Index: TypeAlias = Any  # of a block: an int, or a traced int32 scalar
 Pair = tuple[jax.Array, jax.Array]  # a block of queries and one of keys, by index
 Given = jax.Array | Documents  # an argument of `blockwise_forward`, None among them
@@ -49,10 +48,7 @@ class Blocks:
       num_keys: blocks of keys.
       queries: queries a block, t.
       keys: keys a block, s.
-      causal: whether a query attends to the keys up to its own place only.
-      window: how many keys a causal query attends to; 0: all before it.
-      scale: what products of queries and keys are multiplied by.
-      cap: scores become cap tanh(score / cap); 0: they stay.
+      attention: what is computed.
       name: of the residuals for `jax.checkpoint` policies.
       is_part: whether the queries are a part of the sequence whose place is known on the device only. Then all pairs of
         blocks are computed.
@@ -62,23 +58,20 @@ class Blocks:
     num_keys: int
     queries: int
     keys: int
-    causal: bool
-    window: int
-    scale: float
-    cap: float
+    attention: Attention
     name: str
     is_part: bool = False
 
     def first(self, i: Index) -> Index:
         """Returns the first block of keys that the block `i` of queries reads; `i` is a number or a traced one."""
-        if not self.window or self.is_part:
+        if not self.attention.window or self.is_part:
             return 0 * i
         largest = max if isinstance(i, int) else jnp.maximum
-        return largest(0, (i * self.queries - self.window + 1) // self.keys)
+        return largest(0, (i * self.queries - self.attention.window + 1) // self.keys)
 
     def last(self, i: Index) -> Index:
         """Returns the last block of keys that the block `i` of queries reads, likewise."""
-        if not self.causal or self.is_part:
+        if not self.attention.causal or self.is_part:
             return 0 * i + self.num_keys - 1
         return ((i + 1) * self.queries - 1) // self.keys
 
@@ -93,51 +86,39 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     documents: Documents,
+    attention: Attention,
     *,
     name: str,
-    causal: bool = True,
-    window: int = 0,
-    scale: float | None = None,
-    cap: float = 0.0,
     largest_block: int = LARGEST_BLOCK,
     first: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H]; scores, softmax and sums are float32.
+    """Returns heads [b, T, N, H], see `attention.py`. Blocks of keys outside of the window are not computed.
 
     A query that sees no key at all gets zeros; implementations that write all scores give it the mean of all values.
 
     Args:
       q: [b, T, N, H].
-      k: [b, S, G, H]; G divides N.
+      k: [b, S, G, H].
       v: as `k`.
-      documents: int32 [b, T] and [b, S], the documents of queries and of keys, at least 0; a query attends to its own
-        document only. None: each sequence is one document.
+      documents: of queries and keys, or None.
+      attention: what is computed.
       name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
-      causal: whether a query attends to the keys up to its own place only; then S is T.
-      window: how many keys a causal query attends to, that of its own place among them; 0: all before it. Blocks of
-        keys outside of it are not computed.
-      scale: what products of queries and keys are multiplied by; None: H^-0.5.
-      cap: scores become cap tanh(score / cap); 0: they stay.
       largest_block: tokens of a block at most.
-      first: int32 scalar, the place of the first query among the keys, where the queries are a part of the sequence;
-        None: queries and keys are those of the same tokens, or not causal.
+      first: the place of the first query among the keys, or None.
     """
     (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
+    causal = attention.causal
     assert not causal or length == num_tokens or first is not None, "a causal query and its key have the same place"
-    assert causal or not window, "a window is counted back from the query"
+    assert causal or not attention.window, "a window is counted back from the query"
     if dtype == jnp.float16:
         # Only GPUs have a product of float16 with a float32 result.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     (num_queries, queries), (num_keys, keys) = (_blocks(size, largest_block) for size in (length, num_tokens))
-    if documents is None and not causal and num_keys * keys > num_tokens:
-        documents = (jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32))
-    if documents is not None:
-        # A document of its own hides the padding. A causal mask does too, because padding comes after every query.
-        documents = (_longer(documents[0], num_queries * queries, -1), _longer(documents[1], num_keys * keys, -2))
+    lengths = (num_queries * queries, num_keys * keys)
+    documents = padded_documents(documents, q, k, lengths, causal)
     q = q.reshape(num_sequences, length, num_groups, num_heads // num_groups, head_dim)
-    q, k, v = _longer(q, num_queries * queries, 0), _longer(k, num_keys * keys, 0), _longer(v, num_keys * keys, 0)
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    blocks = Blocks(num_queries, num_keys, queries, keys, causal, window, scale, cap, name, first is not None)
+    q, k, v = padded(q, lengths[0]), padded(k, lengths[1]), padded(v, lengths[1])
+    blocks = Blocks(num_queries, num_keys, queries, keys, attention, name, first is not None)
     heads: jax.Array = _attend(blocks, q, k, v, documents, first)
     return heads[:, :length].reshape(num_sequences, length, num_heads, head_dim).astype(dtype)
 
@@ -147,12 +128,6 @@ def _blocks(length: int, largest: int) -> tuple[int, int]:
     number = math.ceil(length / largest)
     size = math.ceil(length / number / GRANULE) * GRANULE
     return math.ceil(length / size), size
-
-
-def _longer(x: jax.Array, length: int, filler: int) -> jax.Array:
-    """Returns `x` with its second dim padded to `length`."""
-    widths = [(0, length - x.shape[1] if dim == 1 else 0) for dim in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=filler) if length > x.shape[1] else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -293,16 +268,17 @@ def _scores(
 
     Scores that are not visible are `LOWEST`. What is visible is bool [b or 1, 1, t, 1, s]; None: everything.
     """
-    scores = blocks.scale * _product(_cut(q, i, blocks.queries), _cut(k, j, blocks.keys), OF_SCORES)
-    slope: jax.Array | float = blocks.scale
-    if blocks.cap:
-        bounded = jnp.tanh(scores / blocks.cap)
-        scores, slope = blocks.cap * bounded, blocks.scale * (1 - bounded**2)
+    attention = blocks.attention
+    slope: jax.Array | float = attention.scale
+    scores = slope * _product(_cut(q, i, blocks.queries), _cut(k, j, blocks.keys), OF_SCORES)
+    if attention.cap:
+        bounded = jnp.tanh(scores / attention.cap)
+        scores, slope = attention.cap * bounded, slope * (1 - bounded**2)
     visible: jax.Array | None = None
-    if blocks.causal:
+    if attention.causal:
         of_queries = i * blocks.queries + jnp.arange(blocks.queries) + (0 if first is None else first)
         distance = of_queries[:, None] - (j * blocks.keys + jnp.arange(blocks.keys))
-        visible = (distance >= 0) & (distance < blocks.window) if blocks.window else distance >= 0
+        visible = (distance >= 0) & (distance < attention.window) if attention.window else distance >= 0
         visible = visible[None, None, :, None]
     if documents is not None:
         mine, theirs = _cut(documents[0], i, blocks.queries), _cut(documents[1], j, blocks.keys)

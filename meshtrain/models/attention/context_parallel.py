@@ -10,8 +10,7 @@ reduce-scattered. Then a device multiplies its queries with all keys, those afte
 sequence sees all keys, and the others would wait for it. Tokens stay in their order, so masks, windows and documents
 are those of the whole sequence.
 
-b: sequences in a microbatch, T: tokens a sequence, S: tokens of the memory (T in self-attention), n: parts of a
-sequence, N: query heads, G: key and value heads, H: head dim; heads are those of one shard of the tensor axis.
+b, T, S, N, G, H: see `attention.py`, with the heads of one shard of the tensor axis; n: parts of a sequence.
 """
 
 import math
@@ -20,7 +19,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from meshtrain.models.attention.blockwise import Documents
+from meshtrain.models.attention.attention import Documents
 from meshtrain.sharding.trees import Arrays
 
 # (q [b, T, N, H], k and v [b, S, G, H], the documents of queries and keys or None, further arguments) -> [b, T, N, H]
@@ -70,16 +69,6 @@ def by_keys(attend: Attend, axes: tuple[str, ...], *, causal: bool) -> Attend:
         return attend(q, k, v, documents, *others, **place)
 
     return exchanged
-
-
-def has_heads(num_heads: int, num_shards: int) -> bool:
-    """Returns whether attention is exchanged by heads.
-
-    Args:
-      num_heads: query heads of the whole model.
-      num_shards: devices that compute one sequence, along the axes that split its tokens and its heads.
-    """
-    return num_heads % num_shards == 0
 
 
 def _repeated(x: jax.Array, num_heads: int) -> jax.Array:

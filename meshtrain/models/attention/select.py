@@ -1,98 +1,163 @@
-"""Which implementation computes attention, and why.
+"""Which implementation computes attention, why, what that rules out, and what devices exchange for it.
 
-T: tokens a sequence, S: tokens of the memory (T in self-attention), H: head dim.
+T: tokens a sequence, S: tokens of the memory (T in self-attention).
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from meshtrain.errors import nearest_divisor
 from meshtrain.models.attention import blockwise, splash, triton
+from meshtrain.models.attention.attention import Attention
+from meshtrain.sharding.axes import CONTEXT, TENSOR, sequence_axes
+from meshtrain.sharding.stored import num_parts
 
 GPU = ("gpu", "cuda")
+TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations that take a part of the queries with all keys
+# What a kernel does not do: field of `Attention` -> (in words, the option).
+_CAP, _WINDOW = {"cap": ("capped scores", "attention_cap")}, {"window": ("window", "window")}
+_CANNOT = {"cudnn": _CAP, "triton": _WINDOW | _CAP}
 
 
 class Case(NamedTuple):
     """What attention has to do.
 
     Attributes:
-      head_dim: H.
+      attention: what is computed.
       lengths: (T, S).
       dtype: of queries, keys and values.
       platform: as JAX names it, such as `tpu`, `gpu` or `cuda`.
       masks_documents: whether a token attends to its own document only.
-      window: how many keys a causal query attends to; 0: all before it.
-      caps_scores: whether scores become cap tanh(score / cap).
       has_memory: whether keys and values are those of another sequence.
       gathers_keys: whether a device has a part of the queries and all keys (`context_parallel.py`).
     """
 
-    head_dim: int
+    attention: Attention
     lengths: tuple[int, int]
     dtype: DTypeLike
     platform: str
     masks_documents: bool = False
-    window: int = 0
-    caps_scores: bool = False
     has_memory: bool = False
     gathers_keys: bool = False
 
 
-def chosen(asked: str, case: Case) -> tuple[str, str]:
+def chosen(case: Case) -> tuple[str, str]:
     """Returns (the implementation that computes attention, why), the first a choice of `model.attention` but `auto`.
 
     `auto` means a kernel where one fits: splash on TPUs; on GPUs cuDNN's, or JAX's own, which takes documents and
     larger heads. Otherwise it means `blockwise` for long sequences, and `xla` for short ones. Only `xla`, and `cudnn`
-    with documents, store a [T, S] matrix.
-
-    Args:
-      asked: one of the choices of `model.attention`; any but `auto` is returned as it is.
-      case: what attention has to do.
+    with documents, store a [T, S] matrix. Any other choice is taken as it is.
     """
-    if asked != "auto":
-        return asked, f"model.attention={asked}"
+    attention = case.attention
+    if attention.asked != "auto":
+        return attention.asked, f"model.attention={attention.asked}"
     why = f"there is no kernel for {case.platform}"
     if case.gathers_keys:
         why = "no kernel takes a part of the queries with all keys"
     elif case.platform == "tpu":
         # A multiple of splash's blocks exactly where both lengths are.
-        if splash.fits(case.head_dim, math.gcd(*case.lengths), case.dtype):
+        if splash.fits(attention.head_dim, math.gcd(*case.lengths), case.dtype):
             return "splash", "JAX's kernel for TPUs takes it"
         why = "JAX's kernel takes bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
     elif case.platform in GPU:
-        refused = _refused_by_cudnn(case)
+        refused = _refused("cudnn", case)
         if not refused:
             return "cudnn", "cuDNN's kernel takes it"
         why = f"cuDNN's kernel takes no {' and no '.join(refused)}"
-        refused = _refused_by_triton(case)
-        if not refused:
+        refused = _refused("triton", case)
+        # The module is imported only where the kernel would be taken.
+        if not refused and triton.is_there():
             return "triton", f"{why}, JAX's Pallas kernel does"
-        why = f"{why}, JAX's Pallas kernel no {' and no '.join(refused)}"
+        why = f"{why}, JAX's Pallas kernel no {' and no '.join(refused or ['call from this version of JAX'])}"
     if math.prod(case.lengths) >= blockwise.FROM**2:
         return "blockwise", why
     return "xla", f"{why}, and scores are small below {blockwise.FROM:,} tokens"
 
 
-def _refused_by_cudnn(case: Case) -> list[str]:
+def _refused(kernel: str, case: Case) -> list[str]:
+    """Returns what the case has that a kernel for GPUs does not take."""
+    attention, dtype = case.attention.among(case.lengths[1]), jnp.dtype(case.dtype)
+    refused = [] if dtype.itemsize == 2 else [dtype.name]
     # Every GPU with a cuDNN kernel takes heads of up to 128. GPUs from Hopper on take up to 256.
-    fits = case.head_dim <= 128 and case.head_dim % 8 == 0
-    refused = _wide(case) if fits else [*_wide(case), f"heads of {case.head_dim}"]
-    # It takes documents as a [T, S] mask only: its packed form needs the largest number of documents in a sequence, and
-    # stores the softmax's sums that often.
-    return [*refused, *["documents"] * case.masks_documents, *["capped scores"] * case.caps_scores]
+    if attention.head_dim % 8 or attention.head_dim > (128 if kernel == "cudnn" else triton.LARGEST_HEAD_DIM):
+        refused.append(f"heads of {attention.head_dim}")
+    if kernel == "cudnn" and case.masks_documents:
+        # It takes documents as a [T, S] mask only: its packed form needs the largest number of documents in a sequence,
+        # and stores the softmax's sums that often.
+        refused.append("documents")
+    refused += [words for field, (words, _) in _CANNOT[kernel].items() if getattr(attention, field)]
+    if kernel == "triton":
+        refused += ["memory"] * case.has_memory
+        refused += [f"sequences of {min(case.lengths)} tokens"] * (min(case.lengths) < triton.GRANULE)
+    return refused
 
 
-def _refused_by_triton(case: Case) -> list[str]:
-    refused = _wide(case) if triton.takes(case.head_dim) else [*_wide(case), f"heads of {case.head_dim}"]
-    refused += ["window"] * bool(case.window) + ["capped scores"] * case.caps_scores + ["memory"] * case.has_memory
-    if min(case.lengths) < triton.GRANULE:
-        refused.append(f"sequences of {min(case.lengths)} tokens")
-    # The module is imported only where the kernel would be taken.
-    return refused if refused or triton.is_there() else ["call from this version of JAX"]
+def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each reason why the implementation that was asked for does not compute this attention.
+
+    Args:
+      attention: what is computed.
+      computes_in: the dtype of attention.
+      mesh_shape: the size of each mesh axis.
+    """
+    problems, asked = list[str](), attention.asked
+    if asked == "cudnn" and computes_in == "float32":
+        problems.append(
+            "model.attention: got cudnn computing in float32; allowed: cudnn with a 16-bit policy; nearest: "
+            "model.attention=xla, or precision.policy=bfloat16"
+        )
+    for field, (_, option) in (_CANNOT[asked] if asked in _CANNOT else {}).items():
+        if value := getattr(attention, field):
+            problems.append(
+                f"model.attention: got {asked} with model.{option} = {value}, which its kernel cannot do; allowed: "
+                "auto, xla, blockwise, splash; nearest: model.attention=auto"
+            )
+    if asked not in TAKE_PARTS and gathers_keys(attention, mesh_shape):
+        num_shards, heads = of_sequence(mesh_shape), attention.num_heads
+        axes = [axis for axis in (*sequence_axes(), TENSOR) if mesh_shape[axis] > 1]
+        over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes)
+        fits = nearest_divisor(heads // (num_shards // mesh_shape[CONTEXT]), mesh_shape[CONTEXT])
+        problems.append(
+            f"model.attention: got {asked} with model.num_heads = {heads}, no multiple of {num_shards} = {over}, so "
+            f"that keys are gathered for parts of the queries; allowed: {', '.join(TAKE_PARTS)}; nearest: "
+            f"model.attention=auto, or mesh.{CONTEXT}={fits}"
+        )
+    return problems
 
 
-def _wide(case: Case) -> list[str]:
-    dtype = jnp.dtype(case.dtype)
-    return [] if dtype.itemsize == 2 else [dtype.name]
+def of_sequence(mesh_shape: Mapping[str, int]) -> int:
+    """Returns how many devices compute one sequence: along the axes that split its tokens and its heads."""
+    return num_parts((*sequence_axes(), TENSOR), mesh_shape)
+
+
+def gathers_keys(attention: Attention, mesh_shape: Mapping[str, int]) -> bool:
+    """Returns whether sequences are split over devices, and there is no head for each of them."""
+    return mesh_shape[CONTEXT] > 1 and attention.num_heads % of_sequence(mesh_shape) > 0
+
+
+def exchange(attention: Attention, more: float, mesh_shape: Mapping[str, int]) -> str:
+    """Returns what the devices of one sequence exchange for attention, in one line; '' where each has whole sequences.
+
+    Args:
+      attention: what is computed.
+      more: the pairs of all queries and keys, over those that attention needs.
+      mesh_shape: the size of each mesh axis.
+    """
+    num_shards, size, num_heads = of_sequence(mesh_shape), mesh_shape[CONTEXT], attention.num_heads
+    if size == 1:
+        return ""
+    if gathers_keys(attention, mesh_shape):
+        return (
+            f"all-gather of keys and values over {CONTEXT}, as {num_heads} heads are no multiple of {num_shards} "
+            f"devices a sequence: a device computes its queries with all keys, {more:.3g} times the products of "
+            "attention"
+        )
+    of_tensor = attention.num_kv_heads // (num_shards // size)
+    times = math.lcm(of_tensor, size) // of_tensor
+    repeated = f", each key and value head {times} times" if times > 1 else ""
+    here = num_heads // num_shards
+    return f"all-to-all over {CONTEXT}: a device attends with {here} of {num_heads} heads{repeated}"

@@ -3,12 +3,11 @@
 It stores no [T, T] matrix. The module is experimental and marked as deprecated in newer versions of JAX: `is_there`
 says whether it still has the form that this file calls.
 
-b: sequences in a microbatch, T: tokens a sequence, N: query heads, G: key and value heads, H: head dim.
+b, T, N, G, H: see `attention.py`.
 """
 
 import functools
 import inspect
-import math
 import warnings
 from types import ModuleType
 from typing import Any
@@ -18,10 +17,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.errors import UserError
+from meshtrain.models.attention.attention import Attention, Documents, padded, padded_documents
 
 # Sequences are padded to a multiple of the forward kernel's block of queries.
 GRANULE = 128
-LARGEST_HEAD_DIM = 256
+LARGEST_HEAD_DIM = 256  # the tests compile it for 64, 128 and 256
 # Parameters of the backward rule of `mha`: the first ten are those that `_static` gives.
 BACKWARD = (
     "sm_scale", "causal", "block_sizes", "backward_pass_impl", "num_warps", "num_stages", "grid", "interpret", "debug",
@@ -31,11 +31,6 @@ BACKWARD = (
 Static = tuple[float, bool, bool, str]  # the scale, whether it is causal, whether it is interpreted, a name
 # q, k, v, the documents, the heads, and the logarithms of the softmax's sums.
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
-
-
-def takes(head_dim: int) -> bool:
-    """Returns whether `auto` takes this kernel for heads of that dim; the tests compile it for 64, 128 and 256."""
-    return head_dim <= LARGEST_HEAD_DIM and head_dim % 8 == 0
 
 
 @functools.cache
@@ -52,56 +47,38 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    documents: tuple[jax.Array, jax.Array] | None,
+    documents: Documents,
+    attention: Attention,
     *,
     name: str,
     interpret: bool,
-    causal: bool = True,
-    window: int = 0,
-    scale: float | None = None,
-    cap: float = 0.0,
 ) -> jax.Array:
-    """Returns heads [b, T, N, H]; scores, softmax and sums are float32.
+    """Returns heads [b, T, N, H], see `attention.py`; the kernel has neither windows nor capped scores, and S is T.
 
     Args:
       q: [b, T, N, H].
-      k: [b, T, G, H]; G divides N.
+      k: [b, T, G, H].
       v: as `k`.
-      documents: int32 [b, T] of the queries, at least 0, and the same of the keys; a query attends to its own document
-        only. None: each sequence is one document.
+      documents: of queries, and the same of keys, or None.
+      attention: what is computed.
       name: marks the heads and the logarithms of the softmax's sums for `jax.checkpoint` policies.
       interpret: whether to run the kernel as plain JAX, slowly, on a device that is no GPU.
-      causal: whether a query attends to the keys up to its own place only.
-      window: 0, since the kernel has none; the other implementations take one.
-      scale: what products of queries and keys are multiplied by; None: H^-0.5.
-      cap: 0, likewise.
 
     Raises:
       UserError: this version of JAX has another kernel, or none.
     """
-    assert window == cap == 0, "refused with the configuration"
+    assert attention.window == attention.cap == 0, "refused with the configuration"
     if not is_there():
         raise UserError(
             "model.attention: got triton, whose kernel this version of JAX does not have; allowed: auto, xla, "
             "blockwise, cudnn; nearest: model.attention=auto"
         )
-    length, head_dim = q.shape[1], q.shape[3]
-    ids = None if documents is None else documents[0]
-    if ids is None and not causal and length % GRANULE:
-        ids = jnp.zeros(q.shape[:2], jnp.int32)
-    # A document of its own hides the padding. A causal mask does too, because padding comes after every query.
-    ids = None if ids is None else _longer(ids, -1)
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    static = (float(scale), causal, interpret, name)
-    heads: jax.Array = _attend(static, *(_longer(x, 0) for x in (q, k, v)), ids)
+    length = q.shape[1]
+    whole = length + -length % GRANULE
+    documents = padded_documents(documents, q, k, (whole, whole), attention.causal)
+    static = (attention.scale, attention.causal, interpret, name)
+    heads: jax.Array = _attend(static, *(padded(x, whole) for x in (q, k, v)), documents and documents[0])
     return heads[:, :length]
-
-
-def _longer(x: jax.Array, filler: int) -> jax.Array:
-    """Returns `x` with its second dim padded to a multiple of the largest block."""
-    num_tokens = -x.shape[1] % GRANULE
-    widths = [(0, num_tokens if dim == 1 else 0) for dim in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=filler) if num_tokens else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from meshtrain.models.attention.attention import Attention
 from meshtrain.models.entry import Entry
 
 Stored = Mapping[str, jax.Array]
 
 
 def stack_entries(
-    num_layers: int, num_rows: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
+    attention: Attention, num_layers: int, num_rows: int, num_slots: int, dtype: DTypeLike
 ) -> dict[str, Entry]:
     """Returns the cache of a stack of layers: `keys` and `values` [K, R, C, G, H]."""
-    shape = (num_layers, num_rows, num_slots, num_kv_heads, head_dim)
+    shape = (num_layers, num_rows, num_slots, attention.num_kv_heads, attention.head_dim)
     entry = Entry(shape, dtype, ("layers", "batch", None, "kv_heads", "head_dim"))
     return {"keys": entry, "values": entry}
 

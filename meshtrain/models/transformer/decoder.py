@@ -15,7 +15,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from meshtrain.models.attention.multi_head import CACHE, NEW, Attention, Slots
+from meshtrain.models.attention.multi_head import CACHE, NEW, MultiHead, Slots
 from meshtrain.models.decoder_options import DecoderOptions as DecoderOptions
 from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
@@ -109,9 +109,9 @@ class Layer(nn.Module):
           x: [b, T, D].
           layer: int32 scalar, the layer's index in the whole model, for dropout and for what alternates.
           keys: one key for each sequence, keys [b].
-          angles: see `Attention`.
-          documents: see `Attention`.
-          slots: see `Attention`.
+          angles: see `MultiHead`.
+          documents: see `MultiHead`.
+          slots: see `MultiHead`.
           tokens: see `Experts`.
 
         Returns:
@@ -124,11 +124,7 @@ class Layer(nn.Module):
         is_global = (layer + 1) % o.global_every == 0 if o.alternates else None
         own_angles, own_slots = _own(angles, is_global), _own(slots, is_global)
         norm = functools.partial(Norm, o.norm, o.norm_epsilon, o.biases, place, o.centered_scales)
-        attention = Attention(
-            o.num_heads, o.num_kv_heads, o.width_of_head, o.biases, o.attention, o.init_std, output_std, place,
-            self.dtype, qkv_biases=o.qkv_biases, qk_epsilon=o.norm_epsilon if o.qk_norm else None, window=o.window,
-            centered_scales=o.centered_scales, scale=o.score_scale, cap=o.attention_cap, name="attention",
-        )  # fmt: skip
+        attention = MultiHead(o.attends, o.init_std, output_std, place, self.dtype, name="attention")
         x = checkpoint_name(x, RESIDUAL)
         normed = gather_sequence(norm(name="attention_norm")(x), place)
         attend = jax.named_scope(LOCAL_OR_GLOBAL)(attention) if o.alternates else attention

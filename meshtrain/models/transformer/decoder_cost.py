@@ -23,19 +23,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.launch.links import wire_share
-from meshtrain.models.attention.context_parallel import has_heads
-from meshtrain.models.attention.select import Case, chosen
-from meshtrain.models.cost import (
-    ATTENTION,
-    EXPERTS,
-    KEPT_SEEN,
-    LOOP,
-    Cost,
-    Kernel,
-    exchange,
-    of_sequence,
-    of_transformer,
-)
+from meshtrain.models.attention.select import Case, chosen, exchange, gathers_keys
+from meshtrain.models.cost import ATTENTION, EXPERTS, KEPT_SEEN, LOOP, Cost, Kernel, of_transformer
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.moe import grouped_matmul
 from meshtrain.models.moe.experts import block_rows, even_load, room
@@ -155,20 +144,12 @@ def kernels(
       mesh_shape: the size of each mesh axis.
       units: tokens of a microbatch on a device.
     """
-    case = Case(
-        head_dim=options.width_of_head,
-        lengths=(sequence_length, sequence_length),
-        dtype=dtype,
-        platform=platform,
-        masks_documents=options.within_documents,
-        window=options.window if options.window < sequence_length else 0,
-        caps_scores=options.attention_cap > 0,
-        gathers_keys=mesh_shape[CONTEXT] > 1 and not has_heads(options.num_heads, of_sequence(mesh_shape)),
-    )
+    attention, lengths = options.attends, (sequence_length, sequence_length)
+    gathers = gathers_keys(attention, mesh_shape)
+    case = Case(attention, lengths, dtype, platform, options.within_documents, gathers_keys=gathers)
     everywhere = 12.0 * options.num_layers * options.num_heads * options.width_of_head * sequence_length
     more = 2 * everywhere / attention_flops_per_token(options, sequence_length)
-    exchanged = exchange(options.num_heads, options.num_kv_heads, more, mesh_shape)
-    found = Kernel(ATTENTION, *chosen(options.attention, case), exchanged)
+    found = Kernel(ATTENTION, *chosen(case), exchange(attention, more, mesh_shape))
     return (found, _of_experts(options, dtype, platform, mesh_shape, units)) if options.num_experts else (found,)
 
 

@@ -214,7 +214,7 @@ class Decoder:
     def cache(self, num_rows: int, prompt_length: int, num_steps: int) -> dict[str, Entry]:
         """Returns the entries of an empty cache; see `Decode.cache`."""
         o, num_slots = self.options, prompt_length + num_steps
-        stack = caches.stack_entries(o.num_layers, num_rows, num_slots, o.num_kv_heads, o.width_of_head, self.dtype)
+        stack = caches.stack_entries(o.attends, o.num_layers, num_rows, num_slots, self.dtype)
         return {**stack, **caches.row_entries(num_rows, num_slots)}
 
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:

@@ -1,0 +1,76 @@
+"""Attention by `jax.nn.dot_product_attention` (`xla`, `cudnn`), written out where that does not cap scores.
+
+b, T, S, N, G, H: see `attention.py`.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from meshtrain.models.attention.attention import Attention, Documents, same_document
+from meshtrain.models.layers import capped
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    documents: Documents,
+    attention: Attention,
+    *,
+    how: Literal["xla", "cudnn"],
+    first: jax.Array | None = None,
+    is_global: jax.Array | None = None,
+) -> jax.Array:
+    """Returns heads [b, T, N, H], see `attention.py`.
+
+    Args:
+      q: [b, T, N, H].
+      k: [b, S, G, H].
+      v: as `k`.
+      documents: of queries and keys, or None.
+      attention: what is computed.
+      how: the implementation.
+      first: the place of the first query among the keys, or None.
+      is_global: bool scalar, whether there is no window after all; None: there is.
+    """
+    dtype, causal, cap, window = q.dtype, attention.causal, attention.cap, attention.window
+    if how == "xla" and dtype == jnp.float16:
+        # JAX requests a float16 matmul that only GPUs have. The input of the softmax is float32 anyway.
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    mask = same_document(*documents) if documents is not None else None
+    reach = window if is_global is None else jnp.where(is_global, k.shape[1], window)
+    distance = (0 if first is None else first) + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    local, seen = None, None
+    if first is not None:
+        seen, causal = (distance >= 0) & (distance < reach) if window else distance >= 0, False
+    elif window and mask is None and is_global is None and not cap:
+        local = (window - 1, 0)
+    elif window:
+        # cuDNN's kernel takes a window or a mask. It needs `is_causal` with both: its window has no end.
+        seen = distance < reach
+    if seen is not None:
+        mask = seen[None, None] if mask is None else mask & seen
+    if cap:
+        assert how == "xla", "the kernel has no cap"
+        return _with_cap(q, k, v, mask, causal, attention).astype(dtype)
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, scale=attention.scale, is_causal=causal, implementation=how, local_window_size=local
+    ).astype(dtype)
+
+
+def _with_cap(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, causal: bool, attention: Attention
+) -> jax.Array:
+    """Returns heads with capped scores; `mask` is bool, broadcastable to [b, 1, T, S], true where a query attends."""
+    groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("btgnh,bsgh->bgnts", groups, k, preferred_element_type=jnp.float32)
+    scores = capped(scores * attention.scale, attention.cap)
+    if causal:
+        before = jnp.tri(q.shape[1], k.shape[1], dtype=bool)[None, None]
+        mask = before if mask is None else mask & before
+    if mask is not None:
+        scores = jnp.where(mask[:, :, None], scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bgnts,bsgh->btgnh", weights, v).reshape(q.shape)
