@@ -18,7 +18,7 @@ from meshtrain.generation.answers import Shown, Wanted, answers, fitting, room_l
 from meshtrain.generation.prompts import Prompt, encoded, from_file, from_flags, in_chat
 from meshtrain.generation.sampling import Sampling
 from meshtrain.launch import peers
-from meshtrain.models.decode import Decode
+from meshtrain.models.task import Decode
 from meshtrain.run.generating import decode_of, generator, problems_of_task
 from meshtrain.run.opened import text_of
 from meshtrain.run.weights import assembled, configuration, restored

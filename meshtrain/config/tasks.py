@@ -18,10 +18,9 @@ from meshtrain.config import checks, side_rooms
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models import lora
-from meshtrain.models.abstract_weights import named_params
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.remat import RematOptions
-from meshtrain.models.task import Task
+from meshtrain.models.task import Task, named_params
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.options import Imported, options_problem

@@ -36,15 +36,27 @@ from meshtrain.examples.seq2seq import (
     params_of,
     side_keys,
 )
-from meshtrain.models import abstract_weights, problems, remat
+from meshtrain.models import problems, remat
 from meshtrain.models.attention.multi_head import CACHE, NEW, Memory, Slots
 from meshtrain.models.cost import of_transformer
-from meshtrain.models.decode import Cache, Decode
-from meshtrain.models.entry import Entry
 from meshtrain.models.lora import with_adapters
 from meshtrain.models.metrics import Ratio
 from meshtrain.models.remat import RematOptions, casts_first
-from meshtrain.models.task import SEQUENCE_INDEX, Activations, Batch, Loss, Params, Task, sequence_keys, token_batch
+from meshtrain.models.task import (
+    SEQUENCE_INDEX,
+    Activations,
+    Batch,
+    Cache,
+    Decode,
+    Entry,
+    Loss,
+    Params,
+    Task,
+    named_params,
+    num_parameters,
+    sequence_keys,
+    token_batch,
+)
 from meshtrain.models.transformer import cache as caches
 from meshtrain.models.transformer.decoder import Given, layer_stack, run_layers
 from meshtrain.models.vocabulary import head, losses
@@ -90,7 +102,7 @@ def seq2seq(
         decode=model.decoding(),
         flops_per_token=flops_per_token(options, *lengths),
         attention_flops_per_token=causal_flops_per_token(options, sequence_length),
-        num_parameters=abstract_weights.num_parameters(of_init, {"vocab": options.vocab_size}),
+        num_parameters=num_parameters(of_init, {"vocab": options.vocab_size}),
         takes_manual_axes=True,
         width=options.embed_dim,
         cost=functools.partial(of_transformer, options, num_layers, dtype, model.output_dtype, remat, model.placement),
@@ -361,7 +373,7 @@ def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: 
     cross-attention, read tokens of sources; the rest of the decoder and the head those of targets. And 12 N H for each
     pair of a query and a key of full attention: S S in a layer of the encoder, T T and T S in one of the decoder.
     """
-    params, _ = abstract_weights.named_params(initializer(options, source_length, target_length))
+    params, _ = named_params(initializer(options, source_length, target_length))
     total = 6.0 * target_length * options.vocab_size * options.embed_dim
     for path, leaf in leaves_with_paths(params):
         if "/layers/" in path and leaf.ndim > 2 and not path.endswith("_bias"):

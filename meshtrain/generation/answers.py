@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator, Request
-from meshtrain.models.decode import Decode
+from meshtrain.models.task import Decode
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes the bytes of half a character
 

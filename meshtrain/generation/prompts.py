@@ -9,7 +9,7 @@ from meshtrain.data.chat_template import ChatTemplate, Message
 from meshtrain.errors import Problems, UserError
 from meshtrain.files import expanded, is_utf8, what_is_at
 from meshtrain.generation.answers import room_left
-from meshtrain.models.decode import Decode
+from meshtrain.models.task import Decode
 
 _SHOWN = 40  # characters of a prompt in an error
 _LINE = '{"prompt": "def "}'

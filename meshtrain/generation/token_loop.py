@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.generation.sampling import Sampling, choose, row_keys
 from meshtrain.launch.compiler import CompilerOptions
-from meshtrain.models.decode import Cache, Decode
-from meshtrain.models.task import Params
+from meshtrain.models.task import Cache, Decode, Params
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.stored import activation_sharding, num_parts
 from meshtrain.sharding.trees import Shardings

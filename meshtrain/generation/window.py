@@ -8,9 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 import jax
 import jax.numpy as jnp
 
-from meshtrain.models.decode import Cache, Decode
-from meshtrain.models.entry import Entry
-from meshtrain.models.task import Batch, Params
+from meshtrain.models.task import Batch, Cache, Decode, Entry, Params
 
 Logits = Callable[[Params, Batch], jax.Array]
 

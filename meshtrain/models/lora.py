@@ -19,10 +19,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from meshtrain.models.abstract_weights import named_params
-from meshtrain.models.decode import Decode
 from meshtrain.models.layers import A, B, factor_axes
-from meshtrain.models.task import Params, Stages, Task
+from meshtrain.models.task import Decode, Params, Stages, Task, named_params
 from meshtrain.optim import trainable
 from meshtrain.optim.masks import is_hidden_matrix, matrix_dims, num_stacked
 from meshtrain.options import AllBut, option

@@ -1,27 +1,30 @@
 """The contract between a model and the training program: a user's own model is a `Task`.
 
 B: sequences in the global batch, b: sequences in a microbatch, T: tokens a sequence, D: embed dim,
-K: layers in a stack.
+K: layers in a stack; of generation R: rows, each one text, P: tokens a prompt after padding, V: padded vocabulary.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax.core import meta
+from jax.typing import DTypeLike
 
 from meshtrain.errors import UserError
 from meshtrain.models.cost import MakeCost, unknown
-from meshtrain.models.decode import Decode
-from meshtrain.models.entry import Entry as Entry
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
-from meshtrain.sharding.trees import Arrays, Tree, leaves_with_paths
+from meshtrain.sharding.stored import Names
+from meshtrain.sharding.trees import Arrays, NamesTree, Tree, leaves_with_paths
 
 Batch = Mapping[str, jax.Array]
 Params: TypeAlias = Arrays  # nested dicts of arrays, which may be boxed with their logical axes
+Cache: TypeAlias = Arrays  # a dict of arrays, as `Decode.cache` describes them
 Activations: TypeAlias = Arrays  # what flows from layer to layer: one array or a tree of them, see `Stages`
 
 Loss = tuple[jax.Array, jax.Array, Metrics]
@@ -41,6 +44,25 @@ class Sums(NamedTuple):
     weight: jax.Array
     metrics: Metrics
     gradients: Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One array of a batch or of a cache: its shape, its dtype and its logical axes.
+
+    Attributes:
+      shape: of the array on all devices together: [B, ...] in a batch.
+      dtype: of its elements.
+      axes: a logical axis or None for each dim; in a batch the first of them is "batch". The activation rules map them
+        to mesh axes; a dim with None is not split.
+      below: integers have to be at least 0 and below this number: the vocabulary of token ids, the number of classes of
+        labels. JAX clamps an index that is out of range, so a wrong id would train without a word. 0: any value.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    axes: tuple[str | None, ...]
+    below: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +102,41 @@ class Stages:
     logits: Callable[..., jax.Array] | None = None
     cast: Callable[[Params], Params] | None = None
     num_together: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """How a task generates tokens. The same loop serves decoders and encoder-decoders.
+
+    Every row has its own prompt and its own position, both of which the cache holds. A decoder's prompt is the
+    beginning of the text. An encoder-decoder's prompt is the source: `prefill` encodes it, computes the keys and values
+    of cross-attention once, and feeds the begin token of the target.
+
+    Attributes:
+      prefill: (params, tokens int32 [R, P], lengths int32 [R], cache) -> (logits float32 [R, V], cache). It reads the
+        prompts into an empty cache. `tokens` are padded on the right with any legal id; row i has `lengths[i]` >= 1
+        tokens. The logits are those of each row's first new token, padding of the vocabulary at minus infinity.
+      step: (params, tokens int32 [R], cache) -> (logits float32 [R, V], cache). It appends one token to each row. The
+        cache keeps its shapes and dtypes. A row that is done may get any legal token.
+      cache: (R, P, number of calls of `step` at most) -> name -> `Entry`, of a cache for prompts padded to P. An empty
+        cache has zeros in every array. The activation rules place it, as they place a batch.
+      cast: params -> params in the dtypes in which they compute, applied once before the loop; None: as they are.
+      continues: whether the text continues the prompt: both count the same positions and are shown together. False: the
+        prompt is the source of an encoder-decoder.
+      max_prompt: most tokens in a prompt; 0: any number, as far as `max_positions` allows.
+      max_positions: most positions, those of the prompt included where the text `continues` it; 0: any number.
+      trained_positions: positions in the sequences of training, counted likewise. Beyond them text may be poor. 0:
+        unknown.
+    """
+
+    prefill: Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
+    step: Callable[[Params, jax.Array, Cache], tuple[jax.Array, Cache]]
+    cache: Callable[[int, int, int], Mapping[str, Entry]]
+    cast: Callable[[Params], Params] | None = None
+    continues: bool = True
+    max_prompt: int = 0
+    max_positions: int = 0
+    trained_positions: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,3 +358,44 @@ def sequence_keys(rng: jax.Array, batch: Batch) -> jax.Array:
     Random numbers from these keys are the same on every mesh and with any number of microbatches.
     """
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, batch[SEQUENCE_INDEX])
+
+
+def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = False) -> tuple[Arrays, NamesTree]:
+    """Returns abstract parameters in layer order, and their logical axes; touches no device.
+
+    JAX caches what it traces by the function: for the same `init` the model is traced once.
+
+    Args:
+      init: rng -> parameters; a leaf may be boxed with its logical axes.
+      on_one_device: a leaf without a box then has a None for each dim; otherwise it has no axes (None).
+    """
+    boxed = jax.eval_shape(init, _abstract_key())
+    is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
+
+    def names(leaf: Any) -> Names | None:
+        if is_box(leaf):
+            return tuple(leaf.names)
+        return (None,) * leaf.ndim if on_one_device else None
+
+    return meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
+
+
+def num_parameters(init: Callable[[jax.Array], Arrays], sizes: dict[str, int]) -> int:
+    """Returns the number of parameters of a model whose leaves are all boxed; touches no device.
+
+    Args:
+      init: rng -> parameters, each boxed with its logical axes.
+      sizes: logical axis -> the size to count with, for dims that are stored with padding (`vocab`).
+    """
+    params, axes = named_params(init)
+
+    def count(leaf: jax.ShapeDtypeStruct, names: Names) -> int:
+        dims = zip(leaf.shape, names, strict=True)
+        return math.prod(sizes[name] if name in sizes else size for size, name in dims)
+
+    return sum(jax.tree.leaves(jax.tree.map(count, params, axes)))
+
+
+@functools.cache
+def _abstract_key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key(0))

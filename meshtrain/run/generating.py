@@ -17,8 +17,7 @@ from meshtrain.errors import UserError, divisors
 from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
 from meshtrain.launch.compiler import CompilerOptions
-from meshtrain.models.decode import Decode
-from meshtrain.models.task import Params, token_batch
+from meshtrain.models.task import Decode, Params, token_batch
 from meshtrain.sharding.axes import PIPELINE, partitioned_axes
 from meshtrain.sharding.rules import Rules, default_rules
 from meshtrain.sharding.stored import num_parts, rules_of_level

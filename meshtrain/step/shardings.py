@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.models.abstract_weights import named_params
 from meshtrain.models.metrics import Metrics
-from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update
+from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update, named_params
 from meshtrain.optim.states import state_axes
 from meshtrain.pipeline import stages
 from meshtrain.sharding import offload

@@ -27,10 +27,8 @@ from meshtrain.errors import EXIT_CODES, run
 from meshtrain.examples.pairs import packed
 from meshtrain.harness import language_model
 from meshtrain.models.cost import Cost, Kernel
-from meshtrain.models.decode import Decode
-from meshtrain.models.entry import Entry
 from meshtrain.models.metrics import Count, Load, Ratio
-from meshtrain.models.task import Stages, Task, sequence_keys, staged_loss, token_batch
+from meshtrain.models.task import Decode, Entry, Stages, Task, sequence_keys, staged_loss, token_batch
 from meshtrain.models.vocabulary.embedding import look_up
 from meshtrain.models.vocabulary.losses import cross_entropy, without_padding
 from meshtrain.observe.trackers import Tracker

@@ -8,9 +8,8 @@ import pytest
 from flax.core import meta
 
 from meshtrain.models import lora
-from meshtrain.models.abstract_weights import named_params
 from meshtrain.models.lora import LoraOptions, with_adapters
-from meshtrain.models.task import SEQUENCE_INDEX
+from meshtrain.models.task import SEQUENCE_INDEX, named_params
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
 from meshtrain.optim.trainable import is_adapter, trained_mask

@@ -10,8 +10,7 @@ from meshtrain.config.config import Config
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
 from meshtrain.generation.prompts import Prompt
-from meshtrain.models.entry import Entry
-from meshtrain.models.task import Task
+from meshtrain.models.task import Entry, Task
 from meshtrain.run.opened import open_data
 
 TEMPLATE = (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.models.attention.attention import Attention
-from meshtrain.models.entry import Entry
+from meshtrain.models.task import Entry
 
 Stored = Mapping[str, jax.Array]
 

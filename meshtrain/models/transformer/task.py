@@ -16,10 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.models import abstract_weights
 from meshtrain.models.attention.multi_head import CACHE, NEW, Slots
-from meshtrain.models.decode import Cache, Decode
-from meshtrain.models.entry import Entry
 from meshtrain.models.moe.experts import BIAS, with_moved_biases
 from meshtrain.models.moe.routing import Tokens
 from meshtrain.models.remat import RematOptions, casts_first
@@ -27,11 +24,15 @@ from meshtrain.models.task import (
     SEQUENCE_INDEX,
     Activations,
     Batch,
+    Cache,
+    Decode,
+    Entry,
     LayerSums,
     Loss,
     Params,
     Stages,
     Task,
+    num_parameters,
     sequence_keys,
     token_batch,
     with_layer_sums,
@@ -288,7 +289,7 @@ def initializer(options: DecoderOptions, num_positions: int) -> Callable[[jax.Ar
 
 def count_parameters(options: DecoderOptions, num_positions: int) -> int:
     """Returns the number of parameters from shapes alone, without the padding of the vocabulary; touches no device."""
-    return abstract_weights.num_parameters(initializer(options, num_positions), {"vocab": options.vocab_size})
+    return num_parameters(initializer(options, num_positions), {"vocab": options.vocab_size})
 
 
 def num_idle_parameters(options: DecoderOptions) -> int:
