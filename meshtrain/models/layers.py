@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.models.fp8 import product
@@ -18,12 +19,13 @@ from meshtrain.optim.masks import EMBEDS, matrix_dims, num_stacked
 from meshtrain.optim.trainable import ADAPTER_ENDS
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import ADAPTER_EXPERT_MLP, ADAPTER_HEAD_DIM, ADAPTER_MLP
-from meshtrain.sharding.stored import Names
+from meshtrain.sharding.stored import Names, axes_of_dims
 from meshtrain.sharding.trees import Arrays
 
 Initializer = Callable[..., jax.Array]
 
 A, B = ADAPTER_ENDS
+X, RESIDUAL = ("batch", "sequence", None), ("batch", "residual_sequence", None)
 # A matrix is stored in shards of its dim `embed`, which only one factor of its adapter has. The other one is stored in
 # shards of its last dim.
 STORED_BY = {"head_dim": ADAPTER_HEAD_DIM, "mlp": ADAPTER_MLP, "expert_mlp": ADAPTER_EXPERT_MLP}
@@ -121,6 +123,20 @@ def gather_sequence(x: jax.Array, placement: Placement) -> jax.Array:
     return placement.activation(
         placement.activation(x, ("batch", "residual_sequence", "embed")), ("batch", "sequence", "embed")
     )
+
+
+def sums_spec(place: Placement, shape: tuple[int, ...], over: tuple[str, ...]) -> PartitionSpec:
+    """Returns the spec of sums over some mesh axes, [b, T, D]: with sequence parallelism these split the sequence."""
+    tokens, residual = place.activation_spec(shape, X), place.activation_spec(shape, RESIDUAL)
+    scatters = bool(over) and axes_of_dims(residual, 3)[1] == (*axes_of_dims(tokens, 3)[1], *over)
+    return residual if scatters else tokens
+
+
+def reduced(x: jax.Array, over: tuple[str, ...], scatters: bool) -> jax.Array:
+    """Returns the sum of `x`, [b, T, D], over manual mesh axes, as it is or scattered along the sequence."""
+    if scatters:
+        return jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True)
+    return jax.lax.psum(x, over) if over else x
 
 
 class Norm(nn.Module):

@@ -20,7 +20,7 @@ from flax import linen as nn
 from flax.core import meta
 
 from meshtrain.models.layers import A, B, factor_axes
-from meshtrain.models.task import Decode, Params, Stages, Task, named_params
+from meshtrain.models.task import Params, Task, named_params
 from meshtrain.optim import trainable
 from meshtrain.optim.masks import is_hidden_matrix, matrix_dims, num_stacked
 from meshtrain.options import AllBut, option
@@ -64,17 +64,19 @@ def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.
     params, axes = named_params(init)
     names = dict(leaves_with_paths(axes, is_leaf=is_names))
     sizes = {path: leaf.size for path, leaf in leaves_with_paths(params) if trainable.is_adapter(path)}
-    num_added = sum(sizes.values())
+    num_added, stages, decode = sum(sizes.values()), task.stages, task.decode
     num_active = sum(
         round(size * share_of_experts) if "experts" in names[path] else size for path, size in sizes.items()
     )
+    if decode:
+        decode = dataclasses.replace(decode, prefill=_scaling(decode.prefill, scale), step=_scaling(decode.step, scale))
     return dataclasses.replace(
         task,
         init=init,
         loss=_scaling(task.loss, scale),
         logits=task.logits and _scaling(task.logits, scale),
-        stages=task.stages and _stages(task.stages, scale),
-        decode=task.decode and _decode(task.decode, scale),
+        stages=stages and dataclasses.replace(stages, repeated=_scaling(stages.repeated, scale)),
+        decode=decode,
         flops_per_token=_flops_per_token(task, num_active),
         num_parameters=task.num_parameters + num_added,
         num_active_parameters=task.num_active_parameters and task.num_active_parameters + num_active,
@@ -90,14 +92,6 @@ def _flops_per_token(task: Task, num_added: int) -> float:
 
 def _scaling(function: Callable[..., Arrays], scale: float) -> Callable[..., Arrays]:
     return lambda params, *given, **named: function(scaled(params, scale), *given, **named)
-
-
-def _stages(stages: Stages, scale: float) -> Stages:
-    return dataclasses.replace(stages, repeated=_scaling(stages.repeated, scale))
-
-
-def _decode(decode: Decode, scale: float) -> Decode:
-    return dataclasses.replace(decode, prefill=_scaling(decode.prefill, scale), step=_scaling(decode.step, scale))
 
 
 def scaled(params: Params, scale: float) -> Params:

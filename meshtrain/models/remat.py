@@ -61,15 +61,13 @@ def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
         products with weights and the attention kernel start from (Korthikanti et al. 2022).
       placement: distinguishes the gathers of weights from activations, see `Placement.is_gather`.
     """
-    if not placement.gathers_weights:
-        return None if name == "none" else _activations(name)
-    if name == "none":
-        return None if placement.keeps_gathered else _all_but(placement.is_gather)
-    if not placement.keeps_gathered:
-        return _activations(name)
-    keeps, gathers = _activations(name), _only(placement.is_gather)
+    keeps = None if name == "none" else _activations(name)
+    if not placement.gathers_weights or placement.keeps_gathered == (keeps is None):
+        return keeps
+    if keeps is None:
+        return lambda primitive, *_, **params: not placement.is_gather(primitive, params)
     return lambda primitive, *shapes, **params: (
-        gathers(primitive, *shapes, **params) or keeps(primitive, *shapes, **params)
+        placement.is_gather(primitive, params) or keeps(primitive, *shapes, **params)
     )
 
 
@@ -130,14 +128,6 @@ def _is_product(primitive: Primitive, *shapes: ShapedArray, **params: Param) -> 
 
 def _is_named(primitive: Primitive, params: Mapping[str, Param], names: Collection[str]) -> bool:
     return primitive.name == "name" and params["name"] in names
-
-
-def _only(chosen: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda primitive, *_, **params: chosen(primitive, params)
-
-
-def _all_but(chosen: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda primitive, *_, **params: not chosen(primitive, params)
 
 
 def check(

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.models.decoder_options import DecoderOptions
-from meshtrain.models.layers import GATES, A, B, Mlp, factor_axes, normal, weight
+from meshtrain.models.layers import GATES, A, B, Mlp, X, factor_axes, normal, reduced, sums_spec, weight
 from meshtrain.models.metrics import LEFT_OUT, Count, Load, Metric, Metrics
 from meshtrain.models.moe import grouped_matmul, routing
 from meshtrain.models.moe.routing import Routing, Tokens
@@ -39,11 +39,10 @@ from meshtrain.models.remat import EXPERT_DOWN, EXPERT_UP
 from meshtrain.models.task import LayerSums, Params
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.stored import Names, axes_in, axes_of_dims
-from meshtrain.sharding.trees import Arrays, Specs
+from meshtrain.sharding.trees import Arrays
 
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
 MATRICES: Mapping[str, Names] = {"up": UP, "gate": UP, "down": DOWN}
-X, RESIDUAL = ("batch", "sequence", None), ("batch", "residual_sequence", None)
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a block
 LOAD, BIAS = "expert_load", "router_bias"  # the metric by which the bias moves
 
@@ -104,7 +103,8 @@ class Experts(nn.Module):
         # Shapes of initial weights are computed before JAX may query devices.
         platform = "cpu" if self.is_initializing() else place.platform
         plan = _Plan.of(place, x, arrays, axes, o, platform)
-        run = place.on_shards(plan.on_device, plan.inputs, plan.outputs, is_opaque=True)
+        inputs, outputs = (plan.x, plan.x, plan.x, dict(plan.stored)), (plan.result, PartitionSpec())
+        run = place.on_shards(plan.on_device, inputs, outputs, is_opaque=True)
         result, left_out = run(x, to.chosen, to.gates, arrays)
         return result, left_out if o.expert_room else None
 
@@ -217,25 +217,13 @@ class _Plan:
         platform: str,
     ) -> "_Plan":
         """Returns the plan for these tokens and matrices, without the axes that are manual here."""
-        of_x, residual = place.activation_spec(x.shape, X), place.activation_spec(x.shape, RESIDUAL)
+        of_x = place.activation_spec(x.shape, X)
         shapes = {name: array.shape for name, array in matrices.items()}
         whole = {name: place.weight_spec(shape, axes[name]) for name, shape in shapes.items()}
         experts, _, inner = axes_of_dims(whole["up"], len(UP))
         assert set(experts) <= set(axes_in(of_x)), "experts are split over axes that split the batch"
-        # With sequence parallelism the results are reduce-scattered along the sequence.
-        scatters = bool(inner) and axes_of_dims(residual, 3)[1] == (*axes_of_dims(of_x, 3)[1], *inner)
         stored = {name: place.stored_spec(shape, axes[name]) for name, shape in shapes.items()}
-        return cls(of_x, residual if scatters else of_x, stored, whole, experts, inner, o, platform)
-
-    @property
-    def inputs(self) -> tuple[Specs, ...]:
-        """The specs of the arguments of `on_device`."""
-        return self.x, self.x, self.x, dict(self.stored)
-
-    @property
-    def outputs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """The specs of the results of `on_device`."""
-        return self.result, PartitionSpec()
+        return cls(of_x, sums_spec(place, x.shape, inner), stored, whole, experts, inner, o, platform)
 
     def on_device(
         self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array]
@@ -267,11 +255,7 @@ class _Plan:
         y = collected(results, found.tokens, found.places)
         if self.shared:
             y = jax.lax.psum_scatter(y, self.shared, scatter_dimension=0, tiled=True)
-        y = y.reshape(shape)
-        if self.result != self.x:
-            y = jax.lax.psum_scatter(y, self.summed, scatter_dimension=1, tiled=True)
-        elif self.summed:
-            y = jax.lax.psum(y, self.summed)
+        y = reduced(y.reshape(shape), self.summed, self.result != self.x)
         over = axes_in(self.x)
         return y, jax.lax.psum(found.left_out, over) if over else found.left_out
 
@@ -340,7 +324,10 @@ def placed(chosen: jax.Array, num_here: int, room: int, block_rows: int) -> Plac
         left_out = jnp.maximum(jnp.sum(~elsewhere) - room, 0).astype(jnp.float32)
     arranged = grouped_matmul.arranged(flat[kept], num_here, block_rows)
     choices = jnp.take(kept, arranged.rows, mode="fill", fill_value=num_choices)
-    places = places_of(choices, num_choices).reshape(chosen.shape)
+    num_rows = choices.size
+    # Rows of padding write behind the choices.
+    places = jnp.full(num_choices + 1, num_rows, jnp.int32).at[choices].set(jnp.arange(num_rows, dtype=jnp.int32))
+    places = places[:-1].reshape(chosen.shape)
     return Placed(choices, choices // chosen.shape[1], places, arranged.owners, left_out)
 
 
@@ -364,18 +351,6 @@ def of_rows(
 
     up, gate = (checkpoint_name(times(rows, name), EXPERT_UP) for name in ("up", "gate"))
     return checkpoint_name(times(GATES[activation](gate) * up, "down"), EXPERT_DOWN)
-
-
-def places_of(elements: jax.Array, num: int) -> jax.Array:
-    """Returns int32 [num], the row in which each element stands; R: in none.
-
-    Args:
-      elements: int32 [R], the element in each row, each in one at most; `num` for padding.
-      num: how many elements there are.
-    """
-    # Rows of padding write behind the elements.
-    places = jnp.full(num + 1, elements.size, jnp.int32)
-    return places.at[elements].set(jnp.arange(elements.size, dtype=jnp.int32))[:-1]
 
 
 # The next two are each other's transposes.

@@ -28,14 +28,14 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshtrain.models.layers import capped
+from meshtrain.models.layers import X, capped, reduced, sums_spec
 from meshtrain.models.vocabulary import losses
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.stored import Names, axes_in, axes_of_dims
 from meshtrain.sharding.trees import Arrays
 
 KERNEL, TABLE = ("embed", "vocab"), ("vocab", "embed")
-X, RESIDUAL, TOKENS = ("batch", "sequence", None), ("batch", "residual_sequence", None), ("batch", "sequence")
+TOKENS = ("batch", "sequence")
 
 # (product, x [b, T, D], weight as it is stored, in its compute dtype) -> the logits, or a loss.
 Loss = Callable[["Product", jax.Array, jax.Array], jax.Array]
@@ -184,7 +184,7 @@ def _computed(
         total = jax.lax.psum(total, shards.batch) if shards.batch else total
         return (
             total,
-            *((shards.reduced_x(gradient_x),) if gradient_x is not None else ()),
+            *((reduced(gradient_x, shards.vocab, shards.gradient_x != shards.x),) if gradient_x is not None else ()),
             *((shards.reduced_weight(gradient),) if gradient is not None else ()),
         )
 
@@ -205,7 +205,6 @@ class _Shards:
       x: the spec of x, whole along D.
       gradient_x: of its gradient, which may be split over the vocabulary's axes along the sequence.
       weight: of the gathered weight, and `stored` of the stored one.
-      names: the logical axes of the weight.
       batch: the axes that split tokens, and `vocab` those that split columns.
       num_tokens: N, and `num_columns` V.
     """
@@ -214,7 +213,6 @@ class _Shards:
     gradient_x: PartitionSpec
     weight: PartitionSpec
     stored: PartitionSpec
-    names: Names
     batch: tuple[str, ...]
     vocab: tuple[str, ...]
     num_tokens: int
@@ -224,31 +222,12 @@ class _Shards:
     def of(cls, product: Product, x: jax.Array, weight: jax.Array) -> "_Shards":
         """Returns the shardings of a product's arrays, without the axes that are manual here."""
         place, names = product.placement, product.names
-        of_x, residual = place.activation_spec(x.shape, X), place.activation_spec(x.shape, RESIDUAL)
+        of_x = place.activation_spec(x.shape, X)
         gathered, stored = place.weight_spec(weight.shape, names), place.stored_spec(weight.shape, names)
         vocab, batch = axes_in(gathered), axes_in(of_x)
-        # With sequence parallelism the gradient of x is reduce-scattered along the sequence.
-        scatters = bool(vocab) and axes_of_dims(residual, 3)[1] == (*axes_of_dims(of_x, 3)[1], *vocab)
-        num_columns = weight.shape[names.index("vocab")]
-        return cls(
-            x=of_x,
-            gradient_x=residual if scatters else of_x,
-            weight=gathered,
-            stored=stored,
-            names=names,
-            batch=batch,
-            vocab=vocab,
-            num_tokens=math.prod(x.shape[:2]) // place.size(batch),
-            num_columns=num_columns // place.size(vocab),
-        )
-
-    def reduced_x(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient of x summed over the shards of the vocabulary."""
-        if not self.vocab:
-            return gradient
-        if self.gradient_x != self.x:
-            return jax.lax.psum_scatter(gradient, self.vocab, scatter_dimension=1, tiled=True)
-        return jax.lax.psum(gradient, self.vocab)
+        num_tokens = math.prod(x.shape[:2]) // place.size(batch)
+        num_columns = weight.shape[names.index("vocab")] // place.size(vocab)
+        return cls(of_x, sums_spec(place, x.shape, vocab), gathered, stored, batch, vocab, num_tokens, num_columns)
 
     def reduced_weight(self, gradient: jax.Array) -> jax.Array:
         """Returns the gradient of the weight summed over the shards of the batch; each keeps what it stores."""
