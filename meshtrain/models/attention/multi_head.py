@@ -201,13 +201,14 @@ class MultiHead(nn.Module):
 
     def _kernel(self, how: str, attention: Attention) -> context_parallel.Attend:
         """Returns an implementation as a function of q, k, v and documents."""
-        platform = self.placement.platform
         if how == "blockwise":
             return functools.partial(blockwise.attend, attention=attention, name=HEADS)
         if how == "splash":
-            return functools.partial(splash.attend, attention=attention, name=HEADS, interpret=platform != "tpu")
+            interpret = self.placement.platform != "tpu"
+            return functools.partial(splash.attend, attention=attention, name=HEADS, interpret=interpret)
         if how == "triton":
-            return functools.partial(triton.attend, attention=attention, name=HEADS, interpret=platform not in GPU)
+            interpret = self.placement.platform not in GPU
+            return functools.partial(triton.attend, attention=attention, name=HEADS, interpret=interpret)
         return functools.partial(dot_product.attend, attention=attention, how="cudnn" if how == "cudnn" else "xla")
 
     def _project(self, name: str, x: jax.Array, num_heads: int, axis: str) -> jax.Array:

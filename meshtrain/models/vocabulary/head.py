@@ -40,6 +40,8 @@ TOKENS = ("batch", "sequence")
 # (product, x [b, T, D], weight as it is stored, in its compute dtype) -> the logits, or a loss.
 Loss = Callable[["Product", jax.Array, jax.Array], jax.Array]
 
+# The loss, and the gradients of x [b, T, D] and of the weight, None where one is not wanted.
+Computed = tuple[jax.Array, jax.Array | None, jax.Array | None]
 # The gradients of x and of the weight, None where one is not wanted, and empty arrays of the dtypes of both.
 Residuals = tuple[Arrays, ...]
 Totals = tuple[jax.Array, Arrays]  # the loss so far, and the gradient of the weight, None where it is not wanted
@@ -171,30 +173,27 @@ in_chunks.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _computed(
     loss: CrossEntropy, product: Product, given: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns the loss, and its gradients where they are wanted, else None: of x [b, T, D], and of the weight.
+) -> Computed:
+    """Returns the loss and its gradients, for `in_chunks` of the same arguments.
 
     Gradients have the dtype in which they are held, see `_held`; that of the weight is sharded as the weight is stored.
     """
     x, weight, targets, weights = given
     place, shards = product.placement, _Shards.of(product, x, weight)
 
-    def on_device(*local: jax.Array) -> tuple[jax.Array, ...]:
+    def on_device(*local: jax.Array) -> Computed:
         total, gradient_x, gradient = _looped(loss, product, shards, local, of_x=of_x, of_weight=of_weight)
-        total = jax.lax.psum(total, shards.batch) if shards.batch else total
-        return (
-            total,
-            *((reduced(gradient_x, shards.vocab, shards.gradient_x != shards.x),) if gradient_x is not None else ()),
-            *((shards.reduced_weight(gradient),) if gradient is not None else ()),
-        )
+        if gradient_x is not None:
+            gradient_x = reduced(gradient_x, shards.vocab, shards.gradient_x != shards.x)
+        gradient = None if gradient is None else shards.reduced_weight(gradient)
+        return jax.lax.psum(total, shards.batch) if shards.batch else total, gradient_x, gradient
 
     of_tokens = place.activation_spec(targets.shape, TOKENS)
-    outputs = (PartitionSpec(), *((shards.gradient_x,) if of_x else ()), *((shards.stored,) if of_weight else ()))
+    outputs = (PartitionSpec(), shards.gradient_x if of_x else None, shards.stored if of_weight else None)
     # Opaque, because XLA's CPU compiler aborts on a 16-bit sum over shards unless all axes are manual.
     run = place.on_shards(on_device, (shards.x, shards.weight, of_tokens, of_tokens), outputs, is_opaque=True)
-    total, *gradients = run(x, place.weight(weight, product.names), targets, weights)
-    rest = iter(gradients)
-    return total, next(rest) if of_x else None, next(rest) if of_weight else None
+    computed: Computed = run(x, place.weight(weight, product.names), targets, weights)
+    return computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +242,7 @@ class _Shards:
 
 def _looped(
     loss: CrossEntropy, product: Product, shards: _Shards, local: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+) -> Computed:
     """Returns the loss of one device's tokens, and where they are wanted its gradients of x and of the weight.
 
     Args:
