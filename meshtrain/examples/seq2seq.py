@@ -15,7 +15,6 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from meshtrain.models.attention.attention import Attention
 from meshtrain.models.attention.multi_head import Memory, MultiHead, Slots
 from meshtrain.models.decoder_options import ROTARY, TransformerShape
 from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal, rotary_angles, weight
@@ -84,14 +83,6 @@ class Seq2SeqOptions(TransformerShape):
     def weight_std(self) -> float:
         """The standard deviation of initial weights."""
         return self.init_std or self.embed_dim**-0.5
-
-    @property
-    def attends(self) -> Attention:
-        """What the attention of a layer computes; in the encoder and to a memory it is not causal."""
-        heads = self.num_heads
-        return Attention(
-            heads, heads, self.width_of_head, self.attention, qkv_biases=self.biases, output_bias=self.biases
-        )
 
 
 class Embedding(nn.Module):

@@ -24,6 +24,7 @@ class TransformerShape:
     positions: str
     loss_chunk: int
     attention: str
+    biases: bool
 
     @property
     def padded_vocab_size(self) -> int:
@@ -37,8 +38,9 @@ class TransformerShape:
 
     @property
     def attends(self) -> Attention:
-        """What the attention of a layer computes."""
-        raise NotImplementedError
+        """What the attention of a layer computes, with a key and a value head for each query head."""
+        heads, biases = self.num_heads, self.biases
+        return Attention(heads, heads, self.width_of_head, self.attention, qkv_biases=biases, output_bias=biases)
 
 
 @dataclasses.dataclass(frozen=True)
