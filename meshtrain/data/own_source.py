@@ -72,8 +72,7 @@ def opened(given: FromUser, batch: Mapping[str, Shaped], limits: Mapping[str, in
             f"data: got {prompts!r} for 'prompts' of {type(given).__name__}; allowed: a list of texts that are not "
             "empty; nearest: []"
         )
-    validation = () if validation is None else validation
-    data = Data(given.train, validation, given.fingerprint, text=text, prompts=prompts)
+    data = Data(given.train, () if validation is None else validation, given.fingerprint, text=text, prompts=prompts)
     for split, examples in (("train", data.train), ("validation", data.validation)):
         problems += _split_problems(split, examples, batch, limits)
     if not problems:

@@ -6,10 +6,11 @@ sum of their ranks. Its lora_A has theirs one below the other, its lora_B has th
 """
 
 import collections
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -51,23 +52,16 @@ def write(
     """
     leaves = dict(leaves_with_paths(params))
     modules = _modules(family, options, leaves)
+    places = [(rows, layer) for rows in modules for layer in range(options.num_layers)]
     shapes = dict[str, tuple[int, int]]()
-    for rows in modules:
-        of_both = _shapes(rows, leaves)
-        for layer in range(options.num_layers):
-            shapes |= dict(zip(_names(rows[0], layer), of_both, strict=True))
-
-    def arrays() -> Iterator[np.ndarray]:
-        for rows in modules:
-            for layer in range(options.num_layers):
-                yield from _factors(rows, leaves, layer)
-
-    export.write_file(folder / WEIGHTS_FILE, shapes, arrays(), dtype)
+    for rows, layer in places:
+        shapes |= zip(_names(rows[0], layer), _shapes(rows, leaves), strict=True)
+    factors = itertools.chain.from_iterable(_factors(rows, leaves, layer) for rows, layer in places)
+    export.write_file(folder / WEIGHTS_FILE, shapes, factors, dtype)
     stated = _config(modules, adapters, leaves, base)
     write_whole(folder / ADAPTERS_FILE, json.dumps(stated, indent=2) + "\n")
-    return (
-        sum(rows * columns for rows, columns in shapes.values()) * tensor_files.READABLE[export.DTYPES[dtype]].itemsize
-    )
+    item_bytes = tensor_files.READABLE[export.DTYPES[dtype]].itemsize
+    return sum(map(math.prod, shapes.values())) * item_bytes
 
 
 def _modules(family: str, options: DecoderOptions, leaves: Mapping[str, jax.Array]) -> list[list[Weight]]:

@@ -67,9 +67,8 @@ def opened(directory: str | Path, ignore: str | None = "") -> Folder:
         raise UserError(*problems)
     if found := _mismatches(folder, model, table, stored):
         raise UserError(*found)
-    size = names.sizes(model.options)
-    wanted = {name for weight in table for name in names.tensor_names(weight, size)}
-    return Folder(folder, model, table, {name: one for name, one in stored.items() if name in wanted})
+    used = {name: one for name, one in stored.items() if not names.is_ignored(name, model.options)}
+    return Folder(folder, model, table, used)
 
 
 def refuse_differences(folder: Folder) -> None:
@@ -133,9 +132,8 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
       UserError: one line for each leaf that the folder does not have, or that has another shape there.
     """
     table, size = {weight.path: weight for weight in folder.table}, names.sizes(folder.model.options)
+    refuse_other_params(folder, abstract_params)
     leaves = leaves_with_paths(abstract_params)
-    if problems := _problems(folder, leaves):
-        raise UserError(*problems)
     tensors = tensor_files.opened(folder.stored)
     total = sum(_bytes_here(leaf) for _, leaf in leaves)
     arrays = []
