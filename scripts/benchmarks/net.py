@@ -54,7 +54,8 @@ from meshtrain.plan.timing.streams import Assumptions
 from scripts.benchmarks import fuzz
 from scripts.benchmarks.plan import LARGE
 from tests.golden import test_golden_placements as golden
-from tests.run import broken, test_run_broken_configurations, test_run_broken_data, test_run_broken_runs
+from tests.messages import refused, test_messages_configurations, test_messages_data, test_messages_places
+from tests.messages.test_messages_table import ROWS, SEVERAL, case_of
 
 ROOT = Path(__file__).parents[2]
 NUM_DEVICES, NUM_STEPS, NUM_RANDOM = 8, 20, 200
@@ -62,7 +63,12 @@ SMALL = (
     "3d", "data", "digits", "experts", "fsdp", "hybrid", "long", "numbers", "pipeline", "tensor", "tiny",
 )  # fmt: skip
 SIZES = ((2, 2, 1), (4, 8, 1), (4, 8, 2), (2, 4, 3), (3, 5, 1))  # stages, microbatches, chunks
-HOSTILE = (test_run_broken_configurations, test_run_broken_data, test_run_broken_runs)
+HOSTILE = {
+    "configurations": test_messages_configurations.CASES,
+    "data": test_messages_data.CASES,
+    "places": test_messages_places.CASES,
+    "table": [case_of(command, text) for command, text, *_ in (*ROWS, *SEVERAL)],
+}
 RANDOM = "random.json"
 ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 Texts = dict[str, str]  # file's name -> content
@@ -110,17 +116,17 @@ def errors(like: Path | None) -> Texts:
       like: an older record, whose random configurations are taken; None: newly drawn ones.
     """
     found = {}
-    for module in HOSTILE:
-        lines = [line for case in module.CASES for line in (f"# {case.name}", *_refusal(case))]
-        found[f"{module.__name__.rpartition('.')[2]}.txt"] = ADDRESS.sub("0x", "\n".join(lines)) + "\n"
-    cases = json.loads((like / "errors" / RANDOM).read_text(encoding="utf-8")) if like else _drawn()
-    said = [line for i, case in enumerate(cases) for line in (f"# case {i}", *_said(case["words"], case["file"]))]
-    return {**found, RANDOM: json.dumps(cases, indent=1), "random.txt": ADDRESS.sub("0x", "\n".join(said)) + "\n"}
+    for name, cases in HOSTILE.items():
+        lines = [line for case in cases for line in (f"# {case.name}", *_refusal(case))]
+        found[f"{name}.txt"] = ADDRESS.sub("0x", "\n".join(lines)) + "\n"
+    drawn = json.loads((like / "errors" / RANDOM).read_text(encoding="utf-8")) if like else _drawn()
+    said = [line for i, case in enumerate(drawn) for line in (f"# case {i}", *_said(case["words"], case["file"]))]
+    return {**found, RANDOM: json.dumps(drawn, indent=1), "random.txt": ADDRESS.sub("0x", "\n".join(said)) + "\n"}
 
 
-def _refusal(case: broken.Case) -> list[str]:
+def _refusal(case: refused.Case) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        lines = broken.assert_refused(case, Path(folder), patch)
+        lines = refused.assert_refused(case, Path(folder), patch)
         patch.undo()  # the working directory, before its folder goes
         return [line.replace(folder, "FOLDER") for line in lines]
 
@@ -221,13 +227,36 @@ def compare(older: Path, newer: Path, relative: float) -> int:
         print(f"only in one of the two, not compared: {name}")
     found = {path.relative_to(folder) for folder in (older, newer) for path in folder.rglob("*") if path.is_file()}
     count = 0
-    for file in sorted(file for file in found if file.parts[0] in mine & other and file.name != RANDOM):
+    if "errors" in mine & other:
+        count += _compare_errors(older / "errors", newer / "errors")
+    for file in sorted(file for file in found if file.parts[0] in mine & other - {"errors"}):
         before, now = (_lines(folder / file) for folder in (older, newer))
         if before != now and not (file.parts[0] == "losses" and _are_near(before, now, relative)):
             print(*difflib.unified_diff(before, now, f"{older / file}", f"{newer / file}", "", "", 0, ""), sep="\n")
             count += 1
     print(f"{count} files differ")
     return count
+
+
+def _compare_errors(older: Path, newer: Path) -> int:
+    """Prints each case whose lines differ, whatever file it stands in, and returns how many do."""
+    before, now = (_cases(folder) for folder in (older, newer))
+    if odd := len(before.keys() ^ now.keys()):
+        print(f"only in one of the two, not compared: {odd} broken inputs")
+    differ = [name for name in before.keys() & now.keys() if before[name] != now[name]]
+    for name in sorted(differ):
+        print(
+            *difflib.unified_diff(before[name], now[name], f"{older}: {name}", f"{newer}: {name}", "", "", 0, ""),
+            sep="\n",
+        )
+    return len(differ)
+
+
+def _cases(folder: Path) -> dict[str, list[str]]:
+    """Returns name of a broken input -> the lines that it is refused with."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
+    parts = [part.splitlines() for text in texts for part in text.removeprefix("# ").split("\n# ")]
+    return {name: lines for name, *lines in parts}
 
 
 def _lines(path: Path) -> list[str]:

@@ -66,117 +66,6 @@ def test_all_problems_of_a_file_are_reported_together():
     assert f"mesh.tensr: unknown key; allowed: {allowed}; did you mean" in str(caught.value)
 
 
-def test_what_is_wrong_by_itself_is_not_reported_again_by_what_depends_on_it():
-    [line] = problems(["model.embed_dim=0", "mesh.fsdp=3", "batch_size=33"])
-    assert line == "model.embed_dim: got 0; allowed: at least 1; nearest: 1"
-
-
-# Every mistake that the configuration alone shows: texts, the line's key, and the nearest fix.
-MISTAKES = [
-    (["mesh.data=-1", "mesh.fsdp=-1"], "mesh.data, mesh.fsdp", "nearest: mesh.fsdp=1"),
-    (["mesh.data=0"], "mesh.data", "nearest: 1"),
-    (["mesh.data=-3"], "mesh.data", "nearest: -1"),
-    (["mesh.tensor=2", "model.num_kv_heads=1"], "model.num_kv_heads", "nearest: 2, or mesh.tensor=1"),
-    (["mesh.tensor=4", "model.mlp_dim=510"], "model.mlp_dim", "nearest: 512, or mesh.tensor=2"),
-    (["mesh.fsdp=16", "model.embed_dim=120", "batch_size=16"], "model.embed_dim", "nearest: 128, or mesh.fsdp=15"),
-    (["mesh.pipeline=3"], "model.num_layers", "nearest: 3"),
-    (["mesh.data=3"], "batch_size", "nearest: 33"),
-    (["mesh.data=4", "mesh.fsdp=2", "mesh.pipeline=2", "batch_size=40"], "batch_size", "nearest: 32"),
-    (["mesh.data=8", "accumulation_steps=3"], "batch_size", "nearest: 24"),
-    (["mesh.pipeline=2", "pipeline.num_microbatches=1", "pipeline.schedule=interleaved_1f1b"],
-     "pipeline.num_microbatches", "nearest: 2"),
-    (["pipeline.num_microbatches=0"], "pipeline.num_microbatches", "nearest: 1"),
-    (["mesh.tensr=2"], "mesh.tensr", "did you mean 'mesh.tensor'?"),
-    (["num_step=2"], "num_step", "did you mean 'num_steps'?"),
-    (["mesh.tensor=two"], "mesh.tensor", "allowed: a whole number"),
-    (["model.tied_embeddings=maybe"], "model.tied_embeddings", "allowed: true or false"),
-    (["learning_rate.peak=high"], "learning_rate.peak", "allowed: a number"),
-    (["model.positions=rotery"], "model.positions", "allowed: rotary, learned; did you mean 'rotary'?"),
-    (["model.norm=rms"], "model.norm", "did you mean 'rmsnorm'?"),
-    (["model.activation=relu"], "model.activation", "allowed: swiglu, gelu"),
-    (["optimizer.name=adan"], "optimizer.name", "did you mean 'adam'?"),
-    (["learning_rate.name=cosin"], "learning_rate.name", "did you mean 'cosine'?"),
-    (["pipeline.schedule=1f2b"], "pipeline.schedule", "did you mean '1f1b'?"),
-    (["precision.policy=bf16"], "precision.policy", "did you mean 'bfloat16'?"),
-    (["remat.policy=ful"], "remat.policy", "did you mean 'full'?"),
-    (["data.source=txt"], "data.source", "did you mean 'text'?"),
-    (["data.source=text", "data.path=/nowhere/at/all.txt"], "data.path", "/nowhere/at/all.txt"),
-    (["data.source=tokens"], "data.path", "allowed"),
-    (["profile.steps=13,10"], "profile.steps", "nearest: 10,13"),
-    (["optimizer.beta1=1"], "optimizer.beta1", "nearest"),
-    (["learning_rate.final_fraction=2"], "learning_rate.final_fraction", "nearest: 1"),
-    (["model.num_heads=6", "model.embed_dim=192"], "model.num_kv_heads", "nearest: 3"),
-    (["model.embed_dim=130"], "model.embed_dim", "nearest: 132"),
-    (["model.num_heads=128", "model.num_kv_heads=4"], "model.head_dim", "nearest: 2"),
-    (["model.positions=learned", "model.max_positions=64"], "sequence_length", "nearest: 64"),
-    (["model.dropout_rate=1"], "model.dropout_rate", "0 to below 1"),
-    (["model.rope_factor=8", "model.rope_low=4"], "model.rope_low, model.rope_high", "rope_low < rope_high"),
-    (
-        ["model.attention=cudnn", "model.attention_cap=50", "precision.policy=bfloat16"],
-        "model.attention",
-        "auto, xla, blockwise, splash",
-    ),
-    (["model.attention=triton", "model.window=50"], "model.attention", "nearest: model.attention=auto"),
-    (["model.attention=cudnn"], "model.attention", "nearest: model.attention=xla"),
-    (["model.vocab_size=256"], "model.vocab_size", "nearest: 257"),
-    (["mesh.tensor=8", "mesh.pipeline=35", "model.num_layers=35", "model.num_heads=8", "model.num_kv_heads=8"],
-     "model.vocab_multiple", "nearest: 280"),
-    (["layout.sequence_parallel=true", "mesh.tensor=4", "sequence_length=126"], "sequence_length", "nearest: 128"),
-    (["zero.level=4"], "zero.level", "nearest: 3"),
-    (["zero.level=1", "mesh.data=3", "batch_size=33"], "mesh.data", "nearest: mesh.data=4"),
-    (["zero.strategy=full_shard", "mesh.data=3", "batch_size=33"], "mesh.data", "level 3, and 3 divides no dim of"),
-    (["optimizer.trainable=quary", "mesh.data=2"], "optimizer.trainable", "nearest: 'layers/attention/query'"),
-    (["optimizer.trainable=quary"], "optimizer.trainable", "nearest: 'layers/attention/query'"),
-    (["precision.policy=fp8", "local_steps.period=10", "local_steps.groups=2"], "precision.policy",
-     "nearest: precision.policy=bfloat16"),
-    (["precision.policy=fp9"], "precision.policy", "did you mean 'fp8'?"),
-    (["optimizer.moments=int8"], "optimizer.moments", "allowed: float32, bfloat16, 8bit"),
-    (["optimizer.moments=8bit", "optimizer.moment_block=16"], "optimizer.moment_block", "nearest: 32"),
-    (["optimizer.moments=8bit", "mesh.fsdp=16"], "optimizer.moment_block", "nearest: optimizer.moment_block=64"),
-    (["zero.level=-1"], "zero.level", "nearest: 0"),
-    (["zero.strategy=fullshard"], "zero.strategy", "did you mean 'full_shard'?"),
-    (["zero.level=1", "zero.strategy=full_shard"], "zero.level", "nearest: zero.level=0"),
-    (["zero.strategy=hybrid_shard", "mesh.data=8"], "zero.strategy", "nearest: zero.strategy=full_shard"),
-    (["local_steps.period=10"], "local_steps.groups", "nearest: 2"),
-    (["local_steps.period=10", "local_steps.groups=6", "mesh.data=4", "batch_size=96"], "local_steps.groups",
-     "nearest: 8"),
-    (["local_steps.period=7", "local_steps.groups=2"], "num_steps", "nearest: 301"),
-    (["local_steps.period=10", "local_steps.groups=3"], "batch_size", "a multiple of 3 = local_steps.groups 3"),
-    (["local_steps.period=10", "local_steps.groups=2", "mesh.data=2", "zero.level=1"], "zero.level", "zero.level=0"),
-    (["local_steps.period=10", "local_steps.groups=2", "offload.moments=true"], "offload.moments", "=False"),
-    (["local_steps.period=10", "local_steps.groups=2", "reduction.name=one_step_late"], "reduction.name", "=sum"),
-    (["reduction.name=one_step_late", "guard.spike_factor=3"], "guard.spike_factor", "=0"),
-    (["local_steps.delay=2"], "local_steps.delay", "nearest: 1"),
-    (["local_steps.delay=1", "compression.kind=int8"], "local_steps.delay", "leave local_steps.delay out"),
-    (["reduction.name=int8", "mesh.data=2", "zero.level=2"], "reduction.name", "nearest: zero.level=1"),
-    (["reduction.name=topk", "reduction.block=16", "reduction.kept=17"], "reduction.kept", "nearest: 16"),
-    (["reduction.name=int9"], "reduction.name", "did you mean 'int8'?"),
-    (["reduction.block=16"], "reduction.block", "reduction.name"),
-    (["local_steps.period=10", "local_steps.groups=2", "local_steps.outer_momentum=1"], "local_steps.outer_momentum",
-     "nearest: 0.9"),
-    (["precision.reduce_dtype=float8"], "precision.reduce_dtype", "allowed: auto, float32, bfloat16"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("texts, key, fix", MISTAKES, ids=[" ".join(mistake[0]) for mistake in MISTAKES])
-def test_each_mistake_is_one_line_with_its_fix(texts, key, fix):
-    [line] = problems(texts)
-    assert line.startswith(f"{key}: ")
-    assert fix in line
-    assert "\n" not in line
-    assert any(word in line for word in ("allowed", "exist"))
-
-
-def test_heads_that_do_not_split_are_named_with_one_size_of_the_axis_that_mends_all():
-    lines = problems(["mesh.tensor=8", "model.num_heads=12", "model.num_kv_heads=6", "model.embed_dim=192"])
-    assert lines == [
-        "model.num_kv_heads: got 6 for dim 'kv_heads' of layers/attention/key and 1 more; allowed: a multiple of 8, as "
-        "it is split over mesh.tensor = 8; nearest: 8, or mesh.tensor=2",
-        "model.num_heads: got 12 for dim 'heads' of layers/attention/output and 1 more; allowed: a multiple of 8, as "
-        "it is split over mesh.tensor = 8; nearest: 16, or mesh.tensor=2",
-    ]
-
-
 @pytest.mark.parametrize(
     "texts",
     [
@@ -191,19 +80,6 @@ def test_heads_that_do_not_split_are_named_with_one_size_of_the_axis_that_mends_
 )
 def test_what_looks_odd_and_is_legal(texts):
     assert problems(texts) == []
-
-
-def test_weights_on_a_mesh_are_checked_beside_other_mistakes_of_the_model():
-    found = problems(["model.vocab_size=256", "model.mlp_dim=510", "mesh.tensor=4"])
-    assert [line.partition(":")[0] for line in found] == ["model.vocab_size", "model.mlp_dim"]
-    # Options that contradict each other describe no weights.
-    found = problems(["model.num_heads=6", "model.embed_dim=192", "model.mlp_dim=510", "mesh.tensor=4"])
-    assert [line.partition(":")[0] for line in found] == ["model.num_kv_heads"]
-
-
-def test_what_is_trained_is_checked_beside_the_sizes_of_weights():
-    found = problems(["optimizer.trainable=quary", "model.mlp_dim=510", "mesh.tensor=4"])
-    assert [line.partition(":")[0] for line in found] == ["optimizer.trainable", "model.mlp_dim"]
 
 
 def test_what_is_trained_of_a_task_without_names_of_dims_is_checked_on_one_device():
@@ -264,18 +140,6 @@ def test_an_open_axis_is_checked_once_its_size_is_known():
     [line] = check(config, shape)
     assert line.endswith("a multiple of 8 = mesh.data 8 x mesh.fsdp 1 x 1 microbatches; nearest: 24")
     assert check(config, shape | {"data": 4}) == []
-
-
-def test_options_that_contradict_each_other_are_found_before_the_size_of_an_open_axis():
-    (line,) = problems(["mesh.data=-1", "model.num_heads=6", "model.embed_dim=192"])
-    assert line.startswith("model.num_kv_heads: got 4")
-    found = problems(["mesh.data=-1", "mesh.tensor=3", "seed=-1"])  # the weights beside other mistakes
-    assert [line.partition(":")[0] for line in found] == [
-        "seed",
-        "model.num_kv_heads",
-        "model.num_heads",
-        "model.mlp_dim",
-    ]
 
 
 def test_a_pipeline_cuts_each_part_of_an_accumulated_batch_again():

@@ -8,7 +8,6 @@ import pytest
 
 from meshtrain.config import effects
 from meshtrain.config.config import Config, default, resolve
-from meshtrain.errors import UserError
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
@@ -16,26 +15,6 @@ from meshtrain.optim.optimizers import NAMES as OPTIMIZERS
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.options import idle
 from meshtrain.sharding.axes import AXES
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["data.source=synthetic", "data.path=tokens/*.bin"], "data.path: got .*; nearest: data.source=tokens"),
-        (["data.path=books/*.txt"], "data.path: got .* with data.source=python.*; nearest: data.source=text"),
-        (["data.source=synthetic", "data.tokenizer=t.json"], "data.tokenizer: got 't.json' with .*=synthetic"),
-        (
-            ["data.source=tokens", "data.tokenizer=t.json", "model.vocab_size=9"],
-            "data.tokenizer: .*=tokens: its token files bring their own",
-        ),
-    ],
-)
-def test_an_input_that_would_not_be_read_is_refused(overrides, line):
-    """Also where the data need not be here: it is a mistake of the configuration, not of the machine."""
-    texts = dict(one.split("=", 1) for one in overrides)
-    with pytest.raises(UserError, match=line) as caught:
-        resolve(default(), texts, reads_data=False)
-    assert len(caught.value.problems) == 1
 
 
 def without_effect(*overrides, **shape):

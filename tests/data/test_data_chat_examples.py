@@ -8,7 +8,7 @@ import tokenizers
 
 from meshtrain.data.chat import Tokens, Written, as_examples, in_spans, open_chat, tokenized
 from meshtrain.data.corpus import open_whole
-from meshtrain.data.sources import Asked, DataOptions, check
+from meshtrain.data.sources import Asked, DataOptions
 from meshtrain.data.tokenizer import byte_tokenizer, open_tokenizer
 from meshtrain.errors import UserError
 
@@ -161,36 +161,6 @@ def test_broken_lines_of_all_files_and_a_missing_template_come_at_once(tmp_path)
         f"data.path: {tmp_path}/b.jsonl, line 1",
         "data.chat_template",
     ]
-
-
-WRONG = {
-    "no lines": ({"path": "{dir}/a.txt"}, "data.path: got '.*a.txt' with data.source=chat; allowed: .jsonl files"),
-    "tokens": ({"path": "{dir}/a.bin"}, "a.bin' with data.source=chat; .*nearest: data.source=tokens"),
-    "a list": ({"path": "{dir}/a.json"}, "allowed: .jsonl files; nearest: jq -c '.\\[\\]' FILE.json > FILE.jsonl"),
-    "a file to evaluate": (
-        {"validation_path": "{dir}/a.jsonl"},
-        "data.validation_path: got .*chat, which takes its validation data from data.path .*; nearest: leave it out",
-    ),
-    "no template": ({"chat_template": "{dir}/none"}, "data.chat_template: got .*none', which does not exist"),
-    "an empty folder": (
-        {"tokenizer": "{dir}"},
-        "data.tokenizer: got .*, a folder that holds no tokenizer.json; allowed",
-    ),
-    "not read": (
-        {"source": "synthetic", "path": "", "chat_template": "t"},
-        "data.chat_template: .*data.source=synthetic",
-    ),
-}
-
-
-@pytest.mark.parametrize("changes, message", WRONG.values(), ids=WRONG)
-def test_wrong_options_are_seen_before_reading(tmp_path, changes, message):
-    for name in ("a.txt", "a.bin", "a.json", "a.jsonl"):
-        (tmp_path / name).write_text("a")
-    given = {"source": "chat", "path": "{dir}/a.jsonl"} | changes
-    given = {key: value.replace("{dir}", str(tmp_path)) for key, value in given.items()}
-    with pytest.raises(UserError, match=message):
-        raise UserError(*check(DataOptions(**given)))
 
 
 def test_each_file_is_evaluated_whole_and_what_is_lost_is_said(tmp_path, capsys):

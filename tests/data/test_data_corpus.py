@@ -141,37 +141,11 @@ def test_synthetic_is_random_access_and_seeded():
         opened(options, vocab_size=1)
 
 
-PROBLEMS = {
-    "missing": ({"path": "{dir}/gud.txt"}, "gud.txt', which does not exist.*did you mean 'good.txt'"),
-    "missing folder": ({"path": "{dir}/no/a.txt"}, "does not exist.*the folder '.*/no' does not exist"),
-    "empty": ({"path": "{dir}/empty.txt"}, "empty.txt', which is empty"),
-    "a folder": ({"path": "{dir}"}, "a folder; allowed"),
-    "glob of nothing": ({"path": "{dir}/*.md"}, "matches nothing"),
-    "glob of empty files": ({"path": "{dir}/emp*"}, "only folders or empty files"),
-    "no path": ({"path": " , "}, "got ''; allowed"),
-    "path of python": ({"source": "python", "path": "{dir}/good.txt"}, "data.source=python.*nearest: data.source=text"),
-    "tokenizer": ({"path": "{dir}/good.txt", "tokenizer": "byte"}, "data.tokenizer.*did you mean 'bytes'"),
-    "fraction": ({"path": "{dir}/good.txt", "validation_fraction": 1.0}, "0 to below 1"),
-    "no description": ({"source": "tokens", "path": "{dir}/good.txt"}, "no readable 'good.txt.json' beside"),
-}
-
-
 @pytest.fixture
 def folder(tmp_path):
     write(tmp_path / "good.txt", "good text " * 20)
     write(tmp_path / "empty.txt", "")
     return tmp_path
-
-
-@pytest.mark.parametrize("changes, message", PROBLEMS.values(), ids=PROBLEMS)
-def test_problems_are_seen_before_reading(folder, changes, message):
-    options = DataOptions(**({"source": "text"} | changes))
-    options = dataclasses.replace(options, path=options.path.replace("{dir}", str(folder)))
-    with pytest.raises(UserError, match=message) as raised:
-        raise UserError(*check(options))
-    with pytest.raises(UserError) as also:
-        opened(options)
-    assert also.value.problems == raised.value.problems
 
 
 def test_unreadable_file(folder, monkeypatch):
@@ -186,25 +160,6 @@ def test_legal_options_have_no_problems(folder):
     assert check(DataOptions()) == []
     assert check(DataOptions(source="synthetic")) == []
     assert check(DataOptions(source="text", path=f"{folder}/good.txt")) == []
-
-
-CONTENTS = {
-    "not utf-8": ("a.txt", b"abc\xff", r"a.txt' is not UTF-8 text \(byte 3 is 0xff\)"),
-    "tokens as text": ("a.bin", b"\xff\xfe", "nearest: data.source=tokens"),
-    "no json": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2 is no JSON"),
-    "no field": ("a.jsonl", b'{"texts": "a", "id": 3}', "holds no text in.*line 1; allowed there: texts; did you mean"),
-    "no object": ("a.jsonl", b"[1]", "holds no text"),
-    "no character": ("a.jsonl", b'{"text": "\\ud800"}', "half of a surrogate pair"),
-    "too short": ("a.txt", b"too short", "10 tokens are left for training.*sequence_length \\+ 1 = 17"),
-}
-
-
-@pytest.mark.parametrize("name, content, message", CONTENTS.values(), ids=CONTENTS)
-def test_content_problems_are_one_line_each(tmp_path, name, content, message):
-    options = DataOptions(source="text", path=write(tmp_path / name, content), validation_fraction=0)
-    with pytest.raises(UserError, match=message) as raised:
-        opened(options)
-    assert all("\n" not in problem for problem in raised.value.problems)
 
 
 def test_problems_of_several_files_come_together(tmp_path):

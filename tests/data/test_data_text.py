@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshtrain.data.corpus import open_corpus
-from meshtrain.data.prepare import main, prepare
+from meshtrain.data.prepare import prepare
 from meshtrain.data.sources import Asked, DataOptions, check
 from meshtrain.errors import Problems, UserError, unknown
 
@@ -68,33 +68,6 @@ def test_tokens_are_not_read_as_text(tmp_path):
         with pytest.raises(UserError, match=words):
             prepare(str(path), str(tmp_path / "out.bin"))
     assert check(DataOptions(source="tokens", path=str(tmp_path / "a.bin"))) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--path=DIR/a.jsonl", "--text_field=body"], "--text_field: got 'body', .*; nearest: --text_field=text"),
-        (["--path=DIR/nowhere.txt"], "--path: got '.*nowhere.txt', which does not exist"),
-        (["--path="], r"--path: got ''; .*; nearest: --path='\*.txt'"),
-        (["--path=DIR/a.jsonl", "--tokenizer=DIR/nowhere.json"], "--tokenizer: got '.*nowhere.json', which does not"),
-    ],
-)
-def test_prepare_speaks_of_its_own_flags(tmp_path, words, said):
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n')
-    words = [word.replace("DIR", str(tmp_path)) for word in [*words, "--output=DIR/out.bin"]]
-    with pytest.raises(UserError, match=f"^{said}") as caught:
-        main(words)
-    assert "data." not in str(caught.value)
-
-
-def test_prepare_reports_all_of_its_flags_together():
-    with pytest.raises(UserError) as caught:
-        main(["--path=/nowhere-at-all/*", "--tokenizer=/nowhere-at-all.json", "--output=/nowhere-at-all/out.bin"])
-    path, tokenizer, output = caught.value.problems
-    assert path.startswith("--path: got '/nowhere-at-all/*'")
-    assert path.endswith("the folder '/nowhere-at-all' does not exist; nearest: '/*'")
-    assert tokenizer.startswith("--tokenizer: got '/nowhere-at-all.json', which does not exist")
-    assert output.startswith("--output: ")
 
 
 def test_a_list_of_nothing_says_so():

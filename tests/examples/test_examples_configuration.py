@@ -38,32 +38,6 @@ def test_what_images_do_not_read_is_listed(overrides, why):
     assert found == {overrides.partition("=")[0]: why}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            {"task": "convnet", "data.source": "digits", "mesh.context": "2"},
-            "mesh.context: got 2, and no entry of this task's batch has a dim 'sequence'; allowed: 1; "
-            "nearest: mesh.context=1",
-        ),
-        (
-            NUMBERS | {"mesh.context": "2", "model.source_length": "33"},
-            "model.source_length: got 33; allowed: a multiple of 2, as rule 'residual_sequence' splits it over "
-            "mesh.context = 2; nearest: 34",
-        ),
-        (
-            {"task": "convnet", "data.source": "digits", "lora.rank": "2"},
-            "lora.rank: got 2 with task=convnet; allowed: 0, or the tasks decoder and seq2seq, whose layers apply "
-            "adapters; nearest: lora.rank=0",
-        ),
-    ],
-)
-def test_contradictions_are_one_line_before_compiling(overrides, line):
-    with pytest.raises(UserError) as caught:
-        resolve({}, overrides)
-    assert caught.value.problems == (line,)
-
-
 def test_without_a_file_the_task_alone_decides_about_its_defaults():
     config, _ = parse(["--config.task=seq2seq", "--config.data.source=numbers"])
     assert config.model == Seq2SeqOptions(vocab_size=21)

@@ -16,7 +16,7 @@ from meshtrain.examples.idx import read_pairs
 from meshtrain.examples.images import DIGITS
 from meshtrain.main import main
 from tests.examples.test_examples_idx import idx
-from tests.run.broken import Case, assert_refused
+from tests.messages.refused import Case, assert_refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"--config={ROOT}/configs/digits.py"

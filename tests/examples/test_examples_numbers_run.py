@@ -10,14 +10,14 @@ import re
 import pytest
 
 from meshtrain import generate
-from meshtrain.config.config import default, resolve
+from meshtrain.config.config import resolve
 from meshtrain.config.resume import difference
 from meshtrain.errors import UserError
 from meshtrain.examples.numbers import NumberOptions
 from meshtrain.main import main
 from meshtrain.models.task import Task, token_batch
 from meshtrain.run.opened import open_data
-from tests.run.broken import Case, assert_refused
+from tests.messages.refused import Case, assert_refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"--config={ROOT}/configs/numbers.py"
@@ -77,75 +77,6 @@ def test_other_numbers_are_another_run():
     for name, value in (("spelling", "english"), ("numbers_below", 2000), ("num_held_out", 50)):
         [line] = difference(old, {**old, "data": {"source": "numbers", name: value}})
         assert line.startswith(f"data.{name}: was ")
-
-
-def lines(task, changes):
-    given = default(task)
-    if task == "seq2seq" and "data.source" not in changes:
-        given.data.source = "numbers"
-    try:
-        resolve(given, changes)
-    except UserError as error:
-        return list(error.problems)
-    return []
-
-
-@pytest.mark.parametrize(
-    "task, changes, said",
-    [
-        (
-            "seq2seq",
-            {"data.source": "python"},
-            "data.source: got python with task=seq2seq, which takes pairs of a source and a target; allowed: numbers,",
-        ),
-        (
-            "decoder",
-            {"data.source": "numbers"},
-            "data.source: got numbers with task=decoder, which takes packed tokens;",
-        ),
-        ("seq2seq", {"model.num_heads": "3"}, "model.embed_dim: got 128; allowed: a multiple of model.num_heads = 3"),
-        (
-            "seq2seq",
-            {"model.positions": "rotary", "model.head_dim": "5"},
-            "model.head_dim: got 5; allowed: an even number with rotary positions; nearest: 6",
-        ),
-        (
-            "seq2seq",
-            {"model.embed_dim": "65", "model.num_heads": "5"},
-            "model.embed_dim: got 65; allowed: an even number with sinusoidal positions; nearest: 66",
-        ),
-        ("seq2seq", {"model.dropout_rate": "1"}, "model.dropout_rate: got 1.0; allowed: 0 to below 1; nearest: 0.9"),
-        ("seq2seq", {"model.attention": "cudnn"}, "model.attention: got cudnn computing in float32; allowed: cudnn w"),
-        ("seq2seq", {"model.begin_id": "3"}, "model.begin_id: got 3; allowed with data.source=numbers: 0, with which"),
-        (
-            "seq2seq",
-            {
-                "model.begin_id": "30",
-                "model.vocab_size": "30",
-                "data.source": f"{__name__}:words",
-            },
-            "model.begin_id: got 30; allowed: a token, below model.vocab_size = 30; nearest: 29",
-        ),
-        (
-            "seq2seq",
-            {"remat.policy": "full", "remat.every": "2", "model.num_encoder_layers": "3"},
-            "remat.every: got 2; allowed: a divisor of model.num_encoder_layers = 3; nearest: ",
-        ),
-        ("seq2seq", {"mesh.pipeline": "2"}, "mesh.pipeline: got 2, and this task has no stages; allowed: 1; nearest:"),
-        (
-            "seq2seq",
-            {"mesh.tensor": "2", "layout.sequence_parallel": "yes", "model.source_length": "33"},
-            "model.source_length: got 33; allowed: a multiple of 2, as rule 'residual_sequence' splits it over mesh.te",
-        ),
-        ("seq2seq", {"data.num_held_out": "1000"}, "data.num_held_out: got 1000; allowed: below data.numbers_below ="),
-        ("seq2seq", {"data.path": "a.txt"}, "data.path: got 'a.txt' with data.source=numbers, which reads no files;"),
-        ("seq2seq", {"data.tokenizer": "t.json"}, "data.tokenizer: got 't.json' with data.source=numbers: it reads n"),
-    ],
-)
-def test_what_a_configuration_shows_is_refused(task, changes, said):
-    [line] = lines(task, changes)
-    assert line.startswith(said)
-    assert "; nearest: " in line or "did you mean" in line
 
 
 def test_sizes_that_hold_no_number_are_refused_before_anything_is_written(tmp_path, monkeypatch):

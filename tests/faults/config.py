@@ -15,7 +15,8 @@ FAULTS = (
         "divisor = math.prod(sizes.values()) * num_microbatches",
         "divisor = num_parts(axes, mesh_shape)",
         "a batch that does not divide into its microbatches is accepted",
-        "config/test_config_config.py::test_each_mistake_is_one_line_with_its_fix[mesh.data=8 accumulation_steps=3]",
+        "messages/test_messages_table.py::test_a_mistake_is_one_line_whose_fix_is_accepted"
+        "[config mesh.data=8 accumulation_steps=3]",
     ),
     # Once no test noticed these.
     Fault(

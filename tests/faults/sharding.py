@@ -44,8 +44,8 @@ FAULTS = (
         "MOST_WHOLE = 0.01",
         "MOST_WHOLE = 1.0",
         "a ZeRO level or an fsdp axis that splits nothing is accepted",
-        "config/test_config_config.py::test_each_mistake_is_one_line_with_its_fix"
-        "[zero.level=1 mesh.data=3 batch_size=33]",
+        "messages/test_messages_table.py::test_a_mistake_is_one_line_whose_fix_is_accepted"
+        "[config zero.level=1 mesh.data=3 batch_size=33]",
     ),
     Fault(
         "sharding/placement.py",

@@ -11,7 +11,6 @@ import pytest
 from meshtrain import training
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.data.sources import DataOptions
-from meshtrain.errors import UserError
 from meshtrain.hf import adapters, export, folder, names, tensor_files
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions
@@ -182,35 +181,3 @@ def test_after_training_the_merged_export_computes_what_the_run_does_and_not_the
     assert np.abs(own - of_base).max() > 0.1 * largest
     assert {path.name for path in peft.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert json.loads((peft / "adapter_config.json").read_text())["base_model_name_or_path"] == str(FIXTURES / name)
-
-
-REFUSED = {
-    "another action": (["import", str(FIXTURES / "llama"), "--to=new"], {}, "--adapters: got hf import; allowed: with"),
-    "no adapters": (
-        ["export", "--to=new"],
-        {},
-        "--adapters: got a run without adapters, lora.rank=0; allowed: one with",
-    ),
-    "more than adapters": (
-        ["export", "--to=new"],
-        {"optimizer.trainable": "norm", "lora.rank": "2"},
-        "--adapters: got a run with optimizer.trainable=norm, whose weights stand in no adapter; allowed: ",
-    ),
-    "of experts": (
-        ["export", "--to=new", f"--workdir={FIXTURES / 'mixtral'}"],
-        {"lora.rank": "2"},
-        "--adapters: got a run with adapters of experts, lora.targets='', for which the package peft has no modules; ",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_adapters_are_refused_with_one_line_where_there_are_none(name, tmp_path, monkeypatch):
-    words, overrides, start = REFUSED[name]
-    monkeypatch.chdir(tmp_path)
-    given = [f"--config.{key}={value}" for key, value in overrides.items()]
-    with pytest.raises(UserError) as error:
-        hugging_face.main([f"--workdir={FIXTURES / 'llama'}", *words, "--adapters", *given])
-    [line] = error.value.problems
-    assert line.startswith(start)
-    assert not (tmp_path / "new").exists()

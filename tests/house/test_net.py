@@ -51,6 +51,17 @@ def test_losses_may_differ_by_a_share_that_is_given(recorded, capsys):
     assert compared(capsys, folders[0], recorded("shorter", ""), "--relative=1")[0] == 1
 
 
+def test_broken_inputs_are_compared_one_by_one_wherever_they_stand(recorded, capsys):
+    older, newer = recorded("older"), recorded("newer")
+    for folder, file, lines in ((older, "a.txt", "# x\n1\n# y\n2\n# z\n3\n"), (newer, "b.txt", "# y\n4\n# x\n1\n")):
+        (folder / "errors").mkdir()
+        (folder / "errors" / file).write_text(lines)
+    capsys.readouterr()
+    code, lines = compared(capsys, older, newer)
+    assert code == 1
+    assert {"only in one of the two, not compared: 1 broken inputs", "-2", "+4", "1 files differ"} <= set(lines)
+
+
 def test_a_part_that_one_record_lacks_is_named(recorded, capsys):
     older, newer = recorded("older"), recorded("newer")
     (newer / "losses" / "a.txt").unlink()
@@ -72,7 +83,7 @@ def test_charts_and_placements_are_recorded():
 
 
 def test_random_configurations_are_those_of_an_older_record(monkeypatch, tmp_path):
-    monkeypatch.setattr(net, "HOSTILE", ())
+    monkeypatch.setattr(net, "HOSTILE", {})
     monkeypatch.setattr(net, "NUM_RANDOM", 6)
     first = net.errors(None)
     (tmp_path / "errors").mkdir()

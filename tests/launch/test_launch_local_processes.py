@@ -164,26 +164,6 @@ def is_gone(pid):
         return True
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "program: got nothing after --; allowed: words for python; nearest: -- -m meshtrain train"),
-        (["--", "-c", ""], "--processes: got nothing; allowed: at least 1"),
-        (["--processes=0", "--", "-c", ""], "--processes: got 0; allowed: at least 1; nearest: 1"),
-        (["--processes=2", "--devices=0", "--", "x"], "--devices: got 0; allowed: at least 1; nearest: 1"),
-        (["--processes=1000000", "--", "x"], "--processes: got 1000000; allowed: at most 256; nearest: 256"),
-        (["--processes=2", "--devices=1000000000", "--", "x"], "--devices: got 1000000000; allowed: at most 8192"),
-        (["--processes=2", "--restarts=-1", "--", "x"], "--restarts: got -1; allowed: at least 0; nearest: 0"),
-        (["--processes=two", "--", "x"], "--processes: invalid int value: 'two'; allowed: a whole number"),
-        (["--proceses=2", "--", "x"], "--proceses=2: unknown; allowed: --processes, --devices, --restarts"),
-    ],
-)
-def test_wrong_words_are_one_line_each(words, said):
-    with pytest.raises(UserError) as caught:
-        job(words, ())
-    assert any(line.startswith(said) for line in caught.value.problems)
-
-
 def test_more_processes_than_gpus_are_refused_and_fewer_take_the_first():
     with pytest.raises(UserError, match=r"--processes: got 3; allowed: at most the 2 GPUs .* nearest: 2"):
         job(["--processes=3", "--", "x"], ("0", "1"))

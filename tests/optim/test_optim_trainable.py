@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshtrain.config.config import resolve
-from meshtrain.errors import UserError
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.sharding.trees import leaves_with_paths, merged, select
 
@@ -40,30 +38,3 @@ def test_a_pattern_is_searched_in_each_path(pattern, trained):
     assert {path for path, _ in leaves_with_paths(chosen)} == trained
     assert {path for path, _ in leaves_with_paths(others)} == PATHS - trained
     assert merged(chosen, others) == PARAMS
-
-
-@pytest.mark.parametrize(
-    "pattern, nearest",
-    [
-        ("querry", "layers/attention/query"),
-        ("params/layers/attention/key", "layers/attention/key"),
-        ("layer/mlp/up/kernels", "layers/mlp/up/kernel"),
-        ("^table", "embedding/table"),
-    ],
-)
-def test_a_pattern_that_matches_nothing_is_one_line_with_the_nearest_path(pattern, nearest):
-    with pytest.raises(UserError) as caught:
-        trained_mask(pattern, PARAMS)
-    (line,) = caught.value.problems
-    assert line.startswith(f"optimizer.trainable: got '{pattern}', which matches none of 6 weights; allowed: ")
-    assert line.endswith(f"; nearest: '{nearest}'")
-
-
-@pytest.mark.parametrize("pattern, nearest", [("layers/(query", "layers/.*query"), ("*query", ".*query")])
-def test_what_is_no_regular_expression_is_one_line_beside_the_others(pattern, nearest):
-    with pytest.raises(UserError) as caught:
-        resolve({"optimizer": {"trainable": pattern, "beta1": 2.0}})
-    one, other = sorted(caught.value.problems)
-    assert one.startswith("optimizer.beta1: got 2.0")
-    assert other.startswith(f"optimizer.trainable: got '{pattern}' (")
-    assert other.endswith(f"nearest: '{nearest}'")

@@ -237,22 +237,6 @@ def test_task_and_data_go_by_name():
         tokenizer_for(config.data, vocab_size=3)
 
 
-@pytest.mark.parametrize(
-    "source, said",
-    [
-        ("nowhere_at_all:images", r"there is no module 'nowhere_at_all'"),
-        (f"{__name__}:imges", r"has no 'imges'; allowed: python, .* did you mean 'images'\?"),
-        (f"{__name__}:CLASSES", r"no function but int"),
-        ("pyton", r"allowed: python, text, tokens, .*, package\.module:function; did you mean 'python'\?"),
-        ("zzz", r", package\.module:function; nearest: 'python', the default"),
-    ],
-)
-def test_data_that_cannot_be_found_are_one_line(source, said):
-    with pytest.raises(UserError, match=rf"^data\.source: got '{source}'.*{said}") as caught:
-        resolve({**NAMED, "data": {"source": source}})
-    assert len(caught.value.problems) == 1
-
-
 def test_a_batch_that_a_prompt_does_not_fill_generates_nothing():
     def drawn(config, placement):
         task = classifier(config, placement)

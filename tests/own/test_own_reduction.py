@@ -112,26 +112,6 @@ class Alone:
 no_subclass.options = Alone
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "said"),
-    [
-        ("mean", {}, "reduction.name: got 'mean'; allowed: sum, int8, topk, one_step_late, or package.module:function"),
-        (f"{HERE}:none", {}, "has no 'none'; allowed: "),
-        (f"{HERE}:other", {}, "which returns str; allowed: a Reduction; nearest: return Reduction(reduce, sent_bytes)"),
-        (f"{HERE}:raises", {}, "which raises RuntimeError: no idea ("),
-        (f"{HERE}:no_subclass", {}, "nearest: class Alone(ReductionOptions)"),
-        (f"{HERE}:slowly", {"seed": 7}, "seed: got 7; allowed: 8"),
-        (f"{HERE}:slowly", {"reduction": {"share": 2.0}}, "reduction.share: got 2; allowed: at most 1.0; nearest: 1.0"),
-        (EXAMPLE, {"mesh": {"data": 2}, "zero": {"level": 2}}, "with zero.level=2, which reduces the gradients"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_one_line(name, changes, said):
-    with pytest.raises(UserError) as caught:
-        resolve({**changes, "reduction": {"name": name} | dict(changes.get("reduction", ()))})
-    (line,) = caught.value.problems
-    assert said in line
-
-
 def narrow(options, dtype):
     reduce = lambda gradients, residual, over, scattered: (  # noqa: E731
         jax.tree.map(lambda leaf: jax.lax.psum(leaf.astype(jnp.bfloat16), over), gradients), residual

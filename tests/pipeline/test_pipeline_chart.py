@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as program
 from meshtrain.pipeline.chart import as_text, figure
 from meshtrain.pipeline.check import Costs
@@ -113,42 +112,6 @@ def test_the_legend_stands_between_title_and_chart_and_says_what_lighter_means()
     legend, chart, title = (one.get_window_extent() for one in (axes.get_legend(), axes.patch, axes._left_title))
     assert chart.y1 - 1 <= legend.y0 < legend.y1 <= title.y0 + 1
     assert 0 <= title.x0 < title.x1 <= drawn.bbox.x1, "the title is inside of the picture"
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--schedule=1f1c"], ["did you mean '1f1b'?"]),
-        (["--schedule=interleaved_1f1b", "--stages=4", "--microbatches=6"], ["got 6", "nearest: 8"]),
-        (["--stages=four"], ["--stages", "'four'"]),
-        (["--stages=0"], ["got 0 stages", "nearest: 1"]),
-        (["--forward=0"], ["--forward", "got '0'"]),
-        (["--backward=nan"], ["--backward", "got 'nan'"]),
-        (["--transfer=-1"], ["--transfer", "got '-1'"]),
-        (["--forwards=2"], ["got '--forwards'", "did you mean '--forward'?"]),
-        (["--out=chart.txt"], ["chart.txt", ".png"]),
-        (["--out=/no/such/place/chart.png"], ["whose folder does not exist"]),
-        (["--forward=1e-9"], ["columns", "nearest: --json"]),
-        (["--columns=3"], ["at least 20"]),
-    ],
-)
-def test_wrong_flags_are_one_line(flags, words, printed):
-    with pytest.raises(UserError) as caught:
-        printed(*flags)
-    assert len(caught.value.problems) == 1
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_all_wrong_flags_are_reported_at_once(printed):
-    with pytest.raises(UserError) as caught:
-        printed("--schedule=1f2b", "--stages=0", "--chunks=0", "--columns=3", "--out=/no/such/place/chart.png")
-    assert [line.split(";")[0] for line in caught.value.problems] == [
-        "pipeline.schedule: got '1f2b'",
-        "pipeline: got 0 stages",
-        "pipeline: got 0 chunks",
-        "--columns: got 3",
-        "--out: got '/no/such/place/chart.png', whose folder does not exist",
-    ]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2():

@@ -2,7 +2,6 @@ from fractions import Fraction
 
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.pipeline.check import Costs, bubble_fraction, peak_in_flight, prove, run_freely, run_in_step
 from meshtrain.pipeline.schedules import Action, build, describe
 
@@ -79,23 +78,3 @@ def test_backwards_of_a_microbatch_follow_its_forward_on_the_last_stage():
     rows = build("1f1b", num_stages=4, num_microbatches=6).rows
     last = [row[-1] for row in rows if row[-1]]
     assert last == [Action(kind, m) for m in range(6) for kind in "FB"]
-
-
-@pytest.mark.parametrize(
-    "name, numbers, words",
-    [
-        ("1f1c", (4, 8, 1), ["got '1f1c'", "interleaved_1f1b", "did you mean '1f1b'?"]),
-        ("interleaved_1f1b", (4, 6, 2), ["num_microbatches: got 6", "multiples of its 4 stages", "nearest: 8"]),
-        ("interleaved_1f1b", (4, 1, 2), ["num_microbatches: got 1", "nearest: 4"]),
-        ("1f1b", (4, 8, 2), ["num_chunks: got 2", "nearest: 1, or interleaved_1f1b"]),
-        ("gpipe", (4, 0, 1), ["got 0 microbatches", "nearest: 1"]),
-        ("gpipe", (0, 4, 1), ["got 0 stages"]),
-    ],
-)
-def test_numbers_without_a_table_are_one_line(name, numbers, words):
-    num_stages, num_microbatches, num_chunks = numbers
-    kwargs = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    with pytest.raises(UserError) as caught:
-        build(name, **kwargs)
-    assert len(caught.value.problems) == 1
-    assert all(word in str(caught.value) for word in words), str(caught.value)

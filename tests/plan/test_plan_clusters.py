@@ -28,27 +28,6 @@ def test_names_of_clusters(text, name, sizes):
     assert clusters.parse(text) == (name, sizes)
 
 
-@pytest.mark.parametrize(
-    ("text", "nearest"),
-    [
-        ("h10:8x8", "'h100'"),
-        ("h100", "h100:8x8"),
-        ("h100:8x8x8", "h100:8x8"),
-        ("v5e:8", "v5e:4x4"),
-        ("v5p:8x8", "v5p:2x2x2"),
-        ("cpu:2x4", "cpu:8"),
-        ("cpu:0", "cpu:8"),
-        ("", "h100:8x8"),
-    ],
-)
-def test_what_is_no_cluster_is_one_line_with_the_nearest(text, nearest):
-    with pytest.raises(UserError) as error:
-        clusters.parse(text)
-    assert len(error.value.problems) == 1
-    assert "allowed:" in str(error.value)
-    assert nearest in str(error.value)
-
-
 def test_cpus_are_simulated():
     cluster = clusters.open_cluster("cpu:8")
     assert cluster.devices == jax.devices()

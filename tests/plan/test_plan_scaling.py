@@ -280,26 +280,6 @@ def test_a_cluster_without_known_speed_is_one_line():
         scaling.scaling(CONFIG, unknown, SIZES, Assumptions(), plan_point=imagined.row)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--scaling=8"], "--scaling: got '8'"),
-        (["--scaling=8,16", "--search"], "--search: got it together with --scaling"),
-        (["--scaling=8,16", "--calibrate=1.5"], "--calibrate: got it together with --scaling"),
-        (["--scaling=8,16", "--programs=65"], "--programs: got '65'; allowed: 1 to 64"),
-        (["--scaling=8,16", "--chart=a.pdf"], "--chart: got 'a.pdf'"),
-        (["--chart=a.png"], "--chart: got 'a.png' without --scaling"),
-        (["--programs=3"], "--programs: got '3' without --scaling"),
-    ],
-)
-def test_wrong_words_are_one_line_each(words, said):
-    given = program.flags.arguments(["--cluster=h100:1x8", *words], program.arguments())
-    found = program.problems(given)
-    assert len(found) == 1
-    assert found[0].startswith(said)
-    assert "nearest: " in found[0]
-
-
 def test_all_sizes_that_no_cluster_has_are_said_together(monkeypatch):
     monkeypatch.setattr(scaling, "open_cluster", clusters.open_cluster)
     with pytest.raises(UserError) as error:

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from meshtrain.errors import UserError
 from meshtrain.launch.links import OPERATIONS
 from meshtrain.probe import bench_collectives, job_mesh
 from meshtrain.probe.bench import benchmark
@@ -16,40 +15,6 @@ from meshtrain.probe.bench.sweep import Sweep
 from meshtrain.probe.bench.timed import Timed
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--smallest=1T"], "--smallest: got '1T'; allowed: a number of bytes from 64 to 16G"),
-        (["--largest=9" + "9" * 5000], "--largest: got '999"),
-        (["--largest=1K", "--smallest=4k"], "--smallest: got 4k with --largest=1K"),
-        (["--limit=nan"], "--limit: got 'nan'"),
-        (["--limit=-1"], "--limit: got '-1'"),
-        (["--json=nowhere/links.json"], "--json: got 'nowhere/links.json', whose folder does not exist"),
-        (["--out=chart.gif"], "--out: got 'chart.gif'; allowed endings: .png, .svg, .pdf"),
-        (["--size=1K"], "arguments: got '--size'"),
-        (["--config.mesh.data=0"], "mesh.data: got 0; allowed: at least 1"),
-        (["--config.mesh.dat=2"], "mesh.dat: unknown key"),
-        (["--config=nowhere.py"], "--config: 'nowhere.py' does not exist"),
-        (["--config.mesh.data=1"], "mesh: got one device, which has nobody to send to"),
-    ],
-)
-def test_wrong_input_is_one_line(words, said):
-    with pytest.raises(UserError) as raised:
-        bench_collectives.main(words)
-    [line] = raised.value.problems
-    assert line.startswith(said)
-    assert "allowed" in line
-    assert "nearest: " in line or "did you mean" in line
-
-
-def test_all_problems_come_at_once():
-    with pytest.raises(UserError) as raised:
-        bench_collectives.main(["--limit=0", "--smallest=1", "--largest=x", "--out=nowhere/x", "--oud=x"])
-    assert [line.partition(":")[0] for line in raised.value.problems] == [
-        "arguments", "--smallest", "--largest", "--limit", "--out", "--out"
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

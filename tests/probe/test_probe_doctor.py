@@ -6,9 +6,6 @@ import socket
 import subprocess
 import sys
 
-import pytest
-
-from meshtrain.errors import UserError
 from meshtrain.probe import doctor
 from meshtrain.probe.checks.pairwise_times import tournament
 
@@ -81,23 +78,6 @@ def test_a_process_that_dies_in_jax_is_named_and_leaves_nobody_waiting(tmp_path)
     codes, (lines, _) = together(tmp_path, ["well", "dies"], "--limit=5")
     assert codes == [2, 9]
     assert f"process 1 ({socket.gethostname()}): it ended, or says nothing more" in problems(lines)[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--gpus=0", "--limit=-1"], "--gpus: got 0; allowed: a number above 0; nearest: leave it out"),
-        (["--limit=nan"], "--limit: got nan; allowed"),
-        (["--procesess=2"], "did you mean '--processes'"),
-        (["--processes=2"], "--processes: got 2; allowed: the job's 1; nearest: 1"),
-    ],
-)
-def test_wrong_words_are_one_line(words, line, monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("JAX_NUM", "JAX_PROCESS"))]:
-        monkeypatch.delenv(name)
-    with pytest.raises(UserError) as refusal:
-        doctor.main(words)
-    assert any(line in problem for problem in refusal.value.problems)
 
 
 def test_the_job_is_judged_on_its_mesh_and_in_its_workdir(tmp_path, capsys):

@@ -8,8 +8,8 @@ import pytest
 from meshtrain.errors import UserError
 from meshtrain.report import __main__ as report
 from meshtrain.report.runs import opened
+from tests.messages.refused import deadline
 from tests.report.folders import CONFIG, DEVICE, folder
-from tests.run.broken import deadline
 
 
 @pytest.fixture
@@ -107,35 +107,6 @@ def test_a_mesh_of_any_size_is_answered_at_once(runs, sizes):
         found = runs(mesh=dict.fromkeys(CONFIG["mesh"], 1) | sizes)
         assert report.schedules(found) == []
         assert len(report.meshes(found)) == (2 if sizes == {"data": 1 << 17} or sizes == {"pipeline": 1 << 16} else 0)
-
-
-@pytest.mark.parametrize(
-    ("words", "lines"),
-    [
-        ([], ["RUN: got nothing", "--html: got nothing; allowed: a file's name; nearest: --html=report.html"]),
-        (["RUN"], ["--html: got nothing"]),
-        (["RUN", "--html="], ["--html: got nothing"]),
-        (["RUN", "--html"], ["--html: expected one argument"]),
-        (["RUN", "--htm=x.html"], ["arguments: got '--htm'; allowed: -h, --help, --html; did you mean '--html'?"]),
-        (["RUN", "--html=no/x.html"], ["--html: got 'no/x.html', whose folder does not exist"]),
-        (["RUN", "--html=RUN/metrics.jsonl"], ["--html: got 'RUN/metrics.jsonl'; allowed endings: .html, .htm"]),
-        (["RUN", "--html=folder.html"], ["--html: got 'folder.html', a folder; allowed: a file's name"]),
-        # Nobody can make a file there, root included.
-        (["RUN", "--html=/proc/report.html"], ["--html: got '/proc/report.html'"]),
-        (["no", "RUN", "RUN", "--html=x.png"], ["RUN: got 'no', nothing there", "RUN: got 'RUN' twice", "--html: got"]),
-    ],
-)
-def test_wrong_arguments_are_one_line_each_and_nothing_is_written(tmp_path, monkeypatch, written, words, lines):
-    folder(tmp_path / "RUN")
-    (tmp_path / "folder.html").mkdir()
-    monkeypatch.chdir(tmp_path)
-    before = written(tmp_path)
-    with pytest.raises(UserError) as caught:
-        report.main(words)
-    problems = caught.value.problems
-    assert len(problems) == len(lines)
-    assert [said for said, line in zip(lines, problems, strict=True) if not line.startswith(said)] == [], problems
-    assert written(tmp_path) == before
 
 
 def test_without_plotly_the_line_names_what_installs_it(tmp_path, monkeypatch):

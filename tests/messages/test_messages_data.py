@@ -7,9 +7,8 @@ import socket
 import numpy as np
 import pytest
 
-from tests.run.broken import Case, assert_refused, odd_things, small
+from tests.messages.refused import ODD, Accepted, Case, assert_refused, odd_things, small
 
-ODD = ("loop", "dangling", "pipe", "folder", "missing", "below a file", "too long", "no such home")
 GOOD = b"".join(b"line %d\n" % i for i in range(2000))
 DOCUMENT = b'{"text": "' + b"word " * 2000 + b'"}'
 HUGE = 20_000_000  # bytes in a line
@@ -204,7 +203,6 @@ def test_there_are_many_and_each_is_its_own():
 @pytest.mark.parametrize("name, content", [("txt", b"x" * HUGE), ("jsonl", b'{"text": "' + b"x" * HUGE + b'"}\n')])
 def test_a_huge_line_in_order_is_read(name, content, tmp_path, monkeypatch):
     """The counterpart: what is merely large is no mistake."""
-    from tests.run.broken import Accepted
 
     def prepare(folder):
         (folder / f"data.{name}").write_bytes(content)

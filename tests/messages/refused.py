@@ -1,4 +1,4 @@
-"""Broken input in bulk: a case, a room for it, and what a refusal must look like."""
+"""Commands in this process that must refuse what they are given: how they are run, and what a refusal looks like."""
 
 import contextlib
 import ctypes
@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshtrain import errors
+from meshtrain.__main__ import main as meshtrain
+from meshtrain.config.config import Config
+from meshtrain.run.weights import weights_problems
 
 HANG_SECONDS = 30  # the slowest case takes two
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # capabilities: what lets root read what no permission allows
@@ -29,14 +32,14 @@ class Case:
       name: what pytest calls it.
       prepare: makes the broken files in a folder of the case's own, where the program also runs; returns the words.
       starts: how some lines begin: each of these at least one.
-      module: the program.
+      command: the command of `python -m meshtrain`.
       unprivileged: permissions count for root too.
     """
 
     name: str
     prepare: Callable[[pathlib.Path], list[str]]
     starts: tuple[str, ...] = ()
-    module: str = "meshtrain.main"
+    command: str = "train"
     unprivileged: bool = False
 
 
@@ -48,23 +51,15 @@ class Hang(BaseException):
     """Not an Exception, so that nobody who handles those goes on waiting."""
 
 
-def entry(module: str) -> Callable[[list[str]], int | None]:
-    return importlib.import_module(module).main
-
-
 def assert_refused(case: Case, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs the program in the folder; returns the lines it refuses with, having left everything as it was."""
+    """Runs the command in the folder; returns the lines it refuses with, having left everything as it was."""
     monkeypatch.chdir(folder)
     words = case.prepare(folder)
-    _stop_before_work(monkeypatch)
+    stop_before_work(monkeypatch)
     before = snapshot(folder)
-    said = io.StringIO()
-    guard = unprivileged() if case.unprivileged else contextlib.nullcontext()
-    quiet = contextlib.redirect_stdout(io.StringIO())
-    with deadline(), guard, contextlib.redirect_stderr(said), quiet, pytest.raises(SystemExit) as ended:
-        errors.run(lambda: entry(case.module)(words))
-    lines = said.getvalue().splitlines()
-    assert ended.value.code == errors.EXIT_USER_ERROR, lines
+    with unprivileged() if case.unprivileged else contextlib.nullcontext():
+        code, lines = outcome(case.command, words)
+    assert code == errors.EXIT_USER_ERROR, lines
     assert_same(before, snapshot(folder))
     assert_speaks(lines)
     for start in case.starts:
@@ -72,12 +67,31 @@ def assert_refused(case: Case, folder: pathlib.Path, monkeypatch: pytest.MonkeyP
     return lines
 
 
-def _stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes what is accepted fail where the program would begin to write and to compile."""
+def outcome(command: str, words: list[str]) -> tuple[int | str | None, list[str]]:
+    """Runs a command in this process; returns its exit code and the lines on standard error.
+
+    Raises:
+      Accepted: see `stop_before_work`.
+    """
+    said, quiet = io.StringIO(), contextlib.redirect_stdout(io.StringIO())
+    with deadline(), contextlib.redirect_stderr(said), quiet, pytest.raises(SystemExit) as ended:
+        errors.run(lambda: meshtrain([command, *words]))
+    return ended.value.code, said.getvalue().splitlines()
+
+
+def stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes what is accepted fail where the program would begin to write and to compile.
+
+    The workdir that goes with small.py seems to have weights.
+    """
 
     def accepted(*given: object, **named: object) -> None:
         raise Accepted(given)
 
+    def problems(config: Config, run: pathlib.Path, *step: int | None) -> list[str]:
+        return [] if pathlib.Path(run).name == "small" else weights_problems(config, run, *step)
+
+    monkeypatch.setattr("meshtrain.run.weights.weights_problems", problems)
     train = importlib.import_module("meshtrain.training")
     parts = {name: getattr(train.workdir, name) for name in dir(train.workdir) if not name.startswith("__")}
     monkeypatch.setattr(train, "workdir", types.SimpleNamespace(**parts | {"locked": accepted}))
@@ -85,6 +99,8 @@ def _stop_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshtrain.generate.restored", accepted)
     monkeypatch.setattr("meshtrain.evaluate.restored", accepted)
     monkeypatch.setattr("meshtrain.launch.local_processes.run", accepted)
+    monkeypatch.setattr("meshtrain.probe.bench.benchmark.sizes", accepted)
+    monkeypatch.setattr("meshtrain.probe.doctor.diagnosed", accepted)
 
 
 def assert_speaks(lines: list[str]) -> None:
@@ -184,6 +200,10 @@ def small(folder: pathlib.Path, *changes: str) -> list[str]:
     (folder / "small.py").write_text(SMALL)
     (folder / "words.txt").write_text("".join(f"def f{i % 7}(x):\n    return x + {i * i % 13}\n" for i in range(500)))
     return ["--config=small.py", "--workdir=run", *(f"--config.{change}" for change in changes)]
+
+
+# What may stand where a file is expected.
+ODD = ("loop", "dangling", "pipe", "folder", "missing", "below a file", "too long", "no such home")
 
 
 def odd_things(folder: pathlib.Path) -> dict[str, str]:

@@ -6,10 +6,9 @@ import pytest
 
 from meshtrain.cli import flags
 from meshtrain.config.config import Config
-from tests.run.broken import Case, assert_refused, odd_things, small
+from tests.messages.refused import ODD, Case, assert_refused, odd_things, small
 
 LEAVES = flags.schema(Config())
-ODD = ("loop", "dangling", "pipe", "folder", "missing", "below a file", "too long", "no such home")
 
 
 def limits(options, prefix=""):
@@ -164,66 +163,7 @@ def file_cases():
     yield Case("file: no permission", unreadable, unprivileged=True)
 
 
-LINES = {
-    "no value for config": ["--config"],
-    "empty config": ["--config="],
-    "no value for workdir": ["--config=small.py", "--workdir"],
-    "empty workdir": ["--config=small.py", "--workdir="],
-    "misspelt flag": ["--config=small.py", "--wrkdir=x"],
-    "abbreviated flag": ["--conf=small.py"],
-    "stray word": ["--config=small.py", "--workdir=run", "stray"],
-    "empty word": ["--config=small.py", "--workdir=run", ""],
-    "dashes": ["--config=small.py", "--workdir=run", "--"],
-    "one dash": ["--config=small.py", "--workdir=run", "-"],
-    "short flag": ["--config=small.py", "--workdir=run", "-x"],
-    "no dashes": ["config=small.py", "--workdir=run"],
-    "a long dash": ["—config=small.py", "--workdir=run"],
-    "nothing at all": ["--workdir=run"],
-    "a field without --config": ["--config=small.py", "--workdir=run", "--mesh.data=2"],
-    "a group": ["--config=small.py", "--workdir=run", "--config.mesh=3"],
-    "a field of a field": ["--config=small.py", "--workdir=run", "--config.mesh.data.x=3"],
-    "no name": ["--config=small.py", "--workdir=run", "--config.=3"],
-    "no field": ["--config=small.py", "--workdir=run", "--config.mesh.=3"],
-    "a field without a value": ["--config=small.py", "--workdir=run", "--config.seed", "--config.num_steps=1"],
-    "two equal signs": ["--config=small.py", "--workdir=run", "--config.seed==3"],
-    "capitals": ["--config=small.py", "--workdir=run", "--config.Mesh.data=3"],
-    "not UTF-8": ["--config=small.py", "--workdir=run", "--config.seed=\udcff"],
-    "a key that is not UTF-8": ["--config=small.py", "--workdir=run", "--config.\udcff=1"],
-    "a workdir that is not UTF-8": ["--config=small.py", "--workdir=\udcff"],
-    "5000 digits": ["--config=small.py", "--workdir=run", f"--config.seed={'9' * 5000}"],
-    "help with a value": ["--config=small.py", "--workdir=run", "--help=3"],
-}
-
-
-def line_cases():
-    for name, words in LINES.items():
-        yield Case(f"words: {name}", lambda folder, words=words: small(folder)[:0] + words)
-
-
-def across_cases():
-    """Fields that are right alone and wrong together, or for this machine."""
-    changes = {
-        "more devices than there are": ("mesh.data=16", "batch_size=16"),
-        "more devices than can be simulated": ("mesh.data=1000000", "batch_size=1000000"),
-        "two open axes": ("mesh.data=-1", "mesh.fsdp=-1"),
-        "a pipeline beyond all bounds": ("mesh.pipeline=2147483647",),
-        "microbatches beyond all bounds": ("mesh.pipeline=2", "pipeline.num_microbatches=2147483647"),
-        "a width beyond all bounds": ("model.embed_dim=2147483647", "mesh.tensor=2"),
-        "no such schedule for these stages": ("mesh.pipeline=2", "pipeline.schedule=1f1b", "pipeline.num_chunks=2"),
-        "indivisible": ("mesh.tensor=3",),
-        "trace backwards": ("profile.steps=13,10",),
-        "trace of words": ("profile.steps=all",),
-        "trace of 5000 digits": (f"profile.steps={'9' * 5000}",),
-        "a rank beyond all bounds": ("lora.rank=1000000000",),
-        "adapters that add nothing": ("lora.rank=2", "lora.alpha=0"),
-        "a vocabulary beyond all bounds": ("model.vocab_size=2147483647",),
-        "experts beyond all bounds": ("model.num_experts=2147483647",),
-        "a path for python": ("data.source=python",),
-        "cudnn in float32": ("model.attention=cudnn",),
-        "decay before warm-up": ("learning_rate.decay_steps=5", "learning_rate.warmup_steps=10"),
-    }
-    for name, texts in changes.items():
-        yield Case(f"across: {name}", lambda folder, texts=texts: small(folder, *texts))
+def place_cases():
     for what in ODD:
 
         def prepare(folder, what=what):
@@ -232,7 +172,7 @@ def across_cases():
         yield Case(f"init_from: {what}", prepare, ("init_from: ",))
 
 
-CASES = [*leaf_cases(), *pair_cases(), *file_cases(), *line_cases(), *across_cases()]
+CASES = [*leaf_cases(), *pair_cases(), *file_cases(), *place_cases()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name[:80].encode("ascii", "replace").decode())
