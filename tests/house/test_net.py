@@ -76,7 +76,8 @@ def test_an_unknown_part_is_refused(capsys, tmp_path):
     assert "--parts: got chart; allowed: placements, charts, " in capsys.readouterr().err
 
 
-def test_charts_and_placements_are_recorded():
+def test_charts_and_placements_are_recorded(monkeypatch):
+    monkeypatch.setattr(net.golden, "CONFIGS", ["3d"])
     assert net.charts()["1f1b_4_8_1.txt"].splitlines()[1].startswith("stage 0  F0")
     assert "allowed" in net.charts()["1f1b_4_8_2.txt"], "why there is none"
     assert "params/embedding/table" in net.placements()["3d.txt"]

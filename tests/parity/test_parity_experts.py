@@ -31,9 +31,6 @@ FAST = [
     ({"data": 2, "expert": 4}, {"model": DEEPSEEK, "accumulation_steps": 2, "zero": ZeroOptions(level=2)}),
 ]
 SLOW = [
-    ({"expert": 8}, {"model": DEEPSEEK}),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, {"accumulation_steps": 2, "layout": SCATTERED}),
-    ({"data": 2, "fsdp": 2}, {"model": DEEPSEEK, "zero": ZeroOptions(level=3), "remat": AGAIN}),
     ({"data": 2, "expert": 2}, {"model": DEEPSEEK, "zero": ZeroOptions(level=3), "remat": RematOptions("dots")}),
     ({"data": 2, "fsdp": 2, "expert": 2}, {"zero": ZeroOptions(level=1), "remat": AGAIN, "accumulation_steps": 2}),
     ({"expert": 2, "context": 2, "tensor": 2}, {"model": DEEPSEEK, "accumulation_steps": 2}),

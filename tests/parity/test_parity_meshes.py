@@ -15,10 +15,7 @@ pytestmark = pytest.mark.slow
 # Meshes without a pipeline (most with one: test_parity_schedules.py) beyond those of test_parity_covering.py.
 MESHES = [
     (0, {"fsdp": 8}),
-    (0, {"tensor": 8}),
     (3, {"data": 2, "fsdp": 2, "context": 2}),
-    (1, {"data": 4, "tensor": 2}),
-    (2, {"data": 8}),
 ]
 
 

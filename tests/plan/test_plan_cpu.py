@@ -30,8 +30,6 @@ from tests.quick import with_places
 
 MESHES = [
     {"data": 8},
-    pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
-    pytest.param({"tensor": 4, "data": 2}, marks=pytest.mark.slow),
     pytest.param({"pipeline": 2, "data": 4}, marks=pytest.mark.slow),
     {"data": 2, "pipeline": 2, "tensor": 2},
     {"data": 2, "fsdp": 2, "tensor": 2},

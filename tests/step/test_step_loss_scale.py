@@ -17,11 +17,7 @@ from meshtrain.step.precision import PrecisionOptions
 from meshtrain.step.state import init_state
 from meshtrain.step.step import train_step, weight_update
 
-MESHES = [
-    {},
-    pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
-    {"data": 2, "tensor": 2, "pipeline": 2},
-]
+MESHES = [{}, {"data": 2, "tensor": 2, "pipeline": 2}]
 # One program for all tests in float16 that can share it: compiling is what they cost.
 FLOAT16_RULE = LossScaleOptions(initial=2.0**14, growth_steps=3, hysteresis=1)
 GOOD, OVERFLOW, BROKEN = (1.0, 1.0), (1.0, math.inf), (math.nan, math.nan)

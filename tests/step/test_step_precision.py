@@ -18,11 +18,7 @@ from meshtrain.sharding.axes import AXES
 from meshtrain.step import precision
 from meshtrain.step.precision import PrecisionOptions
 
-MESHES = [
-    {},
-    pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
-    pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow),
-]
+MESHES = [{}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow)]
 SMALL = DecoderOptions(num_layers=1, embed_dim=8, mlp_dim=16, num_heads=2, num_kv_heads=2, vocab_size=10)
 
 
