@@ -19,7 +19,7 @@ from meshtrain.config.config import Config, check_filled, num_microbatches, unit
 from meshtrain.config.tasks import MakeTask, find
 from meshtrain.errors import UserError
 from meshtrain.launch import peers
-from meshtrain.launch.compiler import compiler_options, init_compiler_options
+from meshtrain.launch.compiler import CompilerOption, init_compiler_options, options_of
 from meshtrain.launch.hardware import peak_flops_per_second
 from meshtrain.models.cost import Cost
 from meshtrain.models.remat import gathers_early
@@ -89,8 +89,9 @@ class Assembly:
       layer_bytes: of the gradients of one layer that a device reduces over data inside the backward loop; 0: none.
       reduces_chunks: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete.
       gathers_early: whether XLA may gather in one layer's turn of a loop for the next layer.
+      options: the devices' compiler options, with which `train_step` and `outer_step` are jitted.
       init: uint32 key data -> state, jitted; each array is created with its sharding.
-      train_step: (state, batch) -> (state, metrics), jitted with the devices' compiler options; donates the state.
+      train_step: (state, batch) -> (state, metrics), jitted; donates the state.
       outer_step: state -> state, jitted likewise: joins groups that train apart, every `local_steps.period` steps; None
         without groups.
       eval_step: (params, batch) -> sums, jitted.
@@ -113,6 +114,7 @@ class Assembly:
     layer_bytes: int
     reduces_chunks: bool
     gathers_early: bool
+    options: tuple[CompilerOption, ...]
     init: Callable[[jax.Array], TrainState]
     train_step: jax.stages.Wrapped
     outer_step: OuterStep
@@ -198,8 +200,9 @@ def _on_mesh(
     bytes_of_layer = 0 if by_chunk else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
     kind = mesh.devices.flat[0].device_kind
-    options = compiler_options(kind, bytes_of_layer, is_late=replicas.is_late, by_chunk=by_chunk, gathers_early=early)
-    jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
+    options = options_of(kind, bytes_of_layer, is_late=replicas.is_late, by_chunk=by_chunk, gathers_early=early)
+    by_name = {option.name: option.value for option in options}
+    jitted = functools.partial(jax.jit, donate_argnums=0, compiler_options=by_name)
     return Assembly(
         config=config,
         mesh=mesh,
@@ -215,6 +218,7 @@ def _on_mesh(
         layer_bytes=bytes_of_layer,
         reduces_chunks=by_chunk,
         gathers_early=early,
+        options=options,
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
         train_step=jitted(step, out_shardings=(state_shardings, replicated)),
         outer_step=apart and jitted(apart.join, out_shardings=state_shardings),

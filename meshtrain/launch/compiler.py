@@ -151,11 +151,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def compiler_options(device_kind: str, layer_bytes: int = 0, **when: bool) -> CompilerOptions:
-    """Returns the argument `compiler_options` of `jax.jit` for the step; for the arguments see `options_of`."""
-    return {option.name: option.value for option in options_of(device_kind, layer_bytes, **when)}
-
-
 def init_compiler_options(device_kind: str) -> CompilerOptions:
     """Returns the compiler options for the program that makes the initial weights, which runs once.
 

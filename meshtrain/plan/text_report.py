@@ -6,7 +6,6 @@ from typing import Any
 
 from meshtrain.cli.tables import aligned, format_bytes
 from meshtrain.files import JsonObject
-from meshtrain.launch.compiler import options_of
 from meshtrain.plan.cost.context_sizes import longest
 from meshtrain.plan.cost.lower_bound import idle_share
 from meshtrain.plan.findings import findings
@@ -239,15 +238,7 @@ def _time(plan: Plan) -> str:
 
 
 def _options(plan: Plan) -> str:
-    assembly = plan.compiled.assembly
-    options = options_of(
-        plan.cluster.devices[0].device_kind,
-        assembly.layer_bytes,
-        is_late=assembly.replicas.is_late,
-        by_chunk=assembly.reduces_chunks,
-        gathers_early=assembly.gathers_early,
-    )
-    rows = [(option.name, str(option.value), option.reason) for option in options]
+    rows = [(option.name, str(option.value), option.reason) for option in plan.compiled.assembly.options]
     why = "compiled a second time: with nothing to tune on, the compiler found no tiles for a product of Triton's"
     rows += [(name, str(value), why) for name, value in plan.compiled.added_options.items()]
     if not rows:

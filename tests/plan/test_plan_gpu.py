@@ -174,7 +174,7 @@ def test_attention_is_the_kernel_that_the_target_would_take():
 def test_on_an_a100_the_options_hide_what_nothing_hides_without(monkeypatch):
     hidden = share_hidden(planned("a100:1x8", FSDP).traffic)
     assembling = importlib.import_module("meshtrain.assemble")  # the module, whatever the package calls so
-    monkeypatch.setattr(assembling, "compiler_options", lambda *given, **named: {})
+    monkeypatch.setattr(assembling, "options_of", lambda *given, **named: ())
     target = clusters.open_cluster("a100:1x8")
     bare = compiling.compile_step(FSDP, planner.shape_on(FSDP, target), target)
     rows = traffic(collectives(parse.read(bare.text), dict(bare.assembly.mesh.shape)))
@@ -200,11 +200,9 @@ def test_all_but_one_layer_of_the_gradients_are_hidden_by_the_backward_loop():
 
 def test_every_option_of_the_table_has_a_reason_and_is_shown():
     plan = planned("h100:1x8", FSDP)
-    assert plan.compiled.options == compiler.compiler_options("NVIDIA H100 80GB HBM3")
-    shown = text_report.text(plan)
-    assert all(
-        option.name in shown and option.reason in shown for option in compiler.options_of("NVIDIA H100 80GB HBM3")
-    )
+    options, shown = compiler.options_of("NVIDIA H100 80GB HBM3"), text_report.text(plan)
+    assert plan.compiled.options == {option.name: option.value for option in options}
+    assert all(option.name in shown and option.reason in shown for option in options)
 
 
 def test_it_fits_or_not():

@@ -1,6 +1,5 @@
 """Training and planning compile with the same options."""
 
-import importlib
 import pathlib
 import re
 import subprocess
@@ -21,9 +20,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 VERSIONS = ("0.10.2", "0.12.0.1")
 
 
-def test_training_and_planning_read_the_same_table():
-    training = importlib.import_module("meshtrain.assemble")  # the module, whatever the package calls so
-    assert training.compiler_options is compiling.compiler_options is compiler.compiler_options
+def values_of(kind, layer_bytes=0, **when):
+    return {option.name: option.value for option in compiler.options_of(kind, layer_bytes, **when)}
 
 
 @pytest.mark.parametrize("options", [compiler.GPU_OPTIONS, compiler.CPU_OPTIONS])
@@ -56,7 +54,7 @@ def test_options_that_newer_compilers_may_refuse_are_left_out(monkeypatch, versi
 
 def test_gathers_are_not_moved_where_they_would_repeat_a_sum(monkeypatch):
     monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: "0.10.2")
-    early, late = (compiler.compiler_options("NVIDIA H200", gathers_early=each) for each in (True, False))
+    early, late = (values_of("NVIDIA H200", gathers_early=each) for each in (True, False))
     assert early.items() - late.items() == {("xla_gpu_enable_pipelined_all_gather", True)}
     assert late.items() <= early.items()
 
@@ -65,22 +63,22 @@ def test_gathers_are_not_moved_where_they_would_repeat_a_sum(monkeypatch):
 def test_what_a_large_layer_sends_is_joined_on_gpus(monkeypatch, version):
     monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
     large, small = 2 * compiler.JOINED_BYTES, compiler.JOINED_BYTES
-    added = compiler.compiler_options("NVIDIA H200", large).items() - compiler.compiler_options("NVIDIA H200").items()
+    added = values_of("NVIDIA H200", large).items() - values_of("NVIDIA H200").items()
     assert added == {(f"xla_gpu_{kind}_combine_threshold_bytes", large) for kind in ("all_reduce", "reduce_scatter")}
-    assert compiler.compiler_options("NVIDIA H200", small) == compiler.compiler_options("NVIDIA H200")
-    assert compiler.compiler_options("cpu", large) == compiler.compiler_options("cpu")
-    assert compiler.compiler_options("TPU v5", large) == {}
+    assert values_of("NVIDIA H200", small) == values_of("NVIDIA H200")
+    assert values_of("cpu", large) == values_of("cpu")
+    assert values_of("TPU v5", large) == {}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_is_reduced_beside_other_work_lifts_the_limit_on_gpus(monkeypatch, version):
     monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
-    late = compiler.compiler_options("NVIDIA H200", is_late=True)
+    late = values_of("NVIDIA H200", is_late=True)
     assert late["xla_gpu_experimental_parallel_collective_overlap_limit"] == 64
-    without, given = (compiler.compiler_options("NVIDIA H200", by_chunk=each) for each in (False, True))
+    without, given = (values_of("NVIDIA H200", by_chunk=each) for each in (False, True))
     added = {"xla_gpu_experimental_parallel_collective_overlap_limit": 64, "xla_gpu_memory_limit_slop_factor": 200}
     assert given == without | added
-    assert compiler.compiler_options("cpu", by_chunk=True) == compiler.compiler_options("cpu")
+    assert values_of("cpu", by_chunk=True) == values_of("cpu")
 
 
 @pytest.mark.gpu_compiler
@@ -91,8 +89,8 @@ def test_the_compiler_knows_every_option_of_the_table():
     number = jax.ShapeDtypeStruct((), "float32", sharding=sharding)
     lowered = jax.jit(lambda x: x + 1).trace(number).lower(lowering_platforms=("cuda",))
     kind, large = cluster.devices[0].device_kind, 2 * compiler.LARGE_BYTES
-    options = compiler.compiler_options(kind, large, is_late=True, by_chunk=True)
-    assert len(options) > len(compiler.compiler_options(kind))
+    options = values_of(kind, large, is_late=True, by_chunk=True)
+    assert len(options) > len(values_of(kind))
     assert lowered.compile(compiler_options=options).as_text()
 
 
@@ -101,7 +99,7 @@ def test_the_loops_of_large_layers_are_pipelined_under_their_new_names(monkeypat
     monkeypatch.setattr(compiler.importlib.metadata, "version", lambda name: version)
 
     def pipelined(layer_bytes, **given):
-        names = compiler.compiler_options("NVIDIA H200", layer_bytes, **given)
+        names = values_of("NVIDIA H200", layer_bytes, **given)
         return [name for name in names if name.startswith("xla_gpu_pipeline_")]
 
     assert pipelined(compiler.LARGE_BYTES) == []

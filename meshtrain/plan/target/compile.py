@@ -11,7 +11,7 @@ from jax.errors import JaxRuntimeError
 
 from meshtrain.assemble import Assembly, assemble
 from meshtrain.config.config import Config
-from meshtrain.launch.compiler import CompilerOptions, XlaValue, captured, compiler_options
+from meshtrain.launch.compiler import CompilerOptions, XlaValue, captured
 from meshtrain.models import fp8, layers
 from meshtrain.plan.hlo.parse import Program, read
 from meshtrain.plan.target.attention_tracing import as_on_target
@@ -99,14 +99,7 @@ def compile_step(
         text=text,
         outer_text=outer_text,
         statistics=_of_both(compiled, outer) if compiled else None,
-        options=compiler_options(
-            cluster.devices[0].device_kind,
-            assembly.layer_bytes,
-            is_late=assembly.replicas.is_late,
-            by_chunk=assembly.reduces_chunks,
-            gathers_early=assembly.gathers_early,
-        )
-        | added,
+        options={option.name: option.value for option in assembly.options} | added,
         added_options=added,
         attention=attention_kernel(traced.jaxpr.jaxpr),
         traced_flops=traced_flops(traced.jaxpr.jaxpr, dict(assembly.mesh.shape), assembly.cost.shares),
