@@ -166,11 +166,6 @@ def links_of(found: Iterable[Collective], mesh: Mesh, assumptions: Assumptions) 
     """Returns (axes, kind) of the collectives -> the measured link to model them with, None where there is none.
 
     Nothing is measured along joined axes. Empty if the assumptions have no measured links.
-
-    Args:
-      found: the collectives of a program.
-      mesh: on which the program runs.
-      assumptions: of the model.
     """
     if assumptions.links is None:
         return {}
@@ -203,7 +198,7 @@ def transfer_seconds(
 
     Args:
       found: the collectives of a program.
-      mesh: on which the program runs.
+      mesh: on which it runs.
       cluster: of accelerators whose peaks are known.
       assumptions: of the model.
     """
