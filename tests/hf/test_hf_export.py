@@ -1,5 +1,6 @@
 """An import is exported byte by byte; a run of our own gets a config.json that is read back as the same model."""
 
+import dataclasses
 import json
 import shutil
 
@@ -71,9 +72,18 @@ def test_options_alone_make_a_config_that_is_read_back(name, tmp_path):
     assert stated["eos_token_id"] == 7
 
 
+@pytest.mark.parametrize("global_every", [1, 3])
+def test_turns_of_which_two_layers_have_one_kind_alone_are_a_gemma(global_every):
+    options = dataclasses.replace(described(FIXTURES / "gemma2").options, num_layers=2, global_every=global_every)
+    assert family_of(options) == "gemma2"
+
+
 def test_options_that_no_family_has_are_refused():
     with pytest.raises(UserError, match=r"model: got model.norm=layernorm, model.activation=swiglu, .* nearest: "):
         family_of(DecoderOptions(norm="layernorm"))
+    gpt2 = described(FIXTURES / "gpt2").options
+    with pytest.raises(UserError, match=r"model: got model.norm=layernorm, model.activation=gelu, "):
+        family_of(dataclasses.replace(gpt2, num_kv_heads=2))  # no key of its config.json could say it
 
 
 def test_the_byte_tokenizer_has_equal_ids(tmp_path):
