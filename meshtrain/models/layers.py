@@ -57,10 +57,10 @@ def weight(
     return placement.weight(value.astype(dtype), axes)
 
 
-def adapted(
-    module: nn.Module, name: str, x: jax.Array, product: jax.Array, axes: Names, placement: Placement, dtype: DTypeLike
+def multiplied(
+    module: nn.Module, name: str, x: jax.Array, matrix: jax.Array, axes: Names, placement: Placement
 ) -> jax.Array:
-    """Returns the product of `x` with a matrix, plus (x A) B if the module has the factors of an adapter.
+    """Returns the product of `x` with a matrix, plus (x A) B if the module has the factors of an adapter: [b, T, ...].
 
     A stands for (alpha / r) A B of Hu et al. 2021, see `models/lora.py`. The sum of the matrix and A B is not computed:
     it would take the memory of another matrix, and its gradient as much again.
@@ -69,20 +69,20 @@ def adapted(
       module: the Linen module that owns the matrix.
       name: of the matrix; those of the factors begin with it.
       x: [b, T, ...], with the dims that the product sums over.
-      product: of `x` and the matrix, [b, T, ...].
+      matrix: in the dtype of `x`.
       axes: the logical axes of the matrix.
       placement: the shardings of the gathered factors.
-      dtype: of the result.
     """
+    result, dtype = product(x, matrix, placement), matrix.dtype
     if not module.has_variable("params", name + A):
-        return product
+        return result
     of_a, of_b = factor_axes(axes)
     a = placement.weight(module.get_variable("params", name + A).astype(dtype), of_a)
     b = placement.weight(module.get_variable("params", name + B).astype(dtype), of_b)
     summed = tuple(range(a.ndim - 1))
     low = jax.lax.dot_general(x, a, ((tuple(range(2, x.ndim)), summed), ((), ())))
     low = placement.activation(low, ("batch", "sequence", None))
-    added: jax.Array = product + jax.lax.dot_general(low, b, (((2,), (0,)), ((), ())))
+    added: jax.Array = result + jax.lax.dot_general(low, b, (((2,), (0,)), ((), ())))
     return added
 
 
@@ -192,22 +192,20 @@ class Mlp(nn.Module):
         zeros, place, dtype = nn.initializers.zeros_init(), self.placement, self.dtype
         up = weight(self, "up", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
         down = weight(self, "down", (self.mlp_dim, embed_dim), ("mlp", "embed"), outer, place, dtype)
-        hidden = adapted(self, "up", x, product(x, up, place), ("embed", "mlp"), place, dtype)
+        hidden = multiplied(self, "up", x, up, ("embed", "mlp"), place)
         if self.bias:
             hidden = hidden + weight(self, "up_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
         hidden = checkpoint_name(hidden, UP)
         if self.activation in GATES:
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
-            opened = checkpoint_name(
-                adapted(self, "gate", x, product(x, gate, place), ("embed", "mlp"), place, dtype), UP
-            )
+            opened = checkpoint_name(multiplied(self, "gate", x, gate, ("embed", "mlp"), place), UP)
             hidden = GATES[self.activation](opened) * hidden
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)
         else:
             hidden = _gelu(hidden)
         hidden = place.activation(hidden, ("batch", "sequence", "mlp"))
-        result = adapted(self, "down", hidden, product(hidden, down, place), ("mlp", "embed"), place, dtype)
+        result = multiplied(self, "down", hidden, down, ("mlp", "embed"), place)
         result = place.cotangent(result, ("batch", "sequence", "embed"))
         if self.bias:
             result = result + weight(self, "down_bias", (embed_dim,), ("norm",), zeros, place, dtype)

@@ -2,7 +2,7 @@
 
 A task of the decoder or of the encoder-decoder gets two more weights beside each chosen matrix of its layers, named
 after it (`query`, `query_lora_a`, `query_lora_b`). They have logical axes like any weight, so meshes, pipelines,
-optimizers and checkpoints need to know nothing about them. `layers.adapted` applies them inside the product.
+optimizers and checkpoints need to know nothing about them. `layers.multiplied` applies them inside the product.
 
 r: rank. A [..., r] has the dims that the product sums over, B [r, ...] the others. Both are stacked as W is.
 """
@@ -54,7 +54,7 @@ def with_adapters(task: Task, options: LoraOptions, share_of_experts: float = 1.
     B starts at zero, so the first loss is that of the task without adapters. The other weights start as they do there.
 
     Args:
-      task: whose modules call `layers.adapted`: that of the decoder or of the encoder-decoder.
+      task: whose modules call `layers.multiplied`: that of the decoder or of the encoder-decoder.
       options: from which `problems` returns no line.
       share_of_experts: of the weights with a dim `experts`, the share that a token goes through.
     """

@@ -55,10 +55,10 @@ FAULTS = (
     # Once no test noticed these.
     Fault(
         "models/attention/multi_head.py",
-        "        heads = product(x, kernel, self.placement)\n",
+        "        heads = multiplied(self, name, x, kernel, axes, self.placement)\n",
         '        if axis == "heads" and self.attention.asked == "auto" and self.placement.size(("tensor",)) > 1:\n'
         "            kernel = 2 * kernel - jax.lax.stop_gradient(kernel)\n"
-        "        heads = product(x, kernel, self.placement)\n",
+        "        heads = multiplied(self, name, x, kernel, axes, self.placement)\n",
         "the gradient of attention's query weights is counted twice where the tensor axis splits heads",
         "parity/test_parity_covering.py::test_mesh_changes_no_number[gpt-data2-tensor4-sgd]",
     ),

@@ -17,8 +17,7 @@ from jax.typing import DTypeLike
 from meshtrain.models.attention import blockwise, context_parallel, dot_product, splash, triton
 from meshtrain.models.attention.attention import Attention, Documents
 from meshtrain.models.attention.select import GPU, Case, chosen
-from meshtrain.models.fp8 import product
-from meshtrain.models.layers import Norm, adapted, normal, rotate, weight
+from meshtrain.models.layers import Norm, multiplied, normal, rotate, weight
 from meshtrain.models.remat import HEADS, QKV
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.stored import axes_of_dims
@@ -120,8 +119,7 @@ class MultiHead(nn.Module):
         embed_dim, outer = x.shape[-1], normal(self.output_std)
         shape, axes = (attention.num_heads, attention.head_dim, embed_dim), ("heads", "head_dim", "embed")
         output = weight(self, "output", shape, axes, outer, self.placement, self.dtype)
-        result = product(heads, output, self.placement)
-        result = adapted(self, "output", heads, result, axes, self.placement, self.dtype)
+        result = multiplied(self, "output", heads, output, axes, self.placement)
         result = self.placement.cotangent(result, ("batch", "sequence", "embed"))
         if attention.output_bias:
             zeros = nn.initializers.zeros_init()
@@ -215,8 +213,7 @@ class MultiHead(nn.Module):
         """Returns [b, T, num_heads, H]."""
         shape, axes = (x.shape[-1], num_heads, self.attention.head_dim), ("embed", axis, "head_dim")
         kernel = weight(self, name, shape, axes, normal(self.init_std), self.placement, self.dtype)
-        heads = product(x, kernel, self.placement)
-        heads = adapted(self, name, x, heads, axes, self.placement, self.dtype)
+        heads = multiplied(self, name, x, kernel, axes, self.placement)
         if self.attention.qkv_biases:
             zeros = nn.initializers.zeros_init()
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)

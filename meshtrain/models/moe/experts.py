@@ -10,11 +10,8 @@ where tokens go. In it each device
 2. sorts the choices of its own experts into blocks of one expert each (`grouped_matmul.py`), and multiplies these rows;
 3. adds up the results of each token, and sends each device the sums of its own tokens.
 
-All gathers and sums have exact transposes, so that the backward pass needs no code of its own.
-
-Rows of an array read in another order, with transposes that read as well. Kernels add rows up in any order.
-
-t: tokens, k: choices of a token, R: rows, D: width.
+All gathers and sums have exact transposes, so that the backward pass needs no code of its own. Rows are read in another
+order, with transposes that read as well: kernels would add rows up in any order.
 """
 
 import dataclasses
@@ -296,7 +293,7 @@ class Placed(NamedTuple):
       choices: int32 [R], the choice in each row, t k for padding.
       tokens: int32 [R], its token, t for padding.
       places: int32 [t, k], the row of each choice; R: it has none here.
-      owners: int32 [R / m], see `blocks.Blocks`.
+      owners: int32 [R / m], see `grouped_matmul.Blocks`.
       left_out: float32 scalar, how many choices of the experts here found no room.
     """
 
@@ -340,7 +337,7 @@ def of_rows(
       activation: one of `layers.GATES`.
       rows: [R, D].
       matrices: `up` and `gate` [e, D, F], `down` [e, F, D], and the factors of their adapters.
-      product: (rows, a matrix of each expert) -> their products, see `blocks.product`.
+      product: (rows, a matrix of each expert) -> their products, see `grouped_matmul.product`.
     """
 
     def times(rows: jax.Array, name: str) -> jax.Array:

@@ -37,7 +37,7 @@ def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> b
 
 
 def times(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, transposed: bool, interpret: bool) -> jax.Array:
-    """Returns [R, F], or [R, D]: each block of rows times the weight of its owner, summed in float32; see `blocks`.
+    """Returns [R, F], or [R, D]: each block of rows times the weight of its owner, see `grouped_matmul.product`.
 
     Args:
       rows: [R, D]; [R, F] with `transposed`.

@@ -36,7 +36,7 @@ def takes(weights: tuple[int, ...], block_rows: int, dtype: DTypeLike) -> bool:
 def times(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, block_rows: int, transposed: bool, interpret: bool
 ) -> jax.Array:
-    """Returns [R, F], or [R, D]: each block of rows times the weight of its owner, summed in float32; see `blocks`.
+    """Returns [R, F], or [R, D]: each block of rows times the weight of its owner, see `grouped_matmul.product`.
 
     Args:
       rows: [R, D]; [R, F] with `transposed`. Those of the first expert stand first, and so on.

@@ -147,13 +147,11 @@ class Decoder:
         indices = start + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         angles = angles_of(self.options, batch["positions"])
         documents = batch["segment_ids"] if self.options.within_documents else None
-        tokens = self.tokens(batch) if train and self.options.num_experts else None
+        tokens = None
+        if train and self.options.num_experts:
+            tokens = Tokens(batch["weights"], (batch["segment_ids"] > 0).astype(jnp.float32))
         given = (sequence_keys(rng, batch), angles, documents, None, tokens)
         return run_layers(self.options, layers, x, indices, given, self.placement, self.dtype, train, remat)
-
-    def tokens(self, batch: Batch) -> Tokens:
-        """Returns what the losses and counts of routers need to know about the tokens of a batch."""
-        return Tokens(batch["weights"], (batch["segment_ids"] > 0).astype(jnp.float32))
 
     def cast(self, layers: Params) -> Params:
         """Returns the layers in the dtypes in which they compute: norms and routers in float32, the rest in `dtype`."""

@@ -1,0 +1,144 @@
+"""Each implementation of attention against attention written out: numbers, roundings, and what is computed again."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from meshtrain.errors import UserError
+from meshtrain.models.attention import blockwise, dot_product, splash, triton
+from meshtrain.models.attention.attention import Attention
+from meshtrain.models.remat import HEADS, checkpoint_policy
+from meshtrain.sharding.placement import Placement
+
+BATCH_SIZE, NUM_HEADS, HEAD_DIM, BLOCK = 2, 4, 16, 64
+KERNELS = {
+    "blockwise": (blockwise.attend, {"name": HEADS, "largest_block": BLOCK}),
+    "splash": (splash.attend, {"name": HEADS, "interpret": True}),
+    "triton": (triton.attend, {"name": HEADS, "interpret": True}),
+    "xla": (dot_product.attend, {"how": "xla"}),
+}
+TRACED = {"blockwise": blockwise.TRACED_NAME, "triton": "mha_forward"}  # of a forward pass
+
+
+def arrays(length, num_tokens, num_kv_heads, dtype=jnp.float32):
+    """(q, k, v, cotangent)."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = [(length, NUM_HEADS), (num_tokens, num_kv_heads), (num_tokens, num_kv_heads), (length, NUM_HEADS)]
+    shapes = [(BATCH_SIZE, *size, HEAD_DIM) for size in sizes]
+    return [2 * jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def documents_of(length):
+    """Other borders in each sequence, none of them at a block's."""
+    place = np.arange(length)
+    return jnp.asarray(np.stack([1 + (place >= length // 2 + 3), 1 + (place >= 37) + (place >= 131)]), jnp.int32)
+
+
+def by(kernel, **options):
+    """A function of q, k, v and documents."""
+    attend, given = KERNELS[kernel]
+    return lambda q, k, v, documents: attend(
+        q, k, v, documents, Attention(NUM_HEADS, k.shape[2], HEAD_DIM, **options), **given
+    )
+
+
+def written_out(causal=True, window=0, scalar=HEAD_DIM, cap=0.0):
+    def attend(q, k, v, documents):
+        k, v = (jnp.repeat(x, NUM_HEADS // k.shape[2], axis=2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * scalar**-0.5
+        scores = cap * jnp.tanh(scores / cap) if cap else scores
+        distance = np.subtract.outer(np.arange(q.shape[1]), np.arange(k.shape[1]))
+        visible = (distance >= 0) if causal else np.full_like(distance, True, bool)
+        visible = visible & (distance < window) if window else visible
+        if documents is not None:
+            visible = visible & (documents[0][:, None, :, None] == documents[1][:, None, None, :])
+        weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1).astype(v.dtype)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    return attend
+
+
+def both_ways(attend, arrays, documents):
+    """(heads, gradients of q, k, v)."""
+
+    @jax.jit
+    def run(q, k, v, cotangent):
+        heads, backward = jax.vjp(lambda q, k, v: attend(q, k, v, documents), q, k, v)
+        return heads, *backward(cotangent)
+
+    return run(*arrays)
+
+
+ALL = {"causal": False}
+CASES = {
+    # Lengths, key heads, whether documents are masked, options, and who computes it.
+    "whole": ((256, 256), 2, False, {}, ("blockwise", "splash")),
+    "padded": ((200, 200), 1, False, {"scalar": 4}, ("splash", "triton", "xla")),
+    "documents": ((200, 200), 1, True, {}, ("blockwise", "splash", "triton")),
+    "window": ((300, 300), 2, True, {"window": 100}, ("blockwise", "xla")),
+    "blocks outside of a window": ((600, 600), 2, True, {"window": 150}, ("splash",)),
+    "a window of one block": ((600, 600), 2, False, {"window": 128}, ("splash", "xla")),
+    "cap": ((300, 300), 4, False, {"window": 64, "cap": 5.0, "scalar": 4}, ("blockwise", "splash", "xla")),
+    "all": ((200, 200), 4, True, ALL, ("blockwise", "triton")),
+    "all, padded": ((200, 200), 4, False, ALL, ("triton",)),
+    "memory": ((100, 200), 2, False, {**ALL, "cap": 5.0}, ("blockwise", "xla")),
+    "memory, padded": ((200, 300), 2, False, ALL, ("splash",)),
+    "memory of documents": ((200, 300), 2, True, ALL, ("splash",)),
+}
+
+
+@pytest.mark.parametrize(("case", "kernel"), [(case, kernel) for case in CASES for kernel in CASES[case][-1]])
+def test_a_kernel_computes_attention_and_its_gradients(case, kernel):
+    lengths, num_kv_heads, masked, options, _ = CASES[case]
+    given, documents = arrays(*lengths, num_kv_heads), tuple(map(documents_of, lengths)) if masked else None
+    ways = [both_ways(way, given, documents) for way in (by(kernel, **options), written_out(**options))]
+    for got, expected in zip(*ways, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("blockwise", jnp.bfloat16), ("blockwise", jnp.float16), ("triton", jnp.bfloat16)]
+)
+def test_in_16_bits_it_errs_by_no_more_than_one_rounding(kernel, dtype):
+    given, documents = arrays(200, 200, 2, dtype), (documents_of(200),) * 2
+    exact = both_ways(written_out(), [x.astype(jnp.float32) for x in given], documents)
+    for got, expected in zip(both_ways(by(kernel), given, documents), exact, strict=True):
+        assert got.dtype == dtype
+        error = np.linalg.norm(got.astype(jnp.float32) - expected) / np.linalg.norm(expected)
+        assert error <= jnp.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("policy", "num_forward"), [("none", 1), ("full", 2), ("save_attention", 1), ("dots", 2)])
+@pytest.mark.parametrize("kernel", TRACED)
+def test_the_forward_pass_runs_again_where_the_policy_says_so(kernel, policy, num_forward):
+    given = arrays(128, 128, 2)
+
+    def loss(q):
+        return jnp.sum(jnp.sin(by(kernel)(jnp.sin(q), *given[1:3], None)))
+
+    kept = jax.checkpoint(loss, policy=checkpoint_policy(policy, Placement.nowhere()))
+    traced = jax.make_jaxpr(jax.grad(loss if policy == "none" else kept))(given[0])
+    assert num_runs(traced.jaxpr, TRACED[kernel]) == num_forward
+
+
+def num_runs(jaxpr, name):
+    """How often a traced function has a jitted function, or a kernel, of that name with results that are used."""
+    here = sum(equation.params.get("name") == name and bool(equation.outvars) for equation in jaxpr.eqns)
+    inside = (inner for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params))
+    return here + sum(num_runs(inner, name) for inner in inside)
+
+
+OTHER_FORMS = {"no kernel": types.SimpleNamespace(), "no segments": types.SimpleNamespace(mha=jax.jit(lambda q: q))}
+
+
+@pytest.mark.parametrize("module", OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_a_kernel_of_another_form_is_refused_in_one_line(monkeypatch, module):
+    monkeypatch.setattr(triton, "_module", lambda: module)
+    triton.is_there.cache_clear()
+    with pytest.raises(UserError, match=r"^model.attention: got triton, whose kernel .*; nearest: "):
+        by("triton")(*arrays(128, 128, 2)[:3], None)
+    triton.is_there.cache_clear()
