@@ -1,5 +1,6 @@
 """One command line: `python -m meshtrain COMMAND ...`, and `meshtrain COMMAND ...` once the package is installed."""
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -64,6 +65,12 @@ def main(argv: Sequence[str]) -> int:
         line = unknown("command", command, list(COMMANDS))
         raise UserError(line if "did you mean" in line else f"{line}; nearest: {_EXAMPLE}")
     module, _ = COMMANDS[command]
+    room = module.split(".")[1]
+    if not importlib.util.find_spec(f"meshtrain.{room}"):
+        raise UserError(
+            f"command: got '{command}', and meshtrain/{room} is not here; allowed: commands of folders that are; "
+            "nearest: install the package again"
+        )
     # Only this module is imported: others may load JAX, which takes longer than `--help` should take.
     return options.imported_modules(module)[0].main(rest) or 0
 

@@ -14,7 +14,7 @@ import optax
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.config import reductions, side_rooms
+from meshtrain.config import reductions
 from meshtrain.config.config import Config, check_filled, num_microbatches, units_on_device
 from meshtrain.config.tasks import MakeTask, find
 from meshtrain.errors import UserError
@@ -177,7 +177,7 @@ def _on_mesh(
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
     replicas = _replicas(config, task, params, axes, rules, mesh)
-    make_apart = side_rooms.apart(config.local_steps.period)
+    make_apart = reductions.apart(config)
     apart: Apart | None = make_apart and make_apart(config, replicas, placement, batch_axes(batch))
     replicas = apart.replicas if apart else replicas
 

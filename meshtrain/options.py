@@ -1,18 +1,20 @@
 """Options: fields of frozen dataclasses with one line of text and their bounds, and what is imported by name.
 
-Imported are functions that a configuration names as `package.module:function`, and our modules at the start.
+Imported are functions that an option names, of a side room or of the user's, and our modules at the start.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
@@ -34,14 +36,61 @@ _T = TypeVar("_T")
 
 Conditions = Mapping[str, Container[object]]
 
+FORM = "package.module:function"
+_PACKAGE = str(Path(__file__).parent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """A place for a function that an option names.
+
+    Attributes:
+      takes: what the function gets, in order.
+      side_rooms: built-in name -> place of a function that a side room brings. Its module is imported once it is used.
+    """
+
+    takes: tuple[str, ...]
+    side_rooms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+# By the option's key. The other built-in names are the choices of the option; own options are `function.options`.
+SEAMS: Mapping[str, Seam] = {
+    "task": Seam(
+        ("config", "placement"),
+        {
+            "seq2seq": "meshtrain.examples.seq2seq_task:built_in",
+            "convnet": "meshtrain.examples.convnet:built_in",
+        },
+    ),
+    "data.source": Seam(
+        ("config",),
+        {
+            "digits": "meshtrain.examples.images:digits",
+            "idx": "meshtrain.examples.images:idx",
+            "numbers": "meshtrain.examples.numbers:numbers",
+        },
+    ),
+    "reduction.name": Seam(
+        ("options", "dtype"),
+        {
+            "int8": "meshtrain.lab.compression:int8",
+            "topk": "meshtrain.lab.compression:topk",
+            "one_step_late": "meshtrain.lab.one_step_late:one_step_late",
+        },
+    ),
+    "optimizer.name": Seam(("options", "rates", "axes")),
+    "learning_rate.name": Seam(("options",)),
+    "local_steps.period": Seam(
+        ("config", "replicas", "placement", "axes_of_batch"), {"apart": "meshtrain.lab.local_steps:apart"}
+    ),
+    "pipeline.schedule": Seam(("stages", "microbatches", "chunks")),
+    "observe.tracker": Seam(("options", "directory", "resume_step")),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class AllBut:
-    """All values but one, as `only_for` takes them.
-
-    Attributes:
-      value: the one.
-    """
+    """All values but one, as `only_for` takes them."""
 
     value: object
 
@@ -75,7 +124,8 @@ def option(
       dim: the logical axis of weights whose size is this number or a multiple of it; lines about that size then name
         this option. Empty: none.
       names: what a text names: `path` (which is no URL), `function` (imported from `package.module:function`),
-        WITH_OPTIONS (one whose attribute `options` stands beside this option, see `with_own`), or ''.
+        WITH_OPTIONS (one whose attribute `options` stands beside this option, see `with_own`), or ''. The key of an
+        option that names a function stands in `SEAMS`.
     """
     if maximum is None and type(default) in MOST:
         maximum = MOST[type(default)]
@@ -131,23 +181,24 @@ def naming(options: Options) -> str:
 
 
 def with_own(options: Options, path: str, name: Value) -> Options:
-    """Returns default options and, beside them, those of the user's function that `naming` names.
+    """Returns default options and, beside them, those of the function that `naming` names.
 
     The class of the result has both classes as bases, so that the function gets an object of its own class.
 
     Args:
       options: defaults of the class with the option that names the function.
       path: their dotted key in the configuration.
-      name: the value of that option; for any but `package.module:function` the result is `options`.
+      name: the value of that option; for one of the core's own names the result is `options`.
 
     Raises:
       UserError: one line: there is no such function, or its options are none.
     """
-    if not (isinstance(name, str) and ":" in name):
-        return options
     field = next(one for one in dataclasses.fields(options) if one.name == naming(options))
-    key = f"{path}.{field.name}"
-    function = imported_function(key, name, field.metadata["choices"], str(field.default))
+    key, names = f"{path}.{field.name}", field.metadata["choices"]
+    brought = side_names(key)
+    if not isinstance(name, str) or (name in names and name not in brought) or not (":" in name or brought):
+        return options
+    function = imported_function(key, name, names, str(field.default))
     own = function.options if hasattr(function, "options") else NoOptions
     if line := options_problem(key, name, own) or _shared_problem(path, own, options):
         raise UserError(line)
@@ -161,8 +212,10 @@ def _joined(own: OptionsClass, group: OptionsClass) -> OptionsClass:
 
 
 def own_values(options: Options) -> Values:
-    """Returns field -> value for the options of the user's function beside which `with_own` has put others."""
-    return {field.name: getattr(options, field.name) for field in dataclasses.fields(type(options).__bases__[0])}
+    """Returns field -> value for the options of the function beside which `with_own` has put others."""
+    own: OptionsClass = type(options).__bases__[0]
+    names = [field.name for field in dataclasses.fields(own)] if dataclasses.is_dataclass(own) else []
+    return {name: getattr(options, name) for name in names if name != naming(options)}
 
 
 def options_problem(key: str, name: str, options: Imported) -> str:
@@ -229,8 +282,11 @@ def problems(options: Options, path: str) -> list[str]:
     return found
 
 
-FORM = "package.module:function"
-_PACKAGE = str(Path(__file__).parent)
+@functools.cache
+def side_names(key: str) -> tuple[str, ...]:
+    """Returns the names that the side rooms which are there bring to an option."""
+    rooms = {name: ".".join(place.split(".")[:2]) for name, place in SEAMS[key].side_rooms.items()}
+    return tuple(name for name, room in rooms.items() if importlib.util.find_spec(room))
 
 
 def imported_function(key: str, name: str, names: Sequence[str], near: str = "") -> Imported:
@@ -239,14 +295,17 @@ def imported_function(key: str, name: str, names: Sequence[str], near: str = "")
     Modules in the current folder are found too: it is searched last.
 
     Args:
-      key: the option that holds the name, for errors.
-      name: `package.module:function`; dots after the colon go into classes.
-      names: the other legal values of the option, for errors.
+      key: the option that holds the name.
+      name: `package.module:function`, where dots after the colon go into classes; or one of `side_names`.
+      names: the built-in values of the option, for errors.
       near: the one that is suggested; '': the first.
 
     Raises:
       UserError: one line: the name has another form, its module cannot be imported or lacks it, or it is not callable.
     """
+    if name in side_names(key):
+        place, _, attribute = SEAMS[key].side_rooms[name].partition(":")
+        return getattr(importlib.import_module(place), attribute)
     allowed, near = f"{', '.join(names)}, or {FORM}", near or names[0]
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
@@ -255,8 +314,7 @@ def imported_function(key: str, name: str, names: Sequence[str], near: str = "")
     found: Imported = module
     for part in path.split("."):
         if not hasattr(found, part):
-            here = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
-            fix = nearest(part, here) or f"; nearest: {key}={near}"
+            fix = nearest(part, _fitting(module, len(SEAMS[key].takes))) or f"; nearest: {key}={near}"
             raise UserError(f"{key}: got '{name}', and {module_name} has no '{path}'; allowed: {allowed}{fix}")
         found = getattr(found, part)
     if not callable(found):
@@ -265,6 +323,17 @@ def imported_function(key: str, name: str, names: Sequence[str], near: str = "")
             f"nearest: def {path}(...)"
         )
     return found
+
+
+def _fitting(module: ModuleType, num_arguments: int) -> list[str]:
+    """Returns the names of a module's own functions and classes that can be called with so many arguments."""
+    names = []
+    for name, value in vars(module).items():
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__:
+            with contextlib.suppress(TypeError, ValueError):  # another number; or a class without a signature
+                inspect.signature(value).bind(*range(num_arguments))
+                names.append(name)
+    return names
 
 
 def function_problems(key: str, name: str, names: Sequence[str], near: str = "") -> list[str]:
@@ -277,31 +346,30 @@ def function_problems(key: str, name: str, names: Sequence[str], near: str = "")
     return []
 
 
-def called(
-    key: str, name: str, function: Callable[..., _T], given: Mapping[str, Value], *, takes: str, gives: str
-) -> _T:
-    """Calls a user's function and returns its result.
+def called(key: str, name: str, names: Sequence[str], given: Sequence[Any], *, takes: str, gives: str) -> Imported:
+    """Imports the function that an option names, calls it and returns its result.
 
     Args:
-      key: the option that names it.
-      name: `package.module:function`.
-      function: it.
-      given: name -> value of what it gets, in order; it may call them otherwise.
+      key: the option.
+      name: its value.
+      names: the built-in values of the option, for errors.
+      given: what `SEAMS` says that the function takes, whatever it calls them.
       takes: the same in words.
       gives: the end of the line where it raises, from the words after the exception on.
 
     Raises:
-      UserError: its own, or one line: it takes something else, or raises.
+      UserError: its own, or one line: there is no such function, it takes something else, or raises.
     """
+    function = imported_function(key, name, names)
     try:
-        inspect.signature(function).bind(*given.values())
+        inspect.signature(function).bind(*given)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{key}: got '{name}', which does not take {takes} ({error}); allowed: a function that does; "
-            f"nearest: def {name.partition(':')[2]}({', '.join(given)})"
+            f"nearest: def {name.partition(':')[2]}({', '.join(SEAMS[key].takes)})"
         ) from error
     try:
-        return function(*given.values())
+        return function(*given)
     except UserError:
         raise
     except Exception as error:  # whatever the user's function raises

@@ -22,7 +22,7 @@ import ml_collections
 
 from meshtrain.cli import flags
 from meshtrain.cli.config_file import load
-from meshtrain.config import checks, data_sources, former, reductions, side_rooms, tasks
+from meshtrain.config import checks, data_sources, former, reductions, tasks
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
@@ -37,7 +37,6 @@ from meshtrain.options import Options, Value, Values, naming, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.sharding import mesh
 from meshtrain.sharding.axes import CONTEXT, PIPELINE
-from meshtrain.sharding.reduction import SUM
 from meshtrain.sharding.rules import Rules, default_rules
 from meshtrain.sharding.stored import level_problems, num_parts, rules_of_level
 
@@ -206,7 +205,6 @@ def _on_mesh(
     num_groups = config.local_steps.groups if config.local_steps.period else 0
     num_parts = num_microbatches(config, mesh_shape)
     problems = checks.batch(config.batch_size, rules, mesh_shape, num_parts, num_groups)
-    problems += _apart(config, mesh_shape)
     problems += checks.sequence(config.sequence_length, rules, mesh_shape)
     problems += level_problems(config.zero, config.mesh.data, config.mesh.fsdp)
     problems += reductions.problems(config, mesh_shape)
@@ -233,15 +231,6 @@ def _on_mesh(
             return problems  # contradictory options, reported above, may make tracing the weights fail
         raise
     return problems + checks.weights(config, mesh_shape, params, axes, rules)
-
-
-def _apart(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each reason why groups cannot train apart; none without a period."""
-    try:
-        apart = side_rooms.apart(config.local_steps.period)
-    except UserError as error:
-        return list(error.problems)
-    return list(apart.check(config, mesh_shape)) if apart else []
 
 
 def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> list[str]:
@@ -317,39 +306,17 @@ def built(
                 del given_here[key]
     if isinstance(values.get("model"), Mapping) and not dataclasses.fields(start.model):
         del values["model"]  # the task has options, and none of them
-    start, lines = _with_own_options(start, values, texts)
-    problems += lines + _drop_other_defaults(start, values, texts)
+    problems += _drop_other_defaults(start, values, texts)
     problems += former.rename(values, texts, flags.flatten(dataclasses.asdict(start))).values()
-    start, lines = _with_reduction(start, values, texts)
+    start, lines = _with_own_options(start, values, texts)
     problems += lines
     typed, wrong = flags.collect(flags.schema(start), values, texts)
     return flags.construct(start, typed), problems + wrong
 
 
-def _with_reduction(start: Config, values: Values, texts: dict[str, str]) -> tuple[Config, list[str]]:
-    """Returns the defaults with the options of the reduction that is named, and one line if there is none of that name.
-
-    Keys that would be unknown for that reason are taken out in place. Those are, besides all keys of a reduction that
-    cannot be found, the options in a file of one that the command line replaces.
-    """
-    of_file, key = values.get(reductions.KEY), reductions.KEY
-    name = texts[key] if key in texts else of_file
-    try:
-        options = reductions.options_of(name if isinstance(name, str) else SUM)
-        known = {f"reduction.{field.name}" for field in dataclasses.fields(options)}
-        lines, replaced = list[str](), [values] if key in texts and texts[key] != of_file else []
-    except UserError as error:
-        options, known, lines, replaced = start.reduction, set(), list(error.problems), [values, texts]
-    for given in replaced:
-        for stale in [name for name in given if name.startswith("reduction.") and name not in known]:
-            del given[stale]
-    return dataclasses.replace(start, reduction=options), lines
-
-
 def defaults_of(config: Config) -> Config:
-    """Returns the defaults of the configuration's task, source of data and reduction, and of the functions it names."""
-    others = {name: type(options)() for name, options in groups(config).items() if name != "reduction"}
-    return Config(task=config.task, reduction=type(config.reduction)(name=SUM), **others)
+    """Returns the defaults of the configuration's task, source of data, and of the functions that it names."""
+    return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
 
 
 def _is_known(key: str, schema: Mapping[str, flags.Entry]) -> bool:
@@ -379,8 +346,10 @@ def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> t
     """
     problems = list[str]()
     for name, options in groups(start).items():
+        if not naming(options):
+            continue
         key = f"{name}.{naming(options)}"
-        chosen = [given[key] for given in (texts, values) if key in given] or [""]
+        chosen = [given[key] for given in (texts, values) if key in given] or [getattr(options, naming(options))]
         strange: list[Values] = [values] if chosen[0] != chosen[-1] else []
         try:
             options = with_own(options, name, chosen[0])

@@ -5,24 +5,23 @@ import functools
 import typing
 from collections.abc import Iterable
 
-from meshtrain.config import side_rooms
 from meshtrain.data.corpus import SOURCES
 from meshtrain.data.sources import DataOptions, Source, fraction_problems, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import UserError, unknown
-from meshtrain.options import FORM, Value, function_problems
+from meshtrain.options import FORM, Value, function_problems, imported_function, side_names
 
 SEAM = "data.source"
 
 
 def names() -> list[str]:
     """Returns the names of the built-in sources."""
-    return [*SOURCES, *side_rooms.names(SEAM)]
+    return [*SOURCES, *side_names(SEAM)]
 
 
 def find(name: str) -> Source:
     """Returns the source that one of `names` stands for."""
-    return SOURCES[name] if name in SOURCES else typing.cast(Source, side_rooms.found(SEAM, name))
+    return SOURCES[name] if name in SOURCES else typing.cast(Source, imported_function(SEAM, name, names()))
 
 
 def options_of(name: str, given: Iterable[str] = ()) -> type[DataOptions]:

@@ -1,74 +1,39 @@
-"""Reductions over data by name: the built-in sum, those of side rooms, and any function of the user's.
+"""What crosses data as a configuration says: gradients, by a reduction with a name, or weights of groups apart.
 
-The function is (options, dtype) -> `Reduction`: see `sharding/reduction.py`.
+A reduction's function is (options, dtype) -> `Reduction`: see `sharding/reduction.py`.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-from meshtrain import options
-from meshtrain.config import side_rooms
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
-from meshtrain.options import Imported, options_problem
+from meshtrain.options import Imported, called, imported_function, side_names
 from meshtrain.sharding.axes import DATA
-from meshtrain.sharding.reduction import MAX_LEVEL, SUM, Reduction, ReductionOptions
+from meshtrain.sharding.reduction import KEY as KEY
+from meshtrain.sharding.reduction import MAX_LEVEL, NAMES, SUM, Reduction
 from meshtrain.step.precision import reduce_dtype
 
-KEY = "reduction.name"
-
-
-def find(name: str) -> Imported:
-    """Returns the function of a name, which is not that of the built-in sum.
-
-    Raises:
-      UserError: one line: see `named.function`, or its options are no frozen dataclass of `option`s.
-    """
-    if name in side_rooms.names(KEY):
-        return side_rooms.found(KEY, name)
-    function: Imported = options.imported_function(KEY, name, [SUM, *side_rooms.names(KEY)])
-    if hasattr(function, "options"):
-        line = options_problem(KEY, name, function.options)
-        if not line and not issubclass(function.options, ReductionOptions):
-            line = (
-                f"{KEY}: got '{name}', whose options are {function.options.__name__}; allowed: a subclass of "
-                f"ReductionOptions; nearest: class {function.options.__name__}(ReductionOptions)"
-            )
-        if line:
-            raise UserError(line)
-    return function
-
-
-def options_of(name: str) -> ReductionOptions:
-    """Returns the default options of the reduction of a name.
-
-    Raises:
-      UserError: see `find`.
-    """
-    function: Imported = None if name == SUM else find(name)
-    options: type[ReductionOptions] = function.options if hasattr(function, "options") else ReductionOptions
-    return options(name=name)
+PERIOD = "local_steps.period"
 
 
 def of(config: Config) -> Reduction | None:
     """Returns the reduction of a configuration; None for the built-in sum.
 
     Raises:
-      UserError: one line: see `find`; or the function raises, or returns something else.
+      UserError: one line: there is no such function, it raises, or returns something else.
     """
     name = config.reduction.name
     if name == SUM:
         return None
-    function = find(name)
-    try:
-        made = function(config.reduction, reduce_dtype(config.precision))
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's function raises
-        raise UserError(
-            f"{KEY}: got '{name}', which raises {options.raised(error)}; allowed: a function (options, dtype) -> "
-            f"Reduction; nearest: mend it there, or {KEY}={SUM}"
-        ) from error
+    made = called(
+        KEY,
+        name,
+        NAMES,
+        [config.reduction, reduce_dtype(config.precision)],
+        takes="options and a dtype",
+        gives=f"; allowed: a function (options, dtype) -> Reduction; nearest: mend it there, or {KEY}={SUM}",
+    )
     if not isinstance(made, Reduction):
         raise UserError(
             f"{KEY}: got '{name}', which returns {type(made).__name__}; allowed: a Reduction; nearest: return "
@@ -78,24 +43,38 @@ def of(config: Config) -> Reduction | None:
 
 
 def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each reason why gradients cannot be reduced as a configuration says.
+    """Returns one line for each reason why gradients cannot be reduced, or groups train apart, as a configuration says.
 
     Args:
       config: with the options of the reduction that it names.
       mesh_shape: the size of each mesh axis.
     """
     try:
-        if of(config) is None:
-            return []
-        function = find(config.reduction.name)
+        make_apart, reduction = apart(config), of(config)
     except UserError as error:
         return list(error.problems)
-    lines, level = list[str](), config.zero.effective_level
+    lines = list(make_apart.check(config, mesh_shape)) if make_apart else []
+    if reduction is None:
+        return lines
+    function = imported_function(KEY, reduction.name, NAMES)
     if hasattr(function, "check"):
         lines += function.check(config, mesh_shape)
+    level = config.zero.effective_level
     if level > MAX_LEVEL and mesh_shape[DATA] > 1:
         lines.append(
-            f"{KEY}: got {config.reduction.name} with zero.level={level}, which reduces the gradients of each "
+            f"{KEY}: got {reduction.name} with zero.level={level}, which reduces the gradients of each "
             f"microbatch; allowed: zero.level 0 or {MAX_LEVEL}; nearest: zero.level={MAX_LEVEL}"
         )
     return lines
+
+
+def apart(config: Config) -> Imported:
+    """Returns (configuration, replicas, placement, logical axes of the batch) -> `Apart`; None without a period.
+
+    Raises:
+      UserError: one line: the side room's folder is not there.
+    """
+    period = config.local_steps.period
+    if period and not side_names(PERIOD):
+        raise UserError(f"{PERIOD}: got {period}; allowed: 0, as meshtrain/lab is not here; nearest: 0")
+    return imported_function(PERIOD, "apart", ()) if period else None

@@ -5,10 +5,9 @@ import json
 from collections.abc import Mapping
 
 from meshtrain.cli import flags
-from meshtrain.config import data_sources, former, tasks
-from meshtrain.config.config import CONFIG_FILE, Config, built
+from meshtrain.config import former, tasks
+from meshtrain.config.config import CONFIG_FILE, Config, built, defaults_of
 from meshtrain.config.effects import without_effect
-from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
 from meshtrain.files import Json, read_json
 from meshtrain.options import Value, Values
@@ -82,7 +81,7 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[str]:
       new: the nested dict of the new configuration. A key that one of them lacks has its default.
     """
     then, after = flags.flatten(old), flags.flatten(new)
-    defaults = _defaults(after)
+    defaults = _defaults(new)
     after = defaults | after
     # A function that the old run alone names is not imported; the two differ anyway.
     today = dict(then)
@@ -114,18 +113,14 @@ def _idle(values: Mapping[str, Value]) -> set[str]:
 
 
 def _defaults(values: Mapping[str, Value]) -> Values:
-    """Returns dotted key -> default, for the task and the source of data that dotted keys name.
+    """Returns dotted key -> default, for the task, the source of data and the functions that a nested dict names.
 
     There is no `model` if the task is a function without options.
     """
-    task = values["task"] if "task" in values else Config.task
-    source = values["data.source"] if "data.source" in values else DataOptions.source
-    try:
-        options = tasks.find(task).options
-    except UserError:
-        options = None
-    defaults = dataclasses.asdict(Config(task=task, data=data_sources.options_of(source)()))
-    return flags.flatten(defaults | {"model": dataclasses.asdict(options()) if options else {}})
+    config, problems = built(values, {})
+    defaults = flags.flatten(dataclasses.asdict(defaults_of(config)))
+    has_task = not any(line.startswith("task: ") for line in problems)
+    return {key: value for key, value in defaults.items() if has_task or not key.startswith("model.")}
 
 
 def is_free(key: str) -> bool:

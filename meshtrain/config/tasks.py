@@ -14,7 +14,7 @@ from typing import Protocol, TypedDict
 from jax.typing import DTypeLike
 
 from meshtrain import options
-from meshtrain.config import checks, side_rooms
+from meshtrain.config import checks
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.models import lora
@@ -105,7 +105,7 @@ decoder = BuiltIn("decoder", _decoder, DecoderOptions, checks.decoder, takes_ada
 
 def names() -> list[str]:
     """Returns the names of the built-in tasks."""
-    return [decoder.name, *side_rooms.names(SEAM)]
+    return [decoder.name, *options.side_names(SEAM)]
 
 
 def find(name: str) -> NamedTask:
@@ -119,8 +119,6 @@ def find(name: str) -> NamedTask:
     """
     if name == decoder.name:
         return decoder
-    if name in side_rooms.names(SEAM):
-        return typing.cast(NamedTask, side_rooms.found(SEAM, name))
     function = options.imported_function(SEAM, name, names())
     _refuse_options(name, function)
     return typing.cast(NamedTask, function)

@@ -1,5 +1,5 @@
 """What else fits? Two complete examples: numbers to words by an encoder-decoder, digits by a convnet.
 
 Each has a task, with its modules and options, and sources of data; images are also read from IDX files. The names of
-`config/side_rooms.py` are all that the core knows of this side room.
+`SEAMS` are all that the core knows of this side room.
 """

@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
-from meshtrain.options import AllBut, option
-from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, nothing
+from meshtrain.options import WITH_OPTIONS, AllBut, option
+from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionOptions, nothing
 from meshtrain.sharding.trees import Arrays
 
 LARGEST = 127.0  # of int8, the same on both sides of 0
@@ -50,7 +50,7 @@ SEVERAL = {"mesh.data": AllBut(1)}  # one replica sends nothing
 class CompressionOptions(ReductionOptions):
     """How gradients are packed."""
 
-    name: str = option("int8", "int8 or topk", names="function", only_for=SEVERAL)
+    name: str = option(SUM, "int8 or topk", choices=NAMES, names=WITH_OPTIONS, only_for=SEVERAL)
     block: int = option(
         256, "elements that share a scale, or of which topk sends some", minimum=8, maximum=MAX_BLOCK, only_for=SEVERAL
     )

@@ -23,7 +23,7 @@ from meshtrain.errors import UserError, warn
 from meshtrain.files import write_whole
 from meshtrain.observe.goodput import Done
 from meshtrain.observe.run_files import CONFIG_FILE, has_goodput, passed_seconds, row_of
-from meshtrain.options import FORM, WITH_OPTIONS, called, imported_function, option
+from meshtrain.options import FORM, WITH_OPTIONS, called, option
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_FOLDER, _WANDB_ID = "wandb", "meshtrain-run-id"
@@ -265,8 +265,8 @@ def _own(options: ObserveOptions, directory: pathlib.Path, resume_step: int) -> 
     given = called(
         KEY,
         options.tracker,
-        imported_function(KEY, options.tracker, NAMES),
-        {"options": options, "directory": directory, "resume_step": resume_step},
+        NAMES,
+        [options, directory, resume_step],
         takes="options, a folder and a step",
         gives="; allowed: an object with write(step, values) and close(); nearest: mend it there, or none",
     )

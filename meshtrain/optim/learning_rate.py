@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from meshtrain.errors import UserError
-from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, raised
+from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, raised
 
 KEY = "learning_rate.name"
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")
@@ -207,8 +207,8 @@ def _own(options: LearningRateOptions) -> Share:
     share = called(
         KEY,
         options.name,
-        imported_function(KEY, options.name, NAMES),
-        {"options": options},
+        NAMES,
+        [options],
         takes="options",
         gives=f"; {wanted}; nearest: mend it there",
     )

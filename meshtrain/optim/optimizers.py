@@ -19,7 +19,7 @@ from meshtrain.optim import moments, trainable
 from meshtrain.optim.adafactor import scale_by_adafactor
 from meshtrain.optim.learning_rate import Schedule
 from meshtrain.optim.masks import decays, is_hidden_matrix, is_router_bias, map_axes, matrix_dims
-from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, imported_function, option, problems, raised
+from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, problems, raised
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
 
@@ -237,8 +237,8 @@ def _own(options: OptimizerOptions, rates: Schedule, axes: NamesTree) -> optax.G
     given = called(
         KEY,
         options.name,
-        imported_function(KEY, options.name, NAMES),
-        {"options": options, "rates": rates, "axes": axes},
+        NAMES,
+        [options, rates, axes],
         takes="options, learning rates and logical axes",
         gives=f"; allowed: {wanted}; nearest: mend it there",
     )

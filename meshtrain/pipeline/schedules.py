@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from meshtrain import options
 from meshtrain.errors import UserError
-from meshtrain.options import option
+from meshtrain.options import FORM, called, function_problems, option
 
 Kind = Literal["F", "B"]
 KEY = "pipeline.schedule"
@@ -173,7 +172,7 @@ class PipelineOptions:
     """In what order the stages of the mesh's pipeline axis run; without effect where that axis has size 1."""
 
     schedule: str = option(
-        "1f1b", f"order in which the stages run: {', '.join(NAMES)}, or {options.FORM} of one's own", choices=NAMES,
+        "1f1b", f"order in which the stages run: {', '.join(NAMES)}, or {FORM} of one's own", choices=NAMES,
         names="function",
     )  # fmt: skip
     num_microbatches: int = option(4, "parts of a step's batch that pass through the stages in turn", minimum=1)
@@ -219,7 +218,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
       UserError: an unknown name, numbers for which the schedule has no table, or a user's function that cannot be
         imported, raises, or returns no rows.
     """
-    lines = options.function_problems(KEY, name, NAMES)
+    lines = function_problems(KEY, name, NAMES)
     counts = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
     lines += [
         f"pipeline: got {count} {what}; allowed: at least 1; nearest: 1" for what, count in counts.items() if count < 1
@@ -241,11 +240,11 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
 
 def _own_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Returns the rows of a user's function, or raises UserError with one line where it raises or returns none."""
-    given = options.called(
+    given = called(
         KEY,
         name,
-        options.imported_function(KEY, name, NAMES),
-        {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks},
+        NAMES,
+        [num_stages, num_microbatches, num_chunks],
         takes="three numbers",
         gives=f" for {num_stages} stages, {num_microbatches} microbatches and {num_chunks} chunks; allowed: rows for "
         "them; nearest: mend it there, or other numbers",

@@ -1,8 +1,8 @@
 """How gradients cross the data axis, where a reduction of one's own takes the place of the built-in sum.
 
-`reduction.name` names a function (options, dtype) -> `Reduction`. Its attribute `options`, if it has one, is a subclass
-of `ReductionOptions`; the fields stand under `config.reduction`. It may have an attribute `check`, a function
-(config, mesh_shape) -> one line for each problem.
+`reduction.name` names a function (options, dtype) -> `Reduction`. Its attribute `options`, if it has one, is a frozen
+dataclass; the fields stand under `config.reduction`. It may have an attribute `check`, a function (config, mesh_shape)
+-> one line for each problem.
 
 n: replicas.
 """
@@ -14,10 +14,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from meshtrain.options import option
+from meshtrain.options import FORM, WITH_OPTIONS, option, side_names
 from meshtrain.sharding.trees import Arrays
 
+KEY = "reduction.name"
 SUM = "sum"  # built in: in the backward loop where there is one, see `gradients.py`
+NAMES = (SUM, *side_names(KEY))
 MAX_LEVEL = 1  # of ZeRO with another reduction: higher levels reduce-scatter the gradients of each microbatch
 
 Dims: TypeAlias = Any  # a tree of int like the gradients: the dim that data splits, from the end; 0: none
@@ -26,12 +28,14 @@ Update: TypeAlias = Any  # `step.step.Update`, which this room does not know
 
 @dataclasses.dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are reduced over data; a reduction's own options are the fields of a subclass."""
+    """How gradients are reduced over data; a reduction's own options stand beside the name."""
 
     name: str = option(
-        SUM, "how gradients are added up over data: sum, int8, topk, one_step_late, or package.module:function",
-        names="function",
-    )  # fmt: skip
+        SUM,
+        f"how gradients are added up over data: {', '.join(NAMES)}, or {FORM}",
+        choices=NAMES,
+        names=WITH_OPTIONS,
+    )
 
 
 def nothing(shapes: Arrays) -> Arrays:

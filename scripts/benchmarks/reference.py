@@ -20,7 +20,7 @@ import meshtrain
 from meshtrain.__main__ import COMMANDS
 from meshtrain.__main__ import main as command
 from meshtrain.cli import flags
-from meshtrain.config import data_sources, reductions, side_rooms, tasks
+from meshtrain.config import data_sources, tasks
 from meshtrain.config.config import Config
 from meshtrain.data.own_source import Data
 from meshtrain.errors import EXIT_CODES, run
@@ -33,10 +33,10 @@ from meshtrain.models.vocabulary.embedding import look_up
 from meshtrain.models.vocabulary.losses import cross_entropy, without_padding
 from meshtrain.observe.trackers import Tracker
 from meshtrain.optim.masks import decays, matrix_dims
-from meshtrain.options import option
+from meshtrain.options import option, with_own
 from meshtrain.pipeline.schedules import Action, Schedule
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.reduction import Reduction, ReductionOptions
+from meshtrain.sharding.reduction import NAMES, Reduction, ReductionOptions
 from meshtrain.sharding.rules import Rule, Rules, default_rules, extend
 
 API: dict[str, tuple[Any, ...]] = {
@@ -67,19 +67,16 @@ def commands_page() -> str:
 
 def fields_page() -> str:
     """Returns a table of all fields, and one of the group that another task, source or reduction has of its own."""
-    sections = ["# Fields of a configuration", _fields_table(flags.schema(Config()))]
+    sections, reduction = ["# Fields of a configuration", _fields_table(flags.schema(Config()))], ReductionOptions()
     for key, group, kinds in (
         ("task", "model", {name: tasks.find(name).options for name in tasks.names()}),
         ("data.source", "data", {name: data_sources.find(name).options for name in data_sources.names()}),
-        (
-            "reduction.name", "reduction",
-            {name: type(reductions.options_of(name)) for name in side_rooms.names(reductions.KEY)},
-        ),
-    ):  # fmt: skip
+        ("reduction.name", "reduction", {name: type(with_own(reduction, "reduction", name)) for name in NAMES}),
+    ):
         for kind in dict.fromkeys(kinds.values()):
-            if not isinstance(getattr(Config(), group), kind):
+            entries = flags.schema(Config(**{group: kind()}))
+            if entries.keys() != flags.schema(Config()).keys():
                 names = " or ".join(name for name, its in kinds.items() if its is kind)
-                entries = flags.schema(Config(**{group: kind()}))
                 shown = {field: entry for field, entry in entries.items() if field.startswith(f"{group}.")}
                 sections += [f"## {key}={names}", _fields_table(shown)]
     return "\n\n".join(sections)

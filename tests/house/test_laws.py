@@ -25,7 +25,6 @@ LONGER_FUNCTIONS = {"meshtrain/assemble.py": 100, "meshtrain/pipeline/executor.p
 # `--help` must answer before JAX is imported; and functions of one's own are in modules that a configuration names.
 LAZY_IMPORTERS = {
     "meshtrain/__main__.py",
-    "meshtrain/config/side_rooms.py",
     "meshtrain/__init__.py",
     "meshtrain/probe/bench_collectives.py",
     "meshtrain/probe/doctor.py",

@@ -7,8 +7,10 @@ import pytest
 from meshtrain import errors
 from meshtrain.__main__ import COMMANDS
 from meshtrain.cli import flags
-from meshtrain.config import data_sources, reductions, side_rooms, tasks
+from meshtrain.config import data_sources, tasks
 from meshtrain.config.config import Config
+from meshtrain.options import with_own
+from meshtrain.sharding.reduction import NAMES, ReductionOptions
 from scripts.benchmarks import reference
 
 
@@ -31,7 +33,7 @@ def test_each_field_is_there_for_each_task_source_and_reduction(pages):
     assert rows[: len(flags.schema(Config()))] == list(flags.schema(Config()))
     kinds = [("model", tasks.find(name).options) for name in tasks.names()]
     kinds += [("data", data_sources.find(name).options) for name in data_sources.names()]
-    kinds += [("reduction", type(reductions.options_of(name))) for name in side_rooms.names("reduction.name")]
+    kinds += [("reduction", type(with_own(ReductionOptions(), "reduction", name))) for name in NAMES]
     for group, kind in kinds:
         assert {f"{group}.{name}" for name in flags.schema(kind())} <= set(rows), kind
 

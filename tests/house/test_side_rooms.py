@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from meshtrain.config.side_rooms import SIDE_ROOMS
+from meshtrain.options import SEAMS
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ["examples", "lab", "probe", "report"]
@@ -19,12 +19,20 @@ import re
 import sys
 # An installation that is edited in place finds the folder that is missing here.
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
-from meshtrain.__main__ import main
+from meshtrain.__main__ import COMMANDS, main
 from meshtrain.config.config import resolve
 from meshtrain.config.former import FORMER, Gone
 from meshtrain.errors import UserError
 
 room, *names = sys.argv[1:]
+for command, (module, _) in COMMANDS.items():
+    if module.startswith(f"meshtrain.{room}."):
+        try:
+            main([command])
+        except UserError as error:
+            assert str(error).startswith(f"command: got '{command}', and meshtrain/{room} is not here; allowed: ")
+        else:
+            raise AssertionError(command)
 run = ["--workdir=run", "--config=small.py", "--config.num_steps=2", "--config.sample_tokens=0"]
 for words in (["explain", *run[1:]], ["train", *run], ["evaluate", *run[:2], "--config.num_eval_batches=1"]):
     assert main(words) == 0, words
@@ -42,9 +50,9 @@ assert not [name for name in sys.modules if name.startswith(f"meshtrain.{room}")
 """
 
 
-@pytest.mark.parametrize("seam, name", [(seam, name) for seam, names in SIDE_ROOMS.items() for name in names])
+@pytest.mark.parametrize("seam, name", [(seam, name) for seam in SEAMS for name in SEAMS[seam].side_rooms])
 def test_a_name_of_a_side_room_stands_for_something(seam, name):
-    module, _, attribute = SIDE_ROOMS[seam][name].partition(":")
+    module, _, attribute = SEAMS[seam].side_rooms[name].partition(":")
     assert hasattr(importlib.import_module(module), attribute)
 
 
@@ -55,8 +63,8 @@ def test_the_core_trains_without_the_folder_of_a_side_room(room, tmp_path):
     (tmp_path / "small.py").write_text("from meshtrain.config import default as get_config\n")
     names = [
         f"{seam}={10 if seam == 'local_steps.period' else name}"
-        for seam, brought in SIDE_ROOMS.items()
-        for name, place in brought.items()
+        for seam, place_of in SEAMS.items()
+        for name, place in place_of.side_rooms.items()
         if place.startswith(f"meshtrain.{room}.")
     ]
     command = [sys.executable, "-c", CORE, room, *names]  # which finds the package in the current folder first

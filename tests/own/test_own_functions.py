@@ -16,6 +16,7 @@ from meshtrain import explain
 from meshtrain.assemble import assemble
 from meshtrain.config import __main__ as fields
 from meshtrain.config import default, effects, resolve
+from meshtrain.config.resume import difference
 from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.models.lora import LoraOptions
@@ -241,7 +242,6 @@ other_default.options = OtherDefault
     ("name", "line"),
     [
         ("no.such:one", "and there is no module 'no' .*, or package.module:function; nearest: (adamw|cosine|none)"),
-        (f"{HERE}:stair", rf"and {HERE} has no 'stair'; .* did you mean 'stairs'\?"),
         (f"{HERE}:no_options", r"whose options are <class 'dict'>; .*; nearest: @dataclass\(frozen=True\)"),
     ],
 )
@@ -249,6 +249,31 @@ def test_a_name_that_names_none_is_one_line(key, name, line):
     """The options of one that is not there are not known: nothing is said about them."""
     [said] = lines_of(f"{key}={name}", f"{key.partition('.')[0]}.mine=3")
     assert re.fullmatch(f"{key}: got '{name}', {line}", said), said
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "fix"),
+    [
+        ("learning_rate.name", f"{HERE}:stair", "did you mean 'stairs'?"),
+        ("optimizer.name", f"{HERE}:stair", "nearest: optimizer.name=adamw"),  # `stairs` takes one argument
+        ("optimizer.name", "docs.guide.own_optimizer:nothing", "nearest: optimizer.name=adamw"),  # it imports `option`
+        ("optimizer.name", "docs.guide.own_optimizer:sign_moment", "did you mean 'sign_momentum'?"),
+    ],
+)
+def test_a_function_that_is_not_there_has_one_near_that_can_be_called_in_its_place(key, name, fix):
+    [said] = lines_of(f"{key}={name}")
+    module, _, function = name.partition(":")
+    assert said.startswith(f"{key}: got '{name}', and {module} has no '{function}'; allowed: ")
+    assert said.endswith(f"; {fix}")
+
+
+def test_a_run_older_than_an_option_of_its_own_function_goes_on():
+    config = dataclasses.asdict(resolved(f"optimizer.name={OPTIMIZER}", f"learning_rate.name={HERE}:stairs"))
+    older = json.loads(json.dumps(config))
+    del older["optimizer"]["nesterov"], older["learning_rate"]["every"]
+    assert difference(older, config) == []
+    config["optimizer"]["nesterov"] = False
+    assert difference(older, config) == ["optimizer.nesterov: was true, now false"]
 
 
 def test_an_option_of_a_name_that_is_there_has_its_default():

@@ -47,7 +47,7 @@ def test_explain_names_it(capsys):
 
 
 @dataclasses.dataclass(frozen=True)
-class Slow(ReductionOptions):
+class Slow:
     """Options of one's own."""
 
     share: float = option(0.5, "of what waits that is sent in a step", minimum=0.0, maximum=1.0)
@@ -98,18 +98,6 @@ def other(options, dtype):
 
 def raises(options, dtype):
     raise RuntimeError("no idea\nand no second line")
-
-
-def no_subclass(options, dtype):
-    raise AssertionError
-
-
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    share: float = option(0.5, "of what waits that is sent in a step")
-
-
-no_subclass.options = Alone
 
 
 def narrow(options, dtype):
