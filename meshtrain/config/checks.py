@@ -19,10 +19,8 @@ from meshtrain.options import Options
 from meshtrain.sharding.axes import CONTEXT, DATA, expert_axes
 from meshtrain.sharding.rules import Rules
 from meshtrain.sharding.stored import MAX_LEVEL, num_parts, tree_problems
-from meshtrain.sharding.trees import Arrays, Masks, NamesTree, select
-from meshtrain.step import loss_scale
-from meshtrain.step.loss_scale import LossScaleOptions
-from meshtrain.step.precision import PrecisionOptions, compute_name, in_fp8
+from meshtrain.sharding.trees import Arrays, NamesTree, select
+from meshtrain.step.precision import compute_name, in_fp8
 
 
 def decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
@@ -48,7 +46,7 @@ def sources(config: Config, allowed: Sequence[str], what: str) -> list[str]:
     Args:
       config: the configuration.
       allowed: the built-in sources that fit the task.
-      what: the examples that the task takes, for the line.
+      what: the examples that the task takes.
     """
     source = config.data.source
     if source in allowed or source not in source_names():
@@ -57,11 +55,6 @@ def sources(config: Config, allowed: Sequence[str], what: str) -> list[str]:
         f"data.source: got {source} with task={config.task}, which takes {what}; allowed: {', '.join(allowed)}, or "
         f"package.module:function; nearest: data.source={allowed[0]}"
     ]
-
-
-def scaling(options: LossScaleOptions, precision: PrecisionOptions) -> list[str]:
-    """Returns one line for each contradiction between the loss's scale and the dtype of its gradients."""
-    return loss_scale.check(options, computes_in_float16=compute_name(precision) == "float16")
 
 
 def vocabulary(options: Options, data: DataOptions) -> list[str]:
@@ -125,14 +118,7 @@ def sequence(
 
 
 def parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line if devices should compute parts of each sequence, and the task's batch has no sequences.
-
-    Args:
-      config: the configuration.
-      task: what is trained.
-      rules: the axes that split the dims of a batch count.
-      mesh_shape: the size of each mesh axis; `context` is larger than 1.
-    """
+    """Returns one line if `context`, larger than 1, should split sequences, and the task's batch has none."""
     split = {name for name, axes in rules.activations.items() if CONTEXT in axes}
     if any(split & set(entry.axes) for entry in entries(task, config.batch_size).values()):
         return []
@@ -154,43 +140,27 @@ def weights(config: Config, mesh_shape: Mapping[str, int], params: Arrays, axes:
       axes: their logical axes.
       rules: the table, with the storage axes of the ZeRO level.
     """
-    mask, problems = trained(config, params)
-    if config.optimizer.moments == moments.EIGHT_BITS and not moments.check_block(config.optimizer.moment_block, ""):
-        chosen, of_chosen = (select(tree, mask)[0] for tree in (params, axes))
-        problems += moments.problems(config.optimizer.moment_block, chosen, of_chosen, rules.parameters, mesh_shape)
+    mask, problems, chosen = None, list[str](), config.optimizer
+    if not trainable.check(chosen.trainable):  # which `optimizers.check` reports
+        try:
+            mask = trainable.trained_mask(chosen.trainable, params, has_adapters=config.lora.rank > 0)
+        except UserError as error:
+            problems = list(error.problems)
+    if chosen.moments == moments.EIGHT_BITS and not moments.check_block(chosen.moment_block, ""):
+        (of_trained, _), (axes_of_trained, _) = select(params, mask), select(axes, mask)
+        problems += moments.problems(chosen.moment_block, of_trained, axes_of_trained, rules.parameters, mesh_shape)
+    sizes = {
+        field.metadata["dim"]: (f"model.{field.name}", getattr(config.model, field.name))
+        for field in dataclasses.fields(config.model)
+        if field.metadata and field.metadata["dim"]
+    }
     return problems + tree_problems(
         params,
         axes,
         rules,
         mesh_shape,
         min(config.zero.effective_level, MAX_LEVEL),
-        options=sizes_of_dims(config.model),
+        options=sizes,
         trained=mask,
         elsewhere=("layers",),
     )
-
-
-def trained(config: Config, params: Arrays) -> tuple[Masks, list[str]]:
-    """Returns which parameters `optimizer.trainable` trains, or None and one line if it matches none of them.
-
-    A pattern that is no regular expression gives None without a line: `optimizers.check` reports it.
-
-    Args:
-      config: the configuration.
-      params: abstract parameters.
-    """
-    if trainable.check(config.optimizer.trainable):
-        return None, []
-    try:
-        return trainable.trained_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0), []
-    except UserError as error:
-        return None, list(error.problems)
-
-
-def sizes_of_dims(options: Options) -> dict[str, tuple[str, int]]:
-    """Returns logical axis -> (key, value) for each of a task's options that is the size of a dim of weights."""
-    return {
-        field.metadata["dim"]: (f"model.{field.name}", getattr(options, field.name))
-        for field in dataclasses.fields(options)
-        if field.metadata and field.metadata["dim"]
-    }

@@ -39,6 +39,8 @@ from meshtrain.sharding import mesh
 from meshtrain.sharding.axes import CONTEXT, PIPELINE
 from meshtrain.sharding.rules import Rules, default_rules
 from meshtrain.sharding.stored import level_problems, num_parts, rules_of_level
+from meshtrain.step import loss_scale
+from meshtrain.step.precision import compute_name
 
 # What a configuration file returns; fields that a mapping lacks have their defaults.
 Given: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
@@ -111,7 +113,8 @@ def resolve(
     found += [line for line in problems(config, "") if not line.startswith(read_elsewhere)]
     schema = flags.schema(start := defaults_of(config))
     # Unknown keys do not count: `mesh.dat` is a part of `mesh.data`, and would drop every line about that.
-    faulty = {key for key in (line.partition(":")[0] for line in found) if _is_known(key, schema)}
+    faulty = {line.partition(":")[0] for line in found}
+    faulty = {key for key in faulty if any(f"{known}.".startswith(f"{key}.") for known in schema)}
     # The checks across fields need legal values: a wrong one is replaced by its default, lines about it are dropped.
     defaults = {key: entry.default for key, entry in schema.items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
@@ -126,7 +129,7 @@ def resolve(
         *optimizers.check(mended.optimizer),
         *learning_rate.check(mended.learning_rate),
         *profiler.check(mended.profile),
-        *checks.scaling(mended.loss_scale, mended.precision),
+        *loss_scale.check(mended.loss_scale, computes_in_float16=compute_name(mended.precision) == "float16"),
     ]
     sizes = dataclasses.asdict(mended.mesh)
     is_open = -1 in sizes.values() and not (found or across or also)  # all problems come at once
@@ -145,24 +148,22 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
 
     Args:
       config: each field within its own bounds; the options of its task may have a field `vocab_size`.
-      reads_data: whether the data files must exist on this machine. If so, lines of `data_sources.check` are not
-        repeated.
+      reads_data: as in `resolve`. If so, lines of `data_sources.check` are not repeated.
     """
-    names = [field.name for field in dataclasses.fields(config.model)]
-    if "vocab_size" not in names or config.model.vocab_size != 0:
+    if getattr(config.model, "vocab_size", None) != 0:
         return config, []
     size, problems = NUM_BYTES + 1, list[str]()
     try:
         size = data_sources.vocabulary_of(config.data)
     except UserError as error:
+        why = error.problems[0].partition("; allowed")[0]
         if not reads_data:
-            why = error.problems[0].partition("; allowed")[0]
-            problems.append(
+            problems = [
                 f"model.vocab_size: got 0, as many tokens as the data have, which are not known here ({why}); "
                 "allowed: a number, or data that are here; nearest: 50257"
-            )
+            ]
         elif not data_sources.check(config.data):
-            problems += error.problems
+            problems = list(error.problems)
     model = dataclasses.replace(config.model, vocab_size=size)
     return dataclasses.replace(config, model=model), problems
 
@@ -319,10 +320,6 @@ def defaults_of(config: Config) -> Config:
     return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
 
 
-def _is_known(key: str, schema: Mapping[str, flags.Entry]) -> bool:
-    return key in schema or any(name.startswith(f"{key}.") for name in schema)
-
-
 def _options_of_data(values: Mapping[str, Value], texts: Mapping[str, str]) -> type[DataOptions]:
     """Returns the class of the options of the source that dotted keys, texts first, name."""
     names = [name for name in (texts.get("data.source"), values.get("data.source")) if isinstance(name, str)]
@@ -333,7 +330,7 @@ def _options_of_data(values: Mapping[str, Value], texts: Mapping[str, str]) -> t
 def _options_of(make_task: MakeTask, name: str, options: type) -> type:
     """Returns the options class of the caller's task function; if it has none, that of the task named `name`."""
     if hasattr(make_task, "options"):
-        tasks.refuse_options(make_task)
+        tasks.refuse_options(tasks.name_of(make_task), make_task)
         return make_task.options
     return options if name == tasks.name_of(make_task) else tasks.find(name).options
 

@@ -9,7 +9,7 @@ from meshtrain.data.corpus import SOURCES
 from meshtrain.data.sources import DataOptions, Source, fraction_problems, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import UserError, unknown
-from meshtrain.options import FORM, Value, function_problems, imported_function, side_names
+from meshtrain.options import FORM, OptionsClass, Value, function_problems, imported_function, side_names
 
 SEAM = "data.source"
 
@@ -34,27 +34,20 @@ def options_of(name: str, given: Iterable[str] = ()) -> type[DataOptions]:
       name: of the source; a function, or a name that nothing has, has the options that all sources have.
       given: the options that a configuration sets.
     """
-    return _with_others(name) if set(given) - _fields(_own_options(name)).keys() else _own_options(name)
-
-
-def _own_options(name: str) -> type[DataOptions]:
-    return find(name).options if name in names() else DataOptions
-
-
-def _fields(kind: type[DataOptions]) -> dict[str, dataclasses.Field[Value]]:
-    return {field.name: field for field in dataclasses.fields(kind)}
+    own: OptionsClass = find(name).options if name in names() else DataOptions
+    return own if set(given) <= {field.name for field in dataclasses.fields(own)} else _with_others(own)
 
 
 @functools.cache
-def _with_others(name: str) -> type[DataOptions]:
-    own, beside = _own_options(name), dict[str, tuple[str, type, Value]]()
+def _with_others(own: OptionsClass) -> type[DataOptions]:
+    held, more = {field.name for field in dataclasses.fields(own)}, dict[str, tuple[str, type, Value]]()
     for other in (find(one).options for one in names()):
         kinds = typing.get_type_hints(other)
-        for field in _fields(other).values():
-            copy = dataclasses.field(default=field.default, metadata=field.metadata)
-            beside[field.name] = (field.name, kinds[field.name], copy)
-    more = [field for key, field in beside.items() if key not in _fields(own)]
-    return dataclasses.make_dataclass(own.__name__, more, bases=(own,), frozen=True) if more else own
+        for field in dataclasses.fields(other):
+            if field.name not in held:
+                copy = dataclasses.field(default=field.default, metadata=field.metadata)
+                more[field.name] = (field.name, kinds[field.name], copy)
+    return dataclasses.make_dataclass(own.__name__, more.values(), bases=(own,), frozen=True)
 
 
 def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:

@@ -15,7 +15,6 @@ from meshtrain.step.precision import PrecisionOptions
 TOKENIZER_FILE = "tokenizer.json"
 LONGEST, BATCH_SIZE = 1024, 8  # of a run before the user has edited it; longest in tokens
 _SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # also where they have their defaults
-_POLICIES = {"bfloat16": "bfloat16"}  # others compute in float32
 _FILE = '''\
 """A {family} of {num_layers} layers, from {directory}.
 
@@ -44,7 +43,7 @@ def of_folder(directory: str | Path, ignore: str = "") -> Config:
     folder = expanded(directory).absolute()
     folder_content = described(folder, ignore)
     has_tokenizer = what_is_at(folder / TOKENIZER_FILE) == "a file"
-    policy = _POLICIES[folder_content.dtype] if folder_content.dtype in _POLICIES else PrecisionOptions.policy
+    policy = "bfloat16" if folder_content.dtype == "bfloat16" else PrecisionOptions.policy  # others: in float32
     return Config(
         model=folder_content.options,
         sequence_length=min(folder_content.max_length or LONGEST, LONGEST),

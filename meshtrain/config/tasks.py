@@ -23,7 +23,7 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Task, named_params
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.options import Imported, options_problem
+from meshtrain.options import Imported
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.trees import Arrays, NamesTree
 from meshtrain.step.precision import compute_dtype, output_dtype
@@ -111,36 +111,29 @@ def names() -> list[str]:
 def find(name: str) -> NamedTask:
     """Returns the task function of a name: a built-in one, or `package.module:function`, which is imported.
 
-    Modules in the current folder are found too: it is searched last.
-
     Raises:
-      UserError: one line: an unknown name, a module that cannot be imported, no such function, or one whose options are
-        missing or are not a frozen dataclass of `option`s.
+      UserError: one line: see `options.imported_function` and `refuse_options`.
     """
     if name == decoder.name:
         return decoder
     function = options.imported_function(SEAM, name, names())
-    _refuse_options(name, function)
+    refuse_options(name, function)
     return typing.cast(NamedTask, function)
 
 
-def _refuse_options(name: str, function: Imported) -> None:
+def refuse_options(name: str, function: Imported) -> None:
+    """Checks the options of a task function.
+
+    Raises:
+      UserError: they are missing, or not a frozen dataclass of `option`s.
+    """
     if not hasattr(function, "options"):
         raise UserError(
             f"task: got '{name}', which has no attribute 'options'; allowed: a frozen dataclass whose fields are "
             f"option(default, text); nearest: {getattr(function, '__name__', 'function')}.options = MyOptions"
         )
-    if line := options_problem("task", name, function.options):
+    if line := options.options_problem(SEAM, name, function.options):
         raise UserError(line)
-
-
-def refuse_options(make_task: MakeTask) -> None:
-    """Checks the options of the caller's task function.
-
-    Raises:
-      UserError: they are not a frozen dataclass of `option`s.
-    """
-    _refuse_options(name_of(make_task), make_task)
 
 
 def name_of(make_task: MakeTask) -> str:

@@ -47,25 +47,12 @@ from meshtrain.step.step import Apart, Reduce, TrainStep, Update, with_sequence_
 _AXES: Callable[..., TrainState] = TrainState  # of arrays' axes in place of arrays, for `jax.vmap`
 
 
-@dataclasses.dataclass(frozen=True)
-class Outer:
-    """How groups are joined.
-
-    Attributes:
-      num_groups: G, the number of groups.
-      transformation: the optimizer of the anchor, from which all groups start again. It gets the anchor less the mean
-        of the groups' weights in place of a gradient.
-    """
-
-    num_groups: int
-    transformation: optax.GradientTransformation
-
-
-def outer_optimizer(options: LocalStepsOptions) -> Outer:
-    """Returns how groups are joined."""
+def outer_optimizer(options: LocalStepsOptions) -> optax.GradientTransformation:
+    """Returns the optimizer of the anchor, from which all groups start again."""
     momentum = options.outer_momentum or None
-    sgd = optax.sgd(options.outer_learning_rate, momentum, nesterov=momentum is not None, accumulator_dtype=jnp.float32)
-    return Outer(options.groups, sgd)
+    return optax.sgd(
+        options.outer_learning_rate, momentum, nesterov=momentum is not None, accumulator_dtype=jnp.float32
+    )
 
 
 def apart(
@@ -94,24 +81,18 @@ def apart(
         )
     fields = {field.name: getattr(replicas, field.name) for field in dataclasses.fields(replicas)}
     groups = Groups(**fields, num_groups=num_groups, placement=placement, axes_of_batch=axes_of_batch)
-    outer = outer_optimizer(config.local_steps)
     return Apart(
         replicas=groups,
-        begun=functools.partial(in_groups, outer=outer, mask=mask),
+        begun=functools.partial(in_groups, options=config.local_steps, mask=mask),
         restarted=functools.partial(restarted, mask=mask),
-        axes_of_fields=functools.partial(axes_in_groups, outer=outer, mask=mask),
+        axes_of_fields=functools.partial(axes_in_groups, options=config.local_steps, mask=mask),
         step=functools.partial(inner_step, mask=mask),
-        join=outer_step(outer.transformation, groups.mean, mask),
+        join=outer_step(outer_optimizer(config.local_steps), groups.mean, mask),
     )
 
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns one line for each reason why groups cannot train apart on a mesh of these sizes.
-
-    Args:
-      config: with a period.
-      mesh_shape: the size of each mesh axis.
-    """
+    """Returns one line for each reason why groups cannot train apart on a mesh of these sizes."""
     options, data, problems = config.local_steps, mesh_shape[DATA], list[str]()
     num_groups, given = options.groups, f"local_steps.period = {options.period}"
     if num_groups == 0 or num_groups % data:
@@ -272,27 +253,23 @@ class Local:
     outer_state: OptState
 
 
-def in_groups(state: TrainState, outer: Outer, mask: Masks = None) -> TrainState:
-    """Returns the state of groups that have not trained yet, from that of one model.
+# Below, `mask` is a tree of bool like the parameters, true for each that is trained; None: all of them.
 
-    Args:
-      state: before the first step.
-      outer: how groups are joined.
-      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
-    """
-    stacked = lambda tree: _stacked(tree, outer.num_groups)  # noqa: E731
+
+def in_groups(state: TrainState, options: LocalStepsOptions, mask: Masks = None) -> TrainState:
+    """Returns the state of groups that have not trained yet, from that of one model before its first step."""
+
+    def stacked(tree: Arrays) -> Arrays:
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (options.groups, *leaf.shape)), tree)
+
     trained, _ = select(state.params, mask)
     return dataclasses.replace(
         state,
         opt_state=stacked(state.opt_state),
         skipped=stacked(state.skipped),
         loss_scale=stacked(state.loss_scale),
-        local=Local(stacked(trained), outer.transformation.init(cast(trained, jnp.float32))),
+        local=Local(stacked(trained), outer_optimizer(options).init(cast(trained, jnp.float32))),
     )
-
-
-def _stacked(tree: Arrays, num_groups: int) -> Arrays:
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_groups, *leaf.shape)), tree)
 
 
 def restarted(state: TrainState, mask: Masks = None) -> TrainState:
@@ -307,7 +284,7 @@ def axes_in_groups(
     abstract: TrainState,
     params: Params,
     axes: NamesTree,
-    outer: Outer,
+    options: LocalStepsOptions,
     mask: Masks,
 ) -> dict[str, list[Names]]:
     """Returns the logical axes of the arrays of each field of a state of groups; see `state.axes_of_fields`.
@@ -317,8 +294,8 @@ def axes_in_groups(
       abstract: the state of groups.
       params: abstract parameters.
       axes: like the parameters, with a tuple of logical axes for each.
-      outer: how groups are joined.
-      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
+      options: of groups.
+      mask: see above.
     """
     (trained, _), (trained_axes, _) = select(params, mask), select(axes, mask)
     of_trained = jax.tree.leaves(trained_axes, is_leaf=is_names)
@@ -331,7 +308,7 @@ def axes_in_groups(
         "loss_scale": [(None,) for _ in jax.tree.leaves(abstract.loss_scale)],
         "local": [
             *((GROUPS, *names) for names in of_trained),
-            *state_axes(outer.transformation, trained, trained_axes),
+            *state_axes(outer_optimizer(options), trained, trained_axes),
         ],
     }
 
@@ -343,7 +320,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
       gradients: (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...]; see `Groups`.
       update: from `step.weight_update`, applied to each group.
       scaling: how the loss is scaled for the backward pass; None: not at all.
-      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
+      mask: see above.
 
     Metrics are those of `step.weight_update` over all groups: loss and the task's own over the whole batch; the means
     of grad_norm and learning_rate; skipped_steps added up; the least loss_scale; and the worst group's for the guard.
@@ -369,12 +346,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
 
 def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
-    """Returns the metrics of a step, scalars, from those of each group, [G].
-
-    Args:
-      metrics: of `step.weight_update`, each [G].
-      sums: of the groups, each [G].
-    """
+    """Returns the metrics of a step, scalars, from those of `step.weight_update` and the sums of each group, [G]."""
     total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums._replace(gradients=None))
     joined = all_logged({**total.metrics, "loss": total.loss}, total.weight)
     joined |= {
@@ -391,9 +363,7 @@ def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
 
 
 def outer_step(
-    transformation: optax.GradientTransformation,
-    mean_of_groups: Reduce,
-    mask: Masks = None,
+    transformation: optax.GradientTransformation, mean_of_groups: Reduce, mask: Masks = None
 ) -> Callable[[TrainState], TrainState]:
     """Returns the step that joins the groups: state -> state. It changes neither moments nor the step number.
 
@@ -402,7 +372,7 @@ def outer_step(
     Args:
       transformation: the outer optimizer.
       mean_of_groups: (a tree of [G, ...], residual) -> (its mean over groups, the next residual); see `Groups.mean`.
-      mask: a tree of bool like the parameters, true for each that is trained; None: all of them.
+      mask: see above.
     """
 
     def step(state: TrainState) -> TrainState:

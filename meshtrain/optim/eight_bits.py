@@ -84,7 +84,7 @@ def encoded(
     """
     top = 6 if is_signed else 7
     blocks = _in_blocks(jnp.abs(x) if is_signed else jnp.sqrt(x), extent)
-    scales = jnp.max(blocks, axis=_inner(x.ndim), keepdims=True)
+    scales = jnp.max(blocks, axis=tuple(range(1, 2 * x.ndim, 2)), keepdims=True)
     tiny = jnp.finfo(jnp.float32).tiny
     levels = _level(jnp.where(scales > tiny, blocks / jnp.maximum(scales, tiny), 0.0), top)
     between = 0.5 if random is None else _in_blocks(random, extent).astype(jnp.float32) * 2.0**-16
@@ -127,7 +127,3 @@ def _share(code: jax.Array, top: int) -> jax.Array:
 def _in_blocks(x: jax.Array, extent: Sequence[int]) -> jax.Array:
     """Returns [.., size, ..] as [.., size / part, part, ..], for every dim."""
     return x.reshape([n for size, part in zip(x.shape, extent, strict=True) for n in (size // part, part)])
-
-
-def _inner(ndim: int) -> tuple[int, ...]:
-    return tuple(range(1, 2 * ndim, 2))

@@ -135,7 +135,11 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
     if options.name == "noam":
         return _noam(factor * options.noam_factor, embed_dim, max(options.warmup_steps, 1))
     starts, shares = zip(*_parts(options, options.decay_steps or num_steps), strict=True)
-    share_of_peak = optax.join_schedules((_warmup(options.warmup_steps), *shares), starts)
+
+    def warmup(count: jax.Array) -> jax.Array:
+        return (count + 1).astype(jnp.float32) / max(options.warmup_steps, 1)
+
+    share_of_peak = optax.join_schedules((warmup, *shares), starts)
 
     def schedule(count: jax.Array | int) -> jax.Array:
         return options.peak * factor * share_of_peak(jnp.asarray(count))
@@ -156,10 +160,6 @@ def _noam(factor: float, embed_dim: int, warmup_steps: int) -> Schedule:
         return factor * embed_dim**-0.5 * jnp.minimum(1 / jnp.sqrt(step), step * warmup_steps**-1.5)
 
     return schedule
-
-
-def _warmup(warmup_steps: int) -> Share:
-    return lambda count: (count + 1).astype(jnp.float32) / max(warmup_steps, 1)
 
 
 def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
@@ -196,9 +196,9 @@ def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
         "inverse_sqrt": [(first, inverse_sqrt)],
         "warmup_stable_decay": [(first, constant), (start_of_decay, linear(start_of_decay))],
     }
-    return (
-        parts[options.name] if options.name in parts else [(first, _own(dataclasses.replace(options, decay_steps=end)))]
-    )
+    if options.name in parts:
+        return parts[options.name]
+    return [(first, _own(dataclasses.replace(options, decay_steps=end)))]
 
 
 def _own(options: LearningRateOptions) -> Share:

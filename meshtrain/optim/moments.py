@@ -69,7 +69,8 @@ def problems(
         names, shape = axes[path], tuple(leaf.shape)
         parts = [num_parts(column[name], mesh_shape) if name in column else 1 for name in names]
         for dim in _between(shape, names, block, parts):
-            smaller = next((size for size in _below(block) if not _between(shape, names, size, parts)), 0)
+            below = (2**power for power in range(12, 4, -1) if 2**power < block)  # the legal blocks, the largest first
+            smaller = next((size for size in below if not _between(shape, names, size, parts)), 0)
             allowed = f"at most {smaller}" if smaller else "none, as the matrix is too small"
             fix = f"optimizer.moment_block={smaller}" if smaller else "optimizer.moments=bfloat16"
             line = (
@@ -87,11 +88,6 @@ def _between(shape: Sequence[int], names: Names, block: int, parts: Sequence[int
     counts = num_blocks(shape, extent) if extent else ()
     dims = enumerate(zip(shape, counts, parts, strict=False))
     return [dim for dim, (size, count, part) in dims if size % part == 0 and count % part]
-
-
-def _below(block: int) -> list[int]:
-    """Returns the legal blocks smaller than one, the largest first."""
-    return [2**power for power in range(12, 4, -1) if SMALLEST_BLOCK <= 2**power < block]
 
 
 def stored(

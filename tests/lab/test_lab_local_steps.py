@@ -248,14 +248,13 @@ THREE = dataclasses.replace(EVERY_TWO, groups=3)
 
 def plain(losses, gradients):
     """The state before and after one inner step of three groups, and its metrics; weights [4] of 1, SGD at rate 1."""
-    outer = outer_optimizer(THREE)
     sgd = optax.sgd(1.0)
 
     def found(params, batch, rng, seeds):
         each = jnp.broadcast_to(batch["gradient"][:, None], params["w"].shape)
         return Sums(batch["loss"], jnp.ones(3), {"extra": jnp.float32([1, 2, 3])}, {"w": each * seeds[:, None]})
 
-    state = in_groups(init_state({"w": jnp.ones(4)}, sgd, jax.random.key(0)), outer)
+    state = in_groups(init_state({"w": jnp.ones(4)}, sgd, jax.random.key(0)), THREE)
     step = inner_step(found, weight_update(sgd, lambda count: 0.1, 1.0, GUARD))
     given = {"loss": jnp.float32(losses), "gradient": jnp.float32(gradients)}
     return state, *jax.jit(step)(state, given)
@@ -285,5 +284,5 @@ def test_a_group_that_is_not_finite_skips_its_step_alone(losses, gradients):
     assert (metrics["skipped_steps"], metrics[guard.IN_A_ROW]) == (1, 1)
     assert metrics[guard.FIRST_NOT_FINITE] == (0 if np.isnan(losses[1]) else 1)
     mean = lambda tree, residual: (jax.tree.map(lambda x: x.mean(0), tree), residual)  # noqa: E731
-    joined = outer_step(outer_optimizer(THREE).transformation, mean)(after)
+    joined = outer_step(outer_optimizer(THREE), mean)(after)
     assert np.all(np.isfinite(joined.params["w"]))
