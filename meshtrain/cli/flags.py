@@ -156,16 +156,15 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
 
 def unknown_arguments(words: Sequence[str], allowed: Sequence[str]) -> list[str]:
     """Returns one line for each unknown flag, or for each word if none of them is a flag."""
-    flags = [word for word in words if word.startswith("-")]
-    return [_unknown_argument(word, allowed) for word in flags or words]
-
-
-def _unknown_argument(word: str, allowed: Sequence[str]) -> str:
-    name = word.partition("=")[0]
-    if name.startswith("--") and "." in name:
-        return f"arguments: got '{word}'; allowed: {', '.join(allowed)}; did you mean '--config.{word[2:]}'?"
-    line = unknown("arguments", name, allowed)
-    return line if "did you mean" in line else f"{line}; nearest: --help"
+    lines = []
+    for word in [word for word in words if word.startswith("-")] or words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and "." in name:
+            line = f"arguments: got '{word}'; allowed: {', '.join(allowed)}; did you mean '--config.{word[2:]}'?"
+        else:
+            line = unknown("arguments", name, allowed)
+        lines.append(line if "did you mean" in line else f"{line}; nearest: --help")
+    return lines
 
 
 def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
@@ -284,7 +283,7 @@ def _number(text: str) -> int | float | None:
 
 def _unknown_keys(given: Mapping[str, Value], entries: Mapping[str, Entry]) -> list[str]:
     # More than there are fields are no misspelt ones, and the closest field of each would take minutes to find.
-    listed = list(given) if len(given) <= len(entries) else list(given)[:MOST_LINES]
+    listed = list(given)[: None if len(given) <= len(entries) else MOST_LINES]
     more = [f"... and {len(given) - len(listed)} more keys like these"] if len(listed) < len(given) else []
     return [_unknown_key(key, given[key], entries) for key in listed] + more
 

@@ -171,13 +171,9 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
 def check(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> list[str]:
-    """Returns one line for each reason why a configuration does not fit a mesh of these sizes.
+    """Returns one line for each reason why a resolved configuration does not fit a mesh of these sizes.
 
-    Args:
-      config: resolved.
-      mesh_shape: the size of each axis.
-      make_task: as in `resolve`.
-      rules: as in `resolve`.
+    For the task function and the rules see `resolve`.
     """
     return _on_mesh(config, mesh_shape, make_task or tasks.find(config.task), rules)
 
@@ -256,11 +252,7 @@ def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
 def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> float:
     """Returns how many units (tokens, images) of a step a device computes.
 
-    Args:
-      config: of the run.
-      task: whose units are split along sequences where an entry of its batch has them.
-      rules: the axes that split the dims of a batch count.
-      mesh_shape: the size of each axis.
+    They are split over the batch's axes, and along sequences where an entry of the task's batch has them.
     """
     has_sequence = any("sequence" in entry.axes for entry in entries(task, config.batch_size).values())
     split = (*rules.activations["batch"], *(rules.activations["sequence"] if has_sequence else ()))
@@ -290,13 +282,15 @@ def built(
     if values is None:
         raise UserError(f"--config: got {type(given).__name__} from get_config(); {right}")
     texts, problems = dict(overrides), list[str]()
-    data = _options_of_data(values, texts)()
+    given_data = [key.removeprefix("data.") for key in (*values, *texts) if key.startswith("data.")]
+    source = _named("data.source", values, texts, DataOptions.source)
+    data = data_sources.options_of(source, given_data)()
     try:
-        named = [text for text in (texts.get("task"), values.get("task")) if isinstance(text, str)] or [Config.task]
+        name = _named("task", values, texts, Config.task)
         if make_task is None:
-            start = Config(task=named[0], model=tasks.find(named[0]).options(), data=data)
+            start = Config(task=name, model=tasks.find(name).options(), data=data)
         else:
-            start = Config(task=tasks.name_of(make_task), model=_options_of(make_task, named[0], options)(), data=data)
+            start = Config(task=tasks.name_of(make_task), model=_options_of(make_task, name, options)(), data=data)
             values["task"] = start.task
             texts.pop("task", None)
     except UserError as error:
@@ -320,11 +314,10 @@ def defaults_of(config: Config) -> Config:
     return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
 
 
-def _options_of_data(values: Mapping[str, Value], texts: Mapping[str, str]) -> type[DataOptions]:
-    """Returns the class of the options of the source that dotted keys, texts first, name."""
-    names = [name for name in (texts.get("data.source"), values.get("data.source")) if isinstance(name, str)]
-    given = [key.removeprefix("data.") for key in (*values, *texts) if key.startswith("data.")]
-    return data_sources.options_of((names or [DataOptions.source])[0], given)
+def _named(key: str, values: Mapping[str, Value], texts: Mapping[str, str], default: str) -> str:
+    """Returns the text that dotted keys, texts first, have for an option; its default where they have none."""
+    given = [among[key] for among in (texts, values) if key in among]
+    return next((name for name in given if isinstance(name, str)), default)
 
 
 def _options_of(make_task: MakeTask, name: str, options: type) -> type:
@@ -403,7 +396,7 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
 
     Args:
       arguments: what `flags.arguments` returns.
-      also: problems found elsewhere, to be reported together with the configuration's.
+      also: see `resolve`.
       reads_data: see `resolve`.
 
     Raises:

@@ -19,12 +19,7 @@ from meshtrain.step.precision import compute_name
 
 
 def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, str]:
-    """Returns dotted key -> why it has no effect, for each field that differs from its default and is not read.
-
-    Args:
-      config: resolved.
-      mesh_shape: the size of each mesh axis.
-    """
+    """Returns dotted key -> why it has no effect, for each field that differs from its default and is not read."""
     values, defaults = (flags.flatten(dataclasses.asdict(one)) for one in (config, defaults_of(config)))
     in_float16 = compute_name(config.precision) == "float16"
     scaling = loss_scale.scaling(config.loss_scale, num_targets=1, computes_in_float16=in_float16)
@@ -37,8 +32,8 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
         "all weights are trained": not (config.lora.rank or config.optimizer.trainable),
     }
     reasons = idle(config, "", known)
-    unread = getattr(tasks.find(config.task), "unread", ()) if is_built_in else ()
-    reasons |= {key: f"task={config.task}" for key in values if any(f"{key}.".startswith(f"{one}.") for one in unread)}
+    unread = tuple(f"{key}." for key in getattr(tasks.find(config.task), "unread", ())) if is_built_in else ()
+    reasons |= {key: f"task={config.task}" for key in values if f"{key}.".startswith(unread)}
     if reduction := reductions.of(config):
         reasons |= dict.fromkeys(reduction.unread, f"reduction.name={reduction.name}")
     if config.zero.keeps_gathered and mesh_shape["fsdp"] > 1:

@@ -148,10 +148,7 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
 
     Args:
       config: resolved.
-      make_task: the caller's task function; None: the one that `config.task` names.
-
-    Raises:
-      UserError: see `find`.
+      make_task: the caller's task function; None: the one that `config.task` names, see `find`.
     """
     return (make_task or find(config.task))(config, Placement.nowhere())
 
@@ -183,12 +180,7 @@ def abstract_weights(
 
 
 def lora_problems(config: Config, make_task: MakeTask) -> list[str]:
-    """Returns one line for each reason why a configuration's adapters fit no weight of its task; it uses no device.
-
-    Args:
-      config: resolved.
-      make_task: the task function.
-    """
+    """Returns one line for each reason why a configuration's adapters fit no weight of its task; it uses no device."""
     if not config.lora.rank:
         return []
     if not (isinstance(make_task, BuiltIn) and make_task.takes_adapters):
