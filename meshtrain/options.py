@@ -195,8 +195,8 @@ def with_own(options: Options, path: str, name: Value) -> Options:
     """
     field = next(one for one in dataclasses.fields(options) if one.name == naming(options))
     key, names = f"{path}.{field.name}", field.metadata["choices"]
-    brought = side_names(key)
-    if not isinstance(name, str) or (name in names and name not in brought) or not (":" in name or brought):
+    is_core = name in names and name not in side_names(key)
+    if not isinstance(name, str) or is_core or not (":" in name or SEAMS[key].side_rooms):
         return options
     function = imported_function(key, name, names, str(field.default))
     own = function.options if hasattr(function, "options") else NoOptions

@@ -35,28 +35,19 @@ class Choice:
     values: Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A key that is an option of what `reduction.name` names; with other names it has no effect, and is dropped.
-
-    Attributes:
-      now: today's key.
-      names: of the reductions that have it.
-    """
-
-    now: str
-    names: tuple[str, ...]
-
-
-_NAME, _PACKED = "reduction.name", ("int8", "topk")
+_NAME = "reduction.name"
+_PACKED = (
+    "int8",
+    "topk",
+)  # whose options are under `reduction.`; with other names these have no effect, and are dropped
 _NUMBERS = "as data.source=numbers, which reads it, is not here"
 # Former key -> today's key, or why it is gone. A row has no effect where the options have a key of that name.
-FORMER: Mapping[str, str | Gone | Choice | Part] = {
+FORMER: Mapping[str, str | Gone | Choice] = {
     "compression.kind": Choice(_NAME, {"none": "sum", "int8": "int8", "topk": "topk"}),
     "local_steps.delay": Choice(_NAME, {"0": "sum", "1": "one_step_late"}),
-    "compression.block": Part("reduction.block", _PACKED),
-    "compression.kept": Part("reduction.kept", _PACKED),
-    "compression.feedback": Part("reduction.feedback", _PACKED),
+    "compression.block": "reduction.block",
+    "compression.kept": "reduction.kept",
+    "compression.feedback": "reduction.feedback",
     "pipeline.table": Gone("", "as pipeline.schedule=package.module:function takes the place of tables in files"),
     # All sources had these; where the one that has them now is there, no row has an effect.
     "data.numbers_below": Gone(1000, _NUMBERS),
@@ -89,10 +80,9 @@ def rename(values: Values, texts: dict[str, str], defaults: Mapping[str, Value])
             line = _refused(key, (typed or given)[0], now, is_text=bool(typed)) if typed or given else ""
         elif isinstance(now, Choice):
             line = _chosen(key, now, given, values, {}) or _chosen(key, now, typed, texts, values)
-        elif isinstance(now, str) or (texts.get(_NAME) or values.get(_NAME)) in now.names:
-            today = now if isinstance(now, str) else now.now
-            unchosen = defaults[today] if today in defaults else None
-            line = _moved(key, today, given, values, unchosen) or _moved(key, today, typed, texts, None)
+        elif not now.startswith("reduction.") or (texts.get(_NAME) or values.get(_NAME)) in _PACKED:
+            unchosen = defaults[now] if now in defaults else None
+            line = _moved(key, now, given, values, unchosen) or _moved(key, now, typed, texts, None)
         if line:
             renamed[key] = line
     return renamed

@@ -24,14 +24,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.config.config import Config
-from meshtrain.options import WITH_OPTIONS, AllBut, option
+from meshtrain.options import WITH_OPTIONS, AllBut, Options, option
 from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionOptions, nothing
 from meshtrain.sharding.trees import Arrays
 
@@ -84,8 +83,8 @@ def topk(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
 
 def check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
     """Returns one line where top-k is to keep more elements than a block has."""
-    options: Any = config.reduction
-    if options.name != "topk" or options.kept <= options.block:
+    options: Options = config.reduction
+    if options.kept <= options.block:
         return []
     return [
         f"reduction.kept: got {options.kept}; allowed: 1 to reduction.block = {options.block}; nearest: {options.block}"

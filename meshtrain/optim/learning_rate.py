@@ -16,6 +16,7 @@ from meshtrain.options import FORM, WITH_OPTIONS, AllBut, called, option, proble
 
 KEY = "learning_rate.name"
 NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "noam", "warmup_stable_decay")
+DECAYING = ("linear", "cosine", "warmup_stable_decay")
 BATCH_SCALINGS = ("none", "linear", "sqrt")
 
 Schedule = Callable[[jax.Array | int], jax.Array]
@@ -34,48 +35,38 @@ class LearningRateOptions:
         names=WITH_OPTIONS,
     )
     peak: float = option(
-        1e-3,
-        "highest learning rate; without effect on noam, see noam_factor",
-        minimum=0.0,
+        1e-3, "highest learning rate; without effect on noam, see noam_factor", minimum=0.0,
         only_for={"name": AllBut("noam")},
-    )
+    )  # fmt: skip
     warmup_steps: int = option(100, "updates of linear warm-up, the last of them at the peak; 0 means none", minimum=0)
     decay_steps: int = option(
-        0,
-        "updates from the run's start to the end of the decay; 0 means num_steps",
-        minimum=0,
-        only_for={"name": ("linear", "cosine", "warmup_stable_decay")},
-    )
+        0, "updates from the run's start to the end of the decay; 0 means num_steps", minimum=0,
+        only_for={"name": DECAYING},
+    )  # fmt: skip
     final_fraction: float = option(
-        0.1,
-        "share of the peak at the end of linear, cosine and warmup_stable_decay",
-        minimum=0.0,
-        only_for={"name": ("linear", "cosine", "warmup_stable_decay")},
-    )
+        0.1, "share of the peak at the end of linear, cosine and warmup_stable_decay", minimum=0.0,
+        only_for={"name": DECAYING},
+    )  # fmt: skip
     stable_fraction: float = option(
-        0.8,
-        "warmup_stable_decay: share of the steps after warm-up at peak",
-        minimum=0.0,
+        0.8, "warmup_stable_decay: share of the steps after warm-up at peak", minimum=0.0,
         only_for={"name": ("warmup_stable_decay",)},
-    )
+    )  # fmt: skip
     noam_factor: float = option(1.0, "factor of noam, which has no peak", minimum=0.0, only_for={"name": ("noam",)})
     batch_scaling: str = option("none", "multiply by batch_size / base_batch_size or its root", choices=BATCH_SCALINGS)
     base_batch_size: int = option(
-        0,
-        "sequences in the batch that the peak was tuned for; 0 means not set",
-        minimum=0,
+        0, "sequences in the batch that the peak was tuned for; 0 means not set", minimum=0,
         only_for={"batch_scaling": ("linear", "sqrt")},
-    )
+    )  # fmt: skip
 
 
 def check(options: LearningRateOptions, path: str = "learning_rate") -> list[str]:
     """Returns one line for each problem that `options.problems` does not check: limits from above and across fields."""
-    lines = []
-    for name in ("final_fraction", "stable_fraction"):
-        value = getattr(options, name)
-        if value > 1:
-            lines.append(f"{path}.{name}: got {value}; allowed: 0 to 1, a share; nearest: 1.0")
-    if options.name in ("linear", "cosine", "warmup_stable_decay") and 0 < options.decay_steps <= options.warmup_steps:
+    lines = [
+        f"{path}.{name}: got {getattr(options, name)}; allowed: 0 to 1, a share; nearest: 1.0"
+        for name in ("final_fraction", "stable_fraction")
+        if getattr(options, name) > 1
+    ]
+    if options.name in DECAYING and 0 < options.decay_steps <= options.warmup_steps:
         lines.append(
             f"{path}.decay_steps: got {options.decay_steps}; allowed: 0 (num_steps), or more than "
             f"{path}.warmup_steps = {options.warmup_steps}; nearest: {options.warmup_steps + 1}"
@@ -131,7 +122,8 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
     lines = problems(options, "learning_rate") + check(options)
     if lines:
         raise UserError(*lines)
-    factor = _batch_factor(options, batch_size)
+    ratio = batch_size / options.base_batch_size if options.batch_scaling != "none" else 1.0
+    factor = math.sqrt(ratio) if options.batch_scaling == "sqrt" else ratio
     if options.name == "noam":
         return _noam(factor * options.noam_factor, embed_dim, max(options.warmup_steps, 1))
     starts, shares = zip(*_parts(options, options.decay_steps or num_steps), strict=True)
@@ -145,13 +137,6 @@ def learning_rate(options: LearningRateOptions, *, num_steps: int, embed_dim: in
         return options.peak * factor * share_of_peak(jnp.asarray(count))
 
     return schedule
-
-
-def _batch_factor(options: LearningRateOptions, batch_size: int) -> float:
-    if options.batch_scaling == "none":
-        return 1.0
-    ratio = batch_size / options.base_batch_size
-    return ratio if options.batch_scaling == "linear" else math.sqrt(ratio)
 
 
 def _noam(factor: float, embed_dim: int, warmup_steps: int) -> Schedule:

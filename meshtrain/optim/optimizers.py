@@ -67,13 +67,9 @@ def _of_matrices(momentum: float, logical_axes: NamesTree) -> optax.GradientTran
         sizes = [math.prod(update.shape[dim] for dim in part) for part in (dims.reduction_axis, dims.output_axis)]
         return update * (MUON_RMS * math.sqrt(max(sizes)))
 
-    def scale_all(updates: Arrays, params: Arrays) -> Arrays:
-        del params
-        return jax.tree.map(scale, updates, dimensions)
-
     return optax.chain(
         scale_by_muon(beta=momentum, mu_dtype=jnp.float32, weight_dimension_numbers=dimensions),
-        optax.stateless(scale_all),
+        optax.stateless(lambda updates, params: jax.tree.map(scale, updates, dimensions)),
     )
 
 
@@ -114,11 +110,9 @@ class OptimizerOptions:
         names=WITH_OPTIONS,
     )
     beta1: float = option(
-        0.9,
-        "decay of the first moment (adamw, adam, lion, muon outside its matrices)",
-        minimum=0.0,
+        0.9, "decay of the first moment (adamw, adam, lion, muon outside its matrices)", minimum=0.0,
         only_for=_readers("beta1"),
-    )
+    )  # fmt: skip
     beta2: float = option(
         0.95,
         "decay of the second moment (adamw, adam, muon outside its matrices) or of lion's momentum (0.99 is usual)",
@@ -126,11 +120,9 @@ class OptimizerOptions:
         only_for=_readers("beta2"),
     )
     epsilon: float = option(
-        1e-8,
-        "added to the root of the second moment (adamw, adam, muon outside its matrices)",
-        minimum=0.0,
+        1e-8, "added to the root of the second moment (adamw, adam, muon outside its matrices)", minimum=0.0,
         only_for=_readers("epsilon"),
-    )
+    )  # fmt: skip
     weight_decay: float = option(
         0.1,
         "decoupled weight decay of matrices and tables, times the learning rate; without effect on adam",
@@ -138,11 +130,9 @@ class OptimizerOptions:
         only_for={"name": WITH_DECAY},
     )
     momentum: float = option(
-        0.95,
-        "decay of the momentum in sgd (0.9 is usual) and of muon's matrices",
-        minimum=0.0,
+        0.95, "decay of the momentum in sgd (0.9 is usual) and of muon's matrices", minimum=0.0,
         only_for=_readers("momentum"),
-    )
+    )  # fmt: skip
     moments: str = option(
         "float32",
         "how moments are stored: float32 (4 bytes each), bfloat16 (2) or 8bit (1, matrices and tables alone)",
@@ -150,10 +140,9 @@ class OptimizerOptions:
         only_for={"name": WITH_MOMENTS},
     )
     moment_block: int = option(
-        256,
-        "elements of a matrix that share a scale, with 8-bit moments; a power of two",
+        256, "elements of a matrix that share a scale, with 8-bit moments; a power of two",
         only_for={"moments": ("8bit",), "name": WITH_MOMENTS},
-    )
+    )  # fmt: skip
     balance_rate: float = option(
         0.001,
         "by which the bias of an expert moves in a step against its load, with model.router=sigmoid",
