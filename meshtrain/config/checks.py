@@ -154,13 +154,7 @@ def weights(config: Config, mesh_shape: Mapping[str, int], params: Arrays, axes:
         for field in dataclasses.fields(config.model)
         if field.metadata and field.metadata["dim"]
     }
+    level = min(config.zero.effective_level, MAX_LEVEL)
     return problems + tree_problems(
-        params,
-        axes,
-        rules,
-        mesh_shape,
-        min(config.zero.effective_level, MAX_LEVEL),
-        options=sizes,
-        trained=mask,
-        elsewhere=("layers",),
+        params, axes, rules, mesh_shape, level, options=sizes, trained=mask, elsewhere=("layers",)
     )

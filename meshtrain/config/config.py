@@ -259,11 +259,7 @@ def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mappin
     return task.num_units / num_parts(split, mesh_shape)
 
 
-def built(
-    given: Given,
-    overrides: Mapping[str, str],
-    make_task: MakeTask | None = None,
-) -> tuple[Config, list[str]]:
+def built(given: Given, overrides: Mapping[str, str], make_task: MakeTask | None = None) -> tuple[Config, list[str]]:
     """Returns a configuration of the right types, and one line for each key or value that was left out.
 
     The task is read first, because the fields of `model` are those of its options, and likewise the reduction.

@@ -47,7 +47,7 @@ def _with_others(own: OptionsClass) -> type[DataOptions]:
             if field.name not in held:
                 copy = dataclasses.field(default=field.default, metadata=field.metadata)
                 more[field.name] = (field.name, kinds[field.name], copy)
-    return dataclasses.make_dataclass(own.__name__, more.values(), bases=(own,), frozen=True)
+    return dataclasses.make_dataclass(own.__name__, more.values(), bases=(own,), frozen=True) if more else own
 
 
 def check(options: DataOptions, *, reads_data: bool = True) -> list[str]:

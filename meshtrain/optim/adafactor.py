@@ -4,6 +4,7 @@
 stacks layers it would mix the layers. Here the logical axes decide which dims are factored and which are stacked.
 """
 
+import functools
 import math
 from typing import NamedTuple, TypeAlias
 
@@ -66,12 +67,8 @@ def scale_by_adafactor(logical_axes: NamesTree) -> optax.GradientTransformation:
         assert params is not None, "Adafactor scales by the parameters: pass them to update"
         decay = 1 - (state.num_updates + 1).astype(jnp.float32) ** -DECAY_EXPONENT
 
-        def direction(
-            g: jax.Array, axes: Names, row: Moment, column: Moment, full: Moment, weight: jax.Array
-        ) -> _Moments:
-            return _direction(g, _Moments(None, row, column, full), weight, axes, decay)
-
-        moments = jax.tree.map(direction, gradients, logical_axes, state.row, state.column, state.full, params)
+        direction = functools.partial(_direction, decay=decay)
+        moments = jax.tree.map(direction, gradients, params, logical_axes, state.row, state.column, state.full)
         num_updates = optax.safe_increment(state.num_updates)
         return _part(moments, 0), FactoredState(num_updates, *(_part(moments, index) for index in (1, 2, 3)))
 
@@ -101,7 +98,9 @@ def _zeros(weight: jax.Array, axes: Names) -> _Moments:
     return _Moments(None, row, column, nothing)
 
 
-def _direction(gradient: jax.Array, old: _Moments, weight: jax.Array, axes: Names, decay: jax.Array) -> _Moments:
+def _direction(
+    gradient: jax.Array, weight: jax.Array, axes: Names, row: Moment, column: Moment, full: Moment, *, decay: jax.Array
+) -> _Moments:
     """Returns one weight's update and new moments.
 
     With g the gradient, R and C the row and column means of the moving average of g^2 + epsilon_1:
@@ -110,7 +109,6 @@ def _direction(gradient: jax.Array, old: _Moments, weight: jax.Array, axes: Name
     """
     square = jnp.square(gradient) + SQUARE_EPSILON
     dims = _factored(weight.shape, axes)
-    row, column, full = old.row, old.column, old.full
     if dims is None:
         full = decay * full + (1 - decay) * square
         update = gradient / jnp.sqrt(full)

@@ -189,14 +189,8 @@ def _parts(options: LearningRateOptions, end: int) -> list[tuple[int, Share]]:
 def _own(options: LearningRateOptions) -> Share:
     """Returns the shares of a user's function, or raises UserError with one line where it gives none."""
     wanted = "allowed: a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
-    share = called(
-        KEY,
-        options.name,
-        NAMES,
-        [options],
-        takes="options",
-        gives=f"; {wanted}; nearest: mend it there",
-    )
+    ending = f"; {wanted}; nearest: mend it there"
+    share = called(KEY, options.name, NAMES, [options], takes="options", gives=ending)
     try:
         got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:  # whatever the user's function raises
