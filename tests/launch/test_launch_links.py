@@ -73,7 +73,7 @@ def test_of_two_sizes_the_nearest_is_taken():
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA H200 141GB HBM3e"])
 def test_names_of_one_accelerator_are_one_platform(kind):
-    links.refuse_other_platform("f", Links("NVIDIA H200", ()), kind)
+    assert links.refuse_other_platform("f", Links("NVIDIA H200", ()), kind) is None, "not refused"
 
 
 @pytest.mark.parametrize("measured_on, planned", [("cpu", "NVIDIA H200"), ("cpu", "TPU v4"), ("NVIDIA H200", "cpu")])

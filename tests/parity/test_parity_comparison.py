@@ -23,7 +23,7 @@ def is_zero(right, path):
     return "embedding/positions" in right.gradients and comparison.is_zero_gradient(path)
 
 
-def compare(got, right):
+def check_same(got, right):
     assert_same(got, right, zero_gradients="embedding/positions" in right.gradients)
 
 
@@ -40,7 +40,7 @@ TAMPERING = {"doubled": lambda leaf: 2 * leaf, "zero": np.zeros_like, "swapped":
 
 
 def test_a_run_is_the_same_as_itself(right):
-    compare(right, right)
+    check_same(right, right)
 
 
 @pytest.mark.parametrize("how", TAMPERING)
@@ -50,7 +50,7 @@ def test_a_wrong_gradient_of_any_single_leaf_is_noticed(right, how):
     for path in paths:
         wrong = with_leaf(right.gradients, path, TAMPERING[how](right.gradients[path]))
         with pytest.raises(AssertionError, match=rf"^gradient: {path}"):
-            compare(dataclasses.replace(right, gradients=wrong), right)
+            check_same(dataclasses.replace(right, gradients=wrong), right)
 
 
 def test_a_wrong_gradient_of_any_single_layer_is_noticed(right):
@@ -61,7 +61,7 @@ def test_a_wrong_gradient_of_any_single_layer_is_noticed(right):
             wrong = leaf.copy()
             wrong[layer] *= 1 + 4 * GRADIENT_BOUND
             with pytest.raises(AssertionError, match=rf"^gradient: {path}\[{layer}\]: differs by [^\n]*$"):
-                compare(dataclasses.replace(right, gradients=with_leaf(right.gradients, path, wrong)), right)
+                check_same(dataclasses.replace(right, gradients=with_leaf(right.gradients, path, wrong)), right)
 
 
 @IN_GPT
@@ -75,9 +75,9 @@ def test_a_gradient_that_is_not_zero_where_it_has_to_be_is_noticed(reference):
         got = dataclasses.replace(right, gradients=with_leaf(right.gradients, path, wrong))
         if is_noticed:
             with pytest.raises(AssertionError, match=r"^gradient: layers/attention/key_bias\[3\]"):
-                compare(got, right)
+                check_same(got, right)
         else:
-            compare(got, right)
+            check_same(got, right)
 
 
 def test_a_wrong_change_of_any_single_leaf_is_noticed(right):
@@ -85,7 +85,7 @@ def test_a_wrong_change_of_any_single_leaf_is_noticed(right):
         change = right.final[path] - right.initial[path]
         for wrong in (right.final[path] + 0.01 * change, right.initial[path]):
             with pytest.raises(AssertionError, match=rf"^change: {path}"):
-                compare(dataclasses.replace(right, final=with_leaf(right.final, path, wrong)), right)
+                check_same(dataclasses.replace(right, final=with_leaf(right.final, path, wrong)), right)
 
 
 def test_one_bit_of_an_initial_weight_is_noticed(right):
@@ -93,7 +93,7 @@ def test_one_bit_of_an_initial_weight_is_noticed(right):
         wrong = leaf.copy()
         wrong.flat[-1] = np.nextafter(wrong.flat[-1], np.float32(1e9))
         with pytest.raises(AssertionError, match=rf"initial weights: {path}: not the same bits"):
-            compare(dataclasses.replace(right, initial=with_leaf(right.initial, path, wrong)), right)
+            check_same(dataclasses.replace(right, initial=with_leaf(right.initial, path, wrong)), right)
 
 
 @IN_LLAMA
@@ -105,7 +105,7 @@ def test_a_wrong_loss_or_norm_of_any_step_is_noticed(reference, name, step, fact
     wrong = getattr(right, name).copy()
     wrong[step] *= factor
     with pytest.raises(AssertionError, match=rf"^{name}: step {step + 1}: "):
-        compare(dataclasses.replace(right, **{name: wrong}), right)
+        check_same(dataclasses.replace(right, **{name: wrong}), right)
 
 
 @IN_LLAMA
@@ -115,13 +115,13 @@ def test_what_is_missing_is_noticed(reference):
     for name in ("gradients", "initial", "final"):
         fewer = {key: leaf for key, leaf in getattr(right, name).items() if key != path}
         with pytest.raises(AssertionError, match=path):
-            compare(dataclasses.replace(right, **{name: fewer}), right)
+            check_same(dataclasses.replace(right, **{name: fewer}), right)
     with pytest.raises(AssertionError, match="losses: 3 steps, expected 4"):
-        compare(dataclasses.replace(right, losses=right.losses[:3]), right)
+        check_same(dataclasses.replace(right, losses=right.losses[:3]), right)
 
 
 def test_nothing_that_is_no_number_passes(right):
     for path, leaf in right.gradients.items():
         wrong = with_leaf(right.gradients, path, np.full_like(leaf, np.nan))
         with pytest.raises(AssertionError, match=rf"gradient: {path}"):
-            compare(dataclasses.replace(right, gradients=wrong), right)
+            check_same(dataclasses.replace(right, gradients=wrong), right)

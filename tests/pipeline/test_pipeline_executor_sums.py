@@ -206,7 +206,7 @@ def test_a_break_is_noticed(broken, monkeypatch):
         assert_right(found, expected)
 
 
-def evaluated(num_chunks):
+def check_evaluation(num_chunks):
     num_layers = 2 * NUM_STAGES * num_chunks
     compute = functools.partial(forward.evaluate, stages_of(num_layers), num_chunks, mesh(), specs_of(num_chunks))
     run = jax.jit(compute)
@@ -217,13 +217,13 @@ def evaluated(num_chunks):
 
 
 def test_evaluation_adds_sums_of_layers():
-    evaluated(2)
+    check_evaluation(2)
 
 
 def test_evaluation_that_counts_idle_rows_is_noticed(monkeypatch):
     monkeypatch.setattr(ring, "add_if", idle_ones_too)
     with pytest.raises(AssertionError):
-        evaluated(1)
+        check_evaluation(1)
 
 
 def make_task(config, placement):
