@@ -14,7 +14,7 @@ from meshtrain.launch.links import Link, Links, to_json
 from meshtrain.models.lora import LoraOptions
 from meshtrain.observe import charts
 from meshtrain.plan import __main__ as program
-from meshtrain.plan import html_page, text_report
+from meshtrain.plan import findings, html_page, text_report
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.findings import Finding
 from meshtrain.plan.hlo import collectives
@@ -149,6 +149,15 @@ def test_idle_rows_are_reported_apart(plan, small):
     assert f"idle rows send {idle / sent:.1%} of tensor" in shown
     assert text_report.to_json(made)["wire_bytes_idle_rows"] == made.idle_bytes
     assert "idle rows send" not in text_report.text(plan("cpu:8", small({"data": 8})))
+
+
+def test_what_is_sent_is_compared_with_idle_rows_and_the_executors_formula(plan, small, monkeypatch):
+    made, bounds = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})), {}
+    monkeypatch.setattr(findings, "_traffic", lambda axis, bound, rows: [bounds.update({axis: bound})])
+    findings.findings(made)
+    assert bounds["data"] == made.minimum["data"]
+    assert bounds["tensor"] == made.minimum["tensor"] + made.idle_bytes["tensor"]
+    assert bounds["pipeline"] == made.executor_bytes > made.minimum["pipeline"]
 
 
 def test_a_mesh_that_does_not_fit_the_cluster_is_one_line(small):

@@ -78,9 +78,10 @@ def test_grouped_starts_count_their_results_and_pairs_count_once():
     assert (hidden.logical_bytes, hidden.count) == ((64 + 16) * 2, 1)
     assert hidden.is_asynchronous
     assert hidden.is_overlapped
-    (bare,) = found(*arguments, product, start, done)
-    assert bare.is_asynchronous
-    assert not bare.is_overlapped
+    for lines in ((product, start, done), (start, done, product)):
+        (bare,) = found(*arguments, *lines)
+        assert bare.is_asynchronous
+        assert not bare.is_overlapped
 
 
 def test_a_start_that_says_is_sync_is_not_asynchronous():
