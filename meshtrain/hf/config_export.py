@@ -7,7 +7,7 @@ from meshtrain.errors import UserError
 from meshtrain.files import Json, JsonObject
 from meshtrain.hf.config_json import CONFIG_FILE, differences, in_no_table, of_json
 from meshtrain.hf.families import FAMILIES
-from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOWED, turns
+from meshtrain.hf.positions import FULL, GEMMA3, LOCAL_BASE, WINDOW_KEYS, WINDOWED, turns
 from meshtrain.models.transformer.decoder import DecoderOptions
 
 # What Gemma alone has; in other families these options have their defaults.
@@ -114,23 +114,21 @@ def _experts(options: DecoderOptions, family: str) -> JsonObject:
     stated: JsonObject = {"output_router_logits": False, "router_aux_loss_coef": options.balance_weight}
     if family == "mixtral":
         return stated | {"router_jitter_noise": 0.0}
-    return stated | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    stated |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    return stated | {"sliding_window": None, "use_sliding_window": False}
 
 
 def _window(options: DecoderOptions, family: str) -> JsonObject:
-    if family == "llama":
-        return {}
+    """Returns the keys of windows that the family has."""
     window = options.window or None
-    if family in ("mistral", "mixtral"):
-        return {"sliding_window": window}
-    if family == "qwen3_moe":
-        return {"sliding_window": None, "use_sliding_window": False}
-    return {
+    stated = {
         "sliding_window": window,
         "use_sliding_window": bool(window),
         "max_window_layers": 0 if window else options.num_layers,
         "layer_types": [WINDOWED if window else FULL] * options.num_layers,
     }
+    own = WINDOW_KEYS[family] if family in WINDOW_KEYS else ()
+    return {key: value for key, value in stated.items() if key in own}
 
 
 def _both_ropes(original: Mapping[str, Json], stated: Mapping[str, Json]) -> JsonObject:

@@ -17,7 +17,7 @@ _LLAMA3_KEYS = {
     "high_freq_factor": "rope_high",
     "original_max_position_embeddings": "rope_original_length",
 }
-_WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
+WINDOW_KEYS: Mapping[str, tuple[str, ...]] = {
     "mistral": ("sliding_window",),
     "mixtral": ("sliding_window",),
     "qwen2": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
@@ -37,7 +37,7 @@ KEYS |= {"window": "sliding_window", "rope_local_base": LOCAL_BASE}
 
 def keys(kind: str) -> set[str]:
     """Returns the keys that `rotary` and `windows` read, of a family."""
-    result = {"layer_types", *(_WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ())}
+    result = {"layer_types", *(WINDOW_KEYS[kind] if kind in WINDOW_KEYS else ())}
     result |= {"rope_theta", "rope_scaling", "rope_parameters"} if FAMILIES[kind].is_rotary else set()
     return result | ({LOCAL_BASE} if kind == GEMMA3 else set())
 
@@ -122,7 +122,7 @@ def windows(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """
     if kind in _TURNS:
         return _in_turns(given, kind)
-    own = _WINDOW_KEYS[kind] if kind in _WINDOW_KEYS else ()
+    own = WINDOW_KEYS[kind] if kind in WINDOW_KEYS else ()
     fields, problems = _alike(given, kind) if own else ({}, [])
     types = None if "layer_types" in own else given.get("layer_types")
     # Of families whose layers are alike, transformers reads `sliding_window` alone.
@@ -140,9 +140,7 @@ def turns(num_layers: int, every: int) -> list[str]:
 def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     """Returns `window` and `global_every`, the length of a turn: by `layer_types`, otherwise by a pattern's length."""
     num_layers, window, types = (given.get(key) for key in ("num_hidden_layers", "sliding_window", "layer_types"))
-    patterns = {
-        key: given[key] for key in _WINDOW_KEYS[kind] if key.endswith("_pattern") and given.get(key) is not None
-    }
+    patterns = {key: given[key] for key in WINDOW_KEYS[kind] if key.endswith("_pattern") and given.get(key) is not None}
     key, every = next(iter(patterns.items()), ("", _TURNS[kind]))
     if types is not None:
         every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else 0
@@ -154,7 +152,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
         return {}, [refusal("layer_types", types, f"{num_layers} layers, of which every nth is {FULL}")]
     if every == 1:
         return {}, []
-    size = given.get("sliding_window_size") if "sliding_window_size" in _WINDOW_KEYS[kind] else None
+    size = given.get("sliding_window_size") if "sliding_window_size" in WINDOW_KEYS[kind] else None
     if size is not None and size != window:
         return {}, [refusal("sliding_window_size", size, f"{window}, as sliding_window says")]
     fields, problems = {"global_every": every}, list[str]()
@@ -168,7 +166,7 @@ def _alike(given: Mapping[str, Json], kind: str) -> tuple[Values, list[str]]:
     if "sliding_window" not in given and "sliding_window" in absent:
         window = absent["sliding_window"]
     fields, problems, layers = dict[str, Value](), list[str](), {WINDOWED}
-    if "use_sliding_window" in _WINDOW_KEYS[kind]:
+    if "use_sliding_window" in WINDOW_KEYS[kind]:
         is_used, types = given.get("use_sliding_window"), given.get("layer_types")
         if is_used not in (None, False, True):
             problems.append(refusal("use_sliding_window", is_used, "true, false"))
