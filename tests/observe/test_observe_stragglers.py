@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from meshtrain.observe.stragglers import Judgement, Times, lost_seconds
+from meshtrain.observe.process_times import Judgement, Times, lost_seconds
 
 EVEN = Times(step_seconds=1.0, data_seconds=0.25, host_seconds=0.125, device_wait_seconds=0.0, probe_seconds=0.002)
 
