@@ -287,7 +287,7 @@ def axes_in_groups(
     options: LocalStepsOptions,
     mask: Masks,
 ) -> dict[str, list[Names]]:
-    """Returns the logical axes of the arrays of each field of a state of groups; see `state.axes_of_fields`.
+    """Returns the logical axes of the arrays of each field of a state of groups; see `shardings.axes_of_fields`.
 
     Args:
       of_fields: those of the state of one model.

@@ -38,7 +38,7 @@ class Apart:
       replicas: how each group adds up its gradients, [groups, ...].
       begun: the state of one model before its first step -> that of all groups.
       restarted: a state -> the same with the weights `params` in every group.
-      axes_of_fields: (`state.axes_of_fields` of one model, the abstract state of groups, abstract parameters, their
+      axes_of_fields: (`shardings.axes_of_fields` of one model, the abstract state of groups, abstract parameters, their
         logical axes) -> the logical axes of the arrays of each field.
       step: (gradients, update, scaling) as `train_step` takes them -> the step of all groups.
       join: a state -> the state after the groups have exchanged weights; a program of its own.
