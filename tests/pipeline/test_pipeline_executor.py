@@ -4,7 +4,6 @@ M: microbatches, b: sequences in one, T: tokens a sequence, D: embed dim, V: voc
 """
 
 import functools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.stored import Stored
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity.comparison import SCALAR_BOUND, assert_gradients
+from tests.pipeline.test_pipeline_program import late_table
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY = 4, 2, 3, 4, 12
 
@@ -148,24 +148,6 @@ def schedule_of(name, num_stages=2, num_microbatches=NUM_MICROBATCHES, num_chunk
     return build(name, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
-def late_table():
-    """One-kind rows drawn at random: activations and cotangents wait, microbatches overtake one another."""
-    stages, rows, draw, done = 3, [], random.Random(1), {}
-    while len(done) < 2 * stages * NUM_MICROBATCHES:
-        kind, row = draw.choice("FB"), [None] * stages
-        for stage in range(stages):
-            for m in draw.sample(range(NUM_MICROBATCHES), NUM_MICROBATCHES):
-                before = stage == 0 or ("F", stage - 1, m) in done
-                if kind == "B":
-                    before = ("F", stage, m) in done and (stage == stages - 1 or ("B", stage + 1, m) in done)
-                if before and (kind, stage, m) not in done and draw.random() < 0.5:
-                    row[stage] = Action(kind, m)
-                    break
-        done |= dict.fromkeys((kind, stage, action.microbatch) for stage, action in enumerate(row) if action)
-        rows.append(tuple(row))
-    return Schedule("late", stages, NUM_MICROBATCHES, 1, tuple(rows))
-
-
 def waiting_table():
     """The first stage idles between its backward rows, and no head comes in between: what has left it has to wait."""
     one = lambda kind, m, stage: tuple(Action(kind, m) if s == stage else None for s in range(3))  # noqa: E731
@@ -181,7 +163,7 @@ def waiting_table():
         schedule_of("1f1b", 4),
         schedule_of("1f1b", 4, 2),
         schedule_of("interleaved_1f1b", 2, 4, 3),
-        late_table(),
+        late_table(NUM_MICROBATCHES),
         waiting_table(),
     ],
     ids=["gpipe", "1f1b", "fewer microbatches than stages", "interleaved", "random table", "waiting"],
