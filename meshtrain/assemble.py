@@ -172,7 +172,8 @@ def _on_mesh(
     config: Config, task: Task, program: Program | None, placement: Placement, rules: Rules, mesh: Mesh
 ) -> Assembly:
     """Returns the state of a task, its shardings and its functions, all abstract."""
-    batch, num_chunks = entries(task, config.batch_size), program.schedule.num_chunks if program else 1
+    batch = entries(task, config.batch_size)
+    num_chunks = program.schedule.num_chunks if program else 1
     params, axes = abstract_params(task, num_chunks, mesh.size)
     num_parameters = task.num_parameters or sum(leaf.size for leaf in jax.tree.leaves(params))
     task = dataclasses.replace(task, num_parameters=num_parameters)
@@ -187,9 +188,11 @@ def _on_mesh(
     abstract = jax.eval_shape(lambda: init(jax.random.key_data(jax.random.key(0))))
     of_fields = axes_of_fields(abstract, transformation, params, axes, replicas.trained)
     of_fields = apart.axes_of_fields(of_fields, abstract, params, axes) if apart else of_fields
-    names, level = axes_of_leaves(abstract, of_fields), config.zero.effective_level
-    state, kept = placed_states(abstract, names, rules, mesh, level, moments_on_host=config.offload.moments)
-    state_shardings, replicated = shardings(state), NamedSharding(mesh, PartitionSpec())
+    names = axes_of_leaves(abstract, of_fields)
+    level, moments_on_host = config.zero.effective_level, config.offload.moments
+    state, kept = placed_states(abstract, names, rules, mesh, level, moments_on_host=moments_on_host)
+    state_shardings = shardings(state)
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     abstract_batch = placed_batch(batch, rules, mesh)
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, mesh, batch_axes(batch))

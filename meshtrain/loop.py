@@ -170,8 +170,11 @@ class Log:
         self, when: Timetable, throughput: Throughput, clock: StepClock, actions: Actions, observers: Observers
     ) -> None:
         """Stores the arguments."""
-        self.when, self.throughput, self.clock = when, throughput, clock
-        self.actions, self.observers = actions, observers
+        self.when = when
+        self.throughput = throughput
+        self.clock = clock
+        self.actions = actions
+        self.observers = observers
         self.latest: dict[str, float | None] = {}
 
     def completed(self, done: CompletedStep, state: TrainState) -> None:
