@@ -189,12 +189,10 @@ def _on_mesh(
     of_fields = axes_of_fields(abstract, transformation, params, axes, replicas.trained)
     of_fields = apart.axes_of_fields(of_fields, abstract, params, axes) if apart else of_fields
     names = axes_of_leaves(abstract, of_fields)
-    level, moments_on_host = config.zero.effective_level, config.offload.moments
-    state, kept = placed_states(abstract, names, rules, mesh, level, moments_on_host=moments_on_host)
+    state, kept = placed_states(abstract, names, rules, mesh, replicas.level, moments_on_host=config.offload.moments)
     state_shardings = shardings(state)
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    abstract_batch = placed_batch(batch, rules, mesh)
     gradients, evaluate, logits = _computations(config, task, program, placement, replicas, mesh, batch_axes(batch))
     after_update = after_update_of(task, num_chunks)
     update = _update(config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update)
@@ -216,7 +214,7 @@ def _on_mesh(
         program=program,
         state=state,
         kept_state=kept,
-        batch=abstract_batch,
+        batch=placed_batch(batch, rules, mesh),
         names=names,
         layer_bytes=bytes_of_layer,
         reduces_chunks=by_chunk,
