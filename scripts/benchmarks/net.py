@@ -255,7 +255,7 @@ def _compare_errors(older: Path, newer: Path) -> int:
 def _cases(folder: Path) -> dict[str, list[str]]:
     """Returns name of a broken input -> the lines that it is refused with."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
-    parts = [part.splitlines() for text in texts for part in text.removeprefix("# ").split("\n# ")]
+    parts = [part.splitlines() for text in texts for part in text.removeprefix("# ").split("\n# ") if part]
     return {name: lines for name, *lines in parts}
 
 

@@ -39,7 +39,8 @@ def case_of(command, text):
         desk(folder)
         return words_of(command, text)
 
-    return refused.Case(f"{command} {text}", prepare, command=command, unprivileged=True)
+    name = f"{command} {text}".encode("ascii", "backslashreplace").decode()
+    return refused.Case(name, prepare, command=command, unprivileged=True)
 
 
 def lines_of(command, text, folder, monkeypatch):
