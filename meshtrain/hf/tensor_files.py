@@ -104,6 +104,8 @@ def _index(folder: Path, problems: Problems) -> dict[str, str]:
     """Returns name -> file of the index; '' where the entry is a problem."""
     path = folder / INDEX_FILE
     try:
+        if (what := what_is_at(path)) != "a file":
+            raise TypeError(f"got {what}")
         given = json.loads(path.read_text(encoding="utf-8"))
         listed = given["weight_map"]
         if not isinstance(listed, dict) or not listed:
