@@ -20,6 +20,7 @@ from meshtrain.checkpoint.checkpoint import CHECKPOINTS, Checkpoints
 from meshtrain.checkpoint.other_runs import restore_params
 from meshtrain.checkpoint.retention import RATINGS, CheckpointOptions, kept, read_ratings, saved_steps
 from meshtrain.errors import SaveFailed, UserError
+from tests.messages.test_messages_files import CONTENTS
 
 
 def state(value):
@@ -96,11 +97,16 @@ def test_a_damaged_save_is_named_set_aside_and_the_one_before_is_used(saved, dam
         np.testing.assert_array_equal(checkpoints.restore(3, wanted())["params"]["w"], state(30)["params"]["w"])
 
 
-def nest(path):
-    path.write_bytes(b"[" * 200_000)
+@pytest.mark.parametrize("what", CONTENTS)
+def test_a_manifest_that_is_broken_in_any_way_is_damage(what, tmp_path):
+    (tmp_path / "data").write_bytes(b"weights")
+    assert integrity.seal(tmp_path, 0, 1, lambda: False)
+    manifest = tmp_path / integrity.MANIFEST
+    manifest.write_bytes(CONTENTS[what](manifest.read_bytes()))
+    assert integrity.damage(tmp_path) == ([] if what == "as it is" else [f"{manifest.name}: its bytes have changed"])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, remove, nest])
+@pytest.mark.parametrize("damage", [flip, remove])
 def test_so_is_one_whose_manifest_is_damaged(saved, damage):
     damage(saved / "3" / integrity.MANIFEST)
     with Checkpoints(saved, None) as checkpoints:

@@ -80,7 +80,7 @@ def test_a_header_of_a_hundred_thousand_names_is_read_in_seconds(tmp_path):
     assert (len(found), lines) == (100_000, [])
 
 
-@pytest.mark.parametrize("content", [b"", b"\x08\0\0", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
+@pytest.mark.parametrize("content", [b"\x08\0\0", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
 def test_a_length_that_the_file_does_not_have_is_refused(content, tmp_path):
     (tmp_path / tensor_files.ONE_FILE).write_bytes(content)
     [line] = tensor_files.tensors(tmp_path)[1]
@@ -171,14 +171,6 @@ def test_files_that_belong_to_another_model_are_compared_by_name_shape_and_dtype
     ):
         assert sum(part in line for line in lines) == 1, (part, lines)
     assert len(lines) == 4, lines
-
-
-def test_a_truncated_file_is_refused(tmp_path):
-    copied = shutil.copytree(FIXTURES / "llama", tmp_path / "copy")
-    raw = (copied / tensor_files.ONE_FILE).read_bytes()
-    (copied / tensor_files.ONE_FILE).write_bytes(raw[:-4])
-    [line] = lines_of(copied)
-    assert "not safetensors (" in line
 
 
 def test_pickles_are_not_opened(tmp_path):

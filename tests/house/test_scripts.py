@@ -4,6 +4,7 @@ import ast
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ case "$*" in
 esac
 """
 PROGRAMS = "bash cat cut dirname env find flock grep mkdir cp rm sha256sum sort tail timeout"
+PYTHON_3_12 = PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12")
 LINT = '#!/bin/bash\necho "lint-imports" >>"$FAKE_LOG"\n'
 
 
@@ -132,7 +134,7 @@ def test_an_older_python_gets_one_line(machine, version):
 
 
 def test_an_older_python_beside_a_newer_one_names_it(machine):
-    machine.program("python3.12", PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12"))
+    machine.program("python3.12", PYTHON_3_12)
     code, said, _ = machine.run("train", FAKE_VERSION="3.9")
     assert code == 2
     assert "PYTHON=python3.12 " in said
@@ -150,7 +152,7 @@ def test_no_python_and_no_venv_module_get_one_line_each(machine):
 
 
 def test_another_python_has_a_folder_of_its_own_and_runs_no_linters(machine):
-    machine.program("python3.12", PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12"))
+    machine.program("python3.12", PYTHON_3_12)
     code, _, calls = machine.run("test", PYTHON="python3.12")
     assert code == 0
     assert calls == [
@@ -162,48 +164,45 @@ def test_another_python_has_a_folder_of_its_own_and_runs_no_linters(machine):
     assert f"venv {machine.root}/.venv" in machine.run("test", "x", PYTHON="python3.11")[2]
 
 
-def test_the_compilers_of_accelerators_that_are_not_there_come_with_plan_alone(machine):
-    assert "plan" not in machine.run("test", "x")[2][1]
-    code, said, calls = machine.run("test", "--plan", "-x")
-    assert code == 0
-    assert calls == [
-        f"venv {machine.root}/.venv-plan",
-        f"pip {machine.root}[dev,plan-gpu,plan-tpu]",
-        "run -m pytest -n 2 --dist loadgroup -m gpu_compiler and not slow -x",
-    ]
-    assert said.count("\n") == 1
+PYTEST = "-m pytest -n 2 --dist loadgroup"
+PLANS = [
+    (f"--cluster={[*clusters.GPUS][-1]}:8", "plan-gpu"),
+    (f"--cluster={[*clusters.TPUS][-1]}:2x2", "plan-tpu"),
+    ("--config=a.py --cluster H100:8x8", "plan-gpu"),
+    ("--cluster=h100:8 --cluster=cpu:8", ""),
+    ("--cluster=h10:8", ""),
+    ("--help", ""),
+]
+# Script, its words, the folder of its environment, the extras that come into it, and what it runs.
+STARTS = [
+    ("test", "x", ".venv", "dev", "-m pytest x"),
+    ("test", "--plan -x", ".venv-plan", "dev,plan-gpu,plan-tpu", f"{PYTEST} -m gpu_compiler and not slow -x"),
+    ("test", "--eval -x", ".venv-eval", "dev,eval", "-m pytest -m harness tests/run/test_run_harness.py -x"),
+    ("test", "--browser -x", ".venv", "dev,browser", "-m pytest -m browser tests/browser -x"),
+    ("test", "--faults step", ".venv", "dev", "-m tests.faults step"),
+    ("report", "runs/3d '--html=a b.html'", ".venv", "report", "-m meshtrain report runs/3d --html=a b.html"),
+    *(("plan", words, ".venv-plan" if extra else ".venv", extra, f"-m meshtrain plan {words}")
+      for words, extra in PLANS),
+    *(("bench", f"{name} '--only=a b'", f".venv{folder}", extra, f"-m scripts.benchmarks.{name} --only=a b")
+      for name, folder, extra in [("step", "", ""), ("memory", "", ""), ("plan", "-plan", "plan-gpu"),
+                                  ("hf_transformers", "-transformers", "transformers")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "words", "folder", "extras", "program"), STARTS)
+def test_each_script_runs_in_the_environment_that_it_names(machine, script, words, folder, extras, program):
+    code, said, calls = machine.run(script, *shlex.split(words))
+    assert (code, said.count("\n")) == (0, 1)
+    installed = f"pip {machine.root}[{extras}]" if extras else f"pip {machine.root}"
+    assert calls == [f"venv {machine.root}/{folder}", installed, f"run {program}"]
+
+
+def test_the_compilers_of_accelerators_that_are_not_there_have_a_folder_of_their_own(machine):
+    machine.run("test", "--plan")
     assert machine.run("plan", "--cluster=h100:8x8")[2] == ["run -m meshtrain plan --cluster=h100:8x8"]
-    assert machine.run("plan", "--cluster=cpu:8")[2] == ["run -m meshtrain plan --cluster=cpu:8"], "in .venv"
-    machine.program("python3.12", PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12"))
+    assert f"venv {machine.root}/.venv" in machine.run("plan", "--cluster=cpu:8")[2]
+    machine.program("python3.12", PYTHON_3_12)
     assert machine.run("test", "--plan", PYTHON="python3.12")[2][0] == f"venv {machine.root}/.venv-plan-3.12"
-
-
-@pytest.mark.parametrize(
-    ("words", "extras"),
-    [
-        ([f"--cluster={[*clusters.GPUS][-1]}:8"], "[plan-gpu]"),
-        ([f"--cluster={[*clusters.TPUS][-1]}:2x2"], "[plan-tpu]"),
-        (["--config=a.py", "--cluster", "H100:8x8"], "[plan-gpu]"),
-        (["--cluster=h100:8", "--cluster=cpu:8"], ""),
-        (["--cluster=h10:8"], ""),
-        (["--help"], ""),
-    ],
-)
-def test_a_plan_installs_the_compiler_of_its_cluster_and_no_other(machine, words, extras):
-    environment = ".venv-plan" if extras else ".venv"
-    assert machine.run("plan", *words)[2] == [
-        f"venv {machine.root}/{environment}",
-        f"pip {machine.root}{extras}",
-        f"run -m meshtrain plan {' '.join(words)}",
-    ]
-
-
-def test_a_report_installs_what_draws_its_curves(machine):
-    assert machine.run("report", "runs/3d", "--html=a b.html")[2] == [
-        f"venv {machine.root}/.venv",
-        f"pip {machine.root}[report]",
-        "run -m meshtrain report runs/3d --html=a b.html",
-    ]
 
 
 def test_a_second_compiler_joins_the_first(machine):
@@ -262,34 +261,6 @@ def test_what_depends_on_jax_is_there(machine):
         assert not function or f"def {function}(" in (ROOT / path).read_text(), name
 
 
-def test_the_harness_is_installed_apart_from_everything_else(machine):
-    code, _, calls = machine.run("test", "--eval", "-x")
-    assert code == 0
-    assert calls == [
-        f"venv {machine.root}/.venv-eval",
-        f"pip {machine.root}[dev,eval]",
-        "run -m pytest -m harness tests/run/test_run_harness.py -x",
-    ]
-    assert machine.run("test", "x")[2][0] == f"venv {machine.root}/.venv"
-
-
-@pytest.mark.parametrize(
-    ("name", "environment", "extras"),
-    [
-        ("step", ".venv", ""),
-        ("memory", ".venv", ""),
-        ("plan", ".venv-plan", "[plan-gpu]"),
-        ("hf_transformers", ".venv-transformers", "[transformers]"),
-    ],
-)
-def test_a_benchmark_runs_in_the_environment_that_it_names(machine, name, environment, extras):
-    assert machine.run("bench", name, "--only=a b")[2] == [
-        f"venv {machine.root}/{environment}",
-        f"pip {machine.root}{extras}",
-        f"run -m scripts.benchmarks.{name} --only=a b",
-    ]
-
-
 @pytest.mark.parametrize("words", [[], ["bench_step"], ["plain_decoder"]])
 def test_a_benchmark_that_is_not_there_is_one_line_with_those_that_are(machine, words):
     code, said, calls = machine.run("bench", *words)
@@ -313,20 +284,6 @@ def test_scripts_are_few():
     assert len([path for path in (ROOT / "scripts").iterdir() if path.is_file()]) <= 14
 
 
-def test_faults_are_planted_in_the_environment_of_the_tests(machine):
-    assert machine.run("test", "--faults", "step")[2][1:] == [f"pip {machine.root}[dev]", "run -m tests.faults step"]
-
-
-def test_the_pages_are_tested_in_a_browser_by_one_worker(machine):
-    code, _, calls = machine.run("test", "--browser", "-x")
-    assert code == 0
-    assert calls == [
-        f"venv {machine.root}/.venv",
-        f"pip {machine.root}[dev,browser]",
-        "run -m pytest -m browser tests/browser -x",
-    ]
-
-
 # Logs its calls; `install` makes the two programs, unless there are none for this machine.
 APT_GET = """#!/bin/bash
 echo "apt-get $1" >>"$FAKE_LOG"
@@ -337,30 +294,26 @@ exit 0
 SUDO = '#!/bin/bash\necho sudo >>"$FAKE_LOG"\nshift\nexec "$@"\n'
 
 
+ASKED = ["apt-get update", "apt-get install"]
+NEEDS_ROOT = (2, [], "takes root, or sudo without a password")
+WITH_SUDO = (0, ["sudo", "sudo", "apt-get update", "sudo", "apt-get install"], "")
+
+
 @pytest.mark.parametrize(
     ("user", "programs", "environment", "ends"),
     [
-        (0, {"chromium": "", "chromedriver": ""}, {}, (0, [], "")),
-        (0, {"apt-get": APT_GET}, {}, (0, ["apt-get update", "apt-get install"], "")),
-        (
-            7,
-            {"apt-get": APT_GET, "sudo": SUDO, "true": ""},
-            {},
-            (0, ["sudo", "sudo", "apt-get update", "sudo", "apt-get install"], ""),
+        pytest.param(0, {"chromium": "", "chromedriver": ""}, {}, (0, [], ""), id="there"),
+        pytest.param(0, {"apt-get": APT_GET}, {}, (0, ASKED, ""), id="root"),
+        pytest.param(7, {"apt-get": APT_GET, "sudo": SUDO, "true": ""}, {}, WITH_SUDO, id="sudo"),
+        pytest.param(0, {}, {}, (2, [], "no apt-get on this machine"), id="no apt-get"),
+        pytest.param(7, {"apt-get": APT_GET}, {}, NEEDS_ROOT, id="no sudo"),
+        pytest.param(7, {"apt-get": APT_GET, "sudo": "#!/bin/bash\nexit 1"}, {}, NEEDS_ROOT, id="password"),
+        pytest.param(
+            0, {"apt-get": APT_GET}, {"FAKE_FAILS": "update"}, (2, ASKED[:1], "apt-get update failed"), id="network"
         ),
-        (0, {}, {}, (2, [], "no apt-get on this machine")),
-        (7, {"apt-get": APT_GET}, {}, (2, [], "takes root, or sudo without a password")),
-        (7, {"apt-get": APT_GET, "sudo": "#!/bin/bash\nexit 1"}, {}, (2, [], "takes root, or sudo without a password")),
-        (0, {"apt-get": APT_GET}, {"FAKE_FAILS": "update"}, (2, ["apt-get update"], "apt-get update failed")),
-        (
-            0,
-            {"apt-get": APT_GET},
-            {"FAKE_FAILS": "install"},
-            (2, ["apt-get update", "apt-get install"], "apt-get install"),
-        ),
-        (0, {"apt-get": APT_GET}, {"FAKE_EMPTY": "1"}, (2, ["apt-get update", "apt-get install"], "are not there")),
+        pytest.param(0, {"apt-get": APT_GET}, {"FAKE_FAILS": "install"}, (2, ASKED, "apt-get install"), id="space"),
+        pytest.param(0, {"apt-get": APT_GET}, {"FAKE_EMPTY": "1"}, (2, ASKED, "are not there"), id="no programs"),
     ],
-    ids=["there", "root", "sudo", "no apt-get", "no sudo", "password", "no network", "no space", "no programs"],
 )
 def test_the_browser_is_installed_or_a_line_says_why_not(machine, user, programs, environment, ends):
     for name, text in ({"id": f"#!/bin/bash\necho {user}"} | programs).items():

@@ -11,7 +11,7 @@ import pathlib
 import signal
 import stat
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -69,7 +69,7 @@ def assert_refused(case: Case, folder: pathlib.Path, monkeypatch: pytest.MonkeyP
     return lines
 
 
-def outcome(command: str, words: list[str]) -> tuple[int | str | None, list[str]]:
+def outcome(command: str, words: Sequence[str]) -> tuple[int | str | None, list[str]]:
     """Runs a command in this process; returns its exit code and the lines on standard error.
 
     Raises:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.messages import test_messages_configurations, test_messages_data
+from tests.messages import test_messages_configurations, test_messages_data, test_messages_files
 from tests.messages.refused import (
     DAC_OVERRIDE,
     DAC_READ_SEARCH,
@@ -26,7 +26,6 @@ COMMANDS = {
     "verify": lambda path: [path],
     "generate": lambda path: [f"--workdir={path}"],
     "evaluate": lambda path: [f"--workdir={path}"],
-    "config": lambda path: [f"--config={path}"],
     "explain": lambda path: [f"--config={path}"],
     "plan": lambda path: ["--config=small.py", "--cluster=cpu:8", f"--calibrate={path}"],
     "prepare": lambda path: [f"--path={path}", "--output=out.bin"],
@@ -52,7 +51,8 @@ def place_cases():
 
 
 CASES = [*place_cases()]
-EVERY = {case.name: case for case in (*test_messages_configurations.CASES, *test_messages_data.CASES, *CASES)}
+MODULES = (test_messages_configurations, test_messages_data, test_messages_files)
+EVERY = {case.name: case for case in (*CASES, *(case for module in MODULES for case in module.CASES))}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -70,7 +70,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mesh.data=many", "file: exits", "data.path: pipe", "no permission: words.txt"])
+@pytest.mark.parametrize("name", ["mesh.data=many", "file: exits", "data.path: pipe", "words.txt: forbidden"])
 def test_a_process_says_the_same(name, tmp_path, monkeypatch):
     """Exit code, lines and time as the system sees them."""
     case = EVERY[name]
