@@ -28,11 +28,6 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
 def test_example_is_short():
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 

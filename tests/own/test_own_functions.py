@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import re
 from typing import NamedTuple
 
@@ -29,14 +28,8 @@ from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity import runs
 
-ROOT = pathlib.Path(__file__).parents[2]
 OPTIMIZER = "docs.guide.own_optimizer:sign_momentum"
 HERE = __name__
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def resolved(*words, **given):

@@ -1,7 +1,6 @@
 """A reduction over data of one's own: the example of the docs trains, and what is wrong with others is one line."""
 
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +16,9 @@ from meshtrain.sharding.reduction import Reduction, ReductionOptions
 from meshtrain.sharding.stored import ZeroOptions
 from tests.parity import runs
 
-ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = "docs.guide.own_reduction:ring"
 HERE = "tests.own.test_own_reduction"
 SMALL = dataclasses.replace(runs.CONFIG, model=dataclasses.replace(runs.LLAMA, num_layers=2))
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize(("level", "mesh"), [(0, {"data": 4}), (1, {"data": 2, "fsdp": 2}), (0, {})], ids=str)

@@ -1,7 +1,6 @@
 """A pipeline schedule of one's own: the example of the docs trains, and what is wrong with others is one line."""
 
 import dataclasses
-import pathlib
 import re
 
 import jax
@@ -16,14 +15,8 @@ from meshtrain.pipeline import __main__ as chart
 from meshtrain.pipeline.schedules import PipelineOptions
 from tests.parity import runs
 
-ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = "docs.guide.own_schedule:in_groups"
 GIVEN = []  # what `given` returns
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def test_it_trains_with_the_losses_of_a_built_in_one():

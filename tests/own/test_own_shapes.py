@@ -4,7 +4,6 @@ import json
 import pathlib
 
 import numpy as np
-import pytest
 
 from meshtrain.main import main
 
@@ -12,11 +11,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "guide" / "own_images.py"
 MOST_LINES = 105
 CHANGES = ("observe.progress=no", "observe.tensorboard=no", "log_every=1")
-
-
-@pytest.fixture(autouse=True)
-def from_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def rows(folder, *changes):

@@ -19,13 +19,9 @@ from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state
 from meshtrain.step.step import train_step, weight_update
-from tests.step.conftest import CONFIG, assembled, batch_of
+from tests.step.conftest import CONFIG, assembled, batch_of, same
 
 ADAM = optax.adam(0.5)
-
-
-def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def trained(config, num_steps, broken=(), **axes):

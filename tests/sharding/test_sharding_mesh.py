@@ -13,6 +13,7 @@ from meshtrain.errors import UserError
 from meshtrain.sharding import mesh as mesh_module
 from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions, check, describe, make_mesh, mesh_shape, num_needed
+from tests.sharding.conftest import shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +42,6 @@ def tpus(side, num_slices=1):
             host = s * side * side // 4 + (x // 2) * (side // 2) + y // 2
             found.append(FakeDevice(len(found), host, s, "tpu", "TPU v5e", (x, y, 0)))
     return found
-
-
-def shape_of(**axes):
-    return dict.fromkeys(AXES, 1) | axes
 
 
 def ordered(devices, **sizes):

@@ -3,13 +3,9 @@
 import jax
 import pytest
 
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.mesh_picture import MAX_DEVICES_SHOWN, mesh_figure, mesh_text
-
-
-def shape_of(**axes):
-    return dict.fromkeys(AXES, 1) | axes
+from tests.sharding.conftest import shape_of
 
 
 def test_a_mesh_in_letters():

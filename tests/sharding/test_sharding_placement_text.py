@@ -3,17 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement_text import rows, table
 from meshtrain.sharding.rules import LayoutOptions, default_rules
 from meshtrain.sharding.stored import stored_tree
+from tests.sharding.conftest import shape_of
 
 RULES = default_rules(LayoutOptions())
-
-
-def shape_of(**axes):
-    return dict.fromkeys(AXES, 1) | axes
 
 
 def placed(tree, names, mesh):

@@ -3,28 +3,19 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
 from meshtrain.sharding.stored import activation_sharding, array_problems, is_names, spec, stored, stored_tree
+from tests.sharding.conftest import array, shape_of
 
 RULES = default_rules(LayoutOptions())
 
 
-def sizes(**axes):
-    return dict.fromkeys(AXES, 1) | axes
-
-
 def mesh_of(**axes):
-    return make_mesh(sizes(**axes), jax.devices())
-
-
-def array(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+    return make_mesh(shape_of(**axes), jax.devices())
 
 
 class Moments(NamedTuple):
@@ -47,7 +38,7 @@ class Moments(NamedTuple):
 )  # fmt: skip
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_data_splits_the_first_dim_that_divides_of_what_the_level_says(shape, names, mesh, by_rules, over_data, level):
-    specs = stored(shape, names, RULES, sizes(**mesh), level)
+    specs = stored(shape, names, RULES, shape_of(**mesh), level)
     by_rules, over_data = PartitionSpec(*by_rules), PartitionSpec(*over_data)
     expected = tuple(over_data if level >= first else by_rules for first in (3, 2, 1))
     assert (specs.parameter, specs.gradient, specs.moment) == expected
@@ -57,7 +48,7 @@ def test_data_splits_the_first_dim_that_divides_of_what_the_level_says(shape, na
 def test_a_rule_that_splits_a_weight_over_data_leaves_nothing_to_the_level():
     rules = extend(RULES, Rule("mlp", ("data",)))
     for level in range(4):
-        specs = stored((64, 32), ("embed", "mlp"), rules, sizes(data=8), level)
+        specs = stored((64, 32), ("embed", "mlp"), rules, shape_of(data=8), level)
         assert specs.parameter == specs.gradient == specs.moment == PartitionSpec(None, "data")
         assert specs.data_dim == 0
 
@@ -66,7 +57,7 @@ def test_a_tree_keeps_its_structure():
     params = {"up": array(4, 8, 16), "scale": array(8)}
     names = {"up": ("layers", "embed", "mlp"), "scale": ("norm",)}
     tree = (Moments(params, array()), [params])
-    specs = stored_tree(tree, (Moments(names, ()), [names]), RULES, sizes(fsdp=2, tensor=4), 0)
+    specs = stored_tree(tree, (Moments(names, ()), [names]), RULES, shape_of(fsdp=2, tensor=4), 0)
     assert jax.tree.structure(specs) == jax.tree.structure(tree)
     assert specs[0].first["up"].parameter == PartitionSpec(None, "fsdp", "tensor")
     assert specs[1][0]["scale"].parameter == specs[0].count.parameter == PartitionSpec()

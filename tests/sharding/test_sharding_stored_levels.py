@@ -13,21 +13,17 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.rules import LayoutOptions, default_rules
 from meshtrain.sharding.stored import Stored, ZeroOptions, level_problems, stored
+from tests.sharding.conftest import shape_of
 
 MODEL = DecoderOptions(
     num_layers=4, embed_dim=64, mlp_dim=128, num_heads=8, num_kv_heads=8, vocab_size=128, vocab_multiple=128
 )
 CONFIG = Config(batch_size=16, sequence_length=16, model=MODEL, optimizer=OptimizerOptions(name="adam", clip_norm=0.0))
 RULES = default_rules(LayoutOptions())
-
-
-def sizes(**axes):
-    return dict.fromkeys(AXES, 1) | axes
 
 
 def test_contradictions_are_named():
@@ -62,7 +58,7 @@ def moments(opt_state):
 def test_bytes_on_each_of_eight_replicas(level, words):
     """Float32 parameters and Adam's two moments, P of each: 12 P at level 0, 4 P + 8 P / n at level 1."""
     config = dataclasses.replace(CONFIG, zero=ZeroOptions(level=level))
-    assembly = assemble(config, sizes(data=8), jax.devices())
+    assembly = assemble(config, shape_of(data=8), jax.devices())
     state, num_parameters = assembly.state, assembly.task.num_parameters
     expected = words * num_parameters
     assert bytes_on_one_device((state.params, moments(state.opt_state))) == expected
@@ -78,7 +74,7 @@ def test_bytes_on_each_of_eight_replicas(level, words):
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_gradients_are_reduced_over_data_and_get_their_sharding(level, shape):
-    mesh = make_mesh(sizes(**shape), jax.devices())
+    mesh = make_mesh(shape_of(**shape), jax.devices())
     weight = stored((16, 8), ("embed", "mlp"), RULES, mesh.shape, level)
     replicas = Replicas(mesh, weight, level)
     x = jax.random.normal(jax.random.key(0), (32, 16))
@@ -97,7 +93,7 @@ def test_gradients_are_reduced_over_data_and_get_their_sharding(level, shape):
 
 
 def test_gradients_may_cross_in_bfloat16_and_come_out_in_float32():
-    mesh = make_mesh(sizes(data=2), jax.devices()[:2])
+    mesh = make_mesh(shape_of(data=2), jax.devices()[:2])
     replicas = Replicas(mesh, Stored.alike(PartitionSpec(), 1), wire_dtype=jnp.bfloat16)
     found = np.array([[1 + 2**-9, 3.0], [2.0, 2**-12]], np.float32)
 

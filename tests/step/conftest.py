@@ -58,6 +58,11 @@ def batch_of(step: int, broken: bool, large: bool) -> dict[str, np.ndarray]:
     }
 
 
+def same(a: Any, b: Any) -> None:
+    """Asserts that two trees of arrays are equal bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
 @functools.cache
 def assembled(config: Config, axes: tuple[tuple[str, int], ...], exact_bits: bool) -> Assembly:
     """The functions of a run; of an exact one its own, because JAX keeps what it has compiled for a function."""

@@ -14,6 +14,7 @@ from meshtrain.step import guard
 from meshtrain.step.guard import NUM_NORMS, GuardOptions
 from meshtrain.step.state import init_state, num_updates
 from meshtrain.step.step import train_step, weight_update
+from tests.step.conftest import same
 
 MESHES = [
     {},
@@ -22,10 +23,6 @@ MESHES = [
     {"data": 2, "tensor": 2, "pipeline": 2},
 ]
 RATE, ADAM, GUARD = 0.5, optax.adam(0.5), GuardOptions()
-
-
-def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def start():

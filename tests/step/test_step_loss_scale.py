@@ -16,16 +16,13 @@ from meshtrain.step.loss_scale import LossScale, LossScaleOptions, Scaling
 from meshtrain.step.precision import PrecisionOptions
 from meshtrain.step.state import init_state
 from meshtrain.step.step import train_step, weight_update
+from tests.step.conftest import same
 
 MESHES = [{}, {"data": 2, "tensor": 2, "pipeline": 2}]
 # One program for all tests in float16 that can share it: compiling is what they cost.
 FLOAT16_RULE = LossScaleOptions(initial=2.0**14, growth_steps=3, hysteresis=1)
 GOOD, OVERFLOW, BROKEN = (1.0, 1.0), (1.0, math.inf), (math.nan, math.nan)
 RULE = LossScaleOptions(initial=8.0, growth_steps=3, hysteresis=2)
-
-
-def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def name(mesh):
