@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         action = next((one for one in self._actions if named and named[1] in one.option_strings), None)
         fix = "--help"
         if action is not None and action.nargs != 0:
-            example = 1 if action.type else action.metavar or action.dest.upper()
+            example = [*(action.choices or ()), 1 if action.type else action.metavar or action.dest.upper()][0]
             fix = f"{action.option_strings[-1]}={action.default or example}"
         text = f"{named[1]}: {named[2]}" if named else f"arguments: {message}"
         raise UserError(text if "allowed: " in text else f"{text}; allowed: {', '.join(words)}; nearest: {fix}")

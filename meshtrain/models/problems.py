@@ -1,5 +1,6 @@
 """Checks of the options of decoder and encoder-decoder against each other and the mesh: got, allowed, nearest fix."""
 
+import math
 from collections.abc import Mapping
 
 from meshtrain.errors import nearest_divisor, nearest_multiple
@@ -45,9 +46,10 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
     """Returns one line for each contradiction of the options that both transformers share; see `of_decoder`."""
     problems, heads = [], options.num_heads
     if not options.head_dim and options.embed_dim % heads:
+        step = {"learned": heads, "sinusoidal": math.lcm(heads, 2), "rotary": 2 * heads}[options.positions]
         problems.append(
             f"model.embed_dim: got {options.embed_dim}; allowed: a multiple of model.num_heads = {heads}, or a "
-            f"model.head_dim of its own; nearest: {nearest_multiple(options.embed_dim, heads)}"
+            f"model.head_dim of its own; nearest: {nearest_multiple(options.embed_dim, step)}"
         )
     elif options.positions == "rotary" and options.width_of_head % 2:
         width = options.width_of_head
