@@ -40,7 +40,7 @@ TABLE = {
         ("learning_rate.final_fraction=2", "learning_rate.final_fraction", "allowed: 0 to 1, a share; nearest: 1.0"),
         ("model.num_heads=6 model.embed_dim=192",
          "model.num_kv_heads", "allowed: a divisor of model.num_heads = 6; nearest: 3"),
-        ("model.embed_dim=130", "model.embed_dim", "nearest: 132"),
+        ("model.embed_dim=130", "model.embed_dim", "nearest: 128"),
         ("model.num_heads=128 model.num_kv_heads=4",
          "model.head_dim", "allowed: an even number with rotary positions; nearest: 2"),
         ("model.positions=learned model.max_positions=64", "sequence_length", "nearest: 64"),
