@@ -4,12 +4,14 @@ Suppresses what Orbax prints on the terminal besides raising it: needless warnin
 
 `CheckpointManager.wait_until_finished` raises the error of a failed save, and we print one line for it. Before that,
 each of Orbax's threads logs the error with a stack. Writes still in flight then find their event loop closed:
-TensorStore prints a traceback for each, and asyncio one for each task whose result is never retrieved.
+TensorStore prints a traceback for each, and asyncio one for each task whose result is never retrieved. Python warns of
+each write that had not begun by then.
 """
 
 import functools
 import logging
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -61,6 +63,7 @@ def silence() -> None:
     """Suppresses these lines from now on; everything else is printed as before."""
     logging.getLogger("absl").addFilter(_is_worth_a_line)
     logging.getLogger("asyncio").addFilter(_is_task_of_others)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
     report = sys.unraisablehook
 
     def report_others(unraisable: "sys.UnraisableHookArgs") -> None:
