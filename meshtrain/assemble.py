@@ -32,13 +32,12 @@ from meshtrain.pipeline import executor, forward
 from meshtrain.pipeline.program import Program, executable
 from meshtrain.pipeline.schedules import chosen
 from meshtrain.sharding import offload
-from meshtrain.sharding.axes import DATA, partitioned_axes
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.placement_text import Row, rows
 from meshtrain.sharding.reduction import SUM
-from meshtrain.sharding.rules import Rules, default_rules
+from meshtrain.sharding.rules import DATA, Rules, default_rules, partitioned_axes
 from meshtrain.sharding.stored import (
     MAX_LEVEL,
     Names,

@@ -21,10 +21,10 @@ from meshtrain.launch import distributed
 from meshtrain.models.task import token_batch
 from meshtrain.options import naming, own_values
 from meshtrain.pipeline.stages import layers_of_stage
-from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.mesh import describe, mesh_shape, num_needed
 from meshtrain.sharding.mesh_picture import mesh_figure, mesh_text
 from meshtrain.sharding.placement_text import table
+from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.trees import select
 from meshtrain.step.device_memory import Held, held
 

@@ -16,8 +16,7 @@ from meshtrain.models import problems, remat
 from meshtrain.models.task import Task, entries
 from meshtrain.optim import moments, trainable
 from meshtrain.options import Options
-from meshtrain.sharding.axes import CONTEXT, DATA, expert_axes
-from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.rules import CONTEXT, DATA, Rules, expert_axes
 from meshtrain.sharding.stored import MAX_LEVEL, num_parts, tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, select
 from meshtrain.step.precision import compute_name, in_fp8

@@ -36,8 +36,7 @@ from meshtrain.optim import learning_rate, optimizers
 from meshtrain.options import Options, Value, Values, naming, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.sharding import mesh
-from meshtrain.sharding.axes import CONTEXT, PIPELINE
-from meshtrain.sharding.rules import Rules, default_rules
+from meshtrain.sharding.rules import CONTEXT, PIPELINE, Rules, default_rules
 from meshtrain.sharding.stored import level_problems, num_parts, rules_of_level
 from meshtrain.step import loss_scale
 from meshtrain.step.precision import compute_name

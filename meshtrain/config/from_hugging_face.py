@@ -9,7 +9,7 @@ from meshtrain.data.sources import DataOptions
 from meshtrain.files import expanded, what_is_at
 from meshtrain.hf.config_json import described
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from meshtrain.config.fields import Config
 from meshtrain.errors import UserError
 from meshtrain.options import Imported, called, imported_function, side_names
-from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.reduction import KEY as KEY
 from meshtrain.sharding.reduction import MAX_LEVEL, NAMES, SUM, Reduction
+from meshtrain.sharding.rules import DATA
 from meshtrain.step.precision import reduce_dtype
 
 PERIOD = "local_steps.period"

@@ -11,7 +11,7 @@ from meshtrain.config.effects import without_effect
 from meshtrain.errors import UserError
 from meshtrain.files import Json, read_json
 from meshtrain.options import Value, Values
-from meshtrain.sharding.axes import AXES, DATA
+from meshtrain.sharding.rules import AXES, DATA
 
 # What may change when a run is started again, and why. The longest name counts: `model.attention` before `model`.
 FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {

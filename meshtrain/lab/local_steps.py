@@ -32,9 +32,9 @@ from meshtrain.errors import UserError, nearest_multiple
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import Batch, Params, Sums
 from meshtrain.optim.states import state_axes
-from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.gradients import Compute, Replicas
 from meshtrain.sharding.placement import Placement, on_shards
+from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.stored import Names, is_names
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merged, select
 from meshtrain.step import guard, loss_scale

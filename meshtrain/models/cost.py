@@ -25,8 +25,8 @@ from meshtrain.models.attention.select import exchange
 from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.remat import SUMS_AGAIN, RematOptions
 from meshtrain.models.vocabulary import head
-from meshtrain.sharding.axes import EXPERT, PIPELINE, TENSOR
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import EXPERT, PIPELINE, TENSOR
 
 REDUCTIONS_A_LAYER, LOOKUP_AND_HEAD = 4, 2
 GATHERS_AGAIN = ("selective", "dots")  # policies that compute the norms again, but not the sum after attention

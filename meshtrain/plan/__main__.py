@@ -28,8 +28,8 @@ from meshtrain.plan.target import clusters
 from meshtrain.plan.target.compile_thread import waiting_for
 from meshtrain.plan.timing import streams
 from meshtrain.plan.timing.streams import Assumptions
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import mesh_shape
+from meshtrain.sharding.rules import AXES
 
 ENDINGS = {"json": (), "html": (".html", ".htm"), "chart": (".png", ".svg")}
 

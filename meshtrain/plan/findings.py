@@ -19,8 +19,8 @@ from meshtrain.plan.planner import Plan
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import Compiled
 from meshtrain.plan.timing.streams import Assumptions, bandwidth
-from meshtrain.sharding.axes import CONTEXT, DATA, EXPERT, PIPELINE
 from meshtrain.sharding.reduction import SUM, Reduction
+from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE
 
 FAR_ABOVE_MINIMUM = 1.2
 MATTERS_BYTES = 100e6  # traffic below this costs no noticeable time

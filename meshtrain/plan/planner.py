@@ -26,8 +26,8 @@ from meshtrain.plan.hlo.flops import Work, matmul_flops
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import Compiled, compile_step, outer_program_of, program_of
 from meshtrain.plan.timing.streams import Assumptions, Timing, timing
-from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.mesh import mesh_shape
+from meshtrain.sharding.rules import DATA
 from meshtrain.step.precision import product_name
 
 

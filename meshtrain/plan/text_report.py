@@ -12,8 +12,8 @@ from meshtrain.plan.findings import findings
 from meshtrain.plan.hlo import collectives
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.timing.streams import Timing, link_lines
-from meshtrain.sharding.axes import CONTEXT, DATA, PIPELINE, TENSOR
 from meshtrain.sharding.mesh import describe
+from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, TENSOR
 
 VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to say"}
 UNKNOWN = "not known"

@@ -7,8 +7,8 @@ from meshtrain.cli import flags
 from meshtrain.cli.config_file import load
 from meshtrain.config.config import Config, built
 from meshtrain.errors import UserError
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions, check
+from meshtrain.sharding.rules import AXES
 
 
 def names_mesh(given: argparse.Namespace) -> bool:

@@ -17,8 +17,8 @@ from meshtrain.pipeline.check import Costs
 from meshtrain.pipeline.schedules import PipelineOptions, Schedule, chosen, is_own
 from meshtrain.report.content import mesh_shape, run_page, together
 from meshtrain.report.runs import Run, opened
-from meshtrain.sharding.axes import AXES, PIPELINE
 from meshtrain.sharding.mesh_picture import mesh_figure
+from meshtrain.sharding.rules import AXES, PIPELINE
 
 ENDINGS = (".html", ".htm")  # a run's own files have others, so that none of them is replaced
 NO_PLOTLY = "plotly: not installed; allowed: the extra 'report'; nearest: pip install 'meshtrain[report]'"

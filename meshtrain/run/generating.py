@@ -18,8 +18,7 @@ from meshtrain.generation.token_loop import Generator
 from meshtrain.generation.window import by_window
 from meshtrain.launch.compiler import CompilerOptions
 from meshtrain.models.task import Decode, Params, token_batch
-from meshtrain.sharding.axes import PIPELINE, partitioned_axes
-from meshtrain.sharding.rules import Rules, default_rules
+from meshtrain.sharding.rules import PIPELINE, Rules, default_rules, partitioned_axes
 from meshtrain.sharding.stored import num_parts, rules_of_level
 from meshtrain.step.shardings import shardings
 

@@ -30,7 +30,7 @@ from meshtrain.observe import trackers
 from meshtrain.optim.trainable import is_adapter
 from meshtrain.options import Values
 from meshtrain.run import weights, workdir
-from meshtrain.sharding.axes import DATA
+from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.trees import leaves_with_paths, merged, select
 from meshtrain.step.shardings import shardings
 from meshtrain.step.state import RESIDUAL, TrainState

@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.errors import UserError
-from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.jaxprs import Hook
 from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.reduction import Dims, Reduction
+from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.stored import GRADIENTS_LEVEL, MAX_LEVEL, Stored, StoredTree, axes_of_dims, spec_of_dims
 from meshtrain.sharding.trees import Arrays, Masks, Shaped, Specs, leaves_with_paths, select
 

@@ -13,14 +13,14 @@ from jax.sharding import AxisType, Mesh
 
 from meshtrain.errors import UserError
 from meshtrain.options import option
-from meshtrain.sharding.axes import AXES, TABLE
+from meshtrain.sharding.rules import AXES, AXIS_RECORDS
 
 SIMULATED_DEVICES = 8
 
 
 # Annotated as Any because the type checker cannot know the fields of a class made from a table.
 _Sizes: Any = dataclasses.make_dataclass(
-    "_Sizes", [(axis.name, int, option(1, f"{axis.text}; -1: what is left")) for axis in TABLE], frozen=True
+    "_Sizes", [(axis.name, int, option(1, f"{axis.text}; -1: what is left")) for axis in AXIS_RECORDS], frozen=True
 )
 
 

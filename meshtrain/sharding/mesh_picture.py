@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshtrain.sharding import axes
-from meshtrain.sharding.axes import AXES, PIPELINE
+from meshtrain.sharding.rules import AXES, PIPELINE, batch_axes, model_axes, sequence_axes, storage_axes
 from meshtrain.sharding.stored import num_parts
 
 if TYPE_CHECKING:  # imported where it is used, because it takes half a second
@@ -25,7 +24,7 @@ SLICE_COLOURS = ("#2b6cb0", "#c77700", "#3c8d40", "#b0357f", "#6246a8", "#c0392b
 
 def _weight_axes() -> tuple[str, ...]:
     """Returns the axes that split the weights of one stage, in mesh order."""
-    return tuple(axis for axis in AXES if axis in (*axes.storage_axes(), *axes.model_axes()) and axis != PIPELINE)
+    return tuple(axis for axis in AXES if axis in (*storage_axes(), *model_axes()) and axis != PIPELINE)
 
 
 def _block_axes() -> tuple[str, ...]:
@@ -72,7 +71,7 @@ def _heading(shape: Mapping[str, int], at: Mapping[str, int], always: str = "") 
 
 def _shares(shape: Mapping[str, int], block: Mapping[str, int]) -> str:
     """Returns which shards of the batch the devices of one block compute, as text."""
-    names = axes.batch_axes()
+    names = batch_axes()
     inside = {axis: range(shape[axis]) for axis in names if axis not in block}
     held = sorted(_index(shape, {**block, **at}, names) + 1 for at in _positions(inside, list(inside)))
     if len(held) == 1:
@@ -90,7 +89,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     """
     shown = _shown(shape)
     blocks, across = _positions(shown, _block_axes()), _positions(shown, _weight_axes())
-    num_shares, num_pieces = num_parts(axes.batch_axes(), shape), num_parts(axes.sequence_axes(), shape)
+    num_shares, num_pieces = num_parts(batch_axes(), shape), num_parts(sequence_axes(), shape)
     in_parts = f", each sequence in {num_pieces} parts" if num_pieces > 1 else ""
     width = len(str(math.prod(shape[axis] for axis in AXES) - 1)) + 3
     lines = [_title(shape)]
@@ -146,10 +145,10 @@ def mesh_figure(shape: Mapping[str, int]) -> "Figure":
 
 def _note(shape: Mapping[str, int]) -> str:
     """Returns the caption: what the slices of the cards mean."""
-    into = [f"{axis} into {'rows' if axis in axes.storage_axes() else 'columns'}" for axis in _weight_axes()
+    into = [f"{axis} into {'rows' if axis in storage_axes() else 'columns'}" for axis in _weight_axes()
             if shape[axis] > 1]  # fmt: skip
     split = f" Weights are split by {' and by '.join(into)}." if into else ""
-    sequences = [axis for axis in axes.sequence_axes() if shape[axis] > 1]
+    sequences = [axis for axis in sequence_axes() if shape[axis] > 1]
     down = f" The batch is split by {' and '.join(sequences)} into rows: parts of each sequence." if sequences else ""
     return f"Filled: what a device holds.{split}{down}"
 
@@ -198,11 +197,11 @@ def _card(canvas: "Axes", x: float, y: float, shape: Mapping[str, int], at: Mapp
     canvas.text(x + 0.5, y + 0.17, f"device {_index(shape, at)}", fontsize=8.5, ha="center", va="center", color="#222")
     for left, below, word in ((0.5, 0.56, "batch"), (0.22, 1.28, "layers"), (0.66, 1.28, "weights")):
         canvas.text(x + left, y + below, word, fontsize=7.5, ha="center", va="center", color="#4a525e")
-    rows = axes.storage_axes()
+    rows = storage_axes()
     columns = tuple(axis for axis in _weight_axes() if axis not in rows)
     batch, tokens, stages, down, across = (
         (num_parts(names, shape), _index(shape, at, names))
-        for names in (axes.batch_axes(), axes.sequence_axes(), (PIPELINE,), rows, columns)
+        for names in (batch_axes(), sequence_axes(), (PIPELINE,), rows, columns)
     )
     for frame, (num_rows, row), (num_columns, column) in (
         ((x + 0.12, y + 0.32, 0.76, 0.16), tokens, batch),

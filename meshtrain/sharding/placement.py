@@ -12,9 +12,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.jaxprs import called_once
-from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.stored import MAX_LEVEL, Names, axes_in, axes_of_dims, num_parts, spec, spec_of_dims, stored
 from meshtrain.sharding.trees import ArrayFunction, Specs
 

@@ -1,12 +1,109 @@
-"""One table says which mesh axes split which logical axis, for weights and for activations."""
+"""The axes of the mesh, and one table that says which of them split which logical axis, for weights and activations.
+
+An axis is one record with its roles. In mesh order the axis with the slowest network comes first: a mesh is filled in
+row-major order, so the last axes connect neighbours on the fast links inside a host. tensor communicates within every
+layer, and so do context and expert, with fewer bytes; fsdp communicates once a layer, pipeline once a microbatch, data
+once a step.
+
+To add an axis, add a record and rules that name it here, and its traffic (`plan/cost/lower_bound.py`,
+`models/cost.py`).
+"""
 
 import dataclasses
 from collections.abc import Mapping
 
 from meshtrain.errors import UserError, unknown
 from meshtrain.options import AllBut, option
-from meshtrain.sharding import axes
-from meshtrain.sharding.axes import AXES
+
+DATA = "data"
+PIPELINE = "pipeline"
+CONTEXT = "context"
+EXPERT = "expert"
+TENSOR = "tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh.
+
+    Attributes:
+      name: as in `mesh.NAME`.
+      text: the help of the option `mesh.NAME`: what its size counts, in one line.
+      splits_batch: it shards the batch: its devices compute different sequences.
+      splits_sequence: it shards each sequence: its devices compute different tokens of the same sequences.
+      stores_weights: it shards weights for storage only: they are gathered over it before they are used.
+      splits_experts: it shards experts, which are not gathered: tokens go to the devices of theirs.
+      splits_model: its devices compute different parts of the model, with different weights.
+      is_manual: collectives over it are written by hand (`jax.shard_map`), at least while gradients are computed; the
+        partitioner inserts those of the other axes.
+    """
+
+    name: str
+    text: str
+    splits_batch: bool = False
+    splits_sequence: bool = False
+    stores_weights: bool = False
+    splits_experts: bool = False
+    splits_model: bool = False
+    is_manual: bool = False
+
+
+AXIS_RECORDS = (
+    Axis(DATA, "replicas of the weights, each with its own shard of the batch", splits_batch=True, is_manual=True),
+    Axis(PIPELINE, "groups of consecutive layers, one after the other", splits_model=True, is_manual=True),
+    Axis(
+        "fsdp",
+        "shards of the batch; weights are sharded too, and gathered before use",
+        splits_batch=True,
+        stores_weights=True,
+    ),
+    Axis(
+        EXPERT,
+        "shards of the batch; experts are split, other weights are sharded too, and gathered before use",
+        splits_batch=True,
+        stores_weights=True,
+        splits_experts=True,
+    ),
+    Axis(
+        CONTEXT,
+        "shards of each sequence; weights are sharded too, and gathered before use",
+        splits_sequence=True,
+        stores_weights=True,
+    ),
+    Axis(TENSOR, "shards of the heads, mlp and vocabulary dims of weights", splits_model=True),
+)
+AXES = tuple(axis.name for axis in AXIS_RECORDS)
+
+
+def batch_axes() -> tuple[str, ...]:
+    """Returns the axes that split the batch, in mesh order."""
+    return tuple(axis.name for axis in AXIS_RECORDS if axis.splits_batch)
+
+
+def sequence_axes() -> tuple[str, ...]:
+    """Returns the axes that split each sequence, in mesh order."""
+    return tuple(axis.name for axis in AXIS_RECORDS if axis.splits_sequence)
+
+
+def storage_axes() -> tuple[str, ...]:
+    """Returns the axes that split weights for storage only. At ZeRO level 3, `stored.rules_of_level` adds data."""
+    return tuple(axis.name for axis in AXIS_RECORDS if axis.stores_weights)
+
+
+def expert_axes() -> tuple[str, ...]:
+    """Returns the axes that split experts, in mesh order."""
+    return tuple(axis.name for axis in AXIS_RECORDS if axis.splits_experts)
+
+
+def model_axes() -> tuple[str, ...]:
+    """Returns the axes whose devices compute different parts of the model."""
+    return tuple(axis.name for axis in AXIS_RECORDS if axis.splits_model)
+
+
+def partitioned_axes() -> tuple[str, ...]:
+    """Returns the axes that are never manual: the partitioner inserts their collectives."""
+    return tuple(axis.name for axis in AXIS_RECORDS if not axis.is_manual)
+
 
 # The dim of an adapter's factor that would be `head_dim` or `mlp` in a factor that has a dim `embed` as well.
 ADAPTER_HEAD_DIM, ADAPTER_MLP, ADAPTER_EXPERT_MLP = "adapter_head_dim", "adapter_mlp", "adapter_expert_mlp"
@@ -51,7 +148,7 @@ class Rules:
 
     entries: tuple[Rule, ...]
     own: tuple[str, ...] = ()
-    storage_axes: tuple[str, ...] = dataclasses.field(default_factory=axes.storage_axes)
+    storage_axes: tuple[str, ...] = dataclasses.field(default_factory=storage_axes)
 
     def __post_init__(self) -> None:
         problems = []
@@ -105,7 +202,7 @@ def default_rules(options: LayoutOptions) -> Rules:
     way over its `filters`, which are also the dim that is stored in shards. So is the last dim of an adapter's factor
     that has no dim `embed`. Experts are split over an axis of their own, and their other dims are stored over the other
     ones. The row `batch` has every axis that splits the batch, the row `sequence` every axis that splits sequences, and
-    the row `embed` every axis that stores weights (`axes.py`).
+    the row `embed` every axis that stores weights.
 
     >>> rules = default_rules(LayoutOptions())
     >>> rules.parameters["vocab"], rules.parameters["heads"], rules.parameters["norm"]
@@ -113,24 +210,24 @@ def default_rules(options: LayoutOptions) -> Rules:
     >>> default_rules(LayoutOptions(sequence_parallel=True)).activations["residual_sequence"]
     ('context', 'tensor')
     """
-    residual = (*axes.sequence_axes(), *(("tensor",) if options.sequence_parallel else ()))
-    filters = ("tensor", *axes.storage_axes())
-    of_experts = tuple(axis for axis in axes.storage_axes() if axis not in axes.expert_axes())
+    residual = (*sequence_axes(), *(("tensor",) if options.sequence_parallel else ()))
+    filters = ("tensor", *storage_axes())
+    of_experts = tuple(axis for axis in storage_axes() if axis not in expert_axes())
     return Rules(
         (
             #     logical axis         a stored weight           an activation
-            Rule("batch",             (),                       axes.batch_axes()),
-            Rule("sequence",          (),                       axes.sequence_axes()),
+            Rule("batch",             (),                       batch_axes()),
+            Rule("sequence",          (),                       sequence_axes()),
             Rule("residual_sequence", (),                       residual),
             Rule("vocab",             ("pipeline", "tensor"),   ("tensor",)),
-            Rule("embed",             axes.storage_axes(),      ()),
+            Rule("embed",             storage_axes(),           ()),
             Rule("mlp",               ("tensor",),              ("tensor",)),
             Rule("heads",             ("tensor",),              ("tensor",)),
             Rule("kv_heads",          ("tensor",),              ("tensor",)),
             Rule("head_dim",          (),                       ()),
-            Rule(ADAPTER_HEAD_DIM,    axes.storage_axes(),      ()),
+            Rule(ADAPTER_HEAD_DIM,    storage_axes(),           ()),
             Rule(ADAPTER_MLP,         filters,                  ("tensor",)),
-            Rule("experts",           axes.expert_axes(),       (), stays_split=True),
+            Rule("experts",           expert_axes(),            (), stays_split=True),
             Rule("expert_embed",      of_experts,               ()),
             Rule("expert_mlp",        ("tensor",),              ("tensor",)),
             Rule(ADAPTER_EXPERT_MLP,  ("tensor", *of_experts),  ("tensor",)),

@@ -27,8 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.errors import UserError, divisors, nearest, nearest_divisor, nearest_multiple, unknown
 from meshtrain.options import AllBut, option
-from meshtrain.sharding.axes import DATA
-from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, Shaped, Tree, leaves_with_paths, num_bytes
 
 Names = tuple[str | None, ...]

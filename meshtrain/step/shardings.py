@@ -16,9 +16,8 @@ from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, check
 from meshtrain.optim.states import state_axes
 from meshtrain.pipeline import stages
 from meshtrain.sharding import offload
-from meshtrain.sharding.axes import DATA
 from meshtrain.sharding.gradients import Replicas
-from meshtrain.sharding.rules import Rules
+from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.stored import (
     STACKED,
     Names,

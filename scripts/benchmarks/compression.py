@@ -20,8 +20,8 @@ from meshtrain.lab.compression import CompressionOptions
 from meshtrain.launch import distributed
 from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.reduction import SUM, ReductionOptions
+from meshtrain.sharding.rules import AXES
 
 NUM_REPLICAS, NUM_STEPS, NUM_SEEDS = 8, 300, 3
 SHOWN_EVERY = 25

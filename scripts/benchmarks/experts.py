@@ -20,7 +20,7 @@ from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 SHOWN_EVERY = 30
 HEADER = (

@@ -20,7 +20,7 @@ from meshtrain.config.config import Config
 from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from scripts.benchmarks.step import compare, example_batch, median_ratio, turns
 
 GOAL = 1.5

@@ -23,7 +23,7 @@ from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import Generator, Request
 from meshtrain.generation.window import by_window
 from meshtrain.launch import distributed
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 PROMPT_TOKENS, PLAIN, SHORT, LONG = 64, 32, 256, 512
 

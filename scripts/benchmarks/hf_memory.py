@@ -24,7 +24,7 @@ from meshtrain.errors import run
 from meshtrain.hf import folder, names
 from meshtrain.launch import distributed
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths, num_bytes
 
 MIB = 1 << 20

@@ -23,8 +23,8 @@ from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.parse import read
 from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.sharding.axes import AXES, DATA
 from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.rules import AXES, DATA
 
 NUM_GROUPS, NUM_STEPS, SHOWN_EVERY = 4, 300, 20
 LATE = "one-step-late"

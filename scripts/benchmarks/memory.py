@@ -10,7 +10,7 @@ import jax
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import MAX_LEVEL, ZeroOptions
 from meshtrain.step.device_memory import held
 

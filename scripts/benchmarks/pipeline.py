@@ -35,9 +35,9 @@ from meshtrain.pipeline import executor
 from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan.hlo import flops, parse
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.placement import Placement, on_shards
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import Stored
 from meshtrain.step.accumulate import cut
 from meshtrain.step.step import with_sequence_index

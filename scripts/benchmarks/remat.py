@@ -18,8 +18,8 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.plan.hlo import flops, parse
 from meshtrain.plan.target.clusters import Cluster, open_cluster
 from meshtrain.plan.target.compile import compile_step
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.rules import AXES
 
 CLUSTER, NUM_DEVICES, SEQUENCE_LENGTH = "h100:1x8", 8, 4096
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.run.evaluation import evaluate
 from meshtrain.run.opened import open_data
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.step.device_memory import held
 
 NUM_STEPS = 300

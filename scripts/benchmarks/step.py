@@ -31,7 +31,7 @@ from meshtrain.errors import run
 from meshtrain.launch import distributed
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import learning_rate
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions, compute_dtype
 from scripts.benchmarks import plain_decoder
 

@@ -6,7 +6,7 @@ import pytest
 from meshtrain.config.config import check, parse
 from meshtrain.config.tasks import abstract_task, abstract_weights, find
 from meshtrain.models.transformer.task import count_parameters
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.py"))

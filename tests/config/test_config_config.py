@@ -16,8 +16,7 @@ from meshtrain.errors import UserError
 from meshtrain.main import main
 from meshtrain.models.task import Task
 from meshtrain.options import option
-from meshtrain.sharding.axes import AXES
-from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import pytest
 
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.decoder_cost import kernels
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 
 @pytest.mark.parametrize(

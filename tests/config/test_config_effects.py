@@ -14,7 +14,7 @@ from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import NAMES as OPTIMIZERS
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.options import idle
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 
 def without_effect(*overrides, **shape):

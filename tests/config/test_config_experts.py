@@ -2,7 +2,7 @@
 
 from meshtrain.config import effects
 from meshtrain.config.config import default, resolve
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 
 def test_a_token_may_go_through_all_experts():

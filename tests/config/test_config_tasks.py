@@ -13,7 +13,7 @@ from meshtrain.config.resume import difference, from_json
 from meshtrain.config.tasks import find, name_of
 from meshtrain.errors import UserError
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODULE = '''

@@ -13,7 +13,7 @@ from meshtrain.config.config import check, default, resolve, to_json
 from meshtrain.config.resume import from_json
 from meshtrain.data.prepare import prepare
 from meshtrain.errors import UserError
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 NOT_KNOWN = (
     r"model.vocab_size: got 0, .* not known here \(data.path: got '/cluster/\*.bin'.*\); allowed: a number, or data"

@@ -14,7 +14,7 @@ from meshtrain.examples.seq2seq import Seq2SeqOptions
 from meshtrain.examples.seq2seq_task import seq2seq
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.run import weights
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.models.test_models_lora import SIZES, B, T, assert_like_merged
 
 LLAMA = pathlib.Path(__file__).parents[1] / "hf" / "fixtures" / "llama"

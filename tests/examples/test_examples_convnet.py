@@ -10,7 +10,7 @@ from flax.core import meta
 
 from meshtrain.examples.convnet import ConvnetOptions, convnet, flops_per_image, shifted
 from meshtrain.plan.target.traced_flops import traced_flops
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 B = 8
 OPTIONS = ConvnetOptions(filters=8, hidden=16, num_groups=4, height=6, width=5, channels=3, num_classes=7)

@@ -12,7 +12,7 @@ from meshtrain.config import default, resolve
 from meshtrain.generation.sampling import Sampling
 from meshtrain.generation.token_loop import NOTHING, Request, rounded
 from meshtrain.run.generating import folded, generator
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.step.shardings import shardings
 from tests.quick import QUICK
 

@@ -13,9 +13,8 @@ from meshtrain.generation.sampling import Sampling, choose, row_keys
 from meshtrain.generation.token_loop import Generator, Request
 from meshtrain.generation.window import batch_of, by_window
 from meshtrain.models.task import token_batch
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 from tests.quick import QUICK
 
 VOCABULARY = 31

@@ -16,8 +16,8 @@ from meshtrain.models.lora import LoraOptions
 from meshtrain.observe.trackers import ObserveOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import hugging_face
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.rules import AXES
 from tests.hf.models import FIXTURES, NAMES, computed, logits_of
 
 LORA = LoraOptions(rank=3, alpha=4.5)

@@ -21,7 +21,7 @@ from meshtrain.hf.config_json import described, differences
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.run import hugging_face
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.hf.models import FIXTURES, NAMES
 
 ONE = dict.fromkeys(AXES, 1)

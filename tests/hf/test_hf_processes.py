@@ -24,7 +24,7 @@ from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.hf import folder
 from meshtrain.launch import distributed
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.run import weights
 
 here, found = pathlib.Path(sys.argv[1]), {}

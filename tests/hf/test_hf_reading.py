@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.hf import export, folder
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import activation_sharding
 from tests.hf.models import FIXTURES, NAMES, assembled, logits_of
 

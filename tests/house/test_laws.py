@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from meshtrain.config.config import Config
-from meshtrain.sharding.axes import AXES, batch_axes
+from meshtrain.sharding.rules import AXES, batch_axes
 from scripts.benchmarks import reference
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -206,7 +206,7 @@ def executing_data(path: pathlib.Path) -> list[str]:
 
 
 def listed_axes(path: pathlib.Path) -> list[str]:
-    """Lists of axes of the mesh, and products of their sizes, that should ask `sharding/axes.py` for a role."""
+    """Lists of axes of the mesh, and products of their sizes, that should ask `sharding/rules.py` for a role."""
     found, allowed = [], AXES_LISTED[name_of(path)] if name_of(path) in AXES_LISTED else set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
@@ -217,7 +217,7 @@ def listed_axes(path: pathlib.Path) -> list[str]:
         else:
             continue
         if len(set(named)) > 1 and ast.unparse(node) not in allowed:
-            found.append(f"{node.lineno}: {ast.unparse(node)}: the axes of a role are what sharding/axes.py says")
+            found.append(f"{node.lineno}: {ast.unparse(node)}: the axes of a role are what sharding/rules.py says")
     return found
 
 

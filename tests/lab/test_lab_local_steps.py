@@ -25,8 +25,8 @@ from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions

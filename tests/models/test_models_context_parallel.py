@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from meshtrain.models.attention import blockwise, context_parallel, dot_product
 from meshtrain.models.attention.attention import Attention, same_document
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import on_shards
+from meshtrain.sharding.rules import AXES
 
 BATCH_SIZE, LENGTH, HEAD_DIM = 2, 16, 4
 QUERIES, TOKENS = PartitionSpec("fsdp", "context", "tensor"), PartitionSpec("fsdp", "context")

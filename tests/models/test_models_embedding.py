@@ -8,10 +8,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.models.vocabulary.embedding import look_up
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 
 NUM_ROWS, WIDTH = 32, 8
 SCATTERED = default_rules(LayoutOptions(sequence_parallel=True))

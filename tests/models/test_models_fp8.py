@@ -12,9 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshtrain.assemble import assemble
 from meshtrain.config.config import resolve
 from meshtrain.models.fp8 import BACKWARD, FORWARD, product, quantized
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 
 NOWHERE = dataclasses.replace(Placement.nowhere(), in_fp8=True)
 SMALL = {

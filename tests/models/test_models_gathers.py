@@ -11,10 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.models.transformer.decoder import DecoderOptions, Layer, angles_of
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.shapes import dims
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 from meshtrain.sharding.stored import spec
 from tests.plan.counted import gathered_twice
 

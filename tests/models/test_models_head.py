@@ -10,10 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.models.vocabulary import head, losses
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 from meshtrain.sharding.stored import rules_of_level
 
 B, T, D, V = 8, 26, 16, 128

@@ -12,8 +12,8 @@ from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.decoder_cost import kernels
 from meshtrain.models.transformer.task import decoder
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import AXES
 
 ONE = dict.fromkeys(AXES, 1)
 MODEL = DecoderOptions(1, 128, 64, 2, 2, vocab_size=16, num_experts=4, expert_dim=128, attention="xla")

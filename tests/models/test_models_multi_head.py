@@ -17,10 +17,9 @@ from meshtrain.models.remat import HEADS, RematOptions
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 from tests.models.test_models_attention import HEAD_DIM, NUM_HEADS, arrays, documents_of
 
 

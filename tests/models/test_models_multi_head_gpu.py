@@ -9,7 +9,7 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan.hlo import flops, parse
 from meshtrain.plan.target.clusters import open_cluster
 from meshtrain.plan.target.compile import compile_step
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 from scripts.benchmarks import attention
 from scripts.benchmarks.attention import compiled, temporary_bytes

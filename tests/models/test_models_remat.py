@@ -14,8 +14,7 @@ from meshtrain.models import remat
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.sharding.axes import AXES
-from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.rules import AXES, LayoutOptions
 
 NUM_LAYERS, BATCH, LENGTH, EMBED, MLP = 4, 8, 128, 64, 512
 CONFIG = Config(

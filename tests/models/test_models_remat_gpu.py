@@ -10,7 +10,7 @@ from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.hlo import flops, parse
 from meshtrain.plan.target.clusters import open_cluster
 from meshtrain.plan.target.compile import compile_step
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.step.precision import PrecisionOptions
 
 pytestmark = pytest.mark.gpu_compiler

@@ -22,8 +22,7 @@ from meshtrain.models.task import Task, token_batch
 from meshtrain.models.vocabulary.losses import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.optim.optimizers import OptimizerOptions
-from meshtrain.sharding.axes import AXES
-from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
 from meshtrain.step.device_memory import held

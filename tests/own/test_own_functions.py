@@ -23,7 +23,7 @@ from meshtrain.observe.trackers import ObserveOptions, Trackers
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.options import option
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity import runs

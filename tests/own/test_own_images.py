@@ -25,8 +25,7 @@ from meshtrain.models.task import Entry, Task
 from meshtrain.options import option
 from meshtrain.run.generating import problems_of_task
 from meshtrain.run.opened import open_data
-from meshtrain.sharding.axes import AXES
-from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 from meshtrain.training import train
 
 H, W, C, CLASSES = 4, 2, 3, 5

@@ -19,9 +19,8 @@ from meshtrain.errors import UserError
 from meshtrain.models.task import Task, token_batch
 from meshtrain.models.vocabulary.losses import cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions
-from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 from meshtrain.sharding.stored import ZeroOptions
 
 B, T, D, F, V = 16, 8, 16, 32, 64

@@ -19,7 +19,7 @@ from meshtrain.models.transformer.task import decoder
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity.comparison import Leaves, Trained
 from tests.quick import exact

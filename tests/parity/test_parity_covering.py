@@ -12,9 +12,8 @@ from meshtrain.config.config import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.optim import optimizers
 from meshtrain.pipeline import schedules
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.offload import OffloadOptions
-from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.rules import AXES, LayoutOptions
 from meshtrain.sharding.stored import MAX_LEVEL, STRATEGIES, ZeroOptions
 from tests.parity import runs, test_parity_experts
 

@@ -12,8 +12,8 @@ from meshtrain.pipeline.program import Segment, executable, finished, segments
 from meshtrain.pipeline.schedules import build
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.parse import read
-from meshtrain.sharding.axes import DATA, PIPELINE
 from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.rules import DATA, PIPELINE
 from meshtrain.sharding.stored import Stored
 from tests.pipeline import test_pipeline_executor as toy
 from tests.pipeline.test_pipeline_program import CASES, program_of, show

@@ -18,10 +18,10 @@ from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.schedules import Action, Schedule, build
 from meshtrain.sharding import placement as placement_room
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import on_shards
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import Stored
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity.comparison import SCALAR_BOUND, assert_gradients

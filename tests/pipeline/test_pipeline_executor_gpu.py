@@ -18,9 +18,8 @@ from meshtrain.plan import text_report
 from meshtrain.plan.hlo import flops, parse
 from meshtrain.plan.target import clusters
 from meshtrain.plan.target import compile as compiling
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions
-from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.rules import AXES, LayoutOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import counted
 from tests.plan.conftest import config as small

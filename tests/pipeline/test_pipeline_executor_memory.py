@@ -8,7 +8,7 @@ from meshtrain.config.config import Config
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 SEQUENCES_PER_DEVICE, NUM_DATA, SEQUENCE_LENGTH = 2, 2, 32
 MODEL = DecoderOptions(num_layers=8, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=4, vocab_size=128)

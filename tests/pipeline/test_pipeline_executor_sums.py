@@ -23,9 +23,9 @@ from meshtrain.pipeline import stages as ring
 from meshtrain.pipeline.program import executable
 from meshtrain.pipeline.pullback import SplitLayer
 from meshtrain.pipeline.schedules import PipelineOptions, build
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import Stored
 
 NUM_MICROBATCHES, NUM_SEQUENCES, NUM_TOKENS, WIDTH, VOCABULARY, NUM_STAGES = 4, 4, 3, 4, 12, 2

@@ -13,7 +13,7 @@ from meshtrain.config.config import default, resolve
 from meshtrain.models.transformer.task import decoder
 from meshtrain.pipeline import executor, pullback
 from meshtrain.pipeline import stages as ring
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 NUM_STAGES, TENSOR = 2, 2
 SHAPE = dict.fromkeys(AXES, 1) | {"pipeline": NUM_STAGES, "tensor": TENSOR}

@@ -12,7 +12,7 @@ from meshtrain.pipeline import stages as ring
 from meshtrain.plan.hlo import parse
 from meshtrain.plan.target.clusters import open_cluster
 from meshtrain.plan.target.compile import compile_step
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 pytestmark = pytest.mark.gpu_compiler
 

@@ -13,8 +13,8 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import planner
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.rules import AXES
 
 H100 = next(one for one in ACCELERATORS if one.name == "h100")
 MODEL = DecoderOptions(

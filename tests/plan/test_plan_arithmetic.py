@@ -31,8 +31,7 @@ from meshtrain.plan.timing.streams import (
     links_of,
     transfer_seconds,
 )
-from meshtrain.sharding.axes import AXES
-from meshtrain.sharding.rules import LayoutOptions
+from meshtrain.sharding.rules import AXES, LayoutOptions
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan import recorded

@@ -18,8 +18,8 @@ from meshtrain.models.transformer.task import decoder
 from meshtrain.plan.target.attention_tracing import as_on_target, private, replaced
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.traced_flops import CUDNN, attention_kernel
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import AXES
 
 NAMES = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
 

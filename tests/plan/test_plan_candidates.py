@@ -13,9 +13,9 @@ from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan import html_page
 from meshtrain.plan.search import candidates, changes, estimate, ranking
 from meshtrain.plan.target import clusters
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions
 from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.device_memory import held
 from tests.plan.conftest import assembled, shape_of

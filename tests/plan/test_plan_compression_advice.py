@@ -11,7 +11,7 @@ from meshtrain.config.config import Config
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.plan import findings
 from meshtrain.plan.timing.streams import Assumptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.plan.conftest import H100, assembled
 
 OPTIONS = CompressionOptions("int8")

@@ -21,7 +21,7 @@ from meshtrain.plan.hlo import collectives
 from meshtrain.plan.search import changes
 from meshtrain.plan.timing import streams
 from meshtrain.plan.timing.streams import Assumptions, Timing
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.device_memory import Statistics
 from meshtrain.step.precision import PrecisionOptions

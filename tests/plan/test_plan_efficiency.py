@@ -11,7 +11,7 @@ from meshtrain.plan.hlo import parse
 from meshtrain.plan.scaling import efficiency
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.plan import recorded
 from tests.plan.conftest import H100
 

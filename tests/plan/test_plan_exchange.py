@@ -12,8 +12,7 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.models.task import Entry, Task
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.hlo.collectives import Traffic, sent_along
-from meshtrain.sharding.axes import AXES
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 from meshtrain.step.precision import PrecisionOptions
 from tests.plan.conftest import assembled, shape_of
 

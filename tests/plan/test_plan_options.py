@@ -14,7 +14,7 @@ from meshtrain.launch import compiler
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.plan.target import clusters
 from meshtrain.plan.target import compile as compiling
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 VERSIONS = ("0.10.2", "0.12.0.1")

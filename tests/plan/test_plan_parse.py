@@ -12,7 +12,7 @@ from meshtrain.models.transformer.task import decoder
 from meshtrain.plan.hlo import flops, parse, replica_groups, shapes
 from meshtrain.plan.hlo.collectives import collectives, traffic
 from meshtrain.plan.target.traced_flops import traced_flops
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.plan import counted, recorded
 
 MESH = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}

@@ -16,7 +16,7 @@ from meshtrain.plan.search import estimate
 from meshtrain.plan.search.candidates import Candidate
 from meshtrain.plan.target import clusters
 from meshtrain.plan.timing.streams import Assumptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.plan import imagined
 from tests.plan.conftest import config as small
 from tests.plan.test_plan_candidates import cluster_of

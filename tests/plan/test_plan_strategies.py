@@ -11,7 +11,7 @@ from meshtrain.plan.scaling import strategies
 from meshtrain.plan.scaling.strategies import STRONG, WEAK
 from meshtrain.plan.search import candidates, estimate
 from meshtrain.plan.search.changes import with_change
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.plan.conftest import config as small
 from tests.plan.test_plan_candidates import LARGE, cluster_of
 

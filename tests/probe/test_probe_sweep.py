@@ -12,8 +12,8 @@ from meshtrain.launch import links
 from meshtrain.launch.links import OPERATIONS, Link
 from meshtrain.probe.bench import bandwidth_chart, measurements, sweep
 from meshtrain.probe.bench.timed import Timed
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.rules import AXES
 
 PLANTED = {"data": (40e-6, 25e9), "fsdp": (8e-6, 300e9)}
 SIZES = sweep.sizes(2**10, 2**26)

@@ -7,8 +7,8 @@ import pytest
 from meshtrain.launch.links import OPERATIONS, RING
 from meshtrain.probe.bench import operations, timed
 from meshtrain.probe.bench.timed import Timed
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.rules import AXES
 
 SHAPE = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
 

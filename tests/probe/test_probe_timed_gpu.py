@@ -10,8 +10,8 @@ from meshtrain.plan.hlo import parse
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.target import clusters
 from meshtrain.probe.bench import timed
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
+from meshtrain.sharding.rules import AXES
 from tests.plan.counted import copies_in_loops
 
 pytestmark = pytest.mark.gpu_compiler

@@ -8,7 +8,7 @@ from meshtrain.assemble import assemble
 from meshtrain.checkpoint.other_runs import find
 from meshtrain.config.resume import from_json
 from meshtrain.run import start
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths
 from scripts.benchmarks import compression
 

@@ -5,7 +5,7 @@ import pytest
 from meshtrain.config import default, resolve
 from meshtrain.errors import UserError
 from meshtrain.run.generating import without_pipeline
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 ONE = dict.fromkeys(AXES, 1)
 

@@ -11,7 +11,7 @@ from meshtrain.checkpoint.other_runs import restore_params
 from meshtrain.config.tasks import abstract_task
 from meshtrain.run import likelihoods
 from meshtrain.run.likelihoods import Window, scorer, windows
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 T = 32
 DATA_AND_TENSOR = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}

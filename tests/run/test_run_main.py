@@ -24,7 +24,7 @@ from meshtrain.config.resume import from_json
 from meshtrain.main import main
 from meshtrain.plan import __main__ as plan
 from meshtrain.run import weights
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 FSDP = ("mesh.fsdp=2",)

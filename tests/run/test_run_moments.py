@@ -11,7 +11,7 @@ from meshtrain.config.resume import from_json
 from meshtrain.optim import moments
 from meshtrain.plan.search.estimate import state_bytes, weights_of
 from meshtrain.run import start
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths
 from meshtrain.step.device_memory import held
 from scripts.benchmarks import rounding

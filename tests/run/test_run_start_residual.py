@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.task import Sums
 from meshtrain.run.start import as_saved, shared_out
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.reduction import in_equal_parts
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.guard import GuardOptions
 from meshtrain.step.state import init_state

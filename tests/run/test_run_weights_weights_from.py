@@ -22,7 +22,7 @@ from meshtrain.hf.config_json import described
 from meshtrain.hf.export import byte_tokenizer
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.run import hugging_face, start, weights
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.hf.models import FIXTURES
 
 LLAMA = FIXTURES / "llama-bf16-sharded"

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 
 def shape_of(**axes: int) -> dict[str, int]:

@@ -14,10 +14,9 @@ from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan.hlo import collectives, parse
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 from meshtrain.sharding.stored import Stored, ZeroOptions, stored
 
 MODEL = DecoderOptions(

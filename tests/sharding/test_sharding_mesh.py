@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 
 from meshtrain.errors import UserError
 from meshtrain.sharding import mesh as mesh_module
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import MeshOptions, check, describe, make_mesh, mesh_shape, num_needed
+from meshtrain.sharding.rules import AXES
 from tests.sharding.conftest import shape_of
 
 

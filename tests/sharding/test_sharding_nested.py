@@ -13,10 +13,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from meshtrain.sharding import placement
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.placement import on_shards
-from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 from meshtrain.sharding.stored import stored
 
 GROUP, DATA = "group", frozenset({"data"})

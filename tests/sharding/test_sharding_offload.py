@@ -16,9 +16,9 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.sharding import offload
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.offload import OffloadOptions
 from meshtrain.sharding.placement_text import table
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 
 CONFIG = Config(

@@ -10,10 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.errors import UserError
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 
 RULES = default_rules(LayoutOptions())
 PARALLEL = default_rules(LayoutOptions(sequence_parallel=True))

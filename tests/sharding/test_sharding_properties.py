@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 from meshtrain.errors import UserError
-from meshtrain.sharding.axes import AXES, DATA
 from meshtrain.sharding.mesh import make_mesh
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, DATA, LayoutOptions, default_rules
 from meshtrain.sharding.stored import (
     GRADIENTS_LEVEL,
     MAX_LEVEL,

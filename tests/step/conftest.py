@@ -15,7 +15,7 @@ from meshtrain.config.config import Config
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from tests.quick import exact
 
 CONFIG = Config(

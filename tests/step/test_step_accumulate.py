@@ -11,11 +11,10 @@ from jax.sharding import PartitionSpec as P
 from meshtrain.assemble import assemble
 from meshtrain.config.config import Config
 from meshtrain.models.task import Entry, Ratio, Task
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.gradients import Replicas
 from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.rules import LayoutOptions, Rule, default_rules, extend
+from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 from meshtrain.sharding.stored import stored_tree
 from meshtrain.step.accumulate import accumulated, cut, split
 

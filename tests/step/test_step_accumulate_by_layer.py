@@ -14,7 +14,7 @@ from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.plan.cost import lower_bound
 from meshtrain.plan.hlo import collectives, parse
 from meshtrain.sharding import gradients
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.precision import PrecisionOptions
 

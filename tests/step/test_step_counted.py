@@ -19,8 +19,8 @@ from meshtrain.models.metrics import LEFT_OUT, Count, Load
 from meshtrain.models.task import SEQUENCE_INDEX, Stages, Sums, Task, staged_loss, token_batch
 from meshtrain.optim.optimizers import OptimizerOptions
 from meshtrain.pipeline.schedules import PipelineOptions
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step import guard
 from meshtrain.step.guard import GuardOptions

@@ -9,9 +9,9 @@ from meshtrain.cli.tables import format_bytes
 from meshtrain.config.config import Config
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.offload import OffloadOptions
 from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.stored import ZeroOptions
 from meshtrain.step.device_memory import held
 

@@ -14,7 +14,7 @@ from meshtrain.errors import UserError
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 from meshtrain.step import precision
 from meshtrain.step.precision import PrecisionOptions
 

@@ -12,8 +12,8 @@ from meshtrain.config.config import Config
 from meshtrain.config.fields import LocalStepsOptions
 from meshtrain.lab.compression import CompressionOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.reduction import ReductionOptions
+from meshtrain.sharding.rules import AXES
 from meshtrain.step.shardings import axes_of_leaves
 from meshtrain.step.state import TrainState
 

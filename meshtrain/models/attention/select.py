@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from meshtrain.errors import nearest_divisor
 from meshtrain.models.attention import blockwise, splash, triton
 from meshtrain.models.attention.attention import Attention
-from meshtrain.sharding.axes import CONTEXT, TENSOR, sequence_axes
+from meshtrain.sharding.rules import CONTEXT, TENSOR, sequence_axes
 from meshtrain.sharding.stored import num_parts
 
 GPU = ("gpu", "cuda")

@@ -30,8 +30,8 @@ from meshtrain.models.moe import grouped_matmul
 from meshtrain.models.moe.experts import block_rows, even_load, room
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import LOCAL_OR_GLOBAL
-from meshtrain.sharding.axes import CONTEXT, EXPERT, PIPELINE, TENSOR, expert_axes
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.rules import CONTEXT, EXPERT, PIPELINE, TENSOR, expert_axes
 from meshtrain.sharding.stored import num_parts
 
 PASSES = 2  # forward and backward

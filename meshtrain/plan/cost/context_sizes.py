@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from meshtrain.config.config import Config
 from meshtrain.errors import divisors
 from meshtrain.plan.cost.memory import Memory
-from meshtrain.sharding.axes import CONTEXT, EXPERT, PIPELINE, batch_axes
+from meshtrain.sharding.rules import CONTEXT, EXPERT, PIPELINE, batch_axes
 
 LONG_TOKENS = 32_768  # shorter sequences fit a device, or half of a batch's does
 FEWEST_TOKENS, MOST_TOKENS = 8_192, 131_072  # of a sequence on one device: fewer leave kernels little, more do not fit

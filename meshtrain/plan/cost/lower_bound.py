@@ -35,7 +35,7 @@ from meshtrain.assemble import Assembly
 from meshtrain.config.config import num_microbatches, units_on_device
 from meshtrain.launch.links import wire_share
 from meshtrain.pipeline.program import Segment, Signature, segments
-from meshtrain.sharding.axes import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
+from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from meshtrain.sharding.stored import MAX_LEVEL, ROUTER, STACKED, Names, axes_in, num_parts
 from meshtrain.sharding.trees import Arrays, select
 from meshtrain.step.precision import compute_dtype, param_dtype

@@ -20,7 +20,7 @@ from meshtrain.plan.hlo.parse import Instruction, Program
 from meshtrain.plan.hlo.products import first_group, is_product
 from meshtrain.plan.hlo.replica_groups import axes_of, axes_of_pairs, replica_groups
 from meshtrain.plan.hlo.shapes import num_bytes, parts
-from meshtrain.sharding.axes import CONTEXT, EXPERT, TENSOR
+from meshtrain.sharding.rules import CONTEXT, EXPERT, TENSOR
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")
 CHAIN = re.compile(r'chain_id="(\d+)"')

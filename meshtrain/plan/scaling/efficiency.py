@@ -19,7 +19,7 @@ from meshtrain.plan.hlo.parse import Program
 from meshtrain.plan.scaling.strategies import BEST, KINDS, STRONG, Point
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.timing.streams import Assumptions, Streams, Timing, transfer_seconds
-from meshtrain.sharding.axes import AXES
+from meshtrain.sharding.rules import AXES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,7 @@ from meshtrain.errors import divisors
 from meshtrain.plan.search.candidates import MODEST, Candidate
 from meshtrain.plan.search.changes import Change, problems_of, with_change
 from meshtrain.plan.search.estimate import Weights, guessed_bytes, placement_problems
-from meshtrain.sharding.axes import AXES, DATA, PIPELINE
-from meshtrain.sharding.rules import default_rules
+from meshtrain.sharding.rules import AXES, DATA, PIPELINE, default_rules
 from meshtrain.sharding.stored import num_parts
 
 STRONG, WEAK = "strong", "weak"

@@ -13,8 +13,7 @@ from meshtrain.plan.cost.context_sizes import sizes_to_try
 from meshtrain.plan.search.changes import SPLITS_SUMS, Change, problems_of, with_change, with_level
 from meshtrain.plan.search.estimate import Weights, guessed_bytes, guessed_seconds, placement_problems, weights_of
 from meshtrain.plan.target.clusters import Cluster
-from meshtrain.sharding.axes import AXES, CONTEXT, DATA, EXPERT, model_axes, partitioned_axes
-from meshtrain.sharding.rules import default_rules
+from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, default_rules, model_axes, partitioned_axes
 from meshtrain.sharding.stored import MAX_LEVEL, num_parts
 
 MODEST = 1.15  # a guess may be too high by this factor: it is dropped only above this multiple of the capacity

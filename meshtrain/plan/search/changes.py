@@ -16,7 +16,7 @@ from meshtrain.plan.planner import Plan, shape_on
 from meshtrain.plan.target.clusters import Cluster
 from meshtrain.plan.target.compile import compile_step, program_of
 from meshtrain.plan.target.compile_thread import waiting_for
-from meshtrain.sharding.axes import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
+from meshtrain.sharding.rules import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
 from meshtrain.sharding.stored import MAX_LEVEL
 
 NUM_NAMED = 3

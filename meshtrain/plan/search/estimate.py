@@ -22,9 +22,8 @@ from meshtrain.optim.states import state_axes
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline.schedules import PipelineOptions
 from meshtrain.plan.cost.lower_bound import FLOAT32_BYTES, GATHERS, SCATTERS, SCATTERS_EACH
-from meshtrain.sharding.axes import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, storage_axes
 from meshtrain.sharding.mesh import MeshOptions
-from meshtrain.sharding.rules import default_rules
+from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR, default_rules, storage_axes
 from meshtrain.sharding.stored import Names, axes_in, is_names, num_parts, rules_of_level, stored, tree_problems
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths, select
 from meshtrain.step.precision import as_stored, cast, compute_dtype, product_name

@@ -15,8 +15,8 @@ from meshtrain.launch.links import OPERATIONS
 from meshtrain.probe import job_mesh
 from meshtrain.probe.bench import bandwidth_chart, measurements
 from meshtrain.probe.bench.sweep import room_bytes, sizes, sweep
-from meshtrain.sharding.axes import AXES
 from meshtrain.sharding.mesh import describe, make_mesh, mesh_shape, num_needed
+from meshtrain.sharding.rules import AXES
 
 
 def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: float) -> bool:

@@ -13,8 +13,8 @@ from meshtrain.probe import job_mesh
 from meshtrain.probe.bench.timed import timed
 from meshtrain.probe.checks.pairwise_times import timed_pairs
 from meshtrain.run import start
-from meshtrain.sharding.axes import AXES, batch_axes, storage_axes
 from meshtrain.sharding.mesh import MeshOptions, make_mesh, mesh_shape, num_needed
+from meshtrain.sharding.rules import AXES, batch_axes, storage_axes
 
 _NUM_BYTES = 2**20  # a device's array
 _NUM_ROUNDS = 3
