@@ -32,7 +32,7 @@ FAULTS = [
     ("explain.py", "from meshtrain.report import content", "- meshtrain.explain -> meshtrain.report.content (l."),
     ("__main__.py", "import meshtrain.probe", "- meshtrain.__main__ -> meshtrain.probe (l."),
     ("nook.py", "", "- meshtrain.nook\n"),  # a room that nobody placed
-    ("sharding/rules.py", "from meshtrain.sharding import mesh", "- .mesh -> .rules (1 import)"),
+    ("sharding/rules.py", "from meshtrain.sharding import mesh", "- .rules -> .mesh (1 import)"),
     ("pipeline/schedules.py", "import jax", "meshtrain.pipeline.schedules -> jax (l."),
     (
         "plan/findings.py",
