@@ -20,7 +20,9 @@ from meshtrain.config.tasks import MakeTask, find
 from meshtrain.errors import UserError
 from meshtrain.launch import peers
 from meshtrain.launch.compiler import CompilerOption, init_compiler_options, options_of
+from meshtrain.launch.hardware import find as find_accelerator
 from meshtrain.launch.hardware import peak_flops_per_second
+from meshtrain.launch.links import wire_share
 from meshtrain.models.cost import Cost
 from meshtrain.models.remat import gathers_early
 from meshtrain.models.task import AfterUpdate, Batch, Entry, Loss, Params, Sums, Task, batch_axes, checked_loss, entries
@@ -29,7 +31,7 @@ from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import optimizer
 from meshtrain.optim.trainable import trained_mask
 from meshtrain.pipeline import executor, forward
-from meshtrain.pipeline.program import Program, executable
+from meshtrain.pipeline.program import Program, executable, worth_reducing_early
 from meshtrain.pipeline.schedules import chosen
 from meshtrain.sharding import offload
 from meshtrain.sharding.gradients import Replicas
@@ -37,7 +39,7 @@ from meshtrain.sharding.mesh import make_mesh
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.placement_text import Row, rows
 from meshtrain.sharding.reduction import SUM
-from meshtrain.sharding.rules import DATA, Rules, default_rules, partitioned_axes
+from meshtrain.sharding.rules import DATA, EXPERT, Rules, default_rules, partitioned_axes
 from meshtrain.sharding.stored import (
     MAX_LEVEL,
     Names,
@@ -66,6 +68,8 @@ from meshtrain.step.shardings import (
 from meshtrain.step.state import TrainState, init_state
 from meshtrain.step.step import Apart, Update, eval_step, train_step, weight_update, with_sequence_index
 
+REFERENCE = "NVIDIA H100 80GB HBM3"  # the device whose rates stand for those that are not known
+
 OuterStep: TypeAlias = Any  # state -> state, jitted or compiled; None without groups that train apart
 
 
@@ -86,7 +90,6 @@ class Assembly:
       batch: the abstract global batch, each entry with its sharding.
       names: logical axes of each leaf of `state`, in the order of `jax.tree.leaves`.
       layer_bytes: of the gradients of one layer that a device reduces over data inside the backward loop; 0: none.
-      reduces_chunks: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete.
       gathers_early: whether XLA may gather in one layer's turn of a loop for the next layer.
       options: the devices' compiler options, with which `train_step` and `outer_step` are jitted.
       init: uint32 key data -> state, jitted; each array is created with its sharding.
@@ -111,7 +114,6 @@ class Assembly:
     batch: Mapping[str, jax.ShapeDtypeStruct]
     names: list[Names]
     layer_bytes: int
-    reduces_chunks: bool
     gathers_early: bool
     options: tuple[CompilerOption, ...]
     init: Callable[[jax.Array], TrainState]
@@ -180,6 +182,7 @@ def _on_mesh(
     make_apart = reductions.apart(config)
     apart: Apart | None = make_apart and make_apart(config, replicas, placement, batch_axes(batch))
     replicas = apart.replicas if apart else replicas
+    program = program and _with_reductions(config, task, program, layer_bytes(params, axes, replicas, 1), mesh)
 
     rates, scaling = learning_rates(config, task), loss_scaling(config, task)
     transformation = optimizer(config.optimizer, rates, select(axes, replicas.trained)[0])
@@ -196,8 +199,8 @@ def _on_mesh(
     after_update = after_update_of(task, num_chunks)
     update = _update(config, transformation, rates, scaling, state_shardings.opt_state, replicas, after_update)
     step = (apart.step if apart else train_step)(gradients, update, scaling)
-    by_chunk = program is not None and executor.reduces_early(program, replicas)
-    bytes_of_layer = 0 if by_chunk else layer_bytes(params, axes, replicas, config.remat.every)
+    by_chunk = program is not None and (program.reduces_chunks or mesh.shape[EXPERT] > 1)
+    bytes_of_layer = 0 if program else layer_bytes(params, axes, replicas, config.remat.every)
     early = gathers_early(config.remat, placement, splits_sequence=config.layout.sequence_parallel)
     kind = mesh.devices.flat[0].device_kind
     options = options_of(kind, bytes_of_layer, is_late=replicas.is_late, by_chunk=by_chunk, gathers_early=early)
@@ -216,7 +219,6 @@ def _on_mesh(
         batch=placed_batch(batch, rules, mesh),
         names=names,
         layer_bytes=bytes_of_layer,
-        reduces_chunks=by_chunk,
         gathers_early=early,
         options=options,
         init=jax.jit(init, out_shardings=state_shardings, compiler_options=init_compiler_options(kind)),
@@ -255,6 +257,33 @@ def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules
             f"{reductions.KEY}={SUM}"
         )
     return Replicas(mesh, specs, level, is_manual, reduce_dtype(config.precision), trained, reduction)
+
+
+def _with_reductions(config: Config, task: Task, program: Program, bytes_of_layer: int, mesh: Mesh) -> Program:
+    """Returns a pipeline's program that reduces each chunk's gradients as soon as they are complete, where that pays.
+
+    The estimate reads the configuration, the mesh and the kind of device alone, so that plan and run have one program:
+    products at the speed that large ones reach, idle rows, and replicas that are on different hosts. Devices without
+    known peaks, such as CPUs, count as REFERENCE.
+
+    Args:
+      config: the configuration.
+      task: what is trained.
+      program: of the schedule.
+      bytes_of_layer: of gradients, see `layer_bytes`.
+      mesh: the mesh.
+    """
+    kind = mesh.devices.flat[0].device_kind
+    accelerator = find_accelerator(kind) or find_accelerator(REFERENCE)
+    assert accelerator is not None
+    peak = accelerator.product_share * accelerator.bfloat16_flops_per_second
+    computing_seconds = task.flops_per_token * task.num_units / mesh.size / peak / program.active.mean()
+    layers = task.stages.num_layers if task.stages else 0
+    kind_of_sum = "reduce-scatter" if config.zero.effective_level else "all-reduce"
+    sent = wire_share(kind_of_sum, mesh.shape[DATA]) * layers * bytes_of_layer
+    rate = accelerator.network_bytes_per_second or accelerator.link_bytes_per_second
+    pays = worth_reducing_early(program, sent / rate, float(computing_seconds))
+    return dataclasses.replace(program, reduces_chunks=pays)
 
 
 def _initializer(

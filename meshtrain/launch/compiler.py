@@ -80,8 +80,8 @@ LATE_GPU_OPTIONS = (
 )
 
 
-# With gradients that a pipeline reduces beside loops over rows. Their collectives are not joined: XLA's scheduler then
-# ends them before the loop.
+# With gradients that a pipeline reduces beside loops over rows, or with experts in its layers, whose collectives follow
+# one another closely (modelled). Those of gradients are not joined: XLA's scheduler then ends them before the loop.
 CHUNK_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -134,7 +134,8 @@ def options_of(
       device_kind: as JAX names it.
       layer_bytes: see `joining`.
       is_late: whether gradients are applied one step late.
-      by_chunk: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete.
+      by_chunk: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete, or has
+        experts in its layers.
       gathers_early: whether a loop over layers may gather for the next layer, see `Assembly.gathers_early`.
     """
     table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()

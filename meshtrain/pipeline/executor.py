@@ -90,7 +90,7 @@ def gradients(
     def on_stage(params: Params, batch: Batch, key_data: jax.Array, seed: jax.Array) -> tuple[Loss, Params]:
         rows = Rows(stages, program, replicas, params, batch, jax.random.wrap_key_data(key_data), seed)
         carry, row = rows.start(), jnp.zeros((), jnp.int32)
-        for segment in segments(program, reduces=rows.reduction is not None):
+        for segment in segments(program):
             carry, row = run_segment(rows, segment, carry, row)
         carry = rows.embed_backward(carry, jnp.int32(program.last_microbatch))
         layer_sums = jax.tree.map(lambda x: jax.lax.psum(x, PIPELINE), carry.layer_sums)
@@ -128,11 +128,6 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
     if segment.count == 1:
         return one_round((carry, row), None)[0]
     return jax.lax.scan(one_round, (carry, row), None, length=segment.count)[0]
-
-
-def reduces_early(program: Program, replicas: Replicas) -> bool:
-    """Returns whether the gradients of a chunk are reduced as soon as they are complete."""
-    return replicas.reduces_in_loops and program.schedule.num_chunks > 1
 
 
 class ReducedChunks(NamedTuple):
@@ -227,7 +222,7 @@ class Rows:
         weights = ring.take(self.units, zero)
         self.unit = SplitLayer(self.run_layers, weights, self.first_input, (zero, zero), self.layer_mask)
         self.reduction = None
-        if reduces_early(program, replicas):
+        if program.reduces_chunks:
             self.reduction = ChunkReduction(program, replicas, self.stored_layers, self.num_units)
 
     def cell(self, row: jax.Array) -> Cell:

@@ -56,6 +56,8 @@ class Program:
         B row, with the cotangent that stage 0 computed last in chunk 0; else -1.
       first_microbatch: embedded before the first row, into slot 0.
       last_microbatch: its embedding runs its backward pass after the last row.
+      reduces_chunks: whether the gradients of a chunk are reduced over data as soon as its last backward row is over,
+        see `worth_reducing_early`.
     """
 
     schedule: Schedule
@@ -79,6 +81,7 @@ class Program:
     embed_backward_microbatch: np.ndarray
     first_microbatch: int
     last_microbatch: int
+    reduces_chunks: bool
 
 
 class Signature(NamedTuple):
@@ -144,6 +147,7 @@ def executable(schedule: Schedule) -> Program:
         embed_backward_microbatch=returned[::-1],
         first_microbatch=first_microbatch,
         last_microbatch=last_microbatch,
+        reduces_chunks=False,
         **tables,
         **slots,
     )
@@ -254,15 +258,34 @@ def finished(program: Program) -> list[tuple[int, int]]:
     return sorted((row, chunk) for chunk, row in enumerate(last))
 
 
-def segments(program: Program, *, reduces: bool = False) -> tuple[Segment, ...]:
-    """Returns the rows as loops; see `_loops`.
+# The share of a step that reductions beside rows have to hide: they take memory, and the step compiles longer.
+LEAST_HIDDEN = 0.02
+
+
+def worth_reducing_early(program: Program, reduction_seconds: float, computing_seconds: float) -> bool:
+    """Returns whether gradients are reduced chunk by chunk beside later rows, not all of them behind the last row.
+
+    The last of V chunks has no rows behind it, so that (V - 1) / V of the reduction are hidden. Behind each of the
+    others there have to be rows of a loop: XLA's scheduler begins a collective late beside a row that stands alone.
 
     Args:
       program: of a schedule.
-      reduces: whether the gradients of a chunk are reduced over data as soon as its last backward row is over. The rows
-        are then cut there. Turns that reduce come in the order of `finished`, one for each chunk.
+      reduction_seconds: of the reduction of all chunks.
+      computing_seconds: of a step.
     """
-    if not reduces:
+    rows = [row for row, _ in finished(program)]
+    hidden_seconds = (len(rows) - 1) / len(rows) * reduction_seconds
+    have_loops = all(after - before > 1 for before, after in itertools.pairwise(rows))
+    return have_loops and hidden_seconds > LEAST_HIDDEN * computing_seconds
+
+
+def segments(program: Program) -> tuple[Segment, ...]:
+    """Returns the rows as loops; see `_loops`.
+
+    Where chunks are reduced as soon as they are complete, the rows are cut there. Turns that reduce come in the order
+    of `finished`, one for each chunk.
+    """
+    if not program.reduces_chunks:
         return _loops(program, 0, len(program.kinds))
     starts = [row + 1 for row, _ in finished(program)]
     result = list(_loops(program, 0, starts[0]))
@@ -315,7 +338,7 @@ def _signature(program: Program, first: int, step: int, times: int, outer_step: 
 def _parts(program: Program, first: int, count: int) -> list[int]:
     """Returns the lengths of the loops that run `count` rows of one kind from row `first` on: one or two.
 
-    A masked embedding is not free. It sums activations over the stages in float32, several times what a row hands on.
+    A masked embedding is not free. It sums activations over the stages, twice what a row hands on.
     So rows at the end of a loop that need none get a loop of their own, if they are the most and at least as many as
     stages. (With as many microbatches as stages no group of rows repeats, whose parts would be loops already.)
     """

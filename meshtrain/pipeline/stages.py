@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from meshtrain.errors import UserError
 from meshtrain.models.metrics import are_metrics, is_scalar
 from meshtrain.models.task import Activations, Batch, LayerSums, Params, Stages
-from meshtrain.models.vocabulary.losses import psum_float32
+from meshtrain.models.vocabulary.losses import psum_of_one
 from meshtrain.sharding.stored import Names
 from meshtrain.sharding.trees import Arrays, Tree
 
@@ -140,14 +140,7 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 
 def from_stage(tree: Arrays, here: jax.Array) -> Arrays:
     """Broadcasts the arrays of the one stage where `here` is true to all stages; zeros if it is true on none."""
-
-    def broadcast(x: jax.Array) -> jax.Array:
-        masked = jnp.where(here, x, jnp.zeros_like(x))
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            return psum_float32(masked, PIPELINE)
-        return jax.lax.psum(masked, PIPELINE).astype(x.dtype)
-
-    return jax.tree.map(broadcast, tree)
+    return jax.tree.map(lambda x: psum_of_one(jnp.where(here, x, jnp.zeros_like(x)), PIPELINE), tree)
 
 
 def to_next(tree: Arrays, num_stages: int) -> Arrays:

@@ -152,7 +152,8 @@ def plan(
     modelled = None
     if program and cluster.accelerator:
         modelled = timing(assembly.mesh, cluster, program, assumptions, measured_seconds)
-    least, least_count = wire_bytes_minimum(assembly), 1 if assembly.reduces_chunks else 2
+    by_chunk = assembly.program is not None and assembly.program.reduces_chunks
+    least, least_count = wire_bytes_minimum(assembly), 1 if by_chunk else 2
     return Plan(
         cluster=cluster,
         compiled=compiled,

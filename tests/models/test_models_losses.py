@@ -73,7 +73,7 @@ def model(params, batch, axis):
     row = tokens - losses.first_column(num_rows, axis)
     here = (row >= 0) & (row < num_rows)
     x = jnp.where(here[..., None], params["table"][jnp.where(here, row, 0)], 0)
-    x = jnp.tanh(losses.sum_over_shards(x, axis) @ params["inner"])
+    x = jnp.tanh(losses.from_one_shard(x, axis) @ params["inner"])
     logits = losses.copy_to_shards(x, axis) @ params["kernel"]
     return losses.cross_entropy(logits, targets, weights, VOCAB_SIZE, axis)
 
@@ -126,7 +126,7 @@ def test_missing_sum_of_cotangents_is_noticed(monkeypatch):
 def test_missing_sum_of_lookups_is_noticed(monkeypatch):
     params, batch = ends()
     expected = jax.value_and_grad(functools.partial(model, axis=None))(params, batch)
-    monkeypatch.setattr(losses, "sum_over_shards", lambda x, axis: x)
+    monkeypatch.setattr(losses, "from_one_shard", lambda x, axis: x)
     got = split_value_and_grad(params, batch)
     assert abs(got[0] - expected[0]) > 1e-2 * expected[0]
 
@@ -134,22 +134,43 @@ def test_missing_sum_of_lookups_is_noticed(monkeypatch):
 def test_differentiating_through_a_psum_counts_each_shard_and_is_noticed(monkeypatch):
     params, batch = ends()
     expected = jax.grad(functools.partial(model, axis=None))(params, batch)
-    monkeypatch.setattr(losses, "sum_over_shards", jax.lax.psum)
+    monkeypatch.setattr(losses, "from_one_shard", jax.lax.psum)
     got = split_value_and_grad(params, batch)[1]
     np.testing.assert_allclose(got["table"], NUM_SHARDS * expected["table"], rtol=1e-4, atol=1e-5)
     assert gaps(got, expected)["inner"] < 1e-6
 
 
-def test_exchanges_keep_bfloat16():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("pipeline",))
-    whole = PartitionSpec()
+def on_shards(function, arguments):
+    """Returns `function` of each of 4 arrays stacked along the first dim, on a device of its own, jitted."""
+    mesh = Mesh(np.array(jax.devices()[:NUM_SHARDS]), ("pipeline",))
+    split, whole = PartitionSpec("pipeline"), PartitionSpec()
+    return jax.jit(
+        jax.shard_map(lambda x: function(x[0]), mesh=mesh, in_specs=split, out_specs=whole, check_vma=False)
+    ).lower(arguments)
 
-    def inside(x):
-        value, pull = jax.vjp(lambda x: losses.sum_over_shards(losses.copy_to_shards(x, "pipeline"), "pipeline"), x)
-        return value, pull(value)[0]
 
-    split = jax.shard_map(inside, mesh=mesh, in_specs=whole, out_specs=(whole, whole), check_vma=False)
-    value, cotangent = jax.jit(split)(jnp.full((3,), 0.5, jnp.bfloat16))
-    assert value.dtype == cotangent.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(value.astype(jnp.float32), 1.0)
-    np.testing.assert_array_equal(cotangent.astype(jnp.float32), 2.0)
+@pytest.mark.parametrize("width, sent", [(6, "ui32"), (5, "f32")])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_one_shard_has_crosses_with_its_bits(dtype, width, sent):
+    given = np.zeros((NUM_SHARDS, 2, width), jnp.dtype(dtype))
+    given[2] = np.random.default_rng(2).normal(size=(2, width))
+    given[2, 0, :4] = [np.inf, np.finfo(jnp.float32).tiny * 2**5, -np.inf, 1]  # the second is subnormal or 0
+    lowered = on_shards(lambda x: losses.from_one_shard(x, "pipeline"), jnp.asarray(given))
+    assert f"-> tensor<2x{width // 2 if sent == 'ui32' else width}x{sent}>" in lowered.as_text()
+    got = np.asarray(lowered.compile()(jnp.asarray(given)))
+    assert got.dtype == given.dtype
+    np.testing.assert_array_equal(got.view(np.uint16), given[2].view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32, jnp.bool_])
+def test_what_one_shard_has_keeps_other_dtypes(dtype):
+    given = jnp.zeros((NUM_SHARDS, 3), dtype).at[1].set(jnp.array([1, 0, 1], dtype))
+    got = on_shards(lambda x: losses.psum_of_one(x, "pipeline"), given).compile()(given)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, given[1])
+
+
+def test_cotangents_of_all_shards_are_summed_in_float32():
+    given = jnp.stack([jnp.full((2,), value, jnp.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)])
+    lowered = on_shards(lambda x: jax.vjp(lambda y: losses.copy_to_shards(y, "pipeline"), x)[1](x)[0], given)
+    np.testing.assert_array_equal(lowered.compile()(given).astype(jnp.float32), jnp.bfloat16(259.0))

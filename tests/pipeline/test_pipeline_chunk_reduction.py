@@ -1,5 +1,6 @@
 """Gradients of a chunk are reduced over data after the chunk's last backward row, and beside the rows that follow."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,20 +8,29 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from meshtrain.assemble import assemble
+from meshtrain.config.config import parse
+from meshtrain.launch.compiler import CHUNK_GPU_OPTIONS
 from meshtrain.pipeline import executor, stages
-from meshtrain.pipeline.program import Segment, executable, finished, segments
+from meshtrain.pipeline.program import LEAST_HIDDEN, Segment, executable, finished, segments, worth_reducing_early
 from meshtrain.pipeline.schedules import build
 from meshtrain.plan.hlo.collectives import collectives
 from meshtrain.plan.hlo.parse import read
 from meshtrain.sharding.gradients import Replicas
+from meshtrain.sharding.mesh import mesh_shape, num_needed
 from meshtrain.sharding.rules import DATA, PIPELINE
 from meshtrain.sharding.stored import Stored
+from tests.golden.test_golden_placements import ROOT, AbsentDevice
 from tests.pipeline import test_pipeline_executor as toy
 from tests.pipeline.test_pipeline_program import CASES, program_of, show
 
 NUM_STAGES, NUM_CHUNKS, NUM_MICROBATCHES = 2, 3, 4
 NUM_LAYERS = 2 * NUM_STAGES * NUM_CHUNKS
 FLOAT32_BYTES = 4
+
+
+def reducing(program):
+    return dataclasses.replace(program, reduces_chunks=True)
 
 
 def events(parts):
@@ -40,7 +50,7 @@ def test_each_chunk_is_reduced_once_and_right_after_its_last_row(case):
     program = program_of(*case)
     order, row = finished(program), 0
     begun = []
-    for event in events(segments(program, reduces=True)):
+    for event in events(segments(reducing(program))):
         row += event == "row"
         begun += [row] * (event == "begin")
     assert row == len(program.kinds)
@@ -61,12 +71,59 @@ def test_each_chunk_is_reduced_once_and_right_after_its_last_row(case):
     ],
 )
 def test_chunks_that_finish_equally_far_apart_share_a_loop(case, expected):
-    found = [f"R{show(part)}" for part in segments(program_of(*case), reduces=True) if part.reduces]
+    found = [f"R{show(part)}" for part in segments(reducing(program_of(*case))) if part.reduces]
     assert " ".join(found) == expected
 
 
+SHARE = {"is hidden": 1.01 * LEAST_HIDDEN, "is not hidden": 0.99 * LEAST_HIDDEN}
+
+
+@pytest.mark.parametrize(
+    "case, hides", [(("interleaved_1f1b", 4, 8, 2), 1 / 2), (("interleaved_1f1b", 8, 24, 6), 5 / 6)]
+)
+def test_chunks_are_reduced_early_where_that_hides_enough_of_a_step(case, hides):
+    program = program_of(*case)
+    assert worth_reducing_early(program, 10 * SHARE["is hidden"] / hides, 10.0)
+    assert not worth_reducing_early(program, 10 * SHARE["is not hidden"] / hides, 10.0)
+
+
+@pytest.mark.parametrize("case", [("1f1b", 4, 16), ("interleaved_1f1b", 1, 3, 2)])
+def test_where_no_loop_of_rows_follows_a_chunk_nothing_is_reduced_early(case):
+    """One chunk is the last one; on one stage a single row follows."""
+    assert not worth_reducing_early(program_of(*case), 1e9, 1.0)
+
+
+@pytest.mark.parametrize(
+    "name, kind, is_early",
+    [
+        ("gpt3_175b", "NVIDIA A100-SXM4-80GB", True),
+        ("mtnlg_530b", "NVIDIA A100-SXM4-80GB", False),
+        ("llama3_405b", "NVIDIA H100 80GB HBM3", False),
+    ],
+)
+def test_which_of_the_large_configurations_reduce_early(name, kind, is_early):
+    found = []
+    config, _ = parse([f"--config={ROOT / 'configs' / name}.py"], reads_data=False)
+    shape = mesh_shape(config.mesh, num_needed(config.mesh), simulated=True)
+    for one in (kind, "absent"):  # as a CPU, whose peak is not known
+        devices = [AbsentDevice(i, device_kind=one) for i in range(num_needed(config.mesh))]
+        found.append(assemble(config, shape, devices).program.reduces_chunks)
+    assert found == [is_early, is_early]
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_options_for_collectives_beside_rows_go_with_experts_in_pipelines_too(expert):
+    sizes = {"mesh.pipeline": 2, "mesh.expert": expert, "model.num_experts": 4, "batch_size": 8}
+    config, _ = parse([f"--config.{name}={size}" for name, size in sizes.items()], reads_data=False)
+    devices = [AbsentDevice(i, device_kind="NVIDIA H100 80GB HBM3") for i in range(2 * expert)]
+    assembly = assemble(config, mesh_shape(config.mesh, 2 * expert, simulated=True), devices)
+    assert not assembly.program.reduces_chunks
+    given = {option.name for option in assembly.options} & {option.name for option in CHUNK_GPU_OPTIONS}
+    assert len(given) == (len(CHUNK_GPU_OPTIONS) if expert > 1 else 0)
+
+
 @functools.cache
-def compiled(level):
+def compiled(level, reduces_chunks=True):
     """The toy model on two replicas of two stages, three chunks each: (compiled step, parameters as it takes them)."""
     params = toy.parameters(NUM_LAYERS)
     params["layers"] = stages.chunked(params["layers"], NUM_CHUNKS)
@@ -82,14 +139,15 @@ def compiled(level):
         "interleaved_1f1b", num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, num_chunks=NUM_CHUNKS
     )
     replicas = Replicas(toy.mesh_of(NUM_STAGES, 2), stored, level)
-    compute = functools.partial(executor.gradients, toy.model(NUM_LAYERS), executable(schedule), replicas)
+    program = dataclasses.replace(executable(schedule), reduces_chunks=reduces_chunks)
+    compute = functools.partial(executor.gradients, toy.model(NUM_LAYERS), program, replicas)
     arguments = params, toy.batch_of(NUM_MICROBATCHES), jax.random.key(3)
     return jax.jit(compute).lower(*arguments).compile(), arguments
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_sums_are_those_of_one_device(level):
-    step, arguments = compiled(level)
+@pytest.mark.parametrize("level, reduces_chunks", [(0, True), (1, True), (1, False)])
+def test_sums_are_those_of_one_device(level, reduces_chunks):
+    step, arguments = compiled(level, reduces_chunks)
     sums = jax.device_get(step(*arguments))
     layers = jax.tree.map(lambda leaf: leaf.reshape(NUM_LAYERS, *leaf.shape[2:]), sums.gradients["layers"])
     expected = toy.reference(NUM_LAYERS, NUM_MICROBATCHES)

@@ -36,7 +36,7 @@ def first(outer, batch, rng, train, axis):
     row = batch["tokens"] - losses.first_column(rows, axis)
     here = (row >= 0) & (row < rows)
     found = jnp.take(outer["table"], jnp.where(here, row, 0), axis=0, mode="clip")
-    return losses.sum_over_shards(jnp.where(here[..., None], found, 0), axis)
+    return losses.from_one_shard(jnp.where(here[..., None], found, 0), axis)
 
 
 def repeated(layers, x, batch, rng, start, train):
@@ -262,8 +262,8 @@ BREAKS = {
     "the mask multiplies": (ring, "add_at", multiplied_mask),
     "what is handed out comes from every stage": (ring, "from_stage", from_every_stage),
     "no sum of the head's cotangents": (losses, "copy_to_shards", identity),
-    "no sum of the embedding": (losses, "sum_over_shards", identity),
-    "a sum that is differentiated": (losses, "sum_over_shards", lambda x, a: x if a is None else jax.lax.psum(x, a)),
+    "no sum of the embedding": (losses, "from_one_shard", identity),
+    "a sum that is differentiated": (losses, "from_one_shard", lambda x, a: x if a is None else jax.lax.psum(x, a)),
     "dropout by the place in the microbatch": (ring, "microbatch", key_in_microbatch),
     "layers counted from each stage's first": (ring, "first_layer", lambda *_: 0),
     "activations stay where they are": (ring, "to_next", lambda x, _: x),

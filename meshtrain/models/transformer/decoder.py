@@ -69,7 +69,7 @@ class Embedding(nn.Module):
         shape = (self.num_rows, options.embed_dim)
         table = weight(self, "table", shape, ("vocab", "embed"), init, place, self.dtype)
         row = batch["tokens"] - losses.first_column(self.num_rows, axis)
-        x = losses.sum_over_shards(look_up(table, row, place), axis)
+        x = losses.from_one_shard(look_up(table, row, place), axis)
         if options.scaled_embeddings:
             x = x * math.sqrt(options.embed_dim)
         if options.positions == "learned":

@@ -252,9 +252,10 @@ def idle_share(assembly: Assembly) -> float:
 def executor_bytes(assembly: Assembly) -> float | None:
     """Returns the bytes that the pipeline's executor sends over its axis, by its own formula.
 
-    One permute of R a row. In each row whose body has them, embedding, its backward, the head's input and its cotangent
-    sum R over the stages in float32, and the loss three numbers a token (R: activations as layers hand them on). One
-    embedding comes before the first row, and one backward after the last.
+    One permute of R a row. In each row whose body has them, embedding, its backward and the head's input sum R over
+    the stages, in its dtype where the width is even, else in float32; the head sums its cotangent in float32, and the
+    loss three numbers a token (R: activations as layers hand them on). One embedding comes before the first row, and
+    one backward after the last.
 
     Returns:
       Bytes; None without a pipeline, or if the task does not state its width.
@@ -264,19 +265,19 @@ def executor_bytes(assembly: Assembly) -> float | None:
         return None
     each, ring = _residual_bytes(assembly), wire_share("all-reduce", assembly.mesh.shape[PIPELINE])
     wider = FLOAT32_BYTES / jnp.dtype(compute_dtype(assembly.config.precision)).itemsize
-    residual = ring * wider * each
+    of_one, summed = ring * each * (wider if width % 2 else 1.0), ring * wider * each
     numbers = 3 * ring * wider * _activation_bytes(assembly) / width
 
     def of(part: Segment | Signature) -> float:
         if isinstance(part, Segment):
             return part.count * sum(of(child) for child in part.body)
-        row = each + residual * (part.embed + part.embed_backward)
-        return row + (2 * residual + numbers if part.head else 0.0)
+        row = each + of_one * (part.embed + part.embed_backward)
+        return row + (of_one + summed + numbers if part.head else 0.0)
 
-    rows = segments(program, reduces=assembly.reduces_chunks)
+    rows = segments(program)
     # Nothing reads what the very last row sends, and outside of a loop the compiler drops it.
     unsent = each if rows[-1].count == 1 else 0.0
-    return sum(of(segment) for segment in rows) + 2 * residual - unsent
+    return sum(of(segment) for segment in rows) + 2 * of_one - unsent
 
 
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:
