@@ -9,6 +9,9 @@ files that edit the defaults:
         config = default()
         config.mesh.data = 2
         return config
+
+Checks return lines: got, allowed, nearest fix. They take the sizes of the mesh as {axis: size}. An axis of unknown size
+is passed as 1, which can only weaken a check. Those of one task stand beside it (`tasks.py`).
 """
 
 import argparse
@@ -21,23 +24,23 @@ from typing import TypeAlias
 import ml_collections
 
 from meshtrain.cli import flags
-from meshtrain.cli.config_file import load
-from meshtrain.config import checks, data_sources, former, reductions, tasks
+from meshtrain.config import data_sources, former, reductions, tasks
 from meshtrain.config.fields import CONFIG_FILE as CONFIG_FILE
 from meshtrain.config.fields import Config as Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.sources import DataOptions, is_own
 from meshtrain.data.tokenizer import NUM_BYTES
-from meshtrain.errors import UserError, first_line
+from meshtrain.errors import UserError, first_line, nearest_multiple
 from meshtrain.models.lora import LoraOptions
 from meshtrain.models.task import Task, entries
 from meshtrain.observe import profiler
-from meshtrain.optim import learning_rate, optimizers
+from meshtrain.optim import learning_rate, moments, optimizers, trainable
 from meshtrain.options import Options, Value, Values, naming, problems, with_own
 from meshtrain.pipeline import check as pipeline_check
 from meshtrain.sharding import mesh
-from meshtrain.sharding.rules import CONTEXT, PIPELINE, Rules, default_rules
-from meshtrain.sharding.stored import level_problems, num_parts, rules_of_level
+from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, Rules, default_rules, expert_axes
+from meshtrain.sharding.stored import MAX_LEVEL, level_problems, num_parts, rules_of_level, tree_problems
+from meshtrain.sharding.trees import Arrays, NamesTree, select
 from meshtrain.step import loss_scale
 from meshtrain.step.precision import compute_name
 
@@ -200,8 +203,8 @@ def _on_mesh(
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     num_groups = config.local_steps.groups if config.local_steps.period else 0
     num_parts = num_microbatches(config, mesh_shape)
-    problems = checks.batch(config.batch_size, rules, mesh_shape, num_parts, num_groups)
-    problems += checks.sequence(config.sequence_length, rules, mesh_shape)
+    problems = batch_problems(config.batch_size, rules, mesh_shape, num_parts, num_groups)
+    problems += sequence_problems(config.sequence_length, rules, mesh_shape)
     problems += level_problems(config.zero, config.mesh.data, config.mesh.fsdp)
     problems += reductions.problems(config, mesh_shape)
     if function is None:
@@ -219,14 +222,14 @@ def _on_mesh(
             return problems
         task, params, axes = tasks.abstract_weights(config, function, on_one_device=on_one_device)
         if mesh_shape[CONTEXT] > 1:
-            problems += checks.parts_of_sequences(config, task, rules, mesh_shape)
+            problems += _parts_of_sequences(config, task, rules, mesh_shape)
         if mesh_shape[PIPELINE] > 1:
             problems += _in_stages(config, mesh_shape, task)
     except Exception:
         if own:
             return problems  # contradictory options, reported above, may make tracing the weights fail
         raise
-    return problems + checks.weights(config, mesh_shape, params, axes, rules)
+    return problems + weight_problems(config, mesh_shape, params, axes, rules)
 
 
 def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> list[str]:
@@ -239,6 +242,101 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task) -> lis
         num_stages=size,
         num_layers=task.stages.num_layers,
         num_microbatches=num_microbatches(config, mesh_shape),
+    )
+
+
+def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line if `context`, larger than 1, should split sequences, and the task's batch has none."""
+    split = {name for name, axes in rules.activations.items() if CONTEXT in axes}
+    if any(split & set(entry.axes) for entry in entries(task, config.batch_size).values()):
+        return []
+    return [
+        f"mesh.{CONTEXT}: got {mesh_shape[CONTEXT]}, and no entry of this task's batch has a dim 'sequence'; allowed: "
+        f"1; nearest: mesh.{CONTEXT}=1"
+    ]
+
+
+def batch_problems(
+    batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int, num_groups: int = 0
+) -> list[str]:
+    """Returns one line where the global batch does not divide by its shards (data x fsdp) x microbatches.
+
+    Args:
+      batch_size: sequences.
+      rules: the axes that split an activation's `batch` dim count.
+      mesh_shape: the size of each mesh axis.
+      num_microbatches: parts that are computed one after the other.
+      num_groups: that train apart, which then divide the batch in place of the data axis; 0: none.
+    """
+    # An axis that is there for experts alone is left out where it has size 1.
+    axes = [axis for axis in rules.activations["batch"] if axis not in expert_axes() or mesh_shape[axis] > 1]
+    sizes = {f"mesh.{axis}": mesh_shape[axis] for axis in axes}
+    if num_groups:
+        sizes = {"local_steps.groups": num_groups} | {name: n for name, n in sizes.items() if name != f"mesh.{DATA}"}
+    divisor = math.prod(sizes.values()) * num_microbatches
+    if batch_size % divisor == 0:
+        return []
+    factors = " x ".join([*(f"{name} {size}" for name, size in sizes.items()), f"{num_microbatches} microbatches"])
+    return [
+        f"batch_size: got {batch_size}; allowed: a multiple of {divisor} = {factors}; "
+        f"nearest: {nearest_multiple(batch_size, divisor)}"
+    ]
+
+
+def sequence_problems(
+    sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int], name: str = "sequence_length"
+) -> list[str]:
+    """Returns one line where a rule splits the sequence of an activation into unequal shards.
+
+    Args:
+      sequence_length: in tokens.
+      rules: the axes that split `sequence`, and between layers `residual_sequence`, count.
+      mesh_shape: the size of each mesh axis.
+      name: the option that holds the length.
+    """
+    for rule in ("residual_sequence", "sequence"):  # what fits the first fits the second
+        axes = rules.activations[rule] if rule in rules.activations else ()
+        parts = num_parts(axes, mesh_shape)
+        if sequence_length % parts:
+            over = " x ".join(f"mesh.{axis} = {mesh_shape[axis]}" for axis in axes if mesh_shape[axis] > 1)
+            return [
+                f"{name}: got {sequence_length}; allowed: a multiple of {parts}, as rule '{rule}' splits it "
+                f"over {over}; nearest: {nearest_multiple(sequence_length, parts)}"
+            ]
+    return []
+
+
+def weight_problems(
+    config: Config, mesh_shape: Mapping[str, int], params: Arrays, axes: NamesTree, rules: Rules
+) -> list[str]:
+    """Returns one line for each reason why a task's weights cannot be stored on a mesh of these sizes.
+
+    The dim `layers` is left out: the pipeline's check, which knows the number of chunks, covers it.
+
+    Args:
+      config: the configuration. The lines name the options in `config.model` that set the size of a dim.
+      mesh_shape: the size of each mesh axis.
+      params: abstract parameters in layer order.
+      axes: their logical axes.
+      rules: the table, with the storage axes of the ZeRO level.
+    """
+    mask, problems, chosen = None, list[str](), config.optimizer
+    if not trainable.check(chosen.trainable):  # which `optimizers.check` reports
+        try:
+            mask = trainable.trained_mask(chosen.trainable, params, has_adapters=config.lora.rank > 0)
+        except UserError as error:
+            problems = list(error.problems)
+    if chosen.moments == moments.EIGHT_BITS and not moments.check_block(chosen.moment_block, ""):
+        (of_trained, _), (axes_of_trained, _) = select(params, mask), select(axes, mask)
+        problems += moments.problems(chosen.moment_block, of_trained, axes_of_trained, rules.parameters, mesh_shape)
+    sizes = {
+        field.metadata["dim"]: (f"model.{field.name}", getattr(config.model, field.name))
+        for field in dataclasses.fields(config.model)
+        if field.metadata and field.metadata["dim"]
+    }
+    level = min(config.zero.effective_level, MAX_LEVEL)
+    return problems + tree_problems(
+        params, axes, rules, mesh_shape, level, options=sizes, trained=mask, elsewhere=("layers",)
     )
 
 
@@ -400,7 +498,7 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
     also = [*arguments.problems, *also]
     try:
         # Without a file nothing was chosen: `task` alone decides which fields `model` has.
-        given = {} if arguments.config is None else load(arguments.config, list(flags.schema(Config())))
+        given = {} if arguments.config is None else flags.load(arguments.config, list(flags.schema(Config())))
         built(given, {})  # raises where the file returns something other than a configuration
     except UserError as error:
         # Without the file its values are not known, but the overrides' names and types are.

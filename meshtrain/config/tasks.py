@@ -8,25 +8,28 @@ stands under `config.model`; each field is an `option(default, text)`. It may ha
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypedDict
 
 from jax.typing import DTypeLike
 
 from meshtrain import options
-from meshtrain.config import checks
+from meshtrain.config.data_sources import names as source_names
 from meshtrain.config.fields import Config
+from meshtrain.data.sources import DOCUMENTS, TOKENS, DataOptions
+from meshtrain.data.tokenizer import NUM_BYTES
 from meshtrain.errors import UserError
-from meshtrain.models import lora
+from meshtrain.models import lora, problems, remat
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.remat import RematOptions
-from meshtrain.models.task import Task, named_params
+from meshtrain.models.task import Task
 from meshtrain.models.transformer import task as decoder_task
 from meshtrain.models.transformer.decoder import DecoderOptions
-from meshtrain.options import Imported
+from meshtrain.options import Imported, Options
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.stored import named_params
 from meshtrain.sharding.trees import Arrays, NamesTree
-from meshtrain.step.precision import compute_dtype, output_dtype
+from meshtrain.step.precision import compute_dtype, compute_name, in_fp8, output_dtype
 
 MakeTask = Callable[[Config, Placement], Task]
 Check = Callable[[Config, Mapping[str, int]], list[str]]
@@ -100,7 +103,51 @@ def _decoder(config: Config, placement: Placement) -> Task:
     return with_adapters(task, config.lora, config.model.share_of_experts)
 
 
-decoder = BuiltIn("decoder", _decoder, DecoderOptions, checks.decoder, takes_adapters=True)
+def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Returns one line for each way in which a decoder's options contradict each other, the data or the mesh.
+
+    Args:
+      config: with `DecoderOptions` as its model, each field within its own bounds.
+      mesh_shape: the size of each mesh axis.
+    """
+    num_chunks = config.pipeline.num_chunks if mesh_shape["pipeline"] > 1 else 1
+    computes_in = compute_name(config.precision), in_fp8(config.precision)
+    return [
+        *source_problems(config, TOKENS, "packed tokens"),
+        *problems.of_decoder(config.model, config.sequence_length, *computes_in, mesh_shape),
+        *_vocabulary_problems(config.model, config.data),
+        *remat.check(config.remat, config.model.num_layers, mesh_shape["pipeline"], num_chunks=num_chunks),
+    ]
+
+
+def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[str]:
+    """Returns one line if a built-in source gives other examples than a built-in task takes.
+
+    Args:
+      config: the configuration.
+      allowed: the built-in sources that fit the task.
+      what: the examples that the task takes.
+    """
+    source = config.data.source
+    if source in allowed or source not in source_names():
+        return []
+    return [
+        f"data.source: got {source} with task={config.task}, which takes {what}; allowed: {', '.join(allowed)}, or "
+        f"package.module:function; nearest: data.source={allowed[0]}"
+    ]
+
+
+def _vocabulary_problems(options: Options, data: DataOptions) -> list[str]:
+    """Returns one line if the byte tokenizer has more tokens than the model. Others are checked when the data open."""
+    if data.source not in DOCUMENTS["source"] or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
+        return []
+    return [
+        f"model.vocab_size: got {options.vocab_size}; allowed with data.tokenizer = bytes: at least {NUM_BYTES + 1}, "
+        f"the bytes and the end of a document; nearest: {NUM_BYTES + 1}"
+    ]
+
+
+decoder = BuiltIn("decoder", _decoder, DecoderOptions, _check_decoder, takes_adapters=True)
 
 
 def names() -> list[str]:

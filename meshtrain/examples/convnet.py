@@ -17,9 +17,8 @@ from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
-from meshtrain.config import checks
 from meshtrain.config.fields import Config
-from meshtrain.config.tasks import BuiltIn
+from meshtrain.config.tasks import BuiltIn, source_problems
 from meshtrain.errors import nearest_divisor
 from meshtrain.models.layers import Initializer, dropout
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
@@ -217,7 +216,7 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       config: with `ConvnetOptions` as its model, each field within its own bounds.
       mesh_shape: the size of each mesh axis; which of them the task runs on is checked for all tasks alike.
     """
-    options, problems = config.model, checks.sources(config, IMAGES, "images")
+    options, problems = config.model, source_problems(config, IMAGES, "images")
     if in_fp8(config.precision):
         problems.append(
             "precision.policy: got fp8 with task=convnet, whose convolutions have no 8-bit form; allowed: float32, "

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.config import checks
+from meshtrain.config.config import sequence_problems
 from meshtrain.config.fields import Config
-from meshtrain.config.tasks import BuiltIn, of_text
+from meshtrain.config.tasks import BuiltIn, of_text, source_problems
 from meshtrain.examples.numbers import BEGIN_ID
 from meshtrain.examples.seq2seq import (
     SOURCE,
@@ -52,7 +52,6 @@ from meshtrain.models.task import (
     Loss,
     Params,
     Task,
-    named_params,
     num_parameters,
     sequence_keys,
     token_batch,
@@ -62,6 +61,7 @@ from meshtrain.models.transformer.decoder import Given, layer_stack, run_layers
 from meshtrain.models.vocabulary import head, losses
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import default_rules
+from meshtrain.sharding.stored import named_params
 from meshtrain.sharding.trees import Arrays, leaves_with_paths
 from meshtrain.step.precision import compute_name
 
@@ -431,10 +431,10 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
       config: with `Seq2SeqOptions` as its model, each field within its own bounds.
       mesh_shape: the size of each mesh axis.
     """
-    options, found = config.model, checks.sources(config, PAIRS, "pairs of a source and a target")
+    options, found = config.model, source_problems(config, PAIRS, "pairs of a source and a target")
     if options.source_length:
         rules = default_rules(config.layout)
-        found += checks.sequence(options.source_length, rules, mesh_shape, name="model.source_length")
+        found += sequence_problems(options.source_length, rules, mesh_shape, name="model.source_length")
     found += [
         *problems.of_transformer(options, compute_name(config.precision), mesh_shape),
         *remat.check(config.remat, options.num_layers, mesh_shape["pipeline"]),

@@ -5,22 +5,20 @@ K: layers in a stack; of generation R: rows, each one text, P: tokens a prompt a
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from flax.core import meta
 from jax.typing import DTypeLike
 
 from meshtrain.errors import UserError
 from meshtrain.models.cost import MakeCost, unknown
 from meshtrain.models.metrics import Metrics, are_metrics, is_scalar
 from meshtrain.models.metrics import Ratio as Ratio
-from meshtrain.sharding.stored import Names
-from meshtrain.sharding.trees import Arrays, NamesTree, Tree, leaves_with_paths
+from meshtrain.sharding.stored import Names, named_params
+from meshtrain.sharding.trees import Arrays, Tree, leaves_with_paths
 
 Batch = Mapping[str, jax.Array]
 Params: TypeAlias = Arrays  # nested dicts of arrays, which may be boxed with their logical axes
@@ -360,26 +358,6 @@ def sequence_keys(rng: jax.Array, batch: Batch) -> jax.Array:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, batch[SEQUENCE_INDEX])
 
 
-def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = False) -> tuple[Arrays, NamesTree]:
-    """Returns abstract parameters in layer order, and their logical axes; touches no device.
-
-    JAX caches what it traces by the function: for the same `init` the model is traced once.
-
-    Args:
-      init: rng -> parameters; a leaf may be boxed with its logical axes.
-      on_one_device: a leaf without a box then has a None for each dim; otherwise it has no axes (None).
-    """
-    boxed = jax.eval_shape(init, _abstract_key())
-    is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
-
-    def names(leaf: Any) -> Names | None:
-        if is_box(leaf):
-            return tuple(leaf.names)
-        return (None,) * leaf.ndim if on_one_device else None
-
-    return meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
-
-
 def num_parameters(init: Callable[[jax.Array], Arrays], sizes: dict[str, int]) -> int:
     """Returns the number of parameters of a model whose leaves are all boxed; touches no device.
 
@@ -394,8 +372,3 @@ def num_parameters(init: Callable[[jax.Array], Arrays], sizes: dict[str, int]) -
         return math.prod(sizes[name] if name in sizes else size for size, name in dims)
 
     return sum(jax.tree.leaves(jax.tree.map(count, params, axes)))
-
-
-@functools.cache
-def _abstract_key() -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda: jax.random.key(0))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from meshtrain.cli import flags
-from meshtrain.cli.config_file import load
+from meshtrain.cli.flags import load
 from meshtrain.config.config import Config, built, configure
 from meshtrain.errors import UserError, run
 from meshtrain.files import target_problems, write_whole

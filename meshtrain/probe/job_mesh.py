@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from meshtrain.cli import flags
-from meshtrain.cli.config_file import load
+from meshtrain.cli.flags import load
 from meshtrain.config.config import Config, built
 from meshtrain.errors import UserError
 from meshtrain.sharding.mesh import MeshOptions, check

@@ -14,7 +14,7 @@ from pathlib import Path
 from meshtrain.assemble import Assembly, assemble, stored_params
 from meshtrain.checkpoint import other_runs
 from meshtrain.cli import flags
-from meshtrain.cli.config_file import load
+from meshtrain.cli.flags import load
 from meshtrain.config.config import CONFIG_FILE, Config, built, configure, resolve
 from meshtrain.config.former import FORMER
 from meshtrain.config.from_hugging_face import of_folder

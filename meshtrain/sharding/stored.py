@@ -18,11 +18,13 @@ shapes, logical axes and rules, so they hold for any task and any table of rules
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
+from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.errors import UserError, divisors, nearest, nearest_divisor, nearest_multiple, unknown
@@ -182,6 +184,31 @@ def _data_dim(spec: PartitionSpec, shape: Sequence[int], names: Names, mesh_shap
         if name not in STACKED and size % (num_parts(axes, mesh_shape) * mesh_shape[DATA]) == 0:
             return dim - len(shape)
     return 0
+
+
+def named_params(init: Callable[[jax.Array], Arrays], *, on_one_device: bool = False) -> tuple[Arrays, NamesTree]:
+    """Returns abstract parameters in layer order, and their logical axes; touches no device.
+
+    JAX caches what it traces by the function: for the same `init` the model is traced once.
+
+    Args:
+      init: rng -> parameters; a leaf may be boxed with its logical axes.
+      on_one_device: a leaf without a box then has a None for each dim; otherwise it has no axes (None).
+    """
+    boxed = jax.eval_shape(init, _abstract_key())
+    is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
+
+    def names(leaf: Any) -> Names | None:
+        if is_box(leaf):
+            return tuple(leaf.names)
+        return (None,) * leaf.ndim if on_one_device else None
+
+    return meta.unbox(boxed), jax.tree.map(names, boxed, is_leaf=is_box)
+
+
+@functools.cache
+def _abstract_key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def stored_tree(

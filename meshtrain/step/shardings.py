@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.models.metrics import Metrics
-from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update, named_params
+from meshtrain.models.task import AfterUpdate, Batch, Entry, Params, Task, checked_after_update
 from meshtrain.optim.states import state_axes
 from meshtrain.pipeline import stages
 from meshtrain.sharding import offload
@@ -24,6 +24,7 @@ from meshtrain.sharding.stored import (
     axes_in,
     axes_of_dims,
     is_names,
+    named_params,
     num_parts,
     spec_of_dims,
     stored,

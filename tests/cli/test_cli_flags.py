@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from meshtrain import __main__, options
-from meshtrain.cli import config_file, flags
+from meshtrain.cli import flags
 from meshtrain.config.config import Config, resolve
 from meshtrain.errors import UserError
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -216,7 +216,7 @@ UNSPEAKABLE = "class Unspeakable(Exception):\n    def __str__(self): raise Value
 
 def load(path, text):
     path.write_text(text)
-    return config_file.load(str(path), ["mesh.tensor", "seed"])
+    return flags.load(str(path), ["mesh.tensor", "seed"])
 
 
 def test_load_runs_the_file(tmp_path):
@@ -261,10 +261,10 @@ def test_so_is_a_module_whose_exception_cannot_be_shown(tmp_path, monkeypatch):
 def test_the_nearest_file_is_one_that_is_there(tmp_path, monkeypatch):
     """An installation has no folder configs: the line ends with a file that anyone can write."""
     with pytest.raises(UserError, match=r"; nearest: configs/3d.py$"):
-        config_file.load(str(tmp_path / "zzz.py"), [])
+        flags.load(str(tmp_path / "zzz.py"), [])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        config_file.load("configs/3d.py", [])
+        flags.load("configs/3d.py", [])
     _, _, line = str(caught.value).partition("; nearest: a file of one line, ")
     assert resolve(load(tmp_path / "x.py", line)) == Config(model=DecoderOptions(vocab_size=257))
 
@@ -272,9 +272,9 @@ def test_the_nearest_file_is_one_that_is_there(tmp_path, monkeypatch):
 def test_a_file_that_is_not_there(tmp_path):
     (tmp_path / "tiny.py").touch()
     with pytest.raises(UserError, match=r"tinny.py' does not exist.*did you mean '.*tiny.py'"):
-        config_file.load(str(tmp_path / "tinny.py"), [])
+        flags.load(str(tmp_path / "tinny.py"), [])
     with pytest.raises(UserError, match="is not a file"):
-        config_file.load(str(tmp_path), [])
+        flags.load(str(tmp_path), [])
 
 
 def test_unwritable(tmp_path):

@@ -11,7 +11,7 @@ FAULTS = (
         "config/test_config_resume.py::test_an_option_that_no_table_names_is_fixed",
     ),
     Fault(
-        "config/checks.py",
+        "config/config.py",
         "divisor = math.prod(sizes.values()) * num_microbatches",
         "divisor = num_parts(axes, mesh_shape)",
         "a batch that does not divide into its microbatches is accepted",

@@ -30,7 +30,7 @@ LAZY_IMPORTERS = {
     "meshtrain/probe/doctor.py",
     "meshtrain/options.py",
 }
-CONFIG_READER = "meshtrain/cli/config_file.py"  # --config names a Python file that the user has written
+CONFIG_READER = "meshtrain/cli/flags.py"  # --config names a Python file that the user has written
 # Who reads the configuration: rooms and files; all others are given what they need.
 READS_CONFIGURATION = {"config", "examples", "lab", "plan", "probe", "run"}
 READS_CONFIGURATION |= {

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from meshtrain.config import checks
+from meshtrain.config import config
 from scripts.benchmarks import net
 
 
@@ -94,5 +94,5 @@ def test_random_configurations_are_those_of_an_older_record(monkeypatch, tmp_pat
     assert json.loads(again[net.RANDOM]) == cases
     assert again["random.txt"].count("# case ") == 3
 
-    monkeypatch.setattr(checks, "batch", lambda *given: ["batch_size: a new line"])
+    monkeypatch.setattr(config, "batch_problems", lambda *given: ["batch_size: a new line"])
     assert "batch_size: a new line" in net.errors(tmp_path)["random.txt"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshtrain.cli.config_file import load
+from meshtrain.cli.flags import load
 from meshtrain.errors import UserError
 from meshtrain.launch import cluster, distributed, peers
 

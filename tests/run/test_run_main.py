@@ -17,8 +17,7 @@ import pytest
 import meshtrain
 from meshtrain import errors, explain
 from meshtrain.checkpoint.other_runs import find
-from meshtrain.cli.config_file import load
-from meshtrain.config import checks
+from meshtrain.cli.flags import load
 from meshtrain.config import config as configuration
 from meshtrain.config.resume import from_json
 from meshtrain.main import main
@@ -254,8 +253,8 @@ WAYS = {
 @pytest.fixture
 def checked(monkeypatch):
     """The meshes whose placement is checked; commands stop where they would open data or compile."""
-    meshes, original = [], checks.weights
-    monkeypatch.setattr(checks, "weights", lambda *given: meshes.append(given[1]) or original(*given))
+    meshes, original = [], configuration.weight_problems
+    monkeypatch.setattr(configuration, "weight_problems", lambda *given: meshes.append(given[1]) or original(*given))
     monkeypatch.setattr("meshtrain.plan.scheduled_dump.ends_early", lambda *given: False)
     monkeypatch.setattr("meshtrain.run.weights.weights_problems", lambda *given: [])
     for place in ("training.open_data", "plan.target.compile.captured"):

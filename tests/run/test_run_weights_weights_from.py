@@ -11,7 +11,7 @@ import pytest
 
 from meshtrain import evaluate, generate
 from meshtrain.assemble import assemble
-from meshtrain.cli.config_file import load
+from meshtrain.cli.flags import load
 from meshtrain.config.config import Config, resolve
 from meshtrain.config.from_hugging_face import of_folder
 from meshtrain.data.chat_template import open_template

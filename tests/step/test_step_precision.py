@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax.core import meta
 
-from meshtrain.config import checks, config
+from meshtrain.config import config, tasks
 from meshtrain.data.sources import DataOptions
 from meshtrain.errors import UserError
 from meshtrain.models.task import SEQUENCE_INDEX
@@ -76,10 +76,10 @@ def test_cudnn_goes_by_what_is_computed_in():
     options = dataclasses.replace(SMALL, attention="cudnn")
     precision = PrecisionOptions("bfloat16", compute_dtype="float32")
     given = config.Config(model=options, data=DataOptions("synthetic"), precision=precision)
-    [line] = checks.decoder(given, dict.fromkeys(AXES, 1))
+    [line] = tasks.decoder.check(given, dict.fromkeys(AXES, 1))
     assert "model.attention" in line
     given = dataclasses.replace(given, precision=PrecisionOptions(compute_dtype="bfloat16"))
-    assert checks.decoder(given, dict.fromkeys(AXES, 1)) == []
+    assert tasks.decoder.check(given, dict.fromkeys(AXES, 1)) == []
 
 
 @pytest.mark.parametrize(
