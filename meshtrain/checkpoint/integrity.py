@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from meshtrain.errors import UserError
-from meshtrain.files import read_json, write_whole
+from meshtrain.files import read_json, what_is_at, write_whole
 
 MANIFEST = "manifest.json"
 _OWN = "ocdbt.process_"  # the folder of what one process has written, followed by its index
@@ -105,6 +105,8 @@ def damage(directory: Path, index: int = 0, num_processes: int = 1) -> list[str]
 
 def _difference(path: Path, name: str, expected: FileEntry) -> str:
     try:
+        if other := _other_than_file(path):
+            return f"{name}: not a file but {other}"
         size = path.stat().st_size
         if size != expected["bytes"]:
             return f"{name}: {size:,} bytes instead of {expected['bytes']:,}"
@@ -113,6 +115,11 @@ def _difference(path: Path, name: str, expected: FileEntry) -> str:
         return f"{name}: missing"
     except OSError as error:
         return f"{name}: {error.strerror or error}"
+
+
+def _other_than_file(path: Path) -> str:
+    """Returns what stands in a file's place, such as a pipe, whose reader would wait; '' for a file or nothing."""
+    return what_is_at(path) if path.exists() and not path.is_file() else ""
 
 
 def _sha256(path: Path) -> str:
@@ -140,6 +147,8 @@ def _write(path: Path, files: Files) -> None:
 
 
 def _read(path: Path) -> Files:
+    if other := _other_than_file(path):
+        raise UserError(f"{path.name}: not a file but {other}")
     try:
         content = read_json(path.read_text(encoding="utf-8"))
         files = content["files"]

@@ -106,6 +106,18 @@ def test_a_manifest_that_is_broken_in_any_way_is_damage(what, tmp_path):
     assert integrity.damage(tmp_path) == ([] if what == "as it is" else [f"{manifest.name}: its bytes have changed"])
 
 
+@pytest.mark.parametrize("name", [integrity.MANIFEST, "data"])
+def test_what_is_no_file_is_not_waited_for(name, tmp_path, capsys):
+    step = tmp_path / CHECKPOINTS / "1"
+    step.mkdir(parents=True)
+    (step / "data").touch()
+    assert integrity.seal(step, 0, 1, lambda: False)
+    (step / name).unlink()
+    os.mkfifo(step / name)
+    assert verify.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out == f"{step}: damaged: {name}: not a file but a pipe\n"
+
+
 @pytest.mark.parametrize("damage", [flip, remove])
 def test_so_is_one_whose_manifest_is_damaged(saved, damage):
     damage(saved / "3" / integrity.MANIFEST)
