@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from meshtrain.config.config import sequence_problems
 from meshtrain.config.fields import Config
 from meshtrain.config.tasks import BuiltIn, of_text, source_problems
+from meshtrain.errors import nearest_multiple
 from meshtrain.examples.numbers import BEGIN_ID
 from meshtrain.examples.seq2seq import (
     SOURCE,
@@ -441,9 +442,10 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[str]:
         *remat.check(config.remat, options.num_encoder_layers, 1, name="model.num_encoder_layers"),
     ]
     if options.positions == "sinusoidal" and options.embed_dim % 2:
+        step = 2 if options.head_dim else math.lcm(2, options.num_heads)
         found.append(
             f"model.embed_dim: got {options.embed_dim}; allowed: an even number with sinusoidal positions; nearest: "
-            f"{options.embed_dim + 1}"
+            f"{nearest_multiple(options.embed_dim, step)}"
         )
     if config.data.source in PAIRS and options.begin_id != BEGIN_ID:
         found.append(
