@@ -137,12 +137,12 @@ def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[s
     ]
 
 
-def _vocabulary_problems(options: Options, data: DataOptions) -> list[str]:
+def _vocabulary_problems(model: Options, data: DataOptions) -> list[str]:
     """Returns one line if the byte tokenizer has more tokens than the model. Others are checked when the data open."""
-    if data.source not in DOCUMENTS["source"] or data.tokenizer != "bytes" or options.vocab_size > NUM_BYTES:
+    if data.source not in DOCUMENTS["source"] or data.tokenizer != "bytes" or model.vocab_size > NUM_BYTES:
         return []
     return [
-        f"model.vocab_size: got {options.vocab_size}; allowed with data.tokenizer = bytes: at least {NUM_BYTES + 1}, "
+        f"model.vocab_size: got {model.vocab_size}; allowed with data.tokenizer = bytes: at least {NUM_BYTES + 1}, "
         f"the bytes and the end of a document; nearest: {NUM_BYTES + 1}"
     ]
 
