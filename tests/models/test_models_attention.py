@@ -20,6 +20,7 @@ KERNELS = {
     "splash": (splash.attend, {"name": HEADS, "interpret": True}),
     "triton": (triton.attend, {"name": HEADS, "interpret": True}),
     "xla": (dot_product.attend, {"how": "xla"}),
+    "cudnn": (dot_product.attend, {"how": "cudnn"}),
 }
 TRACED = {"blockwise": blockwise.TRACED_NAME, "triton": "mha_forward"}  # of a forward pass
 
@@ -48,7 +49,7 @@ def by(kernel, **options):
 
 def written_out(causal=True, window=0, scalar=HEAD_DIM, cap=0.0):
     def attend(q, k, v, documents):
-        k, v = (jnp.repeat(x, NUM_HEADS // k.shape[2], axis=2) for x in (k, v))
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * scalar**-0.5
         scores = cap * jnp.tanh(scores / cap) if cap else scores
         distance = np.subtract.outer(np.arange(q.shape[1]), np.arange(k.shape[1]))
@@ -77,22 +78,22 @@ ALL = {"causal": False}
 CASES = {
     # Lengths, key heads, whether documents are masked, options, and who computes it.
     "whole": ((256, 256), 2, False, {}, ("blockwise", "splash")),
-    "padded": ((200, 200), 1, False, {"scalar": 4}, ("splash", "triton", "xla")),
-    "documents": ((200, 200), 1, True, {}, ("blockwise", "splash", "triton")),
-    "window": ((300, 300), 2, True, {"window": 100}, ("blockwise", "xla")),
+    "padded": ((200, 200), 1, False, {"scalar": 4}, ("splash", "triton", "xla", "cudnn")),
+    "documents": ((200, 200), 1, True, {}, ("blockwise", "splash", "triton", "cudnn")),
+    "window": ((300, 300), 2, True, {"window": 100}, ("blockwise", "xla", "cudnn")),
     "blocks outside of a window": ((600, 600), 2, True, {"window": 150}, ("splash",)),
-    "a window of one block": ((600, 600), 2, False, {"window": 128}, ("splash", "xla")),
+    "a window of one block": ((600, 600), 2, False, {"window": 128}, ("splash", "xla", "cudnn")),
     "cap": ((300, 300), 4, False, {"window": 64, "cap": 5.0, "scalar": 4}, ("blockwise", "splash", "xla")),
     "all": ((200, 200), 4, True, ALL, ("blockwise", "triton")),
     "all, padded": ((200, 200), 4, False, ALL, ("triton",)),
     "memory": ((100, 200), 2, False, {**ALL, "cap": 5.0}, ("blockwise", "xla")),
     "memory, padded": ((200, 300), 2, False, ALL, ("splash",)),
-    "memory of documents": ((200, 300), 2, True, ALL, ("splash",)),
+    "memory of documents": ((200, 300), 2, True, ALL, ("splash", "cudnn")),
 }
 
 
 @pytest.mark.parametrize(("case", "kernel"), [(case, kernel) for case in CASES for kernel in CASES[case][-1]])
-def test_a_kernel_computes_attention_and_its_gradients(case, kernel):
+def test_a_kernel_computes_attention_and_its_gradients(case, kernel, cudnn_by_xla):
     lengths, num_kv_heads, masked, options, _ = CASES[case]
     given, documents = arrays(*lengths, num_kv_heads), tuple(map(documents_of, lengths)) if masked else None
     ways = [both_ways(way, given, documents) for way in (by(kernel, **options), written_out(**options))]

@@ -83,12 +83,13 @@ ALTERNATING = {"num_layers": 2, "global_every": 2, "attention_cap": 2.0, "attent
     [
         ("splash", {}, {"data": 2, "fsdp": 2, "tensor": 2}),
         ("blockwise", {}, {"data": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("cudnn", {}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("triton", {"window": 0}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("splash", ALTERNATING, {"tensor": 2}, marks=pytest.mark.slow),
         pytest.param("blockwise", ALTERNATING, {"tensor": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation, changed, sizes):
+def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation, changed, sizes, cudnn_by_xla):
     model = dataclasses.replace(MODEL, **changed)
     mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes, jax.devices())
     placement = Placement(default_rules(LayoutOptions()), mesh)

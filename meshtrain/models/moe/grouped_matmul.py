@@ -102,6 +102,8 @@ def kernel_for(
 def product(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, platform: str = "cpu") -> jax.Array:
     """Returns [R, F], each block of rows times the weight of its owner, summed in float32; zeros where it has none.
 
+    On CPUs there is no kernel. A test that sets one has it interpreted.
+
     Args:
       rows: [R, D].
       weights: [E, D, F], of the rows' dtype.
@@ -109,7 +111,7 @@ def product(rows: jax.Array, weights: jax.Array, owners: jax.Array, *, platform:
       platform: of the device, as JAX names it.
     """
     kernel = kernel_for(platform, rows.shape, weights.shape, rows.shape[0] // owners.size, rows.dtype)
-    return computed(How(kernel), rows, weights, owners)
+    return computed(How(kernel, interpret=platform == "cpu"), rows, weights, owners)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
